@@ -102,7 +102,7 @@ def build_library(
             return _compile(source, root=root, out=out, toolchain=toolchain, cache=cache, progress=progress)
 
         objects = run_all(sources, work, jobs)
-        return _link(objects, generated, out=out, toolchain=toolchain, progress=progress)
+        return _link(objects, generated, root=root, out=out, toolchain=toolchain, progress=progress)
 
 
 def _compile(source: Source, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, progress: Progress) -> Path:
@@ -135,14 +135,15 @@ def _path_flags(root: Path, out: Path, toolchain: Toolchain) -> list[str]:
     ]
 
 
-def _link(objects: Sequence[Path], generated: Path, *, out: Path, toolchain: Toolchain, progress: Progress) -> Path:
+def _link(objects: Sequence[Path], generated: Path, *, root: Path, out: Path, toolchain: Toolchain, progress: Progress) -> Path:
     embedded = out / "objects" / "embed.o"
     _run([toolchain.cxx, "-c", "embed.S", "-o", str(embedded)], "embed.S", cwd=generated)
     library = out / "lib" / LIBRARY_NAME
     library.parent.mkdir(parents=True, exist_ok=True)
     temporary = library.with_suffix(".tmp")
     torch = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
-    command = [toolchain.cxx, *LINK_FLAGS, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
+    exports = f"-Wl,--version-script={root / 'csrc' / 'host' / 'exports.map'}"
+    command = [toolchain.cxx, *LINK_FLAGS, exports, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
     _run(command, LIBRARY_NAME, cwd=out)
     temporary.replace(library)
     progress.advance(f"{LIBRARY_NAME} {library.stat().st_size / 1e6:.1f} MB")

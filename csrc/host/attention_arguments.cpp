@@ -17,7 +17,7 @@ struct Shape {
 };
 
 std::string describe(const int64_t* sizes, int64_t rank) {
-  std::ostringstream text;
+  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
   text << '[';
   for (int64_t axis = 0; axis < rank; ++axis) text << (axis > 0 ? ", " : "") << sizes[axis];
   text << ']';

@@ -90,7 +90,7 @@ std::string describe(CUresult result) {
   const char* text = nullptr;
   driver().cuGetErrorName(result, &name);
   driver().cuGetErrorString(result, &text);
-  std::ostringstream out;
+  std::ostringstream out{std::ios_base::out};
   out << (name != nullptr ? name : "unknown CUDA error") << " (" << static_cast<int>(result) << ")";
   if (text != nullptr) out << ", " << text;
   return out.str();

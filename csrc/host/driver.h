@@ -46,7 +46,7 @@ std::string describe(CUresult result);
 template <typename... Context>
 void check_driver(CUresult result, const char* call, const Context&... context) {
   if (result == CUDA_SUCCESS) return;
-  std::ostringstream text;
+  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
   (text << ... << context);
   fail(ErrorCode::kDriver, call, " failed: ", describe(result), "; ", text.str());
 }

@@ -27,7 +27,7 @@ inline const char* error_code_name(ErrorCode code) {
 
 template <typename... Parts>
 [[noreturn]] void fail(ErrorCode code, const Parts&... parts) {
-  std::ostringstream text;
+  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
   text << "flashmoe:" << error_code_name(code) << ": ";
   (text << ... << parts);
   throw std::runtime_error(text.str());

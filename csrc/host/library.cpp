@@ -19,7 +19,6 @@ namespace {
 // The stack holds five arguments on entry, whose tensors we then own, and two owned results on return.
 template <void (*kBackend)(const AttentionArguments&, const AttentionOutputs&)>
 void boxed_attention_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  using torch::stable::detail::from;
   using torch::stable::detail::to;
   if (num_arguments != 5 || num_outputs != 2) {
     fail(ErrorCode::kInternal, "flash_attention_forward was called with ", num_arguments, " arguments for ",
@@ -36,8 +35,8 @@ void boxed_attention_forward(StableIValue* stack, uint64_t num_arguments, uint64
   set_last_kernel("");
   const int64_t* sizes = outputs.out.sizes();
   if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) kBackend(arguments, outputs);
-  stack[0] = from(outputs.out.release());
-  stack[1] = from(outputs.lse.release());
+  stack[0] = torch::stable::detail::from(outputs.out.release());
+  stack[1] = torch::stable::detail::from(outputs.lse.release());
 }
 
 }  // namespace
@@ -73,7 +72,8 @@ FLASHMOE_EXPORT const char* flashmoe_cpu_isa() { return flashmoe::cpu::selected_
 // Forces the CPU backend's instruction set; returns 0, or 1 when this machine or this build lacks it.
 FLASHMOE_EXPORT int flashmoe_set_cpu_isa(const char* name) {
   try {
-    return flashmoe::cpu::set_isa(name) ? 0 : 1;
+    flashmoe::cpu::set_isa(name);
+    return 0;
   } catch (const std::exception&) {
     return 1;
   }

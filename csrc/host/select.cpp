@@ -57,7 +57,7 @@ const Kernel* find(const Wanted& wanted, const KernelTable& table) {
 }
 
 std::string targets_held(const KernelTable& table) {
-  std::ostringstream text;
+  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
   for (int32_t index = 0; index < table.num_binaries; ++index) {
     const char* target = table.binaries[index].target;
     bool is_first = true;
