@@ -28,6 +28,7 @@ from flashmoe.errors import (
 )
 
 MAX_HEAD_DIM = 256
+MAX_SIZE = 2**31 - 1  # the kernels hold sizes in 32 bits and strides in 64
 LAYOUT = "[batch, heads, length, head_dim]"
 DTYPES: Mapping[str, tuple[torch.dtype, ...]] = MappingProxyType(
     {
@@ -36,6 +37,12 @@ DTYPES: Mapping[str, tuple[torch.dtype, ...]] = MappingProxyType(
         "meta": (torch.float16, torch.bfloat16, torch.float32),
     }
 )
+
+
+class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
+    """torch could not allocate a result; also a torch.OutOfMemoryError, for callers that retry with less."""
+
+
 _ERROR_CODES: Mapping[str, type[FlashmoeError]] = MappingProxyType(
     {
         "shape": ShapeError,
@@ -44,6 +51,7 @@ _ERROR_CODES: Mapping[str, type[FlashmoeError]] = MappingProxyType(
         "argument": ArgumentError,
         "gpu": UnsupportedGpuError,
         "driver": DriverError,
+        "memory": OutOfMemoryError,
         "internal": InternalError,
     }
 )
@@ -64,6 +72,9 @@ def validate(q: Any, k: Any, v: Any, scale: Any, causal: Any = False) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             msg = f"{name} must be {LAYOUT}; found {_shape(tensor)}, {tensor.dim()} dimensions; {_rank_advice(tensor)}"
+            raise ShapeError(msg)
+        if any(size > MAX_SIZE for size in tensor.shape):
+            msg = f"each size of {name} must be below 2^31; found {_shape(tensor)}; split that dimension"
             raise ShapeError(msg)
     _check_sizes(q, k, v)
     for name, tensor in tensors.items():
@@ -136,7 +147,7 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_last_stride(name: str, tensor: Tensor) -> None:
-    if tensor.shape[3] > 1 and tensor.stride(3) != 1 and tensor.numel() > 0:
+    if tensor.shape[3] > 1 and tensor.stride(3) != 1:
         msg = (
             f"the last dimension of {name} must be contiguous; found strides {tuple(tensor.stride())}; "
             "call .contiguous() on it, or project to a layout that ends in head_dim"
