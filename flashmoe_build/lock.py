@@ -259,11 +259,6 @@ def verify_environment(
     return pins
 
 
-def lock_digests(folder: Path) -> dict[str, str]:
-    """sha256 of every lock file, by name."""
-    return {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.txt"))}
-
-
 def main(arguments: Sequence[str]) -> int:
     """``python -m flashmoe_build.lock FILE``: 0 when this interpreter's environment is the locked one, 1 when not."""
     if len(arguments) != 1:
