@@ -45,9 +45,7 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or out / "cache"))
     compiled = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     device_seconds = time.monotonic() - clock
-    library = build_library(
-        compiled, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables
-    )
+    library = build_library(compiled, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     names = [target.name for target in targets]
     stated = out / "provenance.json"
     write_json(stated, provenance(compiled, root=root, library=library, toolchain=toolchain, targets=names))
@@ -71,20 +69,39 @@ def _announce(targets: Sequence[Target], units: int, jobs: int, toolchain: Toolc
     print(f"targets  {names}")
     print(f"units    {units}")
     print(f"jobs     {jobs} at once, at most {MEMORY_PER_JOB / 1e9:.1f} GB each (MAX_JOBS changes it)")
-    print(f"tools    NVRTC {toolchain.nvrtc_version}, g++ {toolchain.cxx_version}, torch headers {toolchain.torch_version}", flush=True)
+    print(
+        f"tools    NVRTC {toolchain.nvrtc_version}, g++ {toolchain.cxx_version}, torch {toolchain.torch_version}",
+        flush=True,
+    )
 
 
 def _checks(compiled: Sequence[CompiledUnit], library: Path) -> tuple[Check, ...]:
     peak = max((item.peak_bytes for item in compiled), default=0)
     return (
-        Check("device code", Verdict.PASS if compiled else Verdict.SKIP, found=f"{len(compiled)} binaries", expected="no spill, no local memory, no warning"),
-        Check("memory per job", Verdict.PASS if peak <= MEMORY_PER_JOB else Verdict.WARN, found=f"{peak / 1e9:.2f} GB", expected=f"at most {MEMORY_PER_JOB / 1e9:.1f} GB", next_step="lower MAX_JOBS"),
+        Check(
+            "device code",
+            Verdict.PASS if compiled else Verdict.SKIP,
+            found=f"{len(compiled)} binaries",
+            expected="no spill, no local memory, no warning",
+        ),
+        Check(
+            "memory per job",
+            Verdict.PASS if peak <= MEMORY_PER_JOB else Verdict.WARN,
+            found=f"{peak / 1e9:.2f} GB",
+            expected=f"at most {MEMORY_PER_JOB / 1e9:.1f} GB",
+            next_step="lower MAX_JOBS",
+        ),
         Check("library", Verdict.PASS, found=f"{library.name}, {library.stat().st_size / 1e6:.1f} MB"),
     )
 
 
 def _data(
-    compiled: Sequence[CompiledUnit], library: Path, targets: list[str], jobs: int, device_seconds: float, toolchain: Toolchain
+    compiled: Sequence[CompiledUnit],
+    library: Path,
+    targets: list[str],
+    jobs: int,
+    device_seconds: float,
+    toolchain: Toolchain,
 ) -> dict[str, Any]:
     return {
         "targets": targets,
