@@ -1,8 +1,8 @@
 """What a person can ask for. Each session makes sure of an environment and calls one program; the programs do the work.
 
-    ./nox                    build, symbols, smoke, bench; ends with one table
-    ./nox -s test            build, install the wheel, run the tests against it
-    ./nox -s SESSION -- ...  what follows goes to the program (-- --help)
+./nox                    build, symbols, smoke, bench; ends with one table
+./nox -s test            build, install the wheel, run the tests against it
+./nox -s SESSION -- ...  what follows goes to the program (-- --help)
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 
 
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    targets = arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
+    targets = (
+        arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
+    )
     program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--report", REPORTS / "symbols.json")
 
 
@@ -104,7 +106,10 @@ def run_bench(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 
 def absolute_paths(arguments: Sequence[str]) -> list[str]:
     """Test paths of the command line, made independent of the folder that pytest runs in."""
-    return [str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word for word in arguments]
+    return [
+        str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word
+        for word in arguments
+    ]
 
 
 @nox.session
