@@ -53,7 +53,7 @@ def wheel_file(session: nox.Session) -> Path:
         if not path.is_file():
             session.error(f"{WHEEL_VARIABLE}={given}: there is no such file")
         return path
-    program(session, locked(session, "build"), "flashmoe_build")
+    run_build(session)
     return newest_wheel(session)
 
 
@@ -82,7 +82,9 @@ def outside(name: str) -> Path:
 
 
 def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    program(session, locked(session, "build"), "flashmoe_build", *arguments)
+    python = locked(session, "build")
+    program(session, python, "flashmoe_build.lock", "lockfiles/build.txt")  # sees what PYTHONPATH adds, too
+    program(session, python, "flashmoe_build", *arguments)
 
 
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
@@ -157,13 +159,16 @@ def test(session: nox.Session) -> None:
     arguments = absolute_paths(session.posargs)
     if not any(word.startswith(str(ROOT)) for word in arguments):
         arguments.append(str(ROOT / "tests"))
-    environ = {"FLASHMOE_TEST_INSTALLED": "1", "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data")}
+    environ = {
+        "FLASHMOE_TEST_INSTALLED": "1",
+        "FLASHMOE_TEST_REPORT": str(REPORTS / "test.json"),
+        "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data"),
+    }
     with session.chdir(outside("test")):
         session.run(
             *(python, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
             *("--cov=flashmoe", "--cov=flashmoe_build", f"--cov-config={ROOT / 'pyproject.toml'}"),
             *(f"--cov-report=json:{ROOT / 'build' / 'coverage' / 'coverage.json'}", "--cov-report=term:skip-covered"),
-            f"--junitxml={REPORTS / 'test.xml'}",
             *arguments,
             env=environ,
             external=True,

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from flashmoe.errors import FlashmoeError, LockError
 from flashmoe.progress import Progress
+from flashmoe_build.lock import verify_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 12), (3, 11), (3, 10))  # numpy<2 has no wheel beyond 3.12
@@ -208,14 +209,14 @@ def environment_folder(root: Path, lock: str, python: Interpreter) -> Path:
     return root / ".nox" / "env" / f"{lock}-{python.label}"
 
 
-def verify(python: Path, lock: Path, folder: Path) -> None:
-    """Raise LockError unless the environment's own interpreter finds the locked packages, each once."""
-    command = [str(python), "-m", "flashmoe_build.lock", str(lock)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        text = (done.stderr or done.stdout).strip().removeprefix("LockError: ")
-        msg = f"{text}\nThe environment is {folder} (rm -rf it)."
-        raise LockError(msg)
+def verify(lock: Path, folder: Path, python: str) -> None:
+    """Raise LockError unless the environment in ``folder`` holds the locked packages, each once, and nothing else."""
+    site = folder / "lib" / f"python{'.'.join(python.split('.')[:2])}" / "site-packages"
+    try:
+        verify_environment(lock, path=[str(site)], python=python)
+    except LockError as error:
+        msg = f"{error}\nThe environment is {folder}"
+        raise LockError(msg) from error
 
 
 @contextmanager
@@ -253,7 +254,7 @@ def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, 
                 inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=extra
             )
             (folder / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
-        verify(inner, lock_file, folder)
+        verify(lock_file, folder, stamp["python"].split()[1])
     return inner
 
 

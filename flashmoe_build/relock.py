@@ -18,14 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.markers import default_environment
-
 from flashmoe.errors import FlashmoeError, LockError
 from flashmoe_build.environment import ROOT, explain_failure, find_uv, run_logged
 from flashmoe_build.lock import (
     Pin,
     check_lock,
     input_digest,
+    marker_environment,
     parse_lock,
     read_inputs,
     read_lock,
@@ -103,7 +102,7 @@ def check(folder: Path) -> list[str]:
         pins = parse_lock(text, f"{lock}.txt")
         for python in PYTHONS:
             try:
-                check_lock(read_inputs(source), pins, _environment(python))
+                check_lock(read_inputs(source), pins, marker_environment(f"{python}.0"))
             except LockError as error:
                 problems.append(f"for Python {python}: {error}")
         if lock == "launcher":
@@ -113,19 +112,6 @@ def check(folder: Path) -> list[str]:
             if known != rows:
                 problems.append(f"{name} differs between {first}.txt and {lock}.txt; run `nox -s lock`")
     return problems
-
-
-def _environment(python: str) -> dict[str, str]:
-    known = {key: str(value) for key, value in default_environment().items()}
-    return known | {
-        "python_version": python,
-        "python_full_version": f"{python}.0",
-        "sys_platform": "linux",
-        "platform_machine": "x86_64",
-        "platform_system": "Linux",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-    }
 
 
 def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
