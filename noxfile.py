@@ -1,8 +1,8 @@
 """What a person can ask for. Each session makes sure of an environment and calls one program; the programs do the work.
 
-    ./nox                    build, symbols, smoke, bench; ends with one table
-    ./nox -s test            build, install the wheel, run the tests against it
-    ./nox -s SESSION -- ...  what follows goes to the program (-- --help)
+./nox                    build, symbols, smoke, bench; ends with one table
+./nox -s test            build, install the wheel, run the tests against it
+./nox -s SESSION -- ...  what follows goes to the program (-- --help)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def wheel_file(session: nox.Session) -> Path:
         if not path.is_file():
             session.error(f"{WHEEL_VARIABLE}={given}: there is no such file")
         return path
-    program(session, locked(session, "build"), "flashmoe_build")
+    run_build(session)
     return newest_wheel(session)
 
 
@@ -82,11 +82,15 @@ def outside(name: str) -> Path:
 
 
 def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    program(session, locked(session, "build"), "flashmoe_build", *arguments)
+    python = locked(session, "build")
+    program(session, python, "flashmoe_build.lock", "lockfiles/build.txt")  # sees what PYTHONPATH adds, too
+    program(session, python, "flashmoe_build", *arguments)
 
 
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    targets = arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
+    targets = (
+        arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
+    )
     program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--report", REPORTS / "symbols.json")
 
 
@@ -104,7 +108,10 @@ def run_bench(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 
 def absolute_paths(arguments: Sequence[str]) -> list[str]:
     """Test paths of the command line, made independent of the folder that pytest runs in."""
-    return [str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word for word in arguments]
+    return [
+        str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word
+        for word in arguments
+    ]
 
 
 @nox.session
@@ -152,13 +159,16 @@ def test(session: nox.Session) -> None:
     arguments = absolute_paths(session.posargs)
     if not any(word.startswith(str(ROOT)) for word in arguments):
         arguments.append(str(ROOT / "tests"))
-    environ = {"FLASHMOE_TEST_INSTALLED": "1", "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data")}
+    environ = {
+        "FLASHMOE_TEST_INSTALLED": "1",
+        "FLASHMOE_TEST_REPORT": str(REPORTS / "test.json"),
+        "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data"),
+    }
     with session.chdir(outside("test")):
         session.run(
             *(python, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
             *("--cov=flashmoe", "--cov=flashmoe_build", f"--cov-config={ROOT / 'pyproject.toml'}"),
             *(f"--cov-report=json:{ROOT / 'build' / 'coverage' / 'coverage.json'}", "--cov-report=term:skip-covered"),
-            f"--junitxml={REPORTS / 'test.xml'}",
             *arguments,
             env=environ,
             external=True,
