@@ -55,7 +55,7 @@ def _option(key: str, value: int) -> str:
 def _entry(row: KernelRow, namespace: str, mask: str, symbol: str) -> list[str]:
     maps = ("q_map", "k_map", "v_map", "out_map") if row.family == "sm90" and row.operation == "attention_forward" else ()
     parameters = ["const __grid_constant__ flashmoe::attention::ForwardParams params"]
-    parameters += [f"const __grid_constant__ {namespace}::TensorMap {name}" for name in maps]
+    parameters += [f"const __grid_constant__ flashmoe::ptx::TensorMap {name}" for name in maps]
     arguments = ", ".join(["params", *maps])
     function = row.operation.split("_", 1)[1]
     template = f"Spec, /*kIsCausal=*/{'true' if mask == 'causal' else 'false'}" if mask else "Spec"
