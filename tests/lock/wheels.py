@@ -7,12 +7,12 @@ from hashlib import sha256
 from pathlib import Path
 
 
-def make_wheel(folder: Path, name: str, version: str) -> str:
-    """Write ``name-version-py3-none-any.whl`` into ``folder``; returns its sha256."""
+def make_wheel(folder: Path, name: str, version: str, body: str = "") -> str:
+    """Write ``name-version-py3-none-any.whl``, one module, into ``folder``; returns its sha256."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
     files = {
-        f"{name}.py": f"VERSION = {version!r}\n",
+        f"{name}.py": f"VERSION = {version!r}\n{body}",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
