@@ -1,0 +1,41 @@
+"""Fused attention kernels for PyTorch, on any NVIDIA GPU from compute capability 7.5 on and on the CPU.
+
+    import flashmoe
+    out = flashmoe.attention(q, k, v, causal=True)
+
+Importing the package imports neither torch nor the compiled extension; the first use of an operator does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flashmoe._version import __version__
+
+if TYPE_CHECKING:
+    from flashmoe.functional import attention, scaled_dot_product_attention
+    from flashmoe.module import Attention
+    from flashmoe.routing import explain
+
+_LAZY = {
+    "attention": "flashmoe.functional",
+    "scaled_dot_product_attention": "flashmoe.functional",
+    "Attention": "flashmoe.module",
+    "explain": "flashmoe.routing",
+}
+
+__all__ = ["Attention", "__version__", "attention", "explain", "scaled_dot_product_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        msg = f"module 'flashmoe' has no attribute {name!r}; it has {', '.join(sorted(__all__))}"
+        raise AttributeError(msg)
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,44 @@
+"""``python -m flashmoe COMMAND``: the programs that come with the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from flashmoe._version import __version__
+from flashmoe.errors import ExitCode, FlashmoeError
+
+COMMANDS = {
+    "doctor": ("flashmoe.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
+    "audit": ("flashmoe.audit.cli", "prove the symbols and resources of an extension or a wheel"),
+    "smem": ("flashmoe.smem", "what a kernel tile costs in shared memory, on which GPU it fits"),
+    "bench": ("flashmoe.bench.cli", "time attention against torch's backends"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code (see :class:`flashmoe.errors.ExitCode`)."""
+    parser = argparse.ArgumentParser(prog="python -m flashmoe", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    arguments = sys.argv[1:] if argv is None else argv
+    for name, (module_name, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name in arguments[:1]:  # a command's imports are paid for by that command alone
+            module = import_module(module_name)
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    namespace = parser.parse_args(arguments)
+    try:
+        return int(namespace.run(namespace))
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""Typed errors. Each message names the offending value, what is supported, and the next step.
+
+Every class also derives from the built-in that a caller would expect (``ValueError`` for a bad shape, ``TypeError`` for
+a bad dtype), so code written against ``torch`` keeps catching them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the command-line programs return; one code per kind of outcome."""
+
+    OK = 0
+    FAILED = 1  # a check was made and failed
+    USAGE = 2  # the arguments were wrong
+    NOTHING_CHECKED = 3  # nothing was there to check, which is never a pass
+    INTERRUPTED = 130
+
+
+class FlashmoeError(Exception):
+    """Base of everything that flashmoe raises on purpose."""
+
+
+class ShapeError(FlashmoeError, ValueError):
+    """A tensor's rank, size or stride does not fit the operator."""
+
+
+class DtypeError(FlashmoeError, TypeError):
+    """A dtype is unsupported, or tensors that must share one do not."""
+
+
+class DeviceError(FlashmoeError, ValueError):
+    """Tensors live on different devices, or on a kind of device that has no kernel."""
+
+
+class ArgumentError(FlashmoeError, ValueError):
+    """An argument that is no tensor has an unsupported value."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument has the wrong Python type: no tensor where one is needed, a tensor where a number is."""
+
+
+class DifferentiationError(FlashmoeError, NotImplementedError):
+    """A kind of derivative was asked for that is not implemented (double backward, forward mode)."""
+
+
+class InternalError(FlashmoeError, RuntimeError):
+    """flashmoe contradicted itself: a bug, to be reported with the message."""
+
+
+class UnsupportedGpuError(FlashmoeError, RuntimeError):
+    """This build holds no kernel that this GPU can run."""
+
+
+class DriverError(FlashmoeError, RuntimeError):
+    """The CUDA driver is absent or refused a call."""
+
+
+class ExtensionError(FlashmoeError, ImportError):
+    """The compiled extension cannot be found or loaded."""
+
+
+class TorchVersionError(ExtensionError):
+    """The torch found is older than the stable ABI that the extension was built for."""
+
+
+class TableError(FlashmoeError, ValueError):
+    """arch.toml or kernels.toml contradicts itself or the hardware."""
+
+
+class BuildError(FlashmoeError, RuntimeError):
+    """A compiler, the linker or a resource check refused a unit."""
+
+
+class LockError(FlashmoeError, RuntimeError):
+    """The installed environment is not the one in lockfiles/."""
+
+
+class ReportError(FlashmoeError, ValueError):
+    """A report file is missing, damaged or of another schema."""
