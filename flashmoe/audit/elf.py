@@ -246,6 +246,18 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
         )
 
 
+@lru_cache(maxsize=256)
+def needed_names(path: Path) -> tuple[str, ...]:
+    """DT_NEEDED of a library of which nothing else is wanted; empty when it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return tuple(_dynamic_tags(require_pyelftools()(stream)).get("DT_NEEDED", ()))
+    except ToolMissingError:
+        raise
+    except Exception:  # as in read_elf; exported_names reports the damage
+        return ()
+
+
 @lru_cache(maxsize=64)
 def exported_names(path: Path) -> frozenset[str]:
     """The names that a shared library exports; the file may be large, and its other tables are not read."""
