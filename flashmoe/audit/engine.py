@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 import time
@@ -207,7 +206,7 @@ def _subject_json(subject: Subject) -> dict[str, Any]:
         return row
     return {
         **row,
-        "sha256": hashlib.sha256(facts.path.read_bytes()).hexdigest(),
+        "sha256": facts.sha256,
         "needed": list(facts.needed),
         "versions": {library: list(names) for library, names in facts.versions.items()},
         "undefined": sorted(s.name for s in facts.undefined),
