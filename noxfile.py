@@ -91,19 +91,19 @@ def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     targets = (
         arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
     )
-    program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--report", REPORTS / "symbols.json")
+    program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
 
 
 def run_smoke(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("smoke")):
-        program(session, python, "flashmoe.smoke", "--report", REPORTS / "smoke.json", *arguments)
+        program(session, python, "flashmoe.smoke", "--json", REPORTS / "smoke.json", *arguments)
 
 
 def run_bench(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("bench")):
-        program(session, python, "flashmoe", "bench", "--report", REPORTS / "bench.json", *arguments)
+        program(session, python, "flashmoe", "bench", "--json", REPORTS / "bench.json", *arguments)
 
 
 def absolute_paths(arguments: Sequence[str]) -> list[str]:
