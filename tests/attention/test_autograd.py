@@ -31,7 +31,7 @@ def _leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in tensors]
 
 
-def _gradients(function, tensors: tuple[Tensor, ...], dtype: torch.dtype, grad_out: Tensor, grad_lse: Tensor | None):  # noqa: ANN001, ANN202
+def _gradients(function, tensors: tuple[Tensor, ...], dtype: torch.dtype, grad_out: Tensor, grad_lse: Tensor | None):
     leaves = _leaves(*tensors, dtype=dtype)
     out, lse = function(*leaves)
     outputs, gradients = [out], [grad_out.to(out.dtype)]
@@ -40,7 +40,7 @@ def _gradients(function, tensors: tuple[Tensor, ...], dtype: torch.dtype, grad_o
     return torch.autograd.grad(outputs, leaves, gradients)
 
 
-def _reference_function(problem: Problem):  # noqa: ANN202
+def _reference_function(problem: Problem):
     """plain_attention without its NaN: rows without a key are left out, as their results are constant."""
     hidden = max(0, problem.seq_q - problem.seq_k) if problem.causal else 0
 

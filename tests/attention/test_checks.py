@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_each_rule_has_a_typed_error(name: str, device: str) -> None:
 @pytest.mark.gpu
 def test_float32_on_a_gpu_says_what_is_supported() -> None:
     q, k = _t(Q, "cuda", torch.float32), _t(K, "cuda", torch.float32)
-    with pytest.raises(DtypeError, match="no kernel for torch.float32 on cuda; supported: float16, bfloat16"):
+    with pytest.raises(DtypeError, match=r"no kernel for torch.float32 on cuda; supported: float16, bfloat16"):
         flashmoe.attention(q, k, k)
 
 
@@ -131,7 +132,7 @@ def test_sizes_over_31_bits() -> None:
 
 def test_errors_are_the_built_ins_one_would_catch() -> None:
     q, k = _t(Q), _t(K)
-    with pytest.raises(ValueError, match="rank|dimensions"):
+    with pytest.raises(ValueError, match="3 dimensions"):
         flashmoe.attention(q[0], k[0], k[0])
     with pytest.raises(TypeError, match="dtype"):
         flashmoe.attention(q, k.float(), k.float())
@@ -225,20 +226,20 @@ def _arguments(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float, bool]:
 @given(_arguments())
 def test_cpp_rejects_exactly_what_python_rejects(arguments: tuple[Tensor, Tensor, Tensor, float, bool]) -> None:
     """Same verdict, and the same kind of error."""
-    verdicts: list[type[FlashmoeError] | None] = []
+    in_python = _kind_of_error(lambda: checks.validate(*arguments))
+    in_cpp = _kind_of_error(lambda: torch.ops.flashmoe.flash_attention_forward(*arguments))
+    assert in_python is in_cpp, [list(t.shape) for t in arguments[:3]]
+
+
+def _kind_of_error(call: Callable[[], Any]) -> type[BaseException] | None:
+    """The type of the typed error, C++ messages translated; a message without a code keeps its type and so differs."""
     try:
-        checks.validate(*arguments)
-        verdicts.append(None)
+        call()
     except FlashmoeError as error:
-        verdicts.append(type(error))
-    try:
-        torch.ops.flashmoe.flash_attention_forward(*arguments)
-        verdicts.append(None)
+        return type(error)
     except RuntimeError as error:
-        translated = checks.translate(error)
-        assert translated is not None, f"an error without a code: {error}"
-        verdicts.append(type(translated))
-    assert verdicts[0] is verdicts[1], [list(t.shape) for t in arguments[:3]]
+        return type(checks.translate(error) or error)
+    return None
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

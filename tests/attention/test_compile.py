@@ -200,9 +200,12 @@ def test_fake_tensors_break_the_same_rules() -> None:
 def test_every_dtype_under_make_fx() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashmoe.attention(q, k, v)
+
     for dtype in DTYPES["cpu"]:
         tensors = _inputs("cpu", dtype=dtype)
-        graph = make_fx(lambda q, k, v: flashmoe.attention(q, k, v))(*tensors)
+        graph = make_fx(call)(*tensors)
         assert "flash_attention_forward" in graph.code
         assert torch.equal(graph(*tensors), flashmoe.attention(*tensors))
 
