@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import BuildError
@@ -49,25 +48,10 @@ LINK_FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class Source:
-    """One C++ file and the flags that it alone gets (instruction sets of the CPU backend)."""
-
-    path: Path
-    flags: tuple[str, ...] = ()
-
-
-def cpu_flags(name: str) -> tuple[str, ...]:
-    """Flags of a CPU source, by the instruction set in its name."""
-    return ()
-
-
-def host_sources(root: Path, generated: Path) -> list[Source]:
-    """Every C++ file of the library, in a stable order."""
+def host_sources(root: Path, generated: Path) -> list[Path]:
+    """Every C++ file of the library, in a stable order. Instruction sets are pragmas inside the CPU backend's files."""
     csrc = root / "csrc"
-    cpu = [Source(path, cpu_flags(path.name)) for path in sorted((csrc / "cpu").glob("*.cpp"))]
-    host = [Source(path) for path in sorted((csrc / "host").glob("*.cpp"))]
-    return [*cpu, *host, Source(generated)]
+    return [*sorted((csrc / "cpu").glob("*.cpp")), *sorted((csrc / "host").glob("*.cpp")), generated]
 
 
 def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
@@ -84,7 +68,14 @@ def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
 
 
 def build_library(
-    units: Sequence[CompiledUnit], *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, jobs: int, tables: Tables
+    units: Sequence[CompiledUnit],
+    *,
+    root: Path,
+    out: Path,
+    toolchain: Toolchain,
+    cache: Cache,
+    jobs: int,
+    tables: Tables,
 ) -> Path:
     """Compile the host code, embed the device binaries and link; returns the library's path."""
     generated = out / "generated"
@@ -98,30 +89,42 @@ def build_library(
     sources = host_sources(root, table)
     with Progress("host code", len(sources) + 1) as progress:
 
-        def work(source: Source) -> Path:
+        def work(source: Path) -> Path:
             return _compile(source, root=root, out=out, toolchain=toolchain, cache=cache, progress=progress)
 
         objects = run_all(sources, work, jobs)
         return _link(objects, generated, root=root, out=out, toolchain=toolchain, progress=progress)
 
 
-def _compile(source: Source, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, progress: Progress) -> Path:
+def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, progress: Progress) -> Path:
     csrc = root / "csrc"
-    text = source.path.read_text(encoding="utf-8")
-    flags = [*COMMON_FLAGS, *source.flags]
-    includes = include_closure(text, [csrc], source.path.parent)
-    facts = {"flags": flags, "cxx": toolchain.cxx_version, "torch": toolchain.torch_version, "cuda": toolchain.cuda_headers_version}
-    key = content_key(text, includes, csrc, {**facts, "name": source.path.name})
-    target = out / "objects" / f"{source.path.parent.name}_{source.path.stem}.o"
+    text = source.read_text(encoding="utf-8")
+    includes = include_closure(text, [csrc], source.parent)
+    facts = {
+        "flags": COMMON_FLAGS,
+        "cxx": toolchain.cxx_version,
+        "torch": toolchain.torch_version,
+        "cuda": toolchain.cuda_headers_version,
+    }
+    key = content_key(text, includes, csrc, {**facts, "name": source.name})
+    target = out / "objects" / f"{source.parent.name}_{source.stem}.o"
     target.parent.mkdir(parents=True, exist_ok=True)
     known = cache.load(key, ".o")
     if known is None:
-        command = [toolchain.cxx, *flags, *_path_flags(root, out, toolchain), "-c", str(source.path), "-o", str(target)]
-        _run(command, source.path.name, cwd=root)
+        command = [
+            toolchain.cxx,
+            *COMMON_FLAGS,
+            *_path_flags(root, out, toolchain),
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
+        _run(command, source.name, cwd=root)
         cache.store(key, ".o", target.read_bytes(), {})
     else:
         target.write_bytes(known[0])
-    progress.advance(f"{source.path.name} {'cached' if known else 'compiled'}")
+    progress.advance(f"{source.name} {'cached' if known else 'compiled'}")
     return target
 
 
@@ -135,7 +138,9 @@ def _path_flags(root: Path, out: Path, toolchain: Toolchain) -> list[str]:
     ]
 
 
-def _link(objects: Sequence[Path], generated: Path, *, root: Path, out: Path, toolchain: Toolchain, progress: Progress) -> Path:
+def _link(
+    objects: Sequence[Path], generated: Path, *, root: Path, out: Path, toolchain: Toolchain, progress: Progress
+) -> Path:
     embedded = out / "objects" / "embed.o"
     _run([toolchain.cxx, "-c", "embed.S", "-o", str(embedded)], "embed.S", cwd=generated)
     library = out / "lib" / LIBRARY_NAME

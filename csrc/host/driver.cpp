@@ -96,6 +96,22 @@ std::string describe(CUresult result) {
   return out.str();
 }
 
+CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* address, const cuuint64_t* dims, const cuuint64_t* strides,
+                              const cuuint32_t* box, const cuuint32_t* element_strides, const char* what) {
+  constexpr cuuint32_t kRank = 4;
+  if (driver().cuTensorMapEncodeTiled == nullptr) {
+    fail(ErrorCode::kDriver, "libcuda.so.1 has no cuTensorMapEncodeTiled; the sm90 kernels need driver 525 (CUDA 12.0) or "
+                             "newer: update it, or set FLASHMOE_KERNEL=sm80");
+  }
+  CUtensorMap map{};
+  check_driver(driver().cuTensorMapEncodeTiled(&map, type, kRank, address, dims, strides, box, element_strides,
+                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+               "cuTensorMapEncodeTiled", "tensor ", what, ", sizes [", dims[3], ", ", dims[2], ", ", dims[1], ", ", dims[0],
+               "], byte strides [", strides[2], ", ", strides[1], ", ", strides[0], "], box [", box[1], ", ", box[0], "]");
+  return map;
+}
+
 ContextGuard::ContextGuard(CUcontext context) {
   CUcontext current = nullptr;
   check_driver(driver().cuCtxGetCurrent(&current), "cuCtxGetCurrent", "before a launch");

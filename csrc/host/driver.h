@@ -38,6 +38,10 @@ struct Driver {
   decltype(&::cuTensorMapEncodeTiled) cuTensorMapEncodeTiled = nullptr;  // null before driver 12.0
 };
 
+// Calls cuTensorMapEncodeTiled; throws code `driver` when the driver is older than 12.0.
+CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* address, const cuuint64_t* dims, const cuuint64_t* strides,
+                              const cuuint32_t* box, const cuuint32_t* element_strides, const char* what);
+
 // The loaded driver. Throws code `driver` when libcuda.so.1 is absent or too old.
 const Driver& driver();
 
