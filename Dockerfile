@@ -26,7 +26,7 @@ COPY --chown=flashmoe:flashmoe flashmoe_build/__init__.py flashmoe_build/environ
 FROM base AS toolchain
 RUN --mount=type=secret,id=ca,uid=10001 \
     --mount=type=cache,target=/home/flashmoe/.cache,uid=10001,gid=10001 \
-    docker/with-ca ./nox -s environment -- build
+    docker/with-ca ./nox -s environments -- build
 
 # ---- build: the wheel, its symbols and resources proved
 FROM toolchain AS build
@@ -38,7 +38,7 @@ RUN ./nox -s build symbols && sha256sum dist/*.whl
 FROM base AS runtime
 RUN --mount=type=secret,id=ca,uid=10001 \
     --mount=type=cache,target=/home/flashmoe/.cache,uid=10001,gid=10001 \
-    docker/with-ca ./nox -s environment -- test
+    docker/with-ca ./nox -s environments -- test
 
 # ---- test: the suite against the wheel of the build stage
 FROM runtime AS test

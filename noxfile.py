@@ -200,3 +200,28 @@ def doctor(session: nox.Session) -> None:
     python = installed(session, newest_wheel(session)) if wheels else locked(session, "test")
     with session.chdir(outside("doctor") if wheels else ROOT):
         program(session, python, "flashmoe", "doctor", *session.posargs)
+
+
+@nox.session
+def environments(session: nox.Session) -> None:
+    """Install locked environments and no more (-- build test lint); what an image's first layers are."""
+    for name in session.posargs or ("build",):
+        locked(session, name)
+
+
+@nox.session
+def base_image(session: nox.Session) -> None:
+    """Make a container base from Debian packages, where no registry is reached (-- --update rewrites its pins)."""
+    program(session, sys.executable, "flashmoe_build.containers.base", *session.posargs)
+
+
+@nox.session
+def image(session: nox.Session) -> None:
+    """Build the container images (-- --base flashmoe-base:bookworm, test, bench)."""
+    program(session, sys.executable, "flashmoe_build.containers.image", *session.posargs)
+
+
+@nox.session
+def image_test(session: nox.Session) -> None:
+    """Run the built images and check what they promise (-- words for pytest)."""
+    program(session, locked(session, "container"), "flashmoe_build.containers.image_test", *session.posargs)

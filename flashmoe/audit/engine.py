@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashmoe.audit.context import Context, failed, passed, warned
+from flashmoe.audit.context import Context, failed, warned
 from flashmoe.audit.elf import ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe.audit.embedded import INDEX_SECTION, Binary, read_embedded
 from flashmoe.audit.errors import AuditError, EmptyInputError
@@ -142,7 +141,7 @@ def audit_library(
         facts=facts,
         ours=ours,
         policy=load_policy(),
-        resolver=Resolver(near_folders(path, wheel), torch),
+        resolver=Resolver(near_folders(path, facts.run_paths, wheel), torch),
         torch=torch,
         torch_version=version,
         source=options.source if options.source is not None else (default_source(Path.cwd()) if ours else None),
@@ -155,11 +154,11 @@ def audit_library(
     return Subject(label, ours, (*checks, *found.checks), facts, found.launches, binaries)
 
 
-def near_folders(path: Path, wheel: Wheel | None) -> tuple[Path, ...]:
+def near_folders(path: Path, run_paths: Sequence[str], wheel: Wheel | None) -> tuple[Path, ...]:
     """Folders in which the loader could find a library that comes along with this one."""
-    if wheel is None:
-        return (path.parent,)
-    return tuple(dict.fromkeys([path.parent, *((wheel.root / member).parent for member in wheel.extensions)]))
+    own = [Path(part.replace("$ORIGIN", str(path.parent))) for line in run_paths for part in line.split(":") if part]
+    beside = [(wheel.root / member).parent for member in wheel.extensions] if wheel is not None else []
+    return tuple(dict.fromkeys([path.parent, *own, *beside]))
 
 
 def read_only_strings(path: Path) -> tuple[str, ...]:
@@ -207,7 +206,7 @@ def _subject_json(subject: Subject) -> dict[str, Any]:
         return row
     return {
         **row,
-        "sha256": hashlib.sha256(facts.path.read_bytes()).hexdigest(),
+        "sha256": facts.sha256,
         "needed": list(facts.needed),
         "versions": {library: list(names) for library, names in facts.versions.items()},
         "undefined": sorted(s.name for s in facts.undefined),
@@ -241,5 +240,3 @@ def exit_is_empty(report: Report) -> bool:
     kinds = {c.name.rsplit(INPUT, 1)[-1] for c in report.checks if INPUT in c.name}
     return bool(report.checks) and all(INPUT in c.name for c in report.checks) and kinds <= {"empty", "unreadable"}
 
-
-__all__ = ["Options", "Subject", "audit", "audit_library", "audit_wheel", "exit_is_empty", "passed"]

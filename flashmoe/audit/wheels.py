@@ -86,12 +86,16 @@ def check_auditwheel(wheel: Wheel) -> list[Check]:
     """auditwheel's own verdict on the platform tag, through its library interface."""
     name = "auditwheel"
     try:
+        from auditwheel.architecture import Architecture
+        from auditwheel.libc import Libc
         from auditwheel.wheel_abi import analyze_wheel_abi
     except ImportError:
         return [failed(name, found="auditwheel is not installed", expected="its verdict on the platform tag", why="The tag has no second opinion.",
                        next_step="install the locked environment, or `pip install auditwheel`")]
     try:
-        result = analyze_wheel_abi(None, None, wheel.path, frozenset(OUTSIDE), disable_isa_ext_check=False, allow_graft=False)
+        result = analyze_wheel_abi(
+            Libc.GLIBC, Architecture.x86_64, wheel.path, frozenset(OUTSIDE), disable_isa_ext_check=False, allow_graft=False
+        )
     except Exception as error:  # auditwheel raises plain Exceptions of many kinds; each means that it gave no verdict
         return [failed(name, found=f"{type(error).__name__}: {error}", expected="its verdict on the platform tag", why="The tag has no second opinion.",
                        cause="auditwheel cannot read the wheel", next_step="run `auditwheel show` on it")]
