@@ -78,7 +78,9 @@ def synthetic_report(
         cell = Cell(case, timing=timing, coverage=1.0, seconds=1.0)
         for name, speed in speeds.items():
             right = name != wrong
-            cell.verified[name] = Verification(right, 0.001 if right else 0.7, 0.004, None, 1.0, "" if right else "max error 0.7")
+            cell.verified[name] = Verification(
+                right, 0.001 if right else 0.7, 0.004, None, 1.0, "" if right else "max error 0.7"
+            )
             if right:
                 cell.timings[name] = Timing(_blocks(case, speed, blocks, rng), [12000, 12500, 13000], 1_000_000)
         cell.unsupported["flash-attn-3"] = "ImportError: not there"
