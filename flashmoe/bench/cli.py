@@ -22,13 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, metavar="N", help="samples a side (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
-    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, 30 a side at least")
+    parser.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, 30 a side at least"
+    )
     parser.add_argument("--baseline-only", action="store_true", help="without our extension")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", "--report", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE")
-    parser.add_argument("--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report")
+    parser.add_argument(
+        "--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report"
+    )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
     parser.add_argument("--fail-on", choices=("slower", "not-same"), help="exit 1 when a comparison says so")
     parser.add_argument("--ratchet", type=Path, metavar="FILE.toml", help="check a run against the marks of its GPU")

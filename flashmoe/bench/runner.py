@@ -69,8 +69,21 @@ class _Entrant:
 Note = Callable[[str], None]
 
 
+def check_cell(cell: Cell, contenders: Sequence[Contender], settings: Settings, note: Note) -> None:
+    """Checks the contenders' results and times nothing."""
+    inputs = make_inputs(cell.case, settings.device, settings.seed)
+    reference = make_reference(inputs)
+    cell.coverage = reference.coverage
+    _admit(cell, contenders, inputs, reference, note)
+
+
 def run_cell(
-    cell: Cell, contenders: Sequence[Contender], settings: Settings, telemetry: Telemetry, share: float | None, note: Note
+    cell: Cell,
+    contenders: Sequence[Contender],
+    settings: Settings,
+    telemetry: Telemetry,
+    share: float | None,
+    note: Note,
 ) -> None:
     """Fills ``cell`` step by step, so that what was measured before an interruption is kept."""
     started = time.perf_counter()
@@ -134,7 +147,9 @@ def _measure(
             prepared = sampler.prepare(entrant.prepared.call)
             cell_timing = Timing()
             costs.append(warm_up(sampler, prepared, WARM_UP_SECONDS[settings.device]))
-            cell_timing.cpu_ns = call_time_ns(entrant.prepared.call, settings.device) if settings.device == "cuda" else []
+            cell_timing.cpu_ns = (
+                call_time_ns(entrant.prepared.call, settings.device) if settings.device == "cuda" else []
+            )
             cell_timing.peak_bytes = peak_bytes(entrant.prepared.call, settings.device)
         ready[name] = (entrant, prepared)
         cell.timings[name] = cell_timing

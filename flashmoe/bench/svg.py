@@ -107,9 +107,9 @@ def roofline(title: str, peak_tflops: float, copy_gbps: float, series: Sequence[
     if not points:
         return ""
     ridge = peak_tflops * 1e3 / copy_gbps
-    low_x = min(min(point.x for point in points), ridge) / 2
-    high_x = max(max(point.x for point in points), ridge) * 2
-    low_y = min(min(point.y for point in points), low_x * copy_gbps / 1e3) / 1.5
+    low_x = min([ridge, *(point.x for point in points)]) / 2
+    high_x = max([ridge, *(point.x for point in points)]) * 2
+    low_y = min([low_x * copy_gbps / 1e3, *(point.y for point in points)]) / 1.5
     x_scale = Scale(low_x, high_x, LEFT, WIDTH - RIGHT, log=True)
     y_scale = Scale(low_y, peak_tflops * 1.6, HEIGHT - BOTTOM, TOP, log=True)
     x_ticks, y_ticks = log_ticks(low_x, high_x), log_ticks(low_y, peak_tflops * 1.6)
@@ -119,7 +119,8 @@ def roofline(title: str, peak_tflops: float, copy_gbps: float, series: Sequence[
     path = " ".join(f"{x_scale.at(x):.1f},{y_scale.at(y):.1f}" for x, y in corner)
     body.append(f'<polyline class="roof" points="{path}"/>')
     label = f"product {short(round(peak_tflops, 2))} TFLOP/s, copy {copy_gbps:.0f} GB/s"
-    body.append(f'<text class="note" x="{WIDTH - RIGHT - 2:.0f}" y="{y_scale.at(peak_tflops) - 6:.1f}" text-anchor="end">{label}</text>')
+    at = f'x="{WIDTH - RIGHT - 2:.0f}" y="{y_scale.at(peak_tflops) - 6:.1f}"'
+    body.append(f'<text class="note" {at} text-anchor="end">{label}</text>')
     for one in series:
         body += [_marker(one.style, x_scale.at(p.x), y_scale.at(p.y), p.label or one.name) for p in one.points]
     return _frame(title, "".join(body))
@@ -128,7 +129,8 @@ def roofline(title: str, peak_tflops: float, copy_gbps: float, series: Sequence[
 def swatch(style: int) -> str:
     """A series' line and marker, for the legend."""
     line = f'<line class="line s{style % 8}" x1="1" y1="8" x2="33" y2="8"{_dash(style)}/>'
-    return f'<svg class="swatch" viewBox="0 0 34 16" width="34" height="16" aria-hidden="true">{line}{_marker(style, 17, 8, "")}</svg>'
+    mark = _marker(style, 17, 8, "")
+    return f'<svg class="swatch" viewBox="0 0 34 16" width="34" height="16" aria-hidden="true">{line}{mark}</svg>'
 
 
 def _frame(title: str, body: str) -> str:
@@ -147,11 +149,14 @@ def _axes(x: Scale, y: Scale, x_ticks: Sequence[float], y_ticks: Sequence[float]
         foot = HEIGHT - BOTTOM
         parts.append(f'<line class="axis" x1="{at:.1f}" y1="{foot:.0f}" x2="{at:.1f}" y2="{foot + 4:.0f}"/>')
         parts.append(f'<text x="{at:.1f}" y="{foot + 17:.0f}" text-anchor="middle">{short(tick)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT:.0f}" y1="{HEIGHT - BOTTOM:.0f}" x2="{WIDTH - RIGHT:.0f}" y2="{HEIGHT - BOTTOM:.0f}"/>')
+    foot, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts.append(f'<line class="axis" x1="{LEFT:.0f}" y1="{foot:.0f}" x2="{right:.0f}" y2="{foot:.0f}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 8:.0f}" text-anchor="middle">{escape(x_label)}</text>')
     half = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text transform="translate(12 {half:.0f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>')
+    parts.append(
+        f'<text transform="translate(12 {half:.0f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+    )
     return "".join(parts)
 
 
@@ -175,7 +180,9 @@ def _bar(style: int, x: float, low: float, high: float) -> str:
     if abs(low - high) < 1.0:
         return ""
     name = f"bar s{style % 8}"
-    ends = "".join(f'<line class="{name}" x1="{x - 3:.1f}" y1="{y:.1f}" x2="{x + 3:.1f}" y2="{y:.1f}"/>' for y in (low, high))
+    ends = "".join(
+        f'<line class="{name}" x1="{x - 3:.1f}" y1="{y:.1f}" x2="{x + 3:.1f}" y2="{y:.1f}"/>' for y in (low, high)
+    )
     return f'<line class="{name}" x1="{x:.1f}" y1="{low:.1f}" x2="{x:.1f}" y2="{high:.1f}"/>{ends}'
 
 
