@@ -15,7 +15,9 @@ from flashmoe.report import Report, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", action="append", metavar="NAME|FILE.toml", help=f"known: {', '.join(suite_names())}")
+    parser.add_argument(
+        "--suite", action="append", metavar="NAME|FILE.toml", help=f"known: {', '.join(suite_names())}; repeatable"
+    )
     parser.add_argument("--device", choices=("auto", *DEVICES), default="auto")
     parser.add_argument("--preset", default="auto", metavar="GPU", help="auto, none, T4, L4, A100 or H100")
     parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's own")
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from flashmoe.bench.contenders import default_registry  # torch: only a measurement needs it
 
-    suites = [load_suite(name) for name in args.suite or ["smoke"]]
+    suites = [load_suite(name) for name in args.suite or [default_suite(args.device)]]
     device = resolve_device(args.device, suites)
     if any(suite.kind == "build" for suite in suites):
         return _measure_build(args, suites)
@@ -73,6 +75,13 @@ def _measure(args: argparse.Namespace) -> int:
 
         return check_ratchet(args.ratchet, report)
     return code
+
+
+def default_suite(device: str) -> str:
+    """Without --suite: the prefill grid on a GPU, the CPU suite elsewhere."""
+    import torch
+
+    return "cpu" if device == "cpu" or not torch.cuda.is_available() else "llm-prefill"
 
 
 def resolve_device(wanted: str, suites: list[Suite]) -> str:

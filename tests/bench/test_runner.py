@@ -267,3 +267,21 @@ def test_a_forced_backend_is_really_forced() -> None:
         assert torch.backends.cuda.math_sdp_enabled()
         registry["sdpa-math"].prepare(inputs).call()
     assert torch.backends.cuda.flash_sdp_enabled() == enabled
+
+
+def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
+    """As one whose calls cannot be captured into a CUDA graph: it gives a right result, then fails."""
+    calls = 0
+
+    def once(inputs: Inputs) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if inputs.case.seq_q == 16 and calls > 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return plain(inputs)
+
+    report, _ = run(suite(["odd", "base"]), [contender("odd", once), contender("base", plain)])
+    first, second = report.data["cells"]
+    assert "capturing" in first["unsupported"]["odd"]
+    assert first["summaries"]["base"]["samples"] == 30
+    assert second["summaries"]["odd"]["samples"] == 30
