@@ -19,4 +19,4 @@ def program_environment() -> dict[str, str]:
     import flashmoe
 
     package = str(Path(flashmoe.__file__).resolve().parents[1])
-    return {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "2"}
+    return {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}

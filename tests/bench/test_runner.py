@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe.bench import ceilings
 from flashmoe.bench.case import Case
 from flashmoe.bench.contenders import Contender, Prepared, choose, default_registry
 from flashmoe.bench.inputs import Inputs, make_inputs
@@ -23,6 +24,18 @@ from flashmoe.errors import ArgumentError
 from flashmoe.report import Report, Verdict, read_report, write_report
 
 CASE = Case("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
+
+
+@pytest.fixture(autouse=True)
+def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small ceilings, and one thread: a busy machine then disturbs a sample less."""
+    monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 128})
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def plain(inputs: Inputs) -> torch.Tensor:
