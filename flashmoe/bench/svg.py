@@ -66,12 +66,13 @@ def nice_ticks(top: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that enclose the range, with 2 and 5 between them when they are few."""
+    """Round values that enclose the range: 1, 2 and 5 of each power of ten, or the powers alone when there are many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1.0, 2.0, 5.0) if last - first <= 2 else (1.0,)
+    factors = (1.0, 2.0, 5.0) if high / low < 50.0 else (1.0,)
     ticks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-    inner = [tick for tick in ticks if low / 1.001 <= tick <= high * 1.001]
-    return inner or ticks
+    start = max(tick for tick in ticks if tick <= low * 1.001)
+    end = min(tick for tick in ticks if tick >= high / 1.001)
+    return [tick for tick in ticks if start <= tick <= end]
 
 
 def short(value: float) -> str:
@@ -90,9 +91,9 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     x_scale = Scale(xs[0] / 1.15, xs[-1] * 1.15, LEFT, WIDTH - RIGHT, log=True)
     top = max(point.high for point in points)
     bottom = min(point.low for point in points)
-    if y_log:
-        y_ticks = log_ticks(bottom / 1.2, top * 1.2)
-        y_scale = Scale(min(bottom / 1.2, y_ticks[0]), max(top * 1.2, y_ticks[-1]), HEIGHT - BOTTOM, TOP, log=True)
+    if y_log and top > 5.0 * bottom:
+        y_ticks = log_ticks(bottom, top)
+        y_scale = Scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, log=True)
     else:
         y_ticks = nice_ticks(top * 1.02)
         y_scale = Scale(0.0, y_ticks[-1], HEIGHT - BOTTOM, TOP, log=False)
@@ -107,12 +108,14 @@ def roofline(title: str, peak_tflops: float, copy_gbps: float, series: Sequence[
     if not points:
         return ""
     ridge = peak_tflops * 1e3 / copy_gbps
-    low_x = min([ridge, *(point.x for point in points)]) / 2
-    high_x = max([ridge, *(point.x for point in points)]) * 2
-    low_y = min([low_x * copy_gbps / 1e3, *(point.y for point in points)]) / 1.5
+    x_ticks = log_ticks(
+        min([ridge, *(point.x for point in points)]) / 1.5, max([ridge * 2, *(point.x for point in points)])
+    )
+    low_x, high_x = x_ticks[0], x_ticks[-1]
+    y_ticks = log_ticks(min([low_x * copy_gbps / 1e3, *(point.y for point in points)]) / 1.2, peak_tflops * 1.3)
+    low_y = y_ticks[0]
     x_scale = Scale(low_x, high_x, LEFT, WIDTH - RIGHT, log=True)
-    y_scale = Scale(low_y, peak_tflops * 1.6, HEIGHT - BOTTOM, TOP, log=True)
-    x_ticks, y_ticks = log_ticks(low_x, high_x), log_ticks(low_y, peak_tflops * 1.6)
+    y_scale = Scale(low_y, y_ticks[-1], HEIGHT - BOTTOM, TOP, log=True)
     body = [_axes(x_scale, y_scale, x_ticks, y_ticks, "operations per byte", "TFLOP/s")]
     start = max(low_x, low_y * 1e3 / copy_gbps)
     corner = [(start, start * copy_gbps / 1e3), (ridge, peak_tflops), (high_x, peak_tflops)]

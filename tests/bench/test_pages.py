@@ -142,7 +142,7 @@ def test_charts_stay_inside_their_frame() -> None:
 def test_ticks() -> None:
     assert nice_ticks(782.0) == [0.0, 200.0, 400.0, 600.0, 800.0]
     assert nice_ticks(0.0) == [0.0, 1.0]
-    assert log_ticks(4.0, 60.0) == [5.0, 10.0, 20.0, 50.0]
+    assert log_ticks(4.0, 60.0) == [2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
     assert log_ticks(1.0, 100000.0) == [1.0, 10.0, 100.0, 1000.0, 10000.0, 100000.0]
     assert [short(value) for value in (512, 1024, 16384, 0.05, 20000.0)] == ["512", "1K", "16K", "0.05", "20k"]
 
