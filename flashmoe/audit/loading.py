@@ -22,23 +22,20 @@ def check_loading(context: Context) -> list[Check]:
 
 def check_needed(context: Context) -> list[Check]:
     name, policy, needed = "needed libraries", context.policy, context.facts.needed
-    if not needed:
-        return [failed(name, found="DT_NEEDED is empty", expected="at least the C library", why="Nothing it calls is bound to a library.",
-                       cause="linked with -nostdlib, or edited", next_step="link with the compiler driver")]
     if not context.ours:
         unread = context.resolver.unread(needed)
         if unread:
             return [warned(name, f"not on this machine: {listing(unread)}", "every needed library found",
                            "Their symbols could not be looked up.", "audit where they are installed")]
-        return [passed(name, listing(needed))]
+        return [passed(name, listing(needed) or "none")]
     extra = [soname for soname in needed if soname not in policy.needed]
     checks = [
         failed(f"{name}: {soname}", found=soname, expected=f"only {listing(sorted(policy.needed), 12)}",
-               why=f"{policy.refused.get(soname, 'It is not part of the platform, so it may be absent')}.".capitalize(),
+               why=f"Refused: {policy.refused.get(soname, 'it is not part of the platform, so it may be absent')}.",
                cause=f"linked with {soname}", next_step="drop it from the link line, or allow it in flashmoe/audit/data/policy.toml with the reason")
         for soname in extra]
     if "libtorch_cpu.so" not in needed:
-        checks.append(failed(f"{name}: libtorch_cpu.so", found=listing(needed), expected="libtorch_cpu.so among them",
+        checks.append(failed(f"{name}: libtorch_cpu.so", found=listing(needed) or "DT_NEEDED is empty", expected="libtorch_cpu.so among them",
                              why="The stable C shims live there.", cause="linked without it, or dropped by --as-needed",
                              next_step="link with -ltorch_cpu after the objects"))
     return checks or [passed(name, listing(needed), "the allow-list of policy.toml")]

@@ -225,6 +225,11 @@ def _digest(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
+def edited_record(text: str) -> str:
+    """RECORD with another sha256 for flashmoe/__init__.py."""
+    return "\n".join(f"flashmoe/__init__.py,sha256={_digest(b'other')},5" if line.startswith("flashmoe/__init__.py") else line for line in text.splitlines()) + "\n"
+
+
 PACKAGE = {"flashmoe/__init__.py": "from flashmoe import _extension\n",
            "flashmoe/_extension.py": "import torch\nfrom pathlib import Path\ntorch.ops.load_library(str(Path(__file__).parent / 'libflashmoe.so'))\n"}
 
