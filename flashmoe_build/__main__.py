@@ -14,9 +14,13 @@ from flashmoe_build.wheel import build_sdist, build_wheel
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build", description=__doc__)
-    parser.add_argument("--archs", help="all, native, none, or a list such as 90a,80 (default: FLASHMOE_ARCHS, FA_ARCHS, all)")
+    parser.add_argument(
+        "--archs", help="all, native, none, or a list such as 90a,80 (default: FLASHMOE_ARCHS, FA_ARCHS, all)"
+    )
     parser.add_argument("--library-only", action="store_true", help="stop after build/lib/libflashmoe.so")
-    parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder for the library and reports (with --library-only)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build", help="folder for the library and reports (with --library-only)"
+    )
     parser.add_argument("--sdist", action="store_true", help="make the source distribution only")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
     arguments = parser.parse_args()

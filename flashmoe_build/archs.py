@@ -69,7 +69,7 @@ def _best_for(word: str, tables: Tables) -> Target:
     for candidates in (exact, same_major, ptx):
         if candidates:
             return max(candidates, key=lambda target: target.capability)
-    msg = f"no target serves this machine's GPU (compute capability {capability[0]}.{capability[1]}); known: {_names(tables)}"
+    msg = f"no target serves compute capability {capability[0]}.{capability[1]}; known: {_names(tables)}"
     raise BuildError(msg)
 
 
@@ -78,7 +78,7 @@ def native_capabilities() -> list[tuple[int, int]]:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        msg = "FLASHMOE_ARCHS=native needs the NVIDIA driver (libcuda.so.1), which is not here; name targets instead, for example FLASHMOE_ARCHS=90a"
+        msg = "FLASHMOE_ARCHS=native needs the NVIDIA driver (libcuda.so.1), which is not here; name targets: 90a,80"
         raise BuildError(msg) from error
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashmoe.errors import BuildError
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_json, write_report
 from flashmoe.tables import Target, load_tables
 from flashmoe_build.archs import requested, resolve
@@ -38,6 +39,10 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     tables = load_tables(root / "csrc")
     targets = resolve(requested(os.environ, archs), tables)
     units = tuple(tables.units(tuple(target.name for target in targets)))
+    for target in targets:
+        if not any(unit.target is target for unit in units):
+            msg = f"kernels.toml has no kernel for {target.name}; add a row, or drop the target from FLASHMOE_ARCHS"
+            raise BuildError(msg)
     jobs = job_count(os.environ)
     toolchain = find_toolchain()
     _announce(targets, len(units), jobs, toolchain)
@@ -45,9 +50,7 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or out / "cache"))
     compiled = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     device_seconds = time.monotonic() - clock
-    library = build_library(
-        compiled, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables
-    )
+    library = build_library(compiled, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     names = [target.name for target in targets]
     stated = out / "provenance.json"
     write_json(stated, provenance(compiled, root=root, library=library, toolchain=toolchain, targets=names))
@@ -71,20 +74,39 @@ def _announce(targets: Sequence[Target], units: int, jobs: int, toolchain: Toolc
     print(f"targets  {names}")
     print(f"units    {units}")
     print(f"jobs     {jobs} at once, at most {MEMORY_PER_JOB / 1e9:.1f} GB each (MAX_JOBS changes it)")
-    print(f"tools    NVRTC {toolchain.nvrtc_version}, g++ {toolchain.cxx_version}, torch headers {toolchain.torch_version}", flush=True)
+    print(
+        f"tools    NVRTC {toolchain.nvrtc_version}, g++ {toolchain.cxx_version}, torch {toolchain.torch_version}",
+        flush=True,
+    )
 
 
 def _checks(compiled: Sequence[CompiledUnit], library: Path) -> tuple[Check, ...]:
     peak = max((item.peak_bytes for item in compiled), default=0)
     return (
-        Check("device code", Verdict.PASS if compiled else Verdict.SKIP, found=f"{len(compiled)} binaries", expected="no spill, no local memory, no warning"),
-        Check("memory per job", Verdict.PASS if peak <= MEMORY_PER_JOB else Verdict.WARN, found=f"{peak / 1e9:.2f} GB", expected=f"at most {MEMORY_PER_JOB / 1e9:.1f} GB", next_step="lower MAX_JOBS"),
+        Check(
+            "device code",
+            Verdict.PASS if compiled else Verdict.SKIP,
+            found=f"{len(compiled)} binaries",
+            expected="no spill, no local memory, no warning",
+        ),
+        Check(
+            "memory per job",
+            Verdict.PASS if peak <= MEMORY_PER_JOB else Verdict.WARN,
+            found=f"{peak / 1e9:.2f} GB",
+            expected=f"at most {MEMORY_PER_JOB / 1e9:.1f} GB",
+            next_step="lower MAX_JOBS",
+        ),
         Check("library", Verdict.PASS, found=f"{library.name}, {library.stat().st_size / 1e6:.1f} MB"),
     )
 
 
 def _data(
-    compiled: Sequence[CompiledUnit], library: Path, targets: list[str], jobs: int, device_seconds: float, toolchain: Toolchain
+    compiled: Sequence[CompiledUnit],
+    library: Path,
+    targets: list[str],
+    jobs: int,
+    device_seconds: float,
+    toolchain: Toolchain,
 ) -> dict[str, Any]:
     return {
         "targets": targets,

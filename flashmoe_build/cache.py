@@ -17,7 +17,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 @lru_cache(maxsize=1024)
-def _includes(path: Path, stamp: tuple[int, int]) -> tuple[str, ...]:
+def _includes(path: Path, _modified_and_size: tuple[int, int]) -> tuple[str, ...]:
     return tuple(_INCLUDE.findall(path.read_text(encoding="utf-8")))
 
 
@@ -86,4 +86,4 @@ class Cache:
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)

@@ -53,7 +53,9 @@ def _option(key: str, value: int) -> str:
 
 
 def _entry(row: KernelRow, namespace: str, mask: str, symbol: str) -> list[str]:
-    maps = ("q_map", "k_map", "v_map", "out_map") if row.family == "sm90" and row.operation == "attention_forward" else ()
+    maps = (
+        ("q_map", "k_map", "v_map", "out_map") if row.family == "sm90" and row.operation == "attention_forward" else ()
+    )
     parameters = ["const __grid_constant__ flashmoe::attention::ForwardParams params"]
     parameters += [f"const __grid_constant__ flashmoe::ptx::TensorMap {name}" for name in maps]
     arguments = ", ".join(["params", *maps])
@@ -116,7 +118,8 @@ def kernel_table_source(tables: Tables, placed: Sequence[PlacedBinary]) -> str:
             *_array("DeviceBinary", "kBinaries", binaries),
             *_array("Kernel", "kKernels", kernels),
             *_array("GpuFamilies", "kGpus", gpus),
-            f"constexpr KernelTable kTable{{kBinaries, {len(binaries)}, kKernels, {len(kernels)}, kGpus, {len(gpus)}}};",
+            f"constexpr KernelTable kTable{{kBinaries, {len(binaries)}, kKernels, {len(kernels)},",
+            f"                               kGpus, {len(gpus)}}};",
             "",
             "}  // namespace",
             "",

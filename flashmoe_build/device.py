@@ -51,7 +51,11 @@ class CompiledUnit:
 def options_for(unit: Unit) -> list[str]:
     """NVRTC options; no line information (it embeds paths), no fast-math (wrappers name the approximations)."""
     arch = unit.target.name
-    resources = [] if unit.target.is_ptx else ["--ptxas-options=-v", "--ptxas-options=-warn-spills", "--ptxas-options=-warn-lmem-usage"]
+    resources = (
+        []
+        if unit.target.is_ptx
+        else ["--ptxas-options=-v", "--ptxas-options=-warn-spills", "--ptxas-options=-warn-lmem-usage"]
+    )
     return ["--std=c++17", f"--gpu-architecture={arch}", "-default-device", *resources]
 
 
@@ -66,7 +70,10 @@ def compile_units(
             problems = findings(unit, done.log, tables)
             if problems:
                 lines = "\n".join(f"  {problem.kind}: {problem.text}" for problem in problems)
-                msg = f"{unit.binary_name} must not be built like this:\n{lines}\nchange the kernel or its tile, or allow it in csrc/kernels.toml with a reason"
+                msg = (
+                    f"{unit.binary_name} must not be built like this:\n{lines}\n"
+                    "change the kernel or its tile, or allow it in csrc/kernels.toml with a reason"
+                )
                 raise BuildError(msg)
             progress.advance(f"{unit.binary_name} {'cached' if done.cached else f'{done.seconds:.1f}s'}")
             return done
@@ -82,13 +89,20 @@ def compile_unit(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) 
         source,
         include_closure(source, [csrc]),
         csrc,
-        {"options": options, "nvrtc": toolchain.nvrtc_sha256, "headers": toolchain.cuda_headers_version, "name": unit.name},
+        {
+            "options": options,
+            "nvrtc": toolchain.nvrtc_sha256,
+            "headers": toolchain.cuda_headers_version,
+            "name": unit.name,
+        },
     )
     suffix = Path(unit.binary_name).suffix
     known = cache.load(key, suffix)
     if known is not None:
         output, facts = known
-        return CompiledUnit(unit, output, facts["sha256"], facts["log"], facts["seconds"], facts["peak_bytes"], cached=True)
+        return CompiledUnit(
+            unit, output, facts["sha256"], facts["log"], facts["seconds"], facts["peak_bytes"], cached=True
+        )
     answer = _run_worker(unit, source, options, csrc, toolchain)
     output = base64.b64decode(answer["output"])
     facts = {name: answer[name] for name in ("log", "seconds", "peak_bytes")}
@@ -97,7 +111,9 @@ def compile_unit(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) 
     if stored is None:
         msg = f"{unit.binary_name} could not be kept in the cache; is the disk full?"
         raise BuildError(msg)
-    return CompiledUnit(unit, output, stored[1]["sha256"], facts["log"], facts["seconds"], facts["peak_bytes"], cached=False)
+    return CompiledUnit(
+        unit, output, stored[1]["sha256"], facts["log"], facts["seconds"], facts["peak_bytes"], cached=False
+    )
 
 
 def _run_worker(unit: Unit, source: str, options: list[str], csrc: Path, toolchain: Toolchain) -> dict[str, Any]:

@@ -68,7 +68,14 @@ def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
 
 
 def build_library(
-    units: Sequence[CompiledUnit], *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, jobs: int, tables: Tables
+    units: Sequence[CompiledUnit],
+    *,
+    root: Path,
+    out: Path,
+    toolchain: Toolchain,
+    cache: Cache,
+    jobs: int,
+    tables: Tables,
 ) -> Path:
     """Compile the host code, embed the device binaries and link; returns the library's path."""
     generated = out / "generated"
@@ -93,13 +100,26 @@ def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache
     csrc = root / "csrc"
     text = source.read_text(encoding="utf-8")
     includes = include_closure(text, [csrc], source.parent)
-    facts = {"flags": COMMON_FLAGS, "cxx": toolchain.cxx_version, "torch": toolchain.torch_version, "cuda": toolchain.cuda_headers_version}
+    facts = {
+        "flags": COMMON_FLAGS,
+        "cxx": toolchain.cxx_version,
+        "torch": toolchain.torch_version,
+        "cuda": toolchain.cuda_headers_version,
+    }
     key = content_key(text, includes, csrc, {**facts, "name": source.name})
     target = out / "objects" / f"{source.parent.name}_{source.stem}.o"
     target.parent.mkdir(parents=True, exist_ok=True)
     known = cache.load(key, ".o")
     if known is None:
-        command = [toolchain.cxx, *COMMON_FLAGS, *_path_flags(root, out, toolchain), "-c", str(source), "-o", str(target)]
+        command = [
+            toolchain.cxx,
+            *COMMON_FLAGS,
+            *_path_flags(root, out, toolchain),
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
         _run(command, source.name, cwd=root)
         cache.store(key, ".o", target.read_bytes(), {})
     else:
@@ -118,7 +138,9 @@ def _path_flags(root: Path, out: Path, toolchain: Toolchain) -> list[str]:
     ]
 
 
-def _link(objects: Sequence[Path], generated: Path, *, root: Path, out: Path, toolchain: Toolchain, progress: Progress) -> Path:
+def _link(
+    objects: Sequence[Path], generated: Path, *, root: Path, out: Path, toolchain: Toolchain, progress: Progress
+) -> Path:
     embedded = out / "objects" / "embed.o"
     _run([toolchain.cxx, "-c", "embed.S", "-o", str(embedded)], "embed.S", cwd=generated)
     library = out / "lib" / LIBRARY_NAME

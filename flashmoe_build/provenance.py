@@ -49,7 +49,12 @@ def commit_json(commit: Commit) -> str:
 def _git(root: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-c", "safe.directory=*", *arguments], cwd=root, capture_output=True, text=True, timeout=60, check=False
+            ["git", "-c", "safe.directory=*", *arguments],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

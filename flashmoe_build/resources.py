@@ -13,7 +13,9 @@ _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _USED = re.compile(r"Used (\d+) registers")
 _STATIC = re.compile(r"(\d+) bytes smem")
 _WGMMA = re.compile(r"C75\d\d|wgmma.*serializ", re.IGNORECASE)
-_HARMLESS = re.compile(r"^\s*$|ptxas info|bytes stack frame|Used \d+ registers|Compile time|Function properties|bytes gmem")
+_HARMLESS = re.compile(
+    r"^\s*$|ptxas info|bytes stack frame|Used \d+ registers|Compile time|Function properties|bytes gmem"
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ def parse_log(log: str) -> tuple[Resources, ...]:
             continue
         static = _STATIC.search(part)
         stack, stores, loads = (int(value) for value in frame.groups())
-        found.append(
-            Resources(entry[1], int(used[1]), stack, stores, loads, int(static[1]) if static else 0)
-        )
+        found.append(Resources(entry[1], int(used[1]), stack, stores, loads, int(static[1]) if static else 0))
     return tuple(found)
 
 
@@ -80,22 +80,23 @@ def _missing(unit: Unit, resources: Sequence[Resources]) -> Sequence[Finding]:
     ]
 
 
-def _limits(unit: Unit, item: Resources, tables: Tables) -> Sequence[Finding]:
+def _limits(unit: Unit, item: Resources, tables: Tables) -> list[Finding]:
+    name = item.symbol
     result = []
     if item.spill_stores or item.spill_loads:
-        result.append(Finding("spill", f"{item.symbol} spills {item.spill_stores} bytes of stores, {item.spill_loads} of loads"))
+        text = f"{name} spills {item.spill_stores} bytes of stores, {item.spill_loads} of loads"
+        result.append(Finding("spill", text))
     if item.stack:
-        result.append(Finding("local_memory", f"{item.symbol} keeps {item.stack} bytes a thread in local memory"))
-    if item.static_shared > tables.smem_static_limit:
-        result.append(Finding("resources", f"{item.symbol} has {item.static_shared} bytes of static shared memory; limit {tables.smem_static_limit}"))
-    for name in unit.target.gpus:
-        gpu = tables.gpu(name)
-        registers = _allocated_registers(item.registers) * unit.row.threads
-        if registers > gpu.registers_per_block:
-            result.append(Finding("resources", f"{item.symbol} needs {registers} registers a block; {name} has {gpu.registers_per_block}"))
-        shared = item.static_shared + unit.row.smem_bytes(unit.dtype)
-        if shared > gpu.smem_per_block_optin:
-            result.append(Finding("resources", f"{item.symbol} needs {shared} bytes of shared memory; a block on {name} has {gpu.smem_per_block_optin}"))
+        result.append(Finding("local_memory", f"{name} keeps {item.stack} bytes a thread in local memory"))
+    registers = _allocated_registers(item.registers) * unit.row.threads
+    shared = item.static_shared + unit.row.smem_bytes(unit.dtype)
+    needs = [("bytes of static shared memory", item.static_shared, tables.smem_static_limit, "any GPU")]
+    for gpu in map(tables.gpu, unit.target.gpus):
+        needs.append(("registers a block", registers, gpu.registers_per_block, gpu.name))
+        needs.append(("bytes of shared memory a block", shared, gpu.smem_per_block_optin, gpu.name))
+    for what, needed, limit, where in needs:
+        if needed > limit:
+            result.append(Finding("resources", f"{name} needs {needed} {what}; {where} has {limit}"))
     return result
 
 

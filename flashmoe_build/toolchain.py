@@ -76,12 +76,17 @@ def _host_compiler() -> tuple[str, str]:
     wanted = os.environ.get("CXX", "g++")
     found = shutil.which(wanted)
     if found is None:
-        msg = f"no host compiler {wanted!r} on PATH; install g++ {MINIMUM_GXX} or newer (Debian: apt-get install g++), or set CXX"
+        msg = (
+            f"no host compiler {wanted!r} on PATH; install g++ {MINIMUM_GXX} or newer (Debian: apt-get install g++), "
+            "or set CXX"
+        )
         raise BuildError(msg)
     answer = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30)
     version = answer.stdout.strip()
     if not re.fullmatch(r"\d+(\.\d+)*", version):
-        msg = f"{wanted} -dumpfullversion printed {version!r}, which is no version; g++ {MINIMUM_GXX} or newer is needed"
+        msg = (
+            f"{wanted} -dumpfullversion printed {version!r}, which is no version; g++ {MINIMUM_GXX} or newer is needed"
+        )
         raise BuildError(msg)
     if int(version.split(".")[0]) < MINIMUM_GXX:
         msg = f"{wanted} is version {version}; g++ {MINIMUM_GXX} or newer is needed"

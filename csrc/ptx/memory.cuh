@@ -29,6 +29,12 @@ struct SmemPointer {
     moved.address = address + bytes;
     return moved;
   }
+  // Inverts bits of the address (dynamic shared memory starts at a multiple of 1024).
+  __device__ __forceinline__ SmemPointer operator^(int bits) const {
+    SmemPointer moved;
+    moved.address = address ^ bits;
+    return moved;
+  }
 };
 
 __device__ __forceinline__ uint32_t smem_address(SmemPointer smem) { return smem.address; }
@@ -95,6 +101,15 @@ __device__ __forceinline__ uint32_t ld_global_32(const void* gmem) {
 __device__ __forceinline__ float ld_global_float(const float* gmem) {
   float value;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(__cvta_generic_to_global(gmem)) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float4 ld_global_float4(const float* gmem) {
+  float4 value;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(__cvta_generic_to_global(gmem))
+               : "memory");
   return value;
 }
 

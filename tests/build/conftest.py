@@ -1,4 +1,4 @@
-"""What the build's tests share: the checkout, its toolchain, and flashmoe_build importable beside the installed flashmoe."""
+"""What the build's tests share: the checkout, and flashmoe_build importable beside the installed flashmoe."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ def test_native_serves_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("native") == ["sm_86", "sm_90a"]
 
 
-@pytest.mark.parametrize(("capability", "target"), [((8, 7), "sm_86"), ((10, 3), "compute_80"), ((13, 0), "compute_80")])
+@pytest.mark.parametrize(
+    ("capability", "target"), [((8, 7), "sm_86"), ((10, 3), "compute_80"), ((13, 0), "compute_80")]
+)
 def test_native_on_a_gpu_that_the_table_lacks(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], target: str
 ) -> None:

@@ -110,7 +110,10 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
 def isolation() -> list[str]:
     """A command prefix that runs its arguments in an empty network namespace; empty where the kernel refuses one."""
     for prefix in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
-        if shutil.which(prefix[0]) and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
+        if (
+            shutil.which(prefix[0])
+            and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+        ):
             return prefix
     return []
 
@@ -128,7 +131,7 @@ runpy.run_module("flashmoe_build", run_name="__main__")
 
 
 def test_build_needs_no_network(clone: Path, tmp_path: Path) -> None:
-    """Kernels and host code from nothing, with every socket call forbidden and, where the kernel lets us, no network."""
+    """Kernels and host code from nothing, with every socket call forbidden and, where the kernel allows, no network."""
     arguments = ["--library-only", "--out", str(tmp_path / "out")]
     command = [*isolation(), sys.executable, "-c", FORBID_SOCKETS, *arguments]
     empty = {"FLASHMOE_CACHE_DIR": str(tmp_path / "cache"), "FLASHMOE_ARCHS": "75"}
@@ -140,7 +143,10 @@ def test_build_needs_no_network(clone: Path, tmp_path: Path) -> None:
 
 
 def test_the_network_guard_guards(clone: Path) -> None:
-    code = FORBID_SOCKETS.split("import runpy", maxsplit=1)[0] + "import socket; socket.create_connection(('127.0.0.1', 9))"
+    code = (
+        FORBID_SOCKETS.split("import runpy", maxsplit=1)[0]
+        + "import socket; socket.create_connection(('127.0.0.1', 9))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "the build used the network" in done.stderr

@@ -81,7 +81,9 @@ def test_empty_log_is_no_pass(unit: Unit) -> None:
 
 def test_wgmma_serialisation_is_found(unit: Unit) -> None:
     log = compile_log(unit, "x[0] = 1.0f;")
-    log += "\nptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    log += (
+        "\nptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    )
     assert kinds(unit, log) == {"wgmma_serialised"}
 
 
@@ -99,7 +101,8 @@ def test_bf16_does_not_compile_for_sm75(unit: Unit) -> None:
     toolchain = find_toolchain()
     source = (
         "#include <cuda_bf16.h>\n"
-        f'extern "C" __global__ void {bad.entries[0][1]}(__nv_bfloat16* x) {{ asm("fma.rn.bf16 %0, %0, %0, %0;" : "+h"(*(unsigned short*)x)); }}'
+        f'extern "C" __global__ void {bad.entries[0][1]}(unsigned short* x) '
+        '{ asm("fma.rn.bf16 %0, %0, %0, %0;" : "+h"(*x)); }'
     )
     job = {
         "library": str(toolchain.nvrtc_library),
