@@ -56,9 +56,13 @@ def launchability(need: Need, gpu: Gpu, *, smem_static_limit: int, registers_lim
     smem = need.smem_static + need.smem_dynamic
     problems = []
     if smem > gpu.smem_per_block_optin:
-        problems.append(f"{smem} bytes of shared memory a block, {gpu.name} has {gpu.smem_per_block_optin} after opting in")
+        problems.append(
+            f"{smem} bytes of shared memory a block, {gpu.name} has {gpu.smem_per_block_optin} after opting in"
+        )
     if need.smem_static > smem_static_limit:
-        problems.append(f"{need.smem_static} bytes of static shared memory, the limit without opting in is {smem_static_limit}")
+        problems.append(
+            f"{need.smem_static} bytes of static shared memory, the limit without opting in is {smem_static_limit}"
+        )
     if need.threads > MAX_THREADS_PER_BLOCK:
         problems.append(f"{need.threads} threads a block, the limit is {MAX_THREADS_PER_BLOCK}")
     if need.registers is not None and need.registers > registers_limit:

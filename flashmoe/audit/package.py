@@ -43,14 +43,35 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     if OUR_LIBRARY in {PurePosixPath(e).name for e in wheel.extensions} or wheel.path.name.startswith("flashmoe-"):
         extra = [e for e in wheel.extensions if e != f"flashmoe/{OUR_LIBRARY}"]
         if extra or not wheel.extensions:
-            checks.append(failed(name, found=listing(wheel.extensions), expected=f"flashmoe/{OUR_LIBRARY} and no other", why="The package loads that one file.",
-                                 cause="the build named or placed the library differently", next_step=f"name it {OUR_LIBRARY} and put it into flashmoe/"))
+            checks.append(
+                failed(
+                    name,
+                    found=listing(wheel.extensions),
+                    expected=f"flashmoe/{OUR_LIBRARY} and no other",
+                    why="The package loads that one file.",
+                    cause="the build named or placed the library differently",
+                    next_step=f"name it {OUR_LIBRARY} and put it into flashmoe/",
+                )
+            )
     if checks:
         return checks
     if idle:
-        return [warned(name, f"no import and no load_library names {listing(idle, 4)}", "each extension loaded by name",
-                       "The name may be put together at run time, which a reader of sources cannot follow.", "import the package once to be sure")]
-    return [passed(name, listing(f"{load.source}:{load.line} loads {load.satisfied_by}" for load in loads if load.satisfied_by) or "needed by another library")]
+        return [
+            warned(
+                name,
+                f"no import and no load_library names {listing(idle, 4)}",
+                "each extension loaded by name",
+                "The name may be put together at run time, which a reader of sources cannot follow.",
+                "import the package once to be sure",
+            )
+        ]
+    return [
+        passed(
+            name,
+            listing(f"{load.source}:{load.line} loads {load.satisfied_by}" for load in loads if load.satisfied_by)
+            or "needed by another library",
+        )
+    ]
 
 
 def _lost_check(name: str, load: Loads, idle: list[str]) -> Check:
@@ -59,9 +80,14 @@ def _lost_check(name: str, load: Loads, idle: list[str]) -> Check:
         cause = f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{load.what}`"
     else:
         cause = f"nothing in the wheel is called `{load.what}`; it was left out, or is a generated file that was not written"
-    return failed(f"{name}: {load.what}", found=f"{load.source}:{load.line} loads {kind} `{load.what}`; the wheel holds {listing(idle, 4) or 'no such file'}",
-                  expected=f"an extension named `{load.what}`", why="`import` fails with ModuleNotFoundError or a missing file, although the build succeeded.",
-                  cause=cause, next_step="use one name in the build and in the import")
+    return failed(
+        f"{name}: {load.what}",
+        found=f"{load.source}:{load.line} loads {kind} `{load.what}`; the wheel holds {listing(idle, 4) or 'no such file'}",
+        expected=f"an extension named `{load.what}`",
+        why="`import` fails with ModuleNotFoundError or a missing file, although the build succeeded.",
+        cause=cause,
+        next_step="use one name in the build and in the import",
+    )
 
 
 def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
@@ -71,9 +97,16 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
         stem = PurePosixPath(member).name.split(".", 1)[0]
         inits = sorted(s.name for s in elf.exported if s.name.startswith("PyInit_"))
         if inits and f"PyInit_{stem}" not in inits:
-            checks.append(failed(f"module name: {PurePosixPath(member).name}", found=f"it exports {listing(inits, 3)}", expected=f"PyInit_{stem}",
-                                 why="`import` fails: dynamic module does not define module export function.",
-                                 cause="compiled under another module name (TORCH_EXTENSION_NAME) than its file has", next_step=f"compile it as `{stem}`, or rename the file to {inits[0].removeprefix('PyInit_')}.so"))
+            checks.append(
+                failed(
+                    f"module name: {PurePosixPath(member).name}",
+                    found=f"it exports {listing(inits, 3)}",
+                    expected=f"PyInit_{stem}",
+                    why="`import` fails: dynamic module does not define module export function.",
+                    cause="compiled under another module name (TORCH_EXTENSION_NAME) than its file has",
+                    next_step=f"compile it as `{stem}`, or rename the file to {inits[0].removeprefix('PyInit_')}.so",
+                )
+            )
     return checks
 
 
@@ -112,8 +145,19 @@ def _module_loads(wheel: Wheel, source: str, tree: ast.Module) -> Iterator[Loads
             found = next((e for e in wheel.extensions if str(target) == e.split(".", 1)[0]), None)
             if found is not None:
                 yield Loads(source, getattr(node, "lineno", 0), name, is_module=True, satisfied_by=found)
-            elif _looks_like_extension(name) and f"{package}.py" not in wheel.names and not _is_python(wheel, package, name):
-                yield Loads(source, getattr(node, "lineno", 0), name, is_module=True, satisfied_by=None, optional=id(node) in tried)
+            elif (
+                _looks_like_extension(name)
+                and f"{package}.py" not in wheel.names
+                and not _is_python(wheel, package, name)
+            ):
+                yield Loads(
+                    source,
+                    getattr(node, "lineno", 0),
+                    name,
+                    is_module=True,
+                    satisfied_by=None,
+                    optional=id(node) in tried,
+                )
 
 
 def _looks_like_extension(name: str) -> bool:
@@ -150,7 +194,10 @@ def _is_python(wheel: Wheel, package: PurePosixPath, name: str) -> bool:
         return True
     for module in (f"{package}/__init__.py", f"{package}.py"):
         text = wheel.sources.get(module)
-        if text is not None and re.search(rf"(?m)^\s*(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|\b{re.escape(name)}\b\s*(?::[^=\n]+)?=|(?:import|as)\s.*\b{re.escape(name)}\b", _without_own_import(text, name)):
+        if text is not None and re.search(
+            rf"(?m)^\s*(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|\b{re.escape(name)}\b\s*(?::[^=\n]+)?=|(?:import|as)\s.*\b{re.escape(name)}\b",
+            _without_own_import(text, name),
+        ):
             return True
     return False
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from audit_builders import ROOT, Workshop, audit
+from audit_builders import Workshop, audit
 
+import flashmoe
 from flashmoe.audit.render import kernel_rows, plain, show
 from flashmoe.errors import ExitCode
 from flashmoe.report import read_report
 from flashmoe.tables import Tables
 
 
+def environment() -> dict[str, str]:
+    """The flashmoe under test, from a folder where no other one lies."""
+    return {**os.environ, "PYTHONPATH": str(Path(flashmoe.__file__).parent.parent)}
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "flashmoe", "audit", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    words = [sys.executable, "-m", "flashmoe", "audit", *arguments]
+    return subprocess.run(words, cwd="/", env=environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_pass_is_zero_and_writes_the_report(workshop: Workshop, tmp_path: Path) -> None:
@@ -32,15 +40,26 @@ def test_pass_is_zero_and_writes_the_report(workshop: Workshop, tmp_path: Path) 
 
 
 def test_failure_is_one_and_says_everything(workshop: Workshop) -> None:
-    done = command(str(workshop.extension({"bind.cpp": 'extern "C" void launch(); extern "C" void PyInit__C() { launch(); }'})))
+    done = command(
+        str(workshop.extension({"bind.cpp": 'extern "C" void launch(); extern "C" void PyInit__C() { launch(); }'}))
+    )
     assert done.returncode == ExitCode.FAILED
-    for word in ("FAIL  undefined symbol: launch", "found    launch is undefined", "expected ", "why      ", "Cause: ", "next     "):
+    for word in (
+        "FAIL  undefined symbol: launch",
+        "found    launch is undefined",
+        "expected ",
+        "why      ",
+        "Cause: ",
+        "next     ",
+    ):
         assert word in done.stdout
 
 
 @pytest.mark.parametrize("content", ["folder", "missing", "wheel"])
 def test_nothing_checked_is_three(workshop: Workshop, tmp_path: Path, content: str) -> None:
-    path = {"folder": tmp_path, "missing": tmp_path / "_C.so"}.get(content) or workshop.wheel({"a/__init__.py": ""}, name="a-1-py3-none-any.whl")
+    path = {"folder": tmp_path, "missing": tmp_path / "_C.so"}.get(content) or workshop.wheel(
+        {"a/__init__.py": ""}, name="a-1-py3-none-any.whl"
+    )
     assert command(str(path)).returncode == ExitCode.NOTHING_CHECKED
 
 
@@ -56,7 +75,7 @@ def test_no_path_is_a_usage_error() -> None:
 
 def test_torch_is_not_imported(sound: Path) -> None:
     script = f"import sys; from pathlib import Path; from flashmoe.audit import audit; audit(Path({str(sound)!r})); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], cwd="/", env=environment(), check=True, timeout=120)
 
 
 def test_log_has_the_launchability_table(sound: Path, tables: Tables) -> None:

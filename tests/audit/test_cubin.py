@@ -16,15 +16,23 @@ ARCHS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_10
 TOOLS = SITE / "triton" / "backends" / "nvidia" / "bin"
 SOURCE = (
     kernel_source(["plain"])
-    + kernel_source(["with_static"], body="__shared__ float fixed[300]; fixed[threadIdx.x] = n; __syncthreads(); out[1] = fixed[n];", threads=256)
-    + kernel_source(["with_stack"], body="float many[100]; for (int i = 0; i < 100; ++i) many[i] = out[i]; out[0] = many[n];")
+    + kernel_source(
+        ["with_static"],
+        body="__shared__ float fixed[300]; fixed[threadIdx.x] = n; __syncthreads(); out[1] = fixed[n];",
+        threads=256,
+    )
+    + kernel_source(
+        ["with_stack"], body="float many[100]; for (int i = 0; i < 100; ++i) many[i] = out[i]; out[0] = many[n];"
+    )
     + 'extern "C" __global__ void unbounded(double* x, char c, short s, float f) { x[threadIdx.x] = c + s + f; }\n'
 )
 
 
 def tool(name: str) -> str:
     path = TOOLS / name
-    assert path.is_file(), f"{name} (it comes with triton, which torch installs) is needed to confirm what the audit reads"
+    assert path.is_file(), (
+        f"{name} (it comes with triton, which torch installs) is needed to confirm what the audit reads"
+    )
     return str(path)
 
 
@@ -40,7 +48,11 @@ def test_resources_are_cuobjdumps(arch: str, tmp_path: Path) -> None:
     facts, path = dump(arch, tmp_path)
     text = run([tool("cuobjdump"), "-res-usage", str(path)])
     found = re.findall(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
-    assert {row[0] for row in found} == {k.name for k in facts.kernels} == {"plain", "with_static", "with_stack", "unbounded"}
+    assert (
+        {row[0] for row in found}
+        == {k.name for k in facts.kernels}
+        == {"plain", "with_static", "with_stack", "unbounded"}
+    )
     reserved = 1024 if arch >= "sm_90" or arch.startswith("sm_1") else 0
     for name, registers, stack, shared, local in found:
         kernel = next(k for k in facts.kernels if k.name == name)
@@ -68,7 +80,11 @@ def test_known_numbers() -> None:
     by_name = {k.name: k for k in facts.kernels}
     assert by_name["with_stack"].local_memory == 400
     assert by_name["plain"].local_memory == 0
-    assert (by_name["plain"].max_threads, by_name["with_static"].max_threads, by_name["unbounded"].max_threads) == (128, 256, 0)
+    assert (by_name["plain"].max_threads, by_name["with_static"].max_threads, by_name["unbounded"].max_threads) == (
+        128,
+        256,
+        0,
+    )
     assert (by_name["plain"].param_bytes, by_name["unbounded"].param_bytes) == (12, 16)
 
 

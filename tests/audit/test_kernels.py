@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit_builders import Options, Row, Workshop, audit, device_code, failures, kernel_source, named, only_failure, replace, row_of
+from audit_builders import (
+    Options,
+    Row,
+    Workshop,
+    audit,
+    device_code,
+    failures,
+    kernel_source,
+    named,
+    only_failure,
+    replace,
+    row_of,
+)
 
 from flashmoe.report import Verdict
 from flashmoe.tables import Tables, Unit
@@ -32,12 +44,16 @@ def test_partial_build_that_says_so_is_a_warning(workshop: Workshop, rows: tuple
     report = audit(workshop.library(kept), tables=tables)
     assert report.verdict is Verdict.WARN
     assert "leaves out compute_80, sm_80" in next(c for c in report.checks if c.verdict is Verdict.WARN).found
-    assert named(audit(workshop.library(kept), Options(targets=("sm_80", "sm_90a")), tables), "missing architecture: sm_80")
+    assert named(
+        audit(workshop.library(kept), Options(targets=("sm_80", "sm_90a")), tables), "missing architecture: sm_80"
+    )
 
 
 def test_f5_missing_dtype(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     kept = [row for row in rows if (row.name, row.target) != ("attention_forward_sm80_bf16_d64", "sm_80")]
-    check = only_failure(audit(workshop.library(kept), tables=tables), "missing kernel: attention_forward_sm80_bf16_d64 for sm_80")
+    check = only_failure(
+        audit(workshop.library(kept), tables=tables), "missing kernel: attention_forward_sm80_bf16_d64 for sm_80"
+    )
     assert "the unit for bf16 was not compiled or not embedded; f16 is there" in check.why
     assert "The operator accepts bf16 with head dim 64" in check.why
 
@@ -46,7 +62,9 @@ def test_f2_entry_never_instantiated(workshop: Workshop, rows: tuple[Row, ...], 
     unit = unit_of(tables, "bf16", "sm_80")
     lost, kept = unit.entries[0][1], unit.entries[1][1]
     row = replace(row_of(unit), content=device_code(kernel_source([kept]), "sm_80"))
-    check = only_failure(audit(workshop.library(swapped(rows, unit.name, "sm_80", row)), tables=tables), f"missing entry: {lost}")
+    check = only_failure(
+        audit(workshop.library(swapped(rows, unit.name, "sm_80", row)), tables=tables), f"missing entry: {lost}"
+    )
     assert "never instantiated for this dtype, head dim or mask" in check.why
 
 
@@ -67,7 +85,9 @@ def test_kernel_outside_the_table(workshop: Workshop, rows: tuple[Row, ...], tab
 
 def test_f10_bf16_for_sm75(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     symbols = ("flashmoe_attention_forward_sm75_bf16_d64_full",)
-    extra = Row("attention_forward_sm75_bf16_d64", "sm_75", device_code(kernel_source(symbols), "sm_75"), symbols, 0, 128)
+    extra = Row(
+        "attention_forward_sm75_bf16_d64", "sm_75", device_code(kernel_source(symbols), "sm_75"), symbols, 0, 128
+    )
     report = audit(workshop.library([*rows, extra]), tables=tables)
     check = named(report, "bf16 for sm_75")
     assert check.found == symbols[0]
@@ -77,14 +97,22 @@ def test_f10_bf16_for_sm75(workshop: Workshop, rows: tuple[Row, ...], tables: Ta
 def test_code_for_another_architecture(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     unit = unit_of(tables, "f16", "sm_80")
     row = replace(row_of(unit), content=device_code(kernel_source([s for _, s in unit.entries]), "sm_86"))
-    check = only_failure(audit(workshop.library(swapped(rows, unit.name, "sm_80", row)), tables=tables), f"architecture: {unit.name}.sm_80")
+    check = only_failure(
+        audit(workshop.library(swapped(rows, unit.name, "sm_80", row)), tables=tables),
+        f"architecture: {unit.name}.sm_80",
+    )
     assert (check.found, check.expected) == ("code for sm_86", "code for sm_80")
 
 
-def test_code_without_the_architecture_specific_features(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
+def test_code_without_the_architecture_specific_features(
+    workshop: Workshop, rows: tuple[Row, ...], tables: Tables
+) -> None:
     unit = unit_of(tables, "f16", "sm_90a")
     row = replace(row_of(unit), content=device_code(kernel_source([s for _, s in unit.entries]), "sm_90"))
-    check = only_failure(audit(workshop.library(swapped(rows, unit.name, "sm_90a", row)), tables=tables), f"architecture: {unit.name}.sm_90a")
+    check = only_failure(
+        audit(workshop.library(swapped(rows, unit.name, "sm_90a", row)), tables=tables),
+        f"architecture: {unit.name}.sm_90a",
+    )
     assert (check.found, check.expected) == ("code for sm_90", "code for sm_90a")
 
 
@@ -122,7 +150,9 @@ def test_no_provenance(workshop: Workshop, rows: tuple[Row, ...], tables: Tables
 def test_f15_shared_memory_over_the_limit_of_one_gpu(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     """120 KiB fit an A100 and an H100; a sm_80 binary runs on sm_86 and sm_89 too, where they do not."""
     unit = unit_of(tables, "f16", "sm_80")
-    report = audit(workshop.library(swapped(rows, unit.name, "sm_80", replace(row_of(unit), smem_dynamic=122880))), tables=tables)
+    report = audit(
+        workshop.library(swapped(rows, unit.name, "sm_80", replace(row_of(unit), smem_dynamic=122880))), tables=tables
+    )
     check = named(report, f"not launchable: {unit.entries[0][1]} on sm86")
     assert "122880 bytes of shared memory a block, sm86 has 101376 after opting in" in check.found
     assert "flashmoe smem --arch sm86" in check.next_step
@@ -155,14 +185,19 @@ def test_local_memory(workshop: Workshop, rows: tuple[Row, ...], tables: Tables,
 def test_parameters_of_another_layout(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     unit = unit_of(tables, "f16", "sm_90a")
     row = row_of(unit, parameters="float* out, int n, long more, long still_more")
-    check = only_failure(audit(workshop.library(swapped(rows, unit.name, "sm_90a", row)), tables=tables), "parameters: attention_forward_sm80")
+    check = only_failure(
+        audit(workshop.library(swapped(rows, unit.name, "sm_90a", row)), tables=tables),
+        "parameters: attention_forward_sm80",
+    )
     assert "12 bytes in" in check.found
     assert "stale cache" in check.why
 
 
 def test_binary_that_is_no_cubin(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     row = replace(rows[0], content=b"not a cubin at all" * 8)
-    check = named(audit(workshop.library([row, *rows[1:]]), tables=tables), f"unreadable binary: {row.name}.{row.target}")
+    check = named(
+        audit(workshop.library([row, *rows[1:]]), tables=tables), f"unreadable binary: {row.name}.{row.target}"
+    )
     assert "is no ELF file" in check.found
 
 
@@ -174,7 +209,9 @@ def test_truncated_cubin(workshop: Workshop, rows: tuple[Row, ...], tables: Tabl
 
 def test_host_code_in_place_of_a_cubin(workshop: Workshop, rows: tuple[Row, ...], sound: Path, tables: Tables) -> None:
     row = replace(rows[0], content=sound.read_bytes())
-    assert "not device code" in named(audit(workshop.library([row, *rows[1:]]), tables=tables), "unreadable binary").found
+    assert (
+        "not device code" in named(audit(workshop.library([row, *rows[1:]]), tables=tables), "unreadable binary").found
+    )
 
 
 def moved(payload: dict[str, Any]) -> dict[str, Any]:
@@ -200,11 +237,17 @@ def shifted(payload: dict[str, Any]) -> dict[str, Any]:
     ids=["json", "schema", "no list", "empty", "fields"],
 )
 def test_damaged_index(workshop: Workshop, rows: tuple[Row, ...], tables: Tables, change: Any, message: str) -> None:
-    assert message in only_failure(audit(workshop.library(rows, index=change), tables=tables), "embedded binaries").found
+    assert (
+        message in only_failure(audit(workshop.library(rows, index=change), tables=tables), "embedded binaries").found
+    )
 
 
-@pytest.mark.parametrize(("change", "message"), [(moved, "but the section holds 0 of them"), (shifted, "not on a 16-byte boundary")])
-def test_index_that_points_elsewhere(workshop: Workshop, rows: tuple[Row, ...], tables: Tables, change: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"), [(moved, "but the section holds 0 of them"), (shifted, "not on a 16-byte boundary")]
+)
+def test_index_that_points_elsewhere(
+    workshop: Workshop, rows: tuple[Row, ...], tables: Tables, change: Any, message: str
+) -> None:
     assert message in named(audit(workshop.library(rows, index=change), tables=tables), "unreadable binary").found
 
 

@@ -11,7 +11,12 @@ from flashmoe.tables import load_tables
 def launch(gpu: str, *, registers: int | None = 64, threads: int = 128, static: int = 0, dynamic: int = 0) -> Launch:
     tables = load_tables()
     need = Need("k", "t", registers, threads, static, dynamic, 0)
-    return launchability(need, tables.gpu(gpu), smem_static_limit=tables.smem_static_limit, registers_limit=tables.registers_per_thread_limit)
+    return launchability(
+        need,
+        tables.gpu(gpu),
+        smem_static_limit=tables.smem_static_limit,
+        registers_limit=tables.registers_per_thread_limit,
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,14 +38,27 @@ def launch(gpu: str, *, registers: int | None = 64, threads: int = 128, static: 
         ("sm89", 128, 256, 49152, 2, "shared memory"),
     ],
 )
-def test_blocks_on_a_multiprocessor(gpu: str, registers: int, threads: int, dynamic: int, blocks: int, limited_by: str) -> None:
+def test_blocks_on_a_multiprocessor(
+    gpu: str, registers: int, threads: int, dynamic: int, blocks: int, limited_by: str
+) -> None:
     result = launch(gpu, registers=registers, threads=threads, dynamic=dynamic)
     assert (result.blocks_per_sm, result.problems) == (blocks, ())
     if limited_by == "registers" or dynamic:
         assert result.limited_by == limited_by or result.blocks_per_sm == blocks
 
 
-@pytest.mark.parametrize(("gpu", "limit"), [("sm75", 65536), ("sm80", 166912), ("sm86", 101376), ("sm89", 101376), ("sm90", 232448), ("sm100", 232448), ("sm120", 101376)])
+@pytest.mark.parametrize(
+    ("gpu", "limit"),
+    [
+        ("sm75", 65536),
+        ("sm80", 166912),
+        ("sm86", 101376),
+        ("sm89", 101376),
+        ("sm90", 232448),
+        ("sm100", 232448),
+        ("sm120", 101376),
+    ],
+)
 def test_shared_memory_limit_is_exact(gpu: str, limit: int) -> None:
     assert not launch(gpu, dynamic=limit).problems
     assert f"{limit + 1} bytes of shared memory a block" in launch(gpu, dynamic=limit + 1).problems[0]

@@ -13,7 +13,10 @@ from flashmoe.tables import Tables
 
 def test_glibc_above_the_floor(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     """A version above the floor, bound by hand so that it does not depend on the machine's own glibc."""
-    host = HOST + 'extern "C" int sigaltstack_new();\n__asm__(".symver sigaltstack_new, stat@GLIBC_2.33");\nint keep = sigaltstack_new();\n'
+    host = (
+        HOST
+        + 'extern "C" int sigaltstack_new();\n__asm__(".symver sigaltstack_new, stat@GLIBC_2.33");\nint keep = sigaltstack_new();\n'
+    )
     report = audit(workshop.library(rows, host=host), tables=tables)
     check = only_failure(report, "version floor: GLIBC_2.33")
     assert check.found == "GLIBC_2.33 of libc.so.6, for stat"
@@ -25,7 +28,11 @@ def test_library_outside_the_allow_list(workshop: Workshop, rows: tuple[Row, ...
     (stub / "cudart.cpp").write_text('extern "C" int cudaMalloc(void**, unsigned long) { return 0; }')
     import subprocess
 
-    subprocess.run(["g++", "-shared", "-fPIC", "-Wl,-soname,libcudart.so.12", "cudart.cpp", "-o", "libcudart.so"], cwd=stub, check=True)
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-Wl,-soname,libcudart.so.12", "cudart.cpp", "-o", "libcudart.so"],
+        cwd=stub,
+        check=True,
+    )
     host = HOST + 'extern "C" int cudaMalloc(void**, unsigned long);\nint keep = cudaMalloc(nullptr, 1);\n'
     path = workshop.library(rows, host=host, link=[f"-L{stub}", "-lcudart"])
     assert "one CUDA major version" in named(audit(path, tables=tables), "needed libraries: libcudart.so.12").why
@@ -68,7 +75,9 @@ def test_policy_is_auditwheels(tables: Tables) -> None:
 def test_policy_exports_are_the_version_scripts() -> None:
     """The allow-list of exports is what csrc/host/exports.map makes global."""
     text = (ROOT / "csrc" / "host" / "exports.map").read_text()
-    script = {line.strip().rstrip(";") for line in text.split("global:")[1].split("local:")[0].splitlines() if line.strip()}
+    script = {
+        line.strip().rstrip(";") for line in text.split("global:")[1].split("local:")[0].splitlines() if line.strip()
+    }
     assert set(load_policy().exports) == script
 
 

@@ -65,4 +65,7 @@ def test_unrelated_names_are_no_near_miss() -> None:
 
 def test_demangle_keeps_the_order_and_c_names() -> None:
     assert demangle(["launch", "_Z6launchPf", "_ZN2at15get_num_threadsEv"]) == {
-        "launch": "launch", "_Z6launchPf": "launch(float*)", "_ZN2at15get_num_threadsEv": "at::get_num_threads()"}
+        "launch": "launch",
+        "_Z6launchPf": "launch(float*)",
+        "_ZN2at15get_num_threadsEv": "at::get_num_threads()",
+    }
