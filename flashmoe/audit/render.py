@@ -18,8 +18,19 @@ def kernel_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for subject in data.get("subjects", []):
         for row in subject.get("launchability", []):
             registers = "-" if row["registers"] is None else str(row["registers"])
-            key = (row["kernel"], row["target"], registers, str(row["threads"]), str(row["smem_static"]), str(row["smem_dynamic"]))
-            text = f"{row['gpu']} none" if row["problems"] else f"{row['gpu']} {row['blocks_per_sm']} ({row['limited_by']})"
+            key = (
+                row["kernel"],
+                row["target"],
+                registers,
+                str(row["threads"]),
+                str(row["smem_static"]),
+                str(row["smem_dynamic"]),
+            )
+            text = (
+                f"{row['gpu']} none"
+                if row["problems"]
+                else f"{row['gpu']} {row['blocks_per_sm']} ({row['limited_by']})"
+            )
             grouped.setdefault(key, []).append(text)
     return [(*key, ", ".join(texts)) for key, texts in sorted(grouped.items())]
 
@@ -43,7 +54,9 @@ def plain(report: Report) -> Iterable[str]:
         table = [_HEADER, *rows]
         widths = [max(len(row[i]) for row in table) for i in range(len(_HEADER))]
         yield ""
-        yield from ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
+        yield from (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        )
     yield ""
     yield summary(report)
 
