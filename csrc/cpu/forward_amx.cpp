@@ -164,100 +164,146 @@ inline void split_pair(__m512 low, __m512 high, __m512i (&words)[kPlanes]) {
   }
 }
 
-// fp32 x [32] to one row of 32 bf16 a plane.
-template <int kPlanes>
-inline void split_row(const float* x, __m512i (&rows)[kPlanes]) {
-  // Lanes of `even` and `odd`: elements 2i and 2i + 1, which share a word.
-  const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-  const __m512i even_index =
-      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd_index = _mm512_add_epi32(even_index, _mm512_set1_epi32(1));
-  split_pair<kPlanes>(_mm512_permutex2var_ps(a, even_index, b), _mm512_permutex2var_ps(a, odd_index, b), rows);
-}
-
-// Whether no element is Inf or NaN: 0 * x is not 0 for them. count is a multiple of the vector width.
+// 16 elements from p on as fp32 lanes, 32 as one row of bf16 a plane. *finite collects 0 * x, which is 0 for all but Inf
+// and NaN; one plane needs no such check: the tile unit propagates them itself.
 template <class T>
-inline bool rows_are_finite(const float* rows, int32_t count) {
-  if (Planes<T>::value == 1) return true;  // one plane: the tile unit propagates Inf and NaN itself
-  __m512 sum = Vector::zero();
-  for (int32_t i = 0; i < count; i += Vector::kWidth) sum = Vector::fma(Vector::load(rows + i), Vector::zero(), sum);
-  return !Vector::any_differs(sum, Vector::zero());
+inline __m512 load_checked(const T* p, __m512* finite) {
+  const __m512 x = Vector::load(p);
+  *finite = Vector::fma(x, Vector::zero(), *finite);
+  return x;
+}
+template <class T>
+inline void load_row_planes(const T* p, __m512i (&row)[Planes<T>::value], __m512* finite) {
+  const __m512 a = load_checked(p, finite), b = load_checked(p + 16, finite);
+  // Lanes: elements 2i and 2i + 1, which share a word.
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+  split_pair<Planes<T>::value>(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b), row);
+}
+inline void load_row_planes(const BFloat16* p, __m512i (&row)[1], __m512*) { row[0] = _mm512_loadu_si512(p); }
+
+inline bool is_zero(__m512 finite) { return !Vector::any_differs(finite, Vector::zero()); }
+
+// Rows of whole 32-element steps.
+template <class T>
+struct WholeRows {
+  const T* data;
+  int64_t stride;
+};
+
+// src [rows, head_dim] times factor (+1, -1 or 0: exact) as [whole_rows, padded_dim], zero past the ends: where it is if
+// it is whole there, else a copy in `buffer`.
+template <class T>
+inline WholeRows<T> make_whole(const T* src, int64_t stride, int32_t rows, int32_t whole_rows, int32_t head_dim,
+                               int32_t padded_dim, float factor, T* buffer) {
+  if (rows == whole_rows && head_dim == padded_dim && factor == 1.0f) return {src, stride};
+  memset(buffer, 0, static_cast<size_t>(whole_rows) * static_cast<size_t>(padded_dim) * sizeof(T));
+  for (int32_t row = 0; row < rows; ++row) {
+    T* dst = buffer + int64_t{row} * padded_dim;
+    memcpy(dst, src + row * stride, static_cast<size_t>(head_dim) * sizeof(T));
+    if (factor == 1.0f) continue;
+    for (int32_t i = 0; i < padded_dim; i += Vector::kWidth) {
+      Vector::store(dst + i, Vector::mul(Vector::load(dst + i), Vector::broadcast(factor)));
+    }
+  }
+  return {buffer, padded_dim};
 }
 
-// rows [kGroupRows, padded_dim] fp32 -> q_tiles [planes][steps][2] tiles of [16 pairs of head_dim, 16 queries].
-template <int kPlanes>
-inline void pack_q_tiles(const float* rows, int32_t padded_dim, uint32_t* q_tiles) {
+// q [kGroupRows, padded_dim] -> q_tiles [planes][steps][2] tiles of [16 pairs of head_dim, 16 queries]. Returns whether
+// all is finite.
+template <class T>
+inline bool pack_q_tiles(WholeRows<T> q, int32_t padded_dim, uint32_t* q_tiles) {
+  constexpr int kPlanes = Planes<T>::value;
   const int32_t steps = padded_dim / kStep;
+  __m512 finite = Vector::zero();
   for (int32_t step = 0; step < steps; ++step) {
     for (int32_t tile = 0; tile < 2; ++tile) {
       __m512i words[kPlanes][16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
         __m512i row[kPlanes];
-        split_row<kPlanes>(rows + int64_t{tile * kTileRows + i} * padded_dim + step * kStep, row);
+        load_row_planes(q.data + (tile * kTileRows + i) * q.stride + step * kStep, row, &finite);
 #pragma GCC unroll 3
         for (int plane = 0; plane < kPlanes; ++plane) words[plane][i] = row[plane];
       }
+#pragma GCC unroll 3
       for (int plane = 0; plane < kPlanes; ++plane) {
         Vector::transpose(words[plane]);
         uint32_t* dst = q_tiles + ((int64_t{plane} * steps + step) * 2 + tile) * kTileWords;
+#pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * 16, words[plane][i]);
       }
     }
   }
+  return is_zero(finite);
 }
 
-// One row of K as fp32 -> row `row` of k_planes [planes][kBlockKeys, padded_dim] bf16.
-template <int kPlanes>
-inline void store_k_row(const float* x, int32_t padded_dim, int32_t row, uint16_t* k_planes) {
-  for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
-    __m512i planes[kPlanes];
-    split_row<kPlanes>(x + dim, planes);
+// k [keys, padded_dim] -> k_planes [planes][kBlockKeys, padded_dim] bf16. Returns whether all is finite.
+template <class T>
+inline bool pack_k_planes(WholeRows<T> k, int32_t keys, int32_t padded_dim, uint16_t* k_planes) {
+  constexpr int kPlanes = Planes<T>::value;
+  __m512 finite = Vector::zero();
+  for (int32_t row = 0; row < keys; ++row) {
+    for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
+      __m512i planes[kPlanes];
+      load_row_planes(k.data + row * k.stride + dim, planes, &finite);
+#pragma GCC unroll 3
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        _mm512_store_si512(k_planes + (int64_t{plane} * kBlockKeys + row) * padded_dim + dim, planes[plane]);
+      }
+    }
+  }
+  return is_zero(finite);
+}
+
+// v [32 keys, padded_dim] -> v_tiles [planes][padded_dim / 16] tiles of [16 of head_dim, 32 keys], planes plane_words
+// apart. Returns whether all is finite.
+template <class T>
+inline bool pack_v_step(WholeRows<T> v, int32_t padded_dim, int64_t plane_words, uint32_t* v_tiles) {
+  constexpr int kPlanes = Planes<T>::value;
+  __m512 finite = Vector::zero();
+  for (int32_t tile = 0; tile < padded_dim / kTileRows; ++tile) {
+    __m512i words[kPlanes][16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const T* pair = v.data + 2 * i * v.stride + tile * kTileRows;
+      __m512i word[kPlanes];
+      split_pair<kPlanes>(load_checked(pair, &finite), load_checked(pair + v.stride, &finite), word);
+#pragma GCC unroll 3
+      for (int plane = 0; plane < kPlanes; ++plane) words[plane][i] = word[plane];
+    }
 #pragma GCC unroll 3
     for (int plane = 0; plane < kPlanes; ++plane) {
-      _mm512_store_si512(k_planes + (int64_t{plane} * kBlockKeys + row) * padded_dim + dim, planes[plane]);
-    }
-  }
-}
-
-// v [keys, head_dim] -> v_tiles [planes][kBlockKeys / 32 steps][padded_dim / 16] tiles of [16 of head_dim, 32 keys], zero
-// past the ends. rows: [2, padded_dim]. Returns whether all is finite.
-template <class T>
-inline bool pack_v_tiles(const T* v, int64_t row_stride, int32_t keys, int32_t head_dim, int32_t padded_dim,
-                         float* rows, uint32_t* v_tiles) {
-  constexpr int kPlanes = Planes<T>::value;
-  const int32_t dim_tiles = padded_dim / kTileRows;
-  bool is_finite = true;
-  for (int32_t key = 0; key < keys; key += kStep) {
-    const int32_t step_keys = clamp(int64_t{keys} - key, 0, kStep);
-    for (int32_t row = 0; row < kStep; ++row) {
-      float* dst = rows + int64_t{row} * padded_dim;
-      if (row < step_keys) {
-        load_row(v + (key + row) * row_stride, head_dim, dst, Vector::broadcast(1.0f));
-      } else {
-        memset(dst, 0, static_cast<size_t>(padded_dim) * sizeof(float));
-      }
-    }
-    is_finite &= rows_are_finite<T>(rows, kStep * padded_dim);
-    for (int32_t tile = 0; tile < dim_tiles; ++tile) {
-      __m512i words[kPlanes][16];
+      Vector::transpose(words[plane]);
+      uint32_t* dst = v_tiles + plane * plane_words + int64_t{tile} * kTileWords;
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        const float* pair = rows + int64_t{2 * i} * padded_dim + tile * kTileRows;
-        __m512i word[kPlanes];
-        split_pair<kPlanes>(_mm512_loadu_ps(pair), _mm512_loadu_ps(pair + padded_dim), word);
-#pragma GCC unroll 3
-        for (int plane = 0; plane < kPlanes; ++plane) words[plane][i] = word[plane];
-      }
-      for (int plane = 0; plane < kPlanes; ++plane) {
-        Vector::transpose(words[plane]);
-        uint32_t* dst =
-            v_tiles + ((int64_t{plane} * (kBlockKeys / kStep) + key / kStep) * dim_tiles + tile) * kTileWords;
-        for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * 16, words[plane][i]);
-      }
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * 16, words[plane][i]);
     }
   }
-  return is_finite;
+  return is_zero(finite);
+}
+// bf16 needs no arithmetic: interleave two rows of keys, 32 of head_dim at once.
+inline bool pack_v_step(WholeRows<BFloat16> v, int32_t padded_dim, int64_t, uint32_t* v_tiles) {
+  for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
+    __m512i low[16], high[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const BFloat16* pair = v.data + 2 * i * v.stride + dim;
+      const __m512i a = _mm512_loadu_si512(pair), b = _mm512_loadu_si512(pair + v.stride);
+      low[i] = _mm512_unpacklo_epi16(a, b);
+      high[i] = _mm512_unpackhi_epi16(a, b);
+    }
+    Vector::transpose(low);
+    Vector::transpose(high);
+    uint32_t* dst = v_tiles + int64_t{dim / kTileRows} * kTileWords;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {  // word i of `low` held element 8 (i / 4) + i % 4 of head_dim, of `high` 4 more
+      const int row = i / 4 * 8 + i % 4;
+      _mm512_store_si512(dst + row * 16, low[i]);
+      _mm512_store_si512(dst + (row + 4) * 16, high[i]);
+    }
+  }
+  return true;
 }
 
 // Turns scores_t [keys, group] into weights, as p_tiles [planes][kBlockKeys / 32 steps][2] tiles of [16 pairs of keys,
@@ -305,6 +351,7 @@ struct AmxScratch {
   uint32_t* p_tiles;   // [planes][kBlockKeys / 32][2] tiles
   float* product_t;    // [32, group]
   float* rows;         // [32, padded_dim]
+  void* whole;         // [kBlockKeys, padded_dim] of the element type, for rows that are not whole steps
   uint16_t* k_planes;  // [planes][kBlockKeys, padded_dim] bf16
   uint32_t* v_tiles;   // [planes][kBlockKeys / 32][padded_dim / 16] tiles
   float* fp32_rows;    // [kBlockKeys, padded_dim], for blocks with Inf or NaN
@@ -323,6 +370,7 @@ struct AmxScratch {
     p_tiles = arena.take<uint32_t>(int64_t{planes} * (kBlockKeys / kStep) * 2 * kTileWords);
     product_t = arena.take<float>(int64_t{2} * kTileRows * kGroupRows);
     rows = arena.take<float>(int64_t{kGroupRows} * padded_dim);
+    whole = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
     k_planes = arena.take<uint16_t>(int64_t{planes} * kBlockKeys * padded_dim);
     v_tiles = arena.take<uint32_t>(int64_t{planes} * kBlockKeys * padded_dim / 2);
     fp32_rows = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
@@ -378,17 +426,13 @@ class AmxForward {
   uint32_t* q_tiles(int32_t group) const {
     return scratch_.q_tiles + group * AmxScratch::group_words(kPlanes, padded_dim_);
   }
+  T* whole() const { return static_cast<T*>(scratch_.whole); }
   float* out_t(int32_t group) const { return scratch_.out_t + int64_t{group} * padded_dim_ * kGroupRows; }
 
   void begin_group(int32_t group) {
-    const int32_t height = group_height(group);
-    memset(scratch_.rows, 0, static_cast<size_t>(kGroupRows) * static_cast<size_t>(padded_dim_) * sizeof(float));
-    for (int32_t row = 0; row < height; ++row) {
-      load_row(q_rows(group) + row * params_.q_stride.row, head_dim_, scratch_.rows + int64_t{row} * padded_dim_,
-               Vector::broadcast(scale_.q_factor));
-    }
-    scratch_.q_is_finite[group] = rows_are_finite<T>(scratch_.rows, kGroupRows * padded_dim_);
-    pack_q_tiles<kPlanes>(scratch_.rows, padded_dim_, q_tiles(group));
+    const WholeRows<T> q = make_whole(q_rows(group), params_.q_stride.row, group_height(group), kGroupRows, head_dim_,
+                                      padded_dim_, scale_.q_factor, whole());
+    scratch_.q_is_finite[group] = pack_q_tiles(q, padded_dim_, q_tiles(group));
     clear_state(scratch_.state(group));
     memset(out_t(group), 0, static_cast<size_t>(padded_dim_) * kGroupRows * sizeof(float));
   }
@@ -399,29 +443,34 @@ class AmxForward {
                 operands_.out + row * params_.out_stride.row, params_.out_stride.row, operands_.lse + row);
   }
 
-  // K as a left operand: where it is if it is whole bf16 tiles there, else a padded copy in planes.
+  // K as a left operand: bf16 where it is if it is whole there, other types in planes.
   LeftOperand load_k(const T* k, int32_t keys, bool* is_finite) {
-    const int64_t row_stride = params_.k_stride.row;
-    if (kPlanes == 1 && head_dim_ == padded_dim_ && keys % kStep == 0) {
+    const int32_t whole_keys = round_up(keys, kStep);
+    const WholeRows<T> rows =
+        make_whole(k, params_.k_stride.row, keys, whole_keys, head_dim_, padded_dim_, 1.0f, whole());
+    if (kPlanes == 1) {
       *is_finite = true;
-      const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(T));
-      return {reinterpret_cast<const char*>(k), 0, kTileRows * row_bytes, kTileBytesPerRow, row_bytes};
+      const int64_t row_bytes = rows.stride * static_cast<int64_t>(sizeof(T));
+      return {reinterpret_cast<const char*>(rows.data), 0, kTileRows * row_bytes, kTileBytesPerRow, row_bytes};
     }
-    float* row_fp32 = scratch_.rows;
-    memset(row_fp32, 0, static_cast<size_t>(padded_dim_) * sizeof(float));
-    *is_finite = true;
-    for (int32_t row = 0; row < keys; ++row) {
-      load_row(k + row * row_stride, head_dim_, row_fp32, Vector::broadcast(1.0f));
-      *is_finite &= rows_are_finite<T>(row_fp32, padded_dim_);
-      store_k_row<kPlanes>(row_fp32, padded_dim_, row, scratch_.k_planes);
-    }
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      memset(scratch_.k_planes + (int64_t{plane} * kBlockKeys + keys) * padded_dim_, 0,
-             static_cast<size_t>(round_up(keys, kStep) - keys) * static_cast<size_t>(padded_dim_) * sizeof(uint16_t));
-    }
+    *is_finite = pack_k_planes(rows, whole_keys, padded_dim_, scratch_.k_planes);
     const int64_t row_bytes = padded_dim_ * static_cast<int64_t>(sizeof(uint16_t));
     return {reinterpret_cast<const char*>(scratch_.k_planes), kBlockKeys * row_bytes, kTileRows * row_bytes,
             kTileBytesPerRow, row_bytes};
+  }
+
+  // V as tiles [planes][kBlockKeys / 32 steps][padded_dim / 16] of [16 of head_dim, 32 keys], zero past the ends.
+  bool load_v(const T* v, int32_t keys) {
+    const int64_t step_words = int64_t{padded_dim_ / kTileRows} * kTileWords;
+    bool is_finite = true;
+    for (int32_t key = 0; key < keys; key += kStep) {
+      const WholeRows<T> rows =
+          make_whole(v + key * params_.v_stride.row, params_.v_stride.row, clamp(int64_t{keys} - key, 0, kStep), kStep,
+                     head_dim_, padded_dim_, 1.0f, reinterpret_cast<T*>(scratch_.rows));
+      is_finite &= pack_v_step(rows, padded_dim_, kBlockKeys / kStep * step_words,
+                               scratch_.v_tiles + key / kStep * step_words);
+    }
+    return is_finite;
   }
 
   Block load_block(int32_t begin, int32_t keys) {
@@ -429,9 +478,7 @@ class AmxForward {
     block.begin = begin;
     block.keys = keys;
     block.k = load_k(operands_.k + begin * params_.k_stride.row, keys, &block.k_is_finite);
-    memset(scratch_.rows, 0, static_cast<size_t>(kGroupRows) * static_cast<size_t>(padded_dim_) * sizeof(float));
-    block.v_is_finite = pack_v_tiles(operands_.v + begin * params_.v_stride.row, params_.v_stride.row, keys, head_dim_,
-                                     padded_dim_, scratch_.rows, scratch_.v_tiles);
+    block.v_is_finite = load_v(operands_.v + begin * params_.v_stride.row, keys);
     return block;
   }
 
