@@ -36,7 +36,7 @@ def checkout() -> Path:
 
 
 def measure_builds(suite: Suite, command: tuple[str, ...]) -> Report:
-    """Runs each build in a scratch folder that they share, in order, so that a touched build finds the cold one's cache."""
+    """Runs each build in one scratch folder, in order, so that a touched build finds the cold one's cache."""
     started, clock = utc_now(), time.monotonic()
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []

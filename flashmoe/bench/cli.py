@@ -15,20 +15,26 @@ from flashmoe.report import Report, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", action="append", metavar="NAME|FILE.toml", help=f"known: {', '.join(suite_names())}")
+    parser.add_argument(
+        "--suite", action="append", metavar="NAME|FILE.toml", help=f"known: {', '.join(suite_names())}; repeatable"
+    )
     parser.add_argument("--device", choices=("auto", *DEVICES), default="auto")
     parser.add_argument("--preset", default="auto", metavar="GPU", help="auto, none, T4, L4, A100 or H100")
     parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's own")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples a side (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
-    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, 30 a side at least")
+    parser.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, 30 a side at least"
+    )
     parser.add_argument("--baseline-only", action="store_true", help="without our extension")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", "--report", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE")
-    parser.add_argument("--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report")
+    parser.add_argument(
+        "--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report"
+    )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
     parser.add_argument("--fail-on", choices=("slower", "not-same"), help="exit 1 when a comparison says so")
     parser.add_argument("--ratchet", type=Path, metavar="FILE.toml", help="check a run against the marks of its GPU")
@@ -46,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from flashmoe.bench.contenders import default_registry  # torch: only a measurement needs it
 
-    suites = [load_suite(name) for name in args.suite or ["smoke"]]
+    suites = [load_suite(name) for name in args.suite or [default_suite(args.device)]]
     device = resolve_device(args.device, suites)
     if any(suite.kind == "build" for suite in suites):
         return _measure_build(args, suites)
@@ -69,6 +75,13 @@ def _measure(args: argparse.Namespace) -> int:
 
         return check_ratchet(args.ratchet, report)
     return code
+
+
+def default_suite(device: str) -> str:
+    """Without --suite: the prefill grid on a GPU, the CPU suite elsewhere."""
+    import torch
+
+    return "cpu" if device == "cpu" or not torch.cuda.is_available() else "llm-prefill"
 
 
 def resolve_device(wanted: str, suites: list[Suite]) -> str:
