@@ -1,0 +1,33 @@
+// cp.async: 16 bytes from global to shared memory without a register in between (sm_80 and later).
+#pragma once
+
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+// Reads source_bytes (0 or 16) bytes and fills the rest of the 16 with zeros. With 0 nothing is read, but gmem must
+// still be a valid, 16-byte aligned address. Goes past L1 (.cg): a tile is read once a block.
+__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem, int source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_address(smem)),
+               "l"(__cvta_generic_to_global(gmem)), "r"(source_bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem_address(smem)),
+               "l"(__cvta_generic_to_global(gmem))
+               : "memory");
+}
+
+// Closes the group of all copies this thread started since the last call.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's newest groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,45 @@
+// Arithmetic where one PTX instruction is meant. The approximations flush subnormals to zero (.ftz).
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+// 2^x, relative error 2^-22; exp2_approx(-inf) == 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// log2(x); -inf at 0.
+__device__ __forceinline__ float lg2_approx(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 1 / x, at most 1 ulp off.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// a * b + c with one rounding.
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
+  float result;
+  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+}
+
+// The larger of the two; a NaN loses against a number (the row sum carries it instead).
+__device__ __forceinline__ float max_ftz(float a, float b) {
+  float result;
+  asm("max.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,114 @@
+// Loads and stores of shared and global memory. Addresses must be aligned to the access width.
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+// The block's dynamic shared memory, 1024-byte aligned (what a 128-byte swizzle needs).
+__device__ __forceinline__ unsigned char* dynamic_shared_memory() {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  return shared_memory;
+}
+
+// Byte address in the shared window, as the instructions below take it.
+__device__ __forceinline__ uint32_t smem_address(const void* smem) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+}
+
+__device__ __forceinline__ uint32_t ld_shared_32(const void* smem) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(smem_address(smem)) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float ld_shared_float(const void* smem) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem_address(smem)) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void ld_shared_64(uint32_t (&value)[2], const void* smem) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(value[0]), "=r"(value[1])
+               : "r"(smem_address(smem))
+               : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_128(uint32_t (&value)[4], const void* smem) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+               : "r"(smem_address(smem))
+               : "memory");
+}
+
+__device__ __forceinline__ void st_shared_32(void* smem, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem_address(smem)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_float(void* smem, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(smem)), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_64(void* smem, const uint32_t (&value)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem_address(smem)), "r"(value[0]), "r"(value[1]) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_128(void* smem, const uint32_t (&value)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(smem)), "r"(value[0]), "r"(value[1]),
+               "r"(value[2]), "r"(value[3])
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t ld_global_32(const void* gmem) {
+  uint32_t value;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(gmem)) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float ld_global_float(const float* gmem) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(__cvta_generic_to_global(gmem)) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void ld_global_64(uint32_t (&value)[2], const void* gmem) {
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(value[0]), "=r"(value[1])
+               : "l"(__cvta_generic_to_global(gmem))
+               : "memory");
+}
+
+__device__ __forceinline__ void ld_global_128(uint32_t (&value)[4], const void* gmem) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+               : "l"(__cvta_generic_to_global(gmem))
+               : "memory");
+}
+
+__device__ __forceinline__ void st_global_16(void* gmem, uint16_t value) {
+  asm volatile("st.global.b16 [%0], %1;" ::"l"(__cvta_generic_to_global(gmem)), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_global_32(void* gmem, uint32_t value) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(gmem)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_global_float(float* gmem, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(gmem)), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_global_64(void* gmem, const uint32_t (&value)[2]) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(gmem)), "r"(value[0]), "r"(value[1])
+               : "memory");
+}
+
+__device__ __forceinline__ void st_global_128(void* gmem, const uint32_t (&value)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(gmem)), "r"(value[0]),
+               "r"(value[1]), "r"(value[2]), "r"(value[3])
+               : "memory");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,54 @@
+// Exchange inside a full warp: all 32 lanes take part in every call.
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+// The value of the lane whose index differs from this lane's in the bits of lane_mask.
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
+  float result;
+  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(result) : "f"(value), "r"(lane_mask));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t shuffle_xor(uint32_t value, int lane_mask) {
+  uint32_t result;
+  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(result) : "r"(value), "r"(lane_mask));
+  return result;
+}
+
+__device__ __forceinline__ float shuffle_index(float value, int lane) {
+  float result;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(result) : "f"(value), "r"(lane));
+  return result;
+}
+
+__device__ __forceinline__ int shuffle_index(int value, int lane) {
+  int result;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(result) : "r"(value), "r"(lane));
+  return result;
+}
+
+__device__ __forceinline__ bool vote_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
+
+__device__ __forceinline__ bool vote_all(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }
+
+#if __CUDA_ARCH__ >= 900
+// True in exactly one lane of the (converged) warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "elect.sync _|p, 0xffffffff;\n\t"
+      "selp.b32 %0, 1, 0, p;\n\t"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+#endif
+
+}  // namespace ptx
+}  // namespace flashmoe
