@@ -16,14 +16,16 @@ from flashmoe._version import __version__
 if TYPE_CHECKING:
     from flashmoe.functional import attention, scaled_dot_product_attention
     from flashmoe.module import Attention
+    from flashmoe.routing import explain
 
 _LAZY = {
     "attention": "flashmoe.functional",
     "scaled_dot_product_attention": "flashmoe.functional",
     "Attention": "flashmoe.module",
+    "explain": "flashmoe.routing",
 }
 
-__all__ = ["Attention", "__version__", "attention", "scaled_dot_product_attention"]
+__all__ = ["Attention", "__version__", "attention", "explain", "scaled_dot_product_attention"]
 
 
 def __getattr__(name: str) -> Any:

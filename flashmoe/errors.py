@@ -39,6 +39,18 @@ class ArgumentError(FlashmoeError, ValueError):
     """An argument that is no tensor has an unsupported value."""
 
 
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument has the wrong Python type: no tensor where one is needed, a tensor where a number is."""
+
+
+class DifferentiationError(FlashmoeError, NotImplementedError):
+    """A kind of derivative was asked for that is not implemented (double backward, forward mode)."""
+
+
+class InternalError(FlashmoeError, RuntimeError):
+    """flashmoe contradicted itself: a bug, to be reported with the message."""
+
+
 class UnsupportedGpuError(FlashmoeError, RuntimeError):
     """This build holds no kernel that this GPU can run."""
 

@@ -1,7 +1,7 @@
 """The architecture table and the kernel table, as frozen dataclasses.
 
-Source: ``csrc/arch.toml`` and ``csrc/kernels.toml`` in a checkout, the same files under ``flashmoe/_tables/`` in a wheel.
-Everything that must agree about kernels (C++ dispatch, units to compile, audit, shared-memory numbers, docs) reads them
+Source: ``csrc/arch.toml`` and ``csrc/kernels.toml`` in a checkout, the same files under ``flashmoe/_tables/`` in a
+wheel. Everything that must agree about kernels (C++ dispatch, units to compile, audit, shared-memory numbers, docs) reads them
 through this module.
 """
 
@@ -225,8 +225,8 @@ def _check_unit(tables: Tables, unit: Unit) -> None:
         limit = tables.gpu(name).smem_per_block_optin
         if needed > limit:
             msg = (
-                f"{unit.name} for {unit.target.name}: {needed} bytes of shared memory, but a block on {name} has at most "
-                f"{limit}; `python -m flashmoe smem --arch {name} --head-dim {unit.row.head_dim}` shows what fits"
+                f"{unit.name} for {unit.target.name}: {needed} bytes of shared memory, but a block on {name} has at "
+                f"most {limit}; `python -m flashmoe smem --arch {name} --head-dim {unit.row.head_dim}` shows what fits"
             )
             raise TableError(msg)
 
@@ -234,7 +234,7 @@ def _check_unit(tables: Tables, unit: Unit) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as stream:
-            table = tomllib.load(stream)
+            table: dict[str, Any] = tomllib.load(stream)
     except OSError as error:
         msg = f"cannot read {path}: {error.strerror}"
         raise TableError(msg) from error

@@ -6,15 +6,15 @@
 namespace flashmoe {
 namespace ptx {
 
-// Reads source_bytes (0 or 16) bytes and fills the rest of the 16 with zeros. With 0 nothing is read, but gmem must
-// still be a valid, 16-byte aligned address. Goes past L1 (.cg): a tile is read once a block.
-__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem, int source_bytes) {
+// Reads source_bytes (0 or 16) bytes and fills the rest of the 16 with zeros. With 0 nothing is read and gmem may point
+// past the end of its allocation, but it must be 16-byte aligned. Goes past L1 (.cg): a tile is read once a block.
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, int source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_address(smem)),
                "l"(__cvta_generic_to_global(gmem)), "r"(source_bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) {
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem_address(smem)),
                "l"(__cvta_generic_to_global(gmem))
                : "memory");

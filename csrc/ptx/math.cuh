@@ -6,6 +6,11 @@
 namespace flashmoe {
 namespace ptx {
 
+__device__ __forceinline__ uint32_t float_bits(float x) { return __float_as_uint(x); }
+
+// NVRTC has no constant expression for it.
+__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
+
 // 2^x, relative error 2^-22; exp2_approx(-inf) == 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float result;

@@ -17,45 +17,70 @@ __device__ __forceinline__ uint32_t smem_address(const void* smem) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
 
-__device__ __forceinline__ uint32_t ld_shared_32(const void* smem) {
+// A shared-memory address in one register. Loops that keep many of them use this instead of a 64-bit generic pointer;
+// every wrapper below takes either.
+struct SmemPointer {
+  uint32_t address;
+
+  SmemPointer() = default;
+  __device__ __forceinline__ SmemPointer(const void* smem) : address(smem_address(smem)) {}
+  __device__ __forceinline__ SmemPointer operator+(int bytes) const {
+    SmemPointer moved;
+    moved.address = address + bytes;
+    return moved;
+  }
+};
+
+__device__ __forceinline__ uint32_t smem_address(SmemPointer smem) { return smem.address; }
+
+// gmem + bytes, as an addition that the compiler cannot merge with others: in a chain of them one pointer lives instead
+// of one for every link.
+template <typename T>
+__device__ __forceinline__ const T* advance_pointer(const T* gmem, int64_t bytes) {
+  const T* moved;
+  asm volatile("add.s64 %0, %1, %2;" : "=l"(moved) : "l"(gmem), "l"(bytes));
+  return moved;
+}
+
+__device__ __forceinline__ uint32_t ld_shared_32(SmemPointer smem) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(smem_address(smem)) : "memory");
   return value;
 }
 
-__device__ __forceinline__ float ld_shared_float(const void* smem) {
+__device__ __forceinline__ float ld_shared_float(SmemPointer smem) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem_address(smem)) : "memory");
   return value;
 }
 
-__device__ __forceinline__ void ld_shared_64(uint32_t (&value)[2], const void* smem) {
+__device__ __forceinline__ void ld_shared_64(uint32_t (&value)[2], SmemPointer smem) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(value[0]), "=r"(value[1])
                : "r"(smem_address(smem))
                : "memory");
 }
 
-__device__ __forceinline__ void ld_shared_128(uint32_t (&value)[4], const void* smem) {
+__device__ __forceinline__ void ld_shared_128(uint32_t (&value)[4], SmemPointer smem) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                : "r"(smem_address(smem))
                : "memory");
 }
 
-__device__ __forceinline__ void st_shared_32(void* smem, uint32_t value) {
+__device__ __forceinline__ void st_shared_32(SmemPointer smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem_address(smem)), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void st_shared_float(void* smem, float value) {
+__device__ __forceinline__ void st_shared_float(SmemPointer smem, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(smem)), "f"(value) : "memory");
 }
 
-__device__ __forceinline__ void st_shared_64(void* smem, const uint32_t (&value)[2]) {
+__device__ __forceinline__ void st_shared_64(SmemPointer smem, const uint32_t (&value)[2]) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem_address(smem)), "r"(value[0]), "r"(value[1]) : "memory");
 }
 
-__device__ __forceinline__ void st_shared_128(void* smem, const uint32_t (&value)[4]) {
+__device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (&value)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(smem)), "r"(value[0]), "r"(value[1]),
                "r"(value[2]), "r"(value[3])
                : "memory");

@@ -1,0 +1,47 @@
+// Compile-time description of one forward kernel of the sm_80 family, and its shared memory.
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm80 {
+
+// kNumStages   1: one buffer each for K and V; the next K loads under softmax and P V, V under Q K^T; two barriers a
+//                 tile. 2 or more: a ring of (K, V) pairs, loaded kNumStages - 1 tiles ahead; one barrier a tile.
+// kQueryInRegisters   1: a warp reads its Q rows once and keeps them; 0: again for every tile, for want of registers.
+// kSplit              1: params.num_splits blocks share a query tile's keys and write fp32 partial results.
+template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
+          int kQueryInRegisters_, int kSplit_>
+struct ForwardSpec {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kNumStages = kNumStages_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
+  static constexpr bool kIsSplit = kSplit_ != 0;
+
+  static constexpr int kNumThreads = 32 * kNumWarps;
+  static constexpr int kWarpRows = kBlockM / kNumWarps;
+  static constexpr int kMmaM = kWarpRows / 16;  // 16-row blocks of a warp
+  static constexpr int kMmaN = kBlockN / 8;     // 8-column blocks of the scores
+  static constexpr int kMmaD = kHeadDim / 8;    // 8-column blocks of the output
+
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
+  static constexpr int kQueryBytes = kBlockM * kRowBytes;  // reused for the output tile
+  static constexpr int kKeyBytes = kBlockN * kRowBytes;    // one stage of K, or of V
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kNumStages * kKeyBytes;
+
+  static_assert(sizeof(Element) == 2, "mma.m16n8k16 and ldmatrix here take 16-bit elements");
+  static_assert(kHeadDim % 64 == 0, "the swizzle permutes within 64 columns");
+  static_assert(kWarpRows * kNumWarps == kBlockM && kWarpRows % 16 == 0, "a warp computes whole 16-row blocks");
+  static_assert(kBlockN % 16 == 0, "ldmatrix.x4 reads 16 keys at a time");
+  static_assert(kBlockM % (kNumThreads / 8) == 0 && kBlockN % (kNumThreads / 8) == 0,
+                "eight threads load 64 columns of a row: a pass must end with the tile");
+};
+
+}  // namespace sm80
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,212 @@
+// A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the last to the
+// first (the masked ones are the last, so that the loop over full blocks ends the tile).
+//
+// Overlap inside the warpgroup: S of the next key block and O += P V of the current one are issued together; the softmax of
+// the next block runs while the tensor cores do P V. Overlap between warpgroups (kHasTurns): a warpgroup issues its two
+// products only in its turn, so that its softmax falls into the others' products.
+#pragma once
+
+#include "attention/sm90/epilogue.cuh"
+#include "attention/sm90/schedule.cuh"
+#include "attention/sm90/softmax.cuh"
+#include "attention/sm90/spec.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+template <typename Spec, bool kIsCausal>
+struct Consumer {
+  using Element = typename Spec::Element;
+  static constexpr int kScores = Spec::kBlockN / 2;         // accumulators a thread
+  static constexpr int kProbabilities = Spec::kBlockN / 4;  // packed pairs a thread
+  static constexpr int kOutputs = Spec::kHeadDim / 2;
+
+  const ForwardParams& params;
+  const SharedMemory<Spec> shared;
+  const int consumer;  // 0 to kNumConsumers - 1
+  const bool is_first_lane;
+  RingPosition<Spec::kNumStages> key;
+  RingPosition<Spec::kNumStages> value;
+
+  __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
+      : params(params_), shared(shared_), consumer(consumer_), is_first_lane(ptx::lane_index() == 0) {}
+
+  // Turn barrier w has 256 threads: warpgroup w waits at it, the one before it in the circle arrives. Warpgroup 0 starts.
+  __device__ __forceinline__ void wait_turn() const {
+    if constexpr (Spec::kHasTurns) ptx::named_barrier_sync(kFirstTurnBarrier + consumer, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Spec::kHasTurns) {
+      const int next = consumer + 1 == Spec::kNumConsumers ? 0 : consumer + 1;
+      ptx::named_barrier_arrive(kFirstTurnBarrier + next, 256);
+    }
+  }
+  __device__ __forceinline__ void start_turns() const {
+    if constexpr (Spec::kHasTurns) {
+      if (consumer == 0) ptx::named_barrier_arrive(kFirstTurnBarrier, 256);
+    }
+  }
+  // Takes the turn that nobody will use, so that no barrier is left half full.
+  __device__ __forceinline__ void end_turns() const {
+    if constexpr (Spec::kHasTurns) {
+      if (consumer == 0) ptx::named_barrier_sync(kFirstTurnBarrier, 256);
+    }
+  }
+
+  // One arrival a warp: its wgmma_wait says that its own part of the product has read the buffer.
+  __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
+    if (is_first_lane) ptx::mbarrier_arrive(empty);
+  }
+
+  // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous.
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
+    const uint64_t q = ptx::make_smem_descriptor(shared.query(consumer), 0, 1024);
+    const uint64_t k = ptx::make_smem_descriptor(shared.key(key.index), 0, 1024);
+#pragma unroll
+    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+      const int slab = step / 4;
+      const int in_row = step % 4 * 32;
+      ptx::wgmma_ss<Element, Spec::kBlockN, false>(
+          scores, ptx::advance_smem_descriptor(q, slab * Spec::kQuerySlabBytes + in_row),
+          ptx::advance_smem_descriptor(k, slab * Spec::kKeySlabBytes + in_row), step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // output[64 x kHeadDim] += P[64 x kBlockN] V[kBlockN x kHeadDim]; asynchronous.
+  __device__ __forceinline__ void issue_output(float (&output)[kOutputs],
+                                               const uint32_t (&probabilities)[kProbabilities]) const {
+    const uint64_t v = ptx::make_smem_descriptor(shared.value(value.index), Spec::kKeySlabBytes, 1024);
+#pragma unroll
+    for (int step = 0; step < Spec::kBlockN / 16; ++step) {
+      const uint32_t* a = &probabilities[4 * step];
+      ptx::wgmma_rs<Element, Spec::kHeadDim, true>(output, a[0], a[1], a[2], a[3],
+                                                   ptx::advance_smem_descriptor(v, step * 16 * 128), 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The accumulator layout of S is the operand layout of P: k-step j takes column blocks 2j and 2j + 1.
+  __device__ __forceinline__ void pack_probabilities(uint32_t (&probabilities)[kProbabilities],
+                                                     const float (&scores)[kScores]) const {
+#pragma unroll
+    for (int i = 0; i < kProbabilities; ++i) {
+      probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  // visible_end[r]: visible keys of this thread's row r, from key 0.
+  template <bool kIsMasked>
+  __device__ __forceinline__ void softmax_block(float (&scores)[kScores], RowState& rows, float (&rescale)[2], int block,
+                                                const int (&visible_end)[2]) const {
+    if constexpr (kIsMasked) {
+      const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+      const int visible[2] = {visible_end[0] - first_key, visible_end[1] - first_key};
+      mask_scores<Spec::kBlockN>(scores, visible);
+    }
+    online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, params.scale_log2);
+  }
+
+  // In: P of key block `block` + 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
+  template <bool kIsMasked>
+  __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
+                                       RowState& rows, int block, const int (&visible_end)[2]) {
+    float scores[kScores];
+    ptx::mbarrier_wait(shared.key_full(key.index), key.parity);
+    wait_turn();
+    ptx::wgmma_fence_operands(output);
+    ptx::wgmma_fence_operands(probabilities);
+    ptx::wgmma_fence();
+    issue_scores(scores);
+    ptx::mbarrier_wait(shared.value_full(value.index), value.parity);
+    ptx::wgmma_fence();
+    issue_output(output, probabilities);
+    pass_turn();
+
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_fence_operands(scores);
+    release(shared.key_empty(key.index));
+    key.advance();
+    float rescale[2];
+    softmax_block<kIsMasked>(scores, rows, rescale, block, visible_end);
+
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(output);
+    release(shared.value_empty(value.index));
+    value.advance();
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
+    pack_probabilities(probabilities, scores);
+  }
+
+  // The whole tile but the epilogue. blocks >= 1.
+  __device__ __forceinline__ void attend(const Tile& tile, int blocks, float (&output)[kOutputs], RowState& rows) {
+    const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+    const int thread_row = first_row + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+    const int visible_end[2] = {visible_keys<kIsCausal>(params, thread_row),
+                                visible_keys<kIsCausal>(params, thread_row + 8)};
+    const int full_blocks = visible_keys<kIsCausal>(params, first_row) / Spec::kBlockN;
+
+    uint32_t probabilities[kProbabilities];
+    {
+      float scores[kScores];
+      float rescale[2];
+      ptx::mbarrier_wait(shared.key_full(key.index), key.parity);
+      ptx::wgmma_fence();
+      issue_scores(scores);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(scores);
+      release(shared.key_empty(key.index));
+      key.advance();
+      softmax_block<true>(scores, rows, rescale, blocks - 1, visible_end);
+      pack_probabilities(probabilities, scores);
+    }
+
+    int block = blocks - 2;
+    for (; block >= full_blocks; --block) step<true>(output, probabilities, rows, block, visible_end);
+    for (; block >= 0; --block) step<false>(output, probabilities, rows, block, visible_end);
+
+    if (Spec::kIsOutputSeparate) release(shared.query_empty(consumer));
+    ptx::mbarrier_wait(shared.value_full(value.index), value.parity);
+    ptx::wgmma_fence_operands(output);
+    ptx::wgmma_fence_operands(probabilities);
+    ptx::wgmma_fence();
+    issue_output(output, probabilities);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(output);
+    release(shared.value_empty(value.index));
+    value.advance();
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
+    start_turns();
+    int query_parity = 0;
+    while (true) {
+      ptx::mbarrier_wait(shared.query_full(consumer), query_parity);
+      query_parity ^= 1;
+      const Tile tile = read_tile(shared.tile(consumer));
+      if (tile.m_block < 0) break;
+      float output[kOutputs];
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
+      RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
+      const int blocks = key_blocks<Spec, kIsCausal>(params, tile.m_block);
+      if (blocks > 0) {
+        attend(tile, blocks, output, rows);
+      } else if (Spec::kIsOutputSeparate) {
+        release(shared.query_empty(consumer));
+      }
+      float inverse_sum[2];
+      float lse[2];
+      finish_softmax(rows, inverse_sum, lse, params.scale_log2);
+      store_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum, lse);
+    }
+    end_turns();
+  }
+};
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,94 @@
+// The epilogue of a consumer warpgroup: its 64 rows of output to shared memory, from there by the copy engine to global
+// memory, and the log-sum-exp by ordinary stores.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/sm90/schedule.cuh"
+#include "attention/sm90/spec.cuh"
+#include "common/convert.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// Named barriers: 0 is the block's.
+constexpr int kFirstTurnBarrier = 1;    // one a consumer warpgroup (consumer.cuh)
+constexpr int kFirstOutputBarrier = 4;  // one a consumer warpgroup
+
+__device__ __forceinline__ void sync_consumer(int consumer) {
+  ptx::named_barrier_sync(kFirstOutputBarrier + consumer, 128);
+}
+
+// The accumulator as 16-bit elements into [kNumSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is
+// stored at c ^ (r % 8). One stmatrix stores the 16 rows of the warp and 16 columns.
+template <typename Spec>
+__device__ __forceinline__ void store_output_shared(unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
+                                                    const float (&inverse_sum)[2]) {
+  const int lane = ptx::lane_index();
+  const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+  unsigned char* row_smem = smem + row * 128;
+#pragma unroll
+  for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+    const float* d = &output[8 * step];
+    const uint32_t words[4] = {
+        pack<typename Spec::Element>(d[0] * inverse_sum[0], d[1] * inverse_sum[0]),
+        pack<typename Spec::Element>(d[2] * inverse_sum[1], d[3] * inverse_sum[1]),
+        pack<typename Spec::Element>(d[4] * inverse_sum[0], d[5] * inverse_sum[0]),
+        pack<typename Spec::Element>(d[6] * inverse_sum[1], d[7] * inverse_sum[1]),
+    };
+    const int chunk = step % 4 * 2 + lane / 16;
+    ptx::stmatrix_x4(row_smem + step / 4 * Spec::kQuerySlabBytes + (chunk ^ (row % 8)) * 16, words);
+  }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void store_lse(const ForwardParams& params, const Tile& tile, int consumer,
+                                          const float (&lse)[2]) {
+  const int lane = ptx::lane_index();
+  if (lane % 4 != 0) return;
+  const int64_t head_row = (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * params.seq_q;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+    if (row < params.seq_q) ptx::st_global_float(params.lse + head_row + row, lse[r]);
+  }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
+                                           const ptx::TensorMap& out_map, const Tile& tile, int consumer,
+                                           const float (&output)[Spec::kHeadDim / 2], const float (&inverse_sum)[2],
+                                           const float (&lse)[2]) {
+  const bool is_storing_thread = ptx::thread_index() % 128 == 0;
+  unsigned char* smem = shared.output(consumer);
+  // Hazards closed by this barrier: separate output, the last tile's store still reads it (the storing thread has waited);
+  // output in place of Q, another warp of this warpgroup still multiplies with Q.
+  if (Spec::kIsOutputSeparate && is_storing_thread) ptx::tma_store_wait_read<0>();
+  sync_consumer(consumer);
+  store_output_shared<Spec>(smem, output, inverse_sum);
+  store_lse<Spec>(params, tile, consumer, lse);
+  // All 64 rows are written, and visible to the copy engine, before it reads them.
+  ptx::fence_proxy_async_shared();
+  sync_consumer(consumer);
+  if (is_storing_thread) {
+#pragma unroll
+    for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+      ptx::tma_store_4d(&out_map, smem + slab * Spec::kQuerySlabBytes, slab * 64,
+                        tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch);
+    }
+    ptx::tma_store_commit();
+    if (!Spec::kIsOutputSeparate) {
+      // The next Q may come once the store has read this one's place.
+      ptx::tma_store_wait_read<0>();
+      ptx::mbarrier_arrive(shared.query_empty(consumer));
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

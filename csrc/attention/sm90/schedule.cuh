@@ -1,0 +1,93 @@
+// Which tile a block works on, and which keys a tile sees.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/sm90/spec.cuh"
+#include "ptx/atomics.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// kBlockM rows of Q of one (batch, head); m_block < 0 ends the work.
+struct Tile {
+  int m_block;
+  int head;
+  int batch;
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __forceinline__ int minimum(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ int maximum(int a, int b) { return a > b ? a : b; }
+
+// Leading keys visible to query `row`: key j is visible when j <= row + seq_k - seq_q (bottom-right) and j < seq_k.
+template <bool kIsCausal>
+__device__ __forceinline__ int visible_keys(const ForwardParams& params, int row) {
+  if constexpr (!kIsCausal) return params.seq_k;
+  return maximum(0, minimum(params.seq_k, row + 1 + params.seq_k - params.seq_q));
+}
+
+// Key blocks that some row of the tile sees: its last row sees the most. The same for all warpgroups of a block.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ int key_blocks(const ForwardParams& params, int m_block) {
+  const int last_row = minimum((m_block + 1) * Spec::kBlockM, params.seq_q) - 1;
+  return ceil_div(visible_keys<kIsCausal>(params, last_row), Spec::kBlockN);
+}
+
+// Heads whose keys and values together fit half of the second-level cache, in whole groups of query heads that share them.
+template <typename Spec>
+__device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
+  constexpr int64_t kSectionBytes = 32 << 20;
+  const int64_t head_bytes = static_cast<int64_t>(params.seq_k) * Spec::kHeadDim * 4;
+  const int64_t kv_heads = kSectionBytes / head_bytes;
+  const int64_t total = static_cast<int64_t>(params.heads_kv) * params.batch;
+  const int kv_heads_used = static_cast<int>(kv_heads < 1 ? 1 : (kv_heads > total ? total : kv_heads));
+  return kv_heads_used * (params.heads_q / params.heads_kv);
+}
+
+// Full: the row blocks of a head after another, so that blocks at work share its keys. Causal: sections of heads that fit
+// the cache; inside one the longest row blocks of all heads first, so that short ones fill the end.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_blocks, int section_heads, int index) {
+  if constexpr (!kIsCausal) {
+    const int head = index / m_blocks;
+    const int batch = head / params.heads_q;
+    return Tile{index - head * m_blocks, head - batch * params.heads_q, batch};
+  } else {
+    const int section = index / (section_heads * m_blocks);
+    const int first_head = section * section_heads;
+    const int heads = minimum(section_heads, params.heads_q * params.batch - first_head);
+    const int rest = index - first_head * m_blocks;
+    const int row = rest / heads;
+    const int head = first_head + rest - row * heads;
+    const int batch = head / params.heads_q;
+    return Tile{m_blocks - 1 - row, head - batch * params.heads_q, batch};
+  }
+}
+
+// The next tile index of this block after its first, block_index(). Blocks draw from the counter, so that one that got
+// short tiles takes more of them. Every block draws until it gets a number past the end: num_tiles draws in all, and who
+// draws the last puts the counter back to zero for the next launch.
+__device__ __forceinline__ int next_tile_index(const ForwardParams& params, int num_tiles) {
+  const int drawn = ptx::atomic_add_global(params.tile_counter, 1);
+  if (drawn == num_tiles - 1) ptx::st_global_32(params.tile_counter, 0);
+  return drawn + ptx::grid_size();
+}
+
+__device__ __forceinline__ void publish_tile(unsigned char* slot, const Tile& tile) {
+  const uint32_t words[4] = {static_cast<uint32_t>(tile.m_block), static_cast<uint32_t>(tile.head),
+                             static_cast<uint32_t>(tile.batch), 0};
+  ptx::st_shared_128(slot, words);
+}
+
+__device__ __forceinline__ Tile read_tile(const unsigned char* slot) {
+  uint32_t words[4];
+  ptx::ld_shared_128(words, slot);
+  return Tile{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2])};
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,80 @@
+// Online softmax in base 2 over a 64 x kN accumulator of wgmma. A thread holds two rows, r = 0 and 1 (16 * warp + g and
+// that + 8, g = lane / 4), in elements 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next. The four lanes of
+// a quad share the rows.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "ptx/shuffle.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// The two rows of a thread: the maximum of the unscaled scores that the exponentials refer to (equal in the quad) and
+// this thread's part of the sum of exponentials.
+struct RowState {
+  float max[2];
+  float sum[2];
+};
+
+// Scores of columns from visible[r] on become -inf. visible: leading visible columns of row r of this tile, counted from
+// this thread's first column, 2 * (lane % 4); may be negative.
+template <int kN>
+__device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (&visible)[2]) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    const int column = 8 * (i / 4) + i % 2;
+    if (column >= visible[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
+  }
+}
+
+// Replaces the scores s by exp2((s - max) * scale_log2) and adds them to the sums. rescale[r]: what the old sum has been,
+// and the old output of row r must be, multiplied by. kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and
+// -inf - -inf is NaN. Unmasked tiles have no such row, and a NaN there comes from the inputs and must come through.
+template <int kN, bool kMayBeEmpty>
+__device__ __forceinline__ void online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
+                                               float scale_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float new_max = rows.max[r];
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+      new_max = ptx::max_ftz(new_max, ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+    }
+    new_max = ptx::max_ftz(new_max, ptx::shuffle_xor(new_max, 1));
+    new_max = ptx::max_ftz(new_max, ptx::shuffle_xor(new_max, 2));
+    const float shift = (kMayBeEmpty && new_max == ptx::negative_infinity() ? 0.0f : new_max) * scale_log2;
+    rescale[r] = ptx::exp2_approx(ptx::fma_rn(rows.max[r], scale_log2, -shift));
+    rows.max[r] = new_max;
+    float sum = rows.sum[r] * rescale[r];
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores[4 * j + 2 * r + c];
+        score = ptx::exp2_approx(ptx::fma_rn(score, scale_log2, -shift));
+        sum += score;
+      }
+    }
+    rows.sum[r] = sum;
+  }
+}
+
+// After the last tile. inverse_sum[r] scales the output (0 for a row without a visible key); lse[r] is the natural
+// logarithm of the sum of exp(score * scale), -inf for such a row.
+__device__ __forceinline__ void finish_softmax(const RowState& rows, float (&inverse_sum)[2], float (&lse)[2],
+                                               float scale_log2) {
+  constexpr float kLn2 = 0.693147180559945309f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = rows.sum[r];
+    sum += ptx::shuffle_xor(sum, 1);
+    sum += ptx::shuffle_xor(sum, 2);
+    inverse_sum[r] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+    lse[r] = sum == 0.0f ? ptx::negative_infinity() : ptx::fma_rn(rows.max[r], scale_log2, ptx::lg2_approx(sum)) * kLn2;
+  }
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,15 @@
+// The avx512 kernel. The target is set here, not by compiler flags, so that all files of this folder are compiled alike; it
+// must come before the intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+
+#include "vector_avx512.h"
+
+#include "forward_simd.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const Kernel kAvx512Kernel = {"avx512", kGroupRows, simd_scratch_bytes, run_simd};
+
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,13 @@
+// The kernel that every x86-64 runs.
+
+#include "vector_sse2.h"
+
+#include "forward_simd.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const Kernel kBaselineKernel = {"baseline", kGroupRows, simd_scratch_bytes, run_simd};
+
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,129 @@
+#include "isa.h"
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace flashmoe {
+namespace cpu {
+namespace {
+
+// XCR0 bits (Intel SDM vol. 1, 13.3): the register states that the operating system saves.
+constexpr uint64_t kXcr0Avx = 0x6;            // SSE, AVX
+constexpr uint64_t kXcr0Avx512 = 0xe6;        // and opmask, upper halves, upper registers
+constexpr uint64_t kXcr0Amx = 0x60000;        // TILECFG, TILEDATA
+constexpr int kArchReqXcompPerm = 0x1023;     // arch_prctl: Linux grants TILEDATA to a process that asks
+constexpr int kXfeatureTileData = 18;
+
+uint64_t xcr0() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kOsxsave = 1u << 27;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & kOsxsave)) return 0;
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<uint64_t>(high) << 32) | low;
+}
+
+bool os_saves(uint64_t states) { return (xcr0() & states) == states; }
+
+bool has_baseline() { return true; }
+
+bool has_avx2() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kF16c = 1u << 29;  // __builtin_cpu_supports knows "f16c" from g++ 12 on only
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & kF16c) && os_saves(kXcr0Avx);
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && os_saves(kXcr0Avx512);
+}
+
+bool has_amx() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // leaf 7, subleaf 0, edx
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & (kAmxBf16 | kAmxTile)) != (kAmxBf16 | kAmxTile) || !os_saves(kXcr0Amx)) return false;
+  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;
+}
+
+struct Candidate {
+  const Kernel* kernel;
+  bool (*supported)();
+};
+
+// Narrowest first.
+constexpr std::array<Candidate, 3> kCandidates = {{
+    {&kBaselineKernel, has_baseline},
+    {&kAvx2Kernel, has_avx2},
+    {&kAvx512Kernel, has_avx512},
+}};
+
+struct Supported {
+  std::array<const Kernel*, kCandidates.size()> kernels{};
+  size_t count = 0;
+  std::string names;
+
+  Supported() {
+    for (const Candidate& candidate : kCandidates) {
+      if (!candidate.supported()) continue;
+      kernels[count++] = candidate.kernel;
+      if (!names.empty()) names += ", ";
+      names += candidate.kernel->name;
+    }
+  }
+};
+
+const Supported& supported() {
+  static const Supported instance;
+  return instance;
+}
+
+const Kernel& find(const std::string& name, const char* source) {
+  for (size_t i = 0; i < supported().count; ++i) {
+    if (name == supported().kernels[i]->name) return *supported().kernels[i];
+  }
+  throw std::invalid_argument(std::string(source) + ": instruction set '" + name +
+                              "' is unknown or not supported by this machine; supported here: " + supported().names);
+}
+
+const Kernel& default_kernel() {
+  const char* name = std::getenv("FLASHMOE_CPU_ISA");
+  if (name != nullptr && *name != '\0') return find(name, "FLASHMOE_CPU_ISA");
+  return *supported().kernels[supported().count - 1];
+}
+
+std::atomic<const Kernel*> g_selected{nullptr};
+
+}  // namespace
+
+const Kernel& selected_kernel() {
+  const Kernel* kernel = g_selected.load(std::memory_order_acquire);
+  if (kernel == nullptr) {
+    kernel = &default_kernel();
+    const Kernel* expected = nullptr;
+    // Another thread may have come first, or set_isa: theirs stands.
+    if (!g_selected.compare_exchange_strong(expected, kernel)) kernel = expected;
+  }
+  return *kernel;
+}
+
+const char* selected_isa() { return selected_kernel().name; }
+
+bool set_isa(const char* name) {
+  const bool is_default = name == nullptr || *name == '\0';
+  const Kernel& kernel = is_default ? default_kernel() : find(name, "set_isa");
+  return g_selected.exchange(&kernel) != &kernel;
+}
+
+const char* supported_isas() { return supported().names.c_str(); }
+
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,187 @@
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+#include "attention/sm90/tensor_map.h"
+#include "host/attention.h"
+#include "host/launch.h"
+#include "host/select.h"
+
+namespace flashmoe {
+namespace host {
+namespace {
+
+constexpr int64_t kAlignBytes = 16;     // of every row that a kernel loads
+constexpr int64_t kElementBytes = 2;    // CUDA kernels take 16-bit types only
+constexpr int64_t kAlignElements = kAlignBytes / kElementBytes;
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+bool uses_tensor_maps(const Kernel& kernel) { return std::strcmp(kernel.family, "sm90") == 0; }
+
+// Whether the kernel's loads can read the tensor where it lies: whole 16-byte pieces, and for TMA no dimension that
+// repeats (stride 0).
+bool is_loadable(const Tensor& tensor, const Kernel& kernel) {
+  const int64_t* sizes = tensor.sizes();
+  const int64_t* strides = tensor.strides();
+  if (sizes[3] % kAlignElements != 0 || reinterpret_cast<uintptr_t>(tensor.data()) % kAlignBytes != 0) return false;
+  for (int axis = 0; axis < 3; ++axis) {
+    if (sizes[axis] > 1 && strides[axis] % kAlignElements != 0) return false;
+    if (sizes[axis] > 1 && strides[axis] <= 0 && uses_tensor_maps(kernel)) return false;
+  }
+  return true;
+}
+
+Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides) {
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch__reinterpret_tensor(tensor.get(), 4, sizes, strides, 0, &handle), "_reinterpret_tensor");
+  return Tensor(handle);
+}
+
+Sizes4 padded_sizes(const Tensor& tensor) {
+  const int64_t* sizes = tensor.sizes();
+  return {sizes[0], sizes[1], sizes[2], ceil_div(sizes[3], kAlignElements) * kAlignElements};
+}
+
+Tensor like(const Tensor& tensor, const Sizes4& sizes) {
+  return empty({sizes[0], sizes[1], sizes[2], sizes[3]}, tensor.dtype(), tensor.device_type(), tensor.device_index());
+}
+
+// A contiguous copy whose head_dim is rounded up to whole 16-byte pieces, zeros in the added columns.
+Tensor padded_copy(const Tensor& tensor) {
+  const Sizes4 sizes = padded_sizes(tensor);
+  Tensor copy = like(tensor, sizes);
+  if (sizes[3] != tensor.sizes()[3]) check_shim(aoti_torch_zero_(copy.get()), "zero_");
+  const Tensor view = view_of(copy, tensor.sizes(), copy.strides());
+  check_shim(aoti_torch_copy_(view.get(), tensor.get(), /*non_blocking=*/0), "copy_");
+  return copy;
+}
+
+// A second handle on the same tensor.
+Tensor alias(const Tensor& tensor) {
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch_new_tensor_handle(tensor.get(), &handle), "new_tensor_handle");
+  return Tensor(handle);
+}
+
+Choice choose(const AttentionArguments& arguments, const attention::ForwardParams& params, const Device& gpu) {
+  const char* forced = std::getenv("FLASHMOE_KERNEL");
+  SelectorInput input{};
+  input.capability = gpu.capability;
+  input.num_multiprocessors = gpu.num_multiprocessors;
+  input.gpu_name = gpu.name.c_str();
+  input.forced_family = forced != nullptr && forced[0] != '\0' ? forced : nullptr;
+  input.dtype = arguments.dtype;
+  input.mask = arguments.is_causal ? Mask::kCausal : Mask::kFull;
+  input.head_dim = params.head_dim;
+  input.batch = params.batch;
+  input.heads_q = params.heads_q;
+  input.heads_kv = params.heads_kv;
+  input.seq_q = params.seq_q;
+  input.seq_k = params.seq_k;
+  return select_forward(input, kernel_table());
+}
+
+// No key at all: the output is zero and the log-sum-exp of nothing is -inf.
+void fill_without_keys(const AttentionArguments& arguments, const AttentionOutputs& outputs, const Device& gpu) {
+  const ContextGuard guard(gpu.context);
+  const CUstream stream = current_stream(arguments.device_index);
+  const int64_t* sizes = outputs.out.sizes();
+  const int64_t rows = sizes[0] * sizes[1] * sizes[2];
+  constexpr unsigned kMinusInfinity = 0xff800000U;
+  const auto bytes = static_cast<std::size_t>(rows * sizes[3] * kElementBytes);
+  check_driver(driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(outputs.out.data()), 0, bytes, stream),
+               "cuMemsetD8Async", "output of ", rows, " rows");
+  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(outputs.lse.data()), kMinusInfinity,
+                                         static_cast<std::size_t>(rows), stream),
+               "cuMemsetD32Async", "log-sum-exp of ", rows, " rows");
+}
+
+struct TensorMaps {
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  CUtensorMap out;
+};
+
+CUtensorMap encode(const attention::sm90::TensorMapArguments& from, CUtensorMapDataType type, const char* name) {
+  static_assert(sizeof(cuuint64_t) == sizeof(from.dims[0]) && sizeof(cuuint32_t) == sizeof(from.box[0]),
+                "the driver's integer types and ours");
+  const auto widen = [](const std::uint64_t* values) { return reinterpret_cast<const cuuint64_t*>(values); };
+  return encode_tensor_map(type, from.address, widen(from.dims), widen(from.strides_bytes), from.box,
+                           from.element_strides, name);
+}
+
+TensorMaps make_tensor_maps(const attention::ForwardParams& params, const Kernel& kernel) {
+  const auto type = kernel.dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const attention::sm90::ForwardTensorMaps from = attention::sm90::forward_tensor_maps(params, kernel.block_n);
+  return {encode(from.q, type, "q"), encode(from.k, type, "k"), encode(from.v, type, "v"),
+          encode(from.out, type, "out")};
+}
+
+void run(const AttentionArguments& arguments, attention::ForwardParams params, const Kernel& kernel, const Device& gpu) {
+  const ContextGuard guard(gpu.context);
+  const CUstream stream = current_stream(arguments.device_index);
+  CUfunction function = load_kernel(kernel, gpu, arguments.device_index);
+  const int64_t tiles = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch);
+  const int64_t resident = static_cast<int64_t>(gpu.num_multiprocessors) * kernel.min_blocks;
+  const LaunchShape shape{kernel.is_persistent ? std::min(tiles, resident) : tiles, kernel.threads, kernel.shared_bytes};
+  if (uses_tensor_maps(kernel)) {
+    TensorMaps maps = make_tensor_maps(params, kernel);
+    std::array<void*, 5> kernel_arguments{&params, &maps.q, &maps.k, &maps.v, &maps.out};
+    launch(kernel, function, shape, stream, kernel_arguments.data());
+  } else {
+    std::array<void*, 1> kernel_arguments{&params};
+    launch(kernel, function, shape, stream, kernel_arguments.data());
+  }
+}
+
+// Copies what the kernel cannot read or write in place, runs it, and copies the output back if it had to.
+void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& outputs, const Kernel& kernel,
+                   const Device& gpu) {
+  const auto loadable = [&kernel](const Tensor& tensor) {
+    return is_loadable(tensor, kernel) ? alias(tensor) : padded_copy(tensor);
+  };
+  AttentionArguments aligned;
+  aligned.q = loadable(arguments.q);
+  aligned.k = loadable(arguments.k);
+  aligned.v = loadable(arguments.v);
+  aligned.scale = arguments.scale;
+  aligned.is_causal = arguments.is_causal;
+  aligned.dtype = arguments.dtype;
+  aligned.torch_dtype = arguments.torch_dtype;
+  aligned.device_type = arguments.device_type;
+  aligned.device_index = arguments.device_index;
+  // A head_dim that is no whole number of 16-byte pieces pads all three inputs alike, and the output with them.
+  const bool is_padded = aligned.q.sizes()[3] != arguments.q.sizes()[3];
+  AttentionOutputs padded;
+  padded.out = is_padded ? like(outputs.out, padded_sizes(outputs.out)) : alias(outputs.out);
+  padded.lse = alias(outputs.lse);
+  run(aligned, make_params(aligned, padded), kernel, gpu);
+  if (is_padded) {
+    const Tensor view = view_of(padded.out, outputs.out.sizes(), padded.out.strides());
+    check_shim(aoti_torch_copy_(outputs.out.get(), view.get(), /*non_blocking=*/0), "copy_");
+  }
+}
+
+}  // namespace
+
+void attention_forward_cuda(const AttentionArguments& arguments, const AttentionOutputs& outputs) {
+  const Device& gpu = device(arguments.device_index);
+  if (arguments.k.sizes()[2] == 0) {
+    fill_without_keys(arguments, outputs, gpu);
+    return;
+  }
+  const attention::ForwardParams params = make_params(arguments, outputs);
+  const Kernel& kernel = *choose(arguments, params, gpu).forward;
+  if (is_loadable(arguments.q, kernel) && is_loadable(arguments.k, kernel) && is_loadable(arguments.v, kernel)) {
+    run(arguments, params, kernel, gpu);
+  } else {
+    run_on_copies(arguments, outputs, kernel, gpu);
+  }
+}
+
+}  // namespace host
+}  // namespace flashmoe

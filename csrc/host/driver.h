@@ -1,0 +1,85 @@
+// The CUDA driver API, found at run time in libcuda.so.1. Every call is checked, and a failure names what was asked.
+#pragma once
+
+#include <cuda.h>
+
+#include <string>
+
+#include "host/error.h"
+
+namespace flashmoe {
+namespace host {
+
+// Entry points by the names under which libcuda exports their present versions.
+#define FLASHMOE_DRIVER_CALLS(call)                             \
+  call(cuInit, "cuInit")                                        \
+  call(cuDriverGetVersion, "cuDriverGetVersion")                \
+  call(cuGetErrorName, "cuGetErrorName")                        \
+  call(cuGetErrorString, "cuGetErrorString")                    \
+  call(cuDeviceGet, "cuDeviceGet")                              \
+  call(cuDeviceGetAttribute, "cuDeviceGetAttribute")            \
+  call(cuDeviceGetName, "cuDeviceGetName")                      \
+  call(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain")    \
+  call(cuCtxGetCurrent, "cuCtxGetCurrent")                      \
+  call(cuCtxPushCurrent, "cuCtxPushCurrent_v2")                 \
+  call(cuCtxPopCurrent, "cuCtxPopCurrent_v2")                   \
+  call(cuModuleLoadDataEx, "cuModuleLoadDataEx")                \
+  call(cuModuleGetFunction, "cuModuleGetFunction")              \
+  call(cuFuncSetAttribute, "cuFuncSetAttribute")                \
+  call(cuLaunchKernel, "cuLaunchKernel")                        \
+  call(cuMemsetD8Async, "cuMemsetD8Async")                      \
+  call(cuMemsetD32Async, "cuMemsetD32Async")                    \
+  call(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode")
+
+struct Driver {
+#define FLASHMOE_DRIVER_MEMBER(name, symbol) decltype(&::name) name = nullptr;
+  FLASHMOE_DRIVER_CALLS(FLASHMOE_DRIVER_MEMBER)
+#undef FLASHMOE_DRIVER_MEMBER
+  decltype(&::cuTensorMapEncodeTiled) cuTensorMapEncodeTiled = nullptr;  // null before driver 12.0
+};
+
+// Calls cuTensorMapEncodeTiled; throws code `driver` when the driver is older than 12.0.
+CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* address, const cuuint64_t* dims, const cuuint64_t* strides,
+                              const cuuint32_t* box, const cuuint32_t* element_strides, const char* what);
+
+// The loaded driver. Throws code `driver` when libcuda.so.1 is absent or too old.
+const Driver& driver();
+
+std::string describe(CUresult result);
+
+template <typename... Context>
+void check_driver(CUresult result, const char* call, const Context&... context) {
+  if (result == CUDA_SUCCESS) return;
+  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
+  (text << ... << context);
+  fail(ErrorCode::kDriver, call, " failed: ", describe(result), "; ", text.str());
+}
+
+// Makes the device's primary context (torch's) current on this thread for the guard's lifetime.
+class ContextGuard {
+ public:
+  explicit ContextGuard(CUcontext context);
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+  ~ContextGuard();
+
+ private:
+  bool pushed_ = false;
+};
+
+struct Device {
+  CUcontext context = nullptr;
+  int32_t capability = 0;  // 10 * major + minor
+  int32_t num_multiprocessors = 0;
+  int32_t shared_bytes_optin = 0;
+  std::string name;
+};
+
+// Properties of CUDA device `index`, read once.
+const Device& device(int32_t index);
+
+// torch's current stream on the device.
+CUstream current_stream(int32_t device_index);
+
+}  // namespace host
+}  // namespace flashmoe

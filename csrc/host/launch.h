@@ -1,0 +1,29 @@
+// Loading an embedded kernel on first use, and launching it with every call checked.
+#pragma once
+
+#include <cuda.h>
+
+#include "host/driver.h"
+#include "host/kernel_table.h"
+
+namespace flashmoe {
+namespace host {
+
+struct LaunchShape {
+  int64_t grid = 0;  // thread blocks, one dimension
+  int32_t threads = 0;
+  int32_t shared_bytes = 0;
+};
+
+// The loaded function; loads only the binary that holds it, once per device. Safe during stream capture.
+CUfunction load_kernel(const Kernel& kernel, const Device& device, int32_t device_index);
+
+// Launches with `arguments` (pointers to each kernel parameter); an error names kernel, grid, block, shared memory.
+void launch(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream, void** arguments);
+
+// What the last call on this thread ran: a kernel symbol, "cpu:<isa>", or "".
+void set_last_kernel(const char* name);
+const char* last_kernel();
+
+}  // namespace host
+}  // namespace flashmoe

@@ -1,0 +1,41 @@
+// Which kernel serves a problem on a GPU. Pure: numbers in, a choice or an explained refusal out.
+#pragma once
+
+#include <string>
+
+#include "host/kernel_table.h"
+
+namespace flashmoe {
+namespace host {
+
+struct SelectorInput {
+  int32_t capability;  // of the GPU, 10 * major + minor
+  int32_t num_multiprocessors;
+  const char* gpu_name;
+  const char* forced_family;  // null: the best that the GPU has
+  Dtype dtype;
+  Mask mask;
+  int32_t head_dim;  // the tensor's, 1 to 256
+  int64_t batch;
+  int64_t heads_q;
+  int64_t heads_kv;
+  int64_t seq_q;
+  int64_t seq_k;
+};
+
+struct Choice {
+  const Kernel* forward = nullptr;
+  const Kernel* combine = nullptr;  // adds up the partial results when num_splits > 1
+  int32_t num_splits = 1;
+};
+
+// Throws code `gpu` when no embedded kernel runs on this GPU, `dtype` for bf16 below compute capability 8.0, and
+// `argument` for a forced family that does not exist or does not run here.
+Choice select_forward(const SelectorInput& input, const KernelTable& table);
+
+// Whether a GPU of this capability can load the binary: machine code runs on its own major version from its minor
+// version on, arch-specific code on exactly its capability, PTX on everything from its capability on.
+bool can_load(const DeviceBinary& binary, int32_t capability);
+
+}  // namespace host
+}  // namespace flashmoe

@@ -1,0 +1,91 @@
+// An owning tensor handle over torch's C shims. torch::stable::Tensor is not used: it holds a std::shared_ptr, whose
+// reference count pulls in __libc_single_threaded (GLIBC_2.32), above the manylinux_2_28 floor; and this one is cheaper.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "host/error.h"
+
+namespace flashmoe {
+namespace host {
+
+// A shim reports failure by a code alone, after torch has written the reason to stderr.
+inline void check_shim(AOTITorchError status, const char* what) {
+  if (status != AOTI_TORCH_SUCCESS) {
+    fail(ErrorCode::kInternal, "torch's ", what, " failed; torch wrote the reason to standard error");
+  }
+}
+
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}  // takes ownership
+  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  ~Tensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+
+  int64_t dim() const {
+    int64_t value = 0;
+    check_shim(aoti_torch_get_dim(handle_, &value), "get_dim");
+    return value;
+  }
+  const int64_t* sizes() const {  // borrowed, dim() values
+    int64_t* value = nullptr;
+    check_shim(aoti_torch_get_sizes(handle_, &value), "get_sizes");
+    return value;
+  }
+  const int64_t* strides() const {  // borrowed, dim() values, in elements
+    int64_t* value = nullptr;
+    check_shim(aoti_torch_get_strides(handle_, &value), "get_strides");
+    return value;
+  }
+  int32_t dtype() const {
+    int32_t value = 0;
+    check_shim(aoti_torch_get_dtype(handle_, &value), "get_dtype");
+    return value;
+  }
+  int32_t device_type() const {
+    int32_t value = 0;
+    check_shim(aoti_torch_get_device_type(handle_, &value), "get_device_type");
+    return value;
+  }
+  int32_t device_index() const {
+    int32_t value = 0;
+    check_shim(aoti_torch_get_device_index(handle_, &value), "get_device_index");
+    return value;
+  }
+  void* data() const {
+    void* value = nullptr;
+    check_shim(aoti_torch_get_data_ptr(handle_, &value), "get_data_ptr");
+    return value;
+  }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+using Sizes4 = std::array<int64_t, 4>;
+
+// Uninitialised memory on `device`; strides in elements.
+Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
+                     int32_t device_index);
+
+// Contiguous uninitialised memory.
+Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device_type, int32_t device_index);
+
+}  // namespace host
+}  // namespace flashmoe

@@ -1,0 +1,20 @@
+// Atomics on global memory.
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+// Adds and returns the value before; relaxed, device scope: it orders nothing else.
+__device__ __forceinline__ int32_t atomic_add_global(int32_t* gmem, int32_t value) {
+  int32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(gmem)), "r"(value)
+               : "memory");
+  return before;
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

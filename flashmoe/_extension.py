@@ -1,0 +1,218 @@
+"""The compiled extension: where it is, loading it once, and its small C interface.
+
+``libflashmoe.so`` is loaded with ``torch.ops.load_library``: it is no Python module and is tied to no Python version.
+It uses torch's stable C ABI, so one file serves every torch from ``MINIMUM_TORCH`` on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import threading
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
+
+LIBRARY_NAME = "libflashmoe.so"
+LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
+MINIMUM_TORCH = (2, 10)
+OPERATOR = "flash_attention_forward"
+
+_lock = threading.RLock()
+_loaded: Path | None = None
+
+
+def library_path() -> Path:
+    """The extension that :func:`load` takes: ``$FLASHMOE_LIBRARY`` if set, else the file beside this module.
+
+    Raises ExtensionError when there is no such file.
+    """
+    override = os.environ.get(LIBRARY_VARIABLE)
+    if override:
+        path = Path(override)
+        if not path.is_file():
+            msg = f"{LIBRARY_VARIABLE} names {override!r}, which is no file; correct it, or unset it to use the wheel's own"
+            raise ExtensionError(msg)
+        return path.resolve()
+    path = Path(__file__).resolve().parent / LIBRARY_NAME
+    if not path.is_file():
+        msg = (
+            f"{LIBRARY_NAME} is not beside the package ({path.parent}): this is a source tree, or a damaged install. "
+            f"Build and install the wheel with `./nox -s build`, or name a built library in {LIBRARY_VARIABLE}"
+        )
+        raise ExtensionError(msg)
+    return path
+
+
+def torch_version() -> str:
+    """torch's version, from the imported module or from the installed metadata; does not import torch.
+
+    Raises ExtensionError when torch is not installed.
+    """
+    module = sys.modules.get("torch")
+    version = getattr(module, "__version__", None)
+    if version is not None:
+        return str(version)
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        msg = f"flashmoe needs torch >= {_dotted(MINIMUM_TORCH)}; none is installed; `pip install torch` first"
+        raise ExtensionError(msg) from None
+
+
+def check_torch_version(version: str) -> None:
+    """Raises TorchVersionError when ``version`` lacks the stable ABI that the extension was built for."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        msg = f"flashmoe needs torch >= {_dotted(MINIMUM_TORCH)}; cannot read the version {version!r}; reinstall torch"
+        raise TorchVersionError(msg)
+    if (int(match[1]), int(match[2])) < MINIMUM_TORCH:
+        msg = (
+            f"flashmoe needs torch >= {_dotted(MINIMUM_TORCH)}; found {version}; the stable C ABI that the extension uses "
+            f"begins there. Upgrade with `pip install 'torch>={_dotted(MINIMUM_TORCH)}'`"
+        )
+        raise TorchVersionError(msg)
+
+
+def load() -> Path:
+    """Load the extension and register its fake, autograd, autocast and vmap rules. Idempotent and thread-safe.
+
+    Returns the path that was loaded. Raises TorchVersionError (torch too old, decided before anything is loaded) or
+    ExtensionError (file missing, unreadable, built against something else, or not this extension).
+    """
+    global _loaded
+    if _loaded is not None:
+        return _loaded
+    with _lock:
+        if _loaded is None:
+            path = library_path()
+            check_torch_version(torch_version())
+            _load_library(path)
+            from flashmoe import autograd, fake, transforms  # they import torch
+
+            fake.register()
+            autograd.register()
+            transforms.register()
+            _loaded = path
+    return _loaded
+
+
+def _load_library(path: Path) -> None:
+    try:
+        import torch
+    except ImportError as error:
+        msg = f"torch is installed but cannot be imported ({error}); reinstall it, then run `python -m flashmoe doctor`"
+        raise ExtensionError(msg) from error
+    try:
+        torch.ops.load_library(path)
+    except (OSError, RuntimeError) as error:
+        raise ExtensionError(explain_load_failure(path.name, str(error), str(torch.__version__))) from error
+    if not hasattr(torch.ops.flashmoe, OPERATOR):
+        msg = (
+            f"{path.name} was loaded but registers no operator flashmoe::{OPERATOR}; it is not flashmoe's extension, or "
+            f"one of another version. `python -m flashmoe audit {path.name}` says what it is"
+        )
+        raise ExtensionError(msg)
+
+
+# (pattern in the loader's message, cause, next step); the first that matches is used.
+_LOAD_FAILURES = (
+    (
+        r"undefined symbol: (?P<what>\S+)",
+        "it needs the symbol {what}, which no loaded library has (torch is {torch}): another torch, or an incomplete build",
+        "`python -m flashmoe audit {name}` demangles it and names the cause",
+    ),
+    (
+        r"version [`'](?P<what>(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+)' not found",
+        "it needs {what}, which this system's C or C++ library is too old for",
+        "install the manylinux_2_28 wheel, or build on this machine with `./nox -s build`",
+    ),
+    (
+        r"^(?P<what>lib\S+): cannot open shared object file",
+        "it needs {what}, which is not there",
+        "reinstall torch if the library is torch's; `python -m flashmoe doctor` lists what is found",
+    ),
+    (
+        r"(?P<what>invalid ELF header|file too short|wrong ELF class\S*|cannot read file data)",
+        "it is not a shared library for this machine ({what})",
+        "reinstall the wheel; an interrupted download or a wrong architecture looks like this",
+    ),
+    (
+        r"(?P<what>Only a single TORCH_LIBRARY|multiple definitions|already registered)",
+        "another copy of the extension is loaded in this process already",
+        "start a new process; check that only one flashmoe is installed",
+    ),
+)
+
+
+def explain_load_failure(name: str, text: str, torch_version: str) -> str:
+    """One sentence each for what happened, why, and the next step, from the dynamic loader's message."""
+    for pattern, cause, step in _LOAD_FAILURES:
+        match = re.search(pattern, text)
+        if match:
+            facts = {"what": match["what"], "torch": torch_version, "name": name}
+            return f"{name} cannot be loaded: {cause.format(**facts)}. Next: {step.format(**facts)}. ({text})"
+    return f"{name} cannot be loaded: {text}. Next: `python -m flashmoe doctor`"
+
+
+@lru_cache(maxsize=1)
+def _c_interface() -> ctypes.CDLL:
+    """The extension's ``extern "C"`` functions; the loader gives back the library that load() loaded."""
+    library = ctypes.CDLL(str(load()))
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "flashmoe_last_kernel": ([], ctypes.c_char_p),
+        "flashmoe_index_json": ([], ctypes.c_char_p),
+        "flashmoe_cpu_isa": ([], ctypes.c_char_p),
+        "flashmoe_set_cpu_isa": ([ctypes.c_char_p], ctypes.c_int),
+    }
+    for name, (arguments, result) in signatures.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            msg = (
+                f"{library_path().name} has no function {name}: it is of another flashmoe version; reinstall the wheel"
+            )
+            raise ExtensionError(msg) from error
+        function.argtypes = arguments
+        function.restype = result
+    return library
+
+
+def last_kernel() -> str:
+    """What the last call on this thread ran: a kernel's entry name, ``cpu:<isa>``, or "" before any call.
+
+    A backward pass runs on autograd's own threads for CUDA tensors, so its kernels are not seen from here.
+    """
+    return _text(_c_interface().flashmoe_last_kernel())
+
+
+def index() -> dict[str, Any]:
+    """The device binaries embedded in the extension (schema ``flashmoe.index/1``)."""
+    parsed: dict[str, Any] = json.loads(_text(_c_interface().flashmoe_index_json()))
+    return parsed
+
+
+def cpu_isa() -> str:
+    """The instruction set that the CPU backend uses now."""
+    return _text(_c_interface().flashmoe_cpu_isa())
+
+
+def set_cpu_isa(name: str) -> None:
+    """Make the CPU backend use another instruction set; raises ArgumentError when it or this CPU lacks it."""
+    if _c_interface().flashmoe_set_cpu_isa(name.encode()) != 0:
+        msg = f"no CPU kernels for {name!r} here: unknown to this build, or not supported by this CPU; now in use: {cpu_isa()}"
+        raise ArgumentError(msg)
+
+
+def _text(raw: bytes | None) -> str:
+    return "" if raw is None else raw.decode()
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

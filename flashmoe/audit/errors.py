@@ -1,0 +1,75 @@
+"""What stops an audit before its checks: each kind of unusable input is a type of its own, and none is a pass."""
+
+from __future__ import annotations
+
+from flashmoe.errors import FlashmoeError
+
+
+class AuditError(FlashmoeError):
+    """Base of everything that the audit raises. ``kind`` is a stable word for programs, ``next_step`` what to do."""
+
+    kind = "audit"
+
+    def __init__(self, message: str, next_step: str = "") -> None:
+        super().__init__(message)
+        self.next_step = next_step
+
+
+class UnreadableError(AuditError):
+    """The file is missing, is no regular file, or may not be read."""
+
+    kind = "unreadable"
+
+
+class NotElfError(AuditError):
+    """The file does not begin with the ELF magic number."""
+
+    kind = "not-elf"
+
+
+class DamagedElfError(AuditError):
+    """The file begins like an ELF file, but what its headers promise is not in it."""
+
+    kind = "damaged-elf"
+
+
+class ForeignMachineError(AuditError):
+    """A sound ELF file of another kind: 32 bits, big-endian, another processor, or no shared object."""
+
+    kind = "foreign-machine"
+
+
+class NoDynamicSymbolsError(AuditError):
+    """The ELF file has no dynamic symbol table that could be read, so nothing can be said about what it needs."""
+
+    kind = "no-dynamic-symbols"
+
+
+class EmptyInputError(AuditError):
+    """A folder or wheel that holds no extension at all."""
+
+    kind = "empty"
+
+
+class DamagedWheelError(AuditError):
+    """The wheel is no sound zip archive, or unpacks to what no wheel should."""
+
+    kind = "damaged-wheel"
+
+
+class EmbeddedError(AuditError):
+    """The embedded device binaries or their index cannot be read."""
+
+    kind = "embedded"
+
+
+class ToolMissingError(AuditError):
+    """A program or library that the audit relies on is not installed."""
+
+    kind = "tool-missing"
+
+
+class ShimDataError(AuditError):
+    """There is no shim data for the torch version asked for."""
+
+    kind = "shim-data"

@@ -1,0 +1,236 @@
+"""Gradients of attention, recomputed in blocks from the log-sum-exp with torch operations.
+
+The forward pass keeps q, k, v, out and lse; nothing of size Sq x Sk is stored. The backward pass is an operator of its
+own, ``flashmoe::flash_attention_backward``, so that compiled graphs hold one node for it whatever the lengths. It is
+written in torch operations until a kernel does it: right, bounded in memory, and no faster than its matrix products in
+float32.
+
+With P = exp(scale * q k^T - lse), the gradients (Dao et al., FlashAttention-2, section 3.2, with a term for lse) are
+    dV = P^T dO        dP = dO V^T        dS = P * (dP - rowsum(dO * O) + dLSE)
+    dQ = scale * dS K          dK = scale * dS^T Q
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashmoe.errors import DifferentiationError
+from flashmoe.transforms import merge_batch, split_batch
+
+NO_FORWARD_MODE = (
+    "attention has no forward-mode derivative; use reverse mode, or torch's scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
+KEYS_PER_BLOCK = 512
+MIN_ROWS_PER_BLOCK = 64
+# Bytes that one block of scores may take (float32 [batch, heads, rows, keys]); about four such blocks live at once.
+BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+
+_registrations: list[torch.library.Library] = []
+SCHEMA = (
+    "flash_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float scale, bool causal) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def register() -> None:
+    """Called once by ``_extension.load``."""
+    library = torch.library.Library("flashmoe", "FRAGMENT")
+    library.define(SCHEMA, tags=(torch.Tag.needs_fixed_stride_order,))
+    library.impl("flash_attention_backward", backward, "CPU")
+    library.impl("flash_attention_backward", backward, "CUDA")
+    torch.library.register_fake("flashmoe::flash_attention_backward", _fake_backward, lib=library)
+    torch.library.register_vmap("flashmoe::flash_attention_backward", _vmap_backward, lib=library)
+    torch.library.register_autograd(
+        "flashmoe::flash_attention_backward", _refuse_double_backward, setup_context=_keep_nothing, lib=library
+    )
+    torch.library.register_autograd(
+        "flashmoe::flash_attention_forward", _forward_gradients, setup_context=_keep_for_backward, lib=library
+    )
+    _registrations.append(library)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale, causal = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.scale, ctx.causal = scale, causal
+    ctx.set_materialize_grads(False)  # an unused lse costs nothing in the backward pass
+
+
+def _forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_out is None and grad_lse is None:
+        return None, None, None, None, None
+    q, k, v, out, lse = ctx.saved_tensors
+    gradients = torch.ops.flashmoe.flash_attention_backward.default(
+        grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal
+    )
+    needed = ctx.needs_input_grad[:3]
+    wanted = (gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+    return (*wanted, None, None)
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    return None
+
+
+def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
+    msg = (
+        "flashmoe attention can be differentiated once; this asked for a second derivative. Use "
+        "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
+    )
+    raise DifferentiationError(msg)
+
+
+class TransformedForward(torch.autograd.Function):
+    """The forward operator for torch.func, whose transforms need a Function and cannot use the operator's own rule."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.ops.flashmoe.flash_attention_forward.default(q, k, v, scale, causal)
+        return result
+
+    setup_context = staticmethod(_keep_for_backward)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = TransformedBackward.apply(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal)  # type: ignore[no-untyped-call]
+        return (*gradients, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise DifferentiationError(NO_FORWARD_MODE)
+
+
+class TransformedBackward(torch.autograd.Function):
+    """The backward operator for torch.func; cannot be differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.flashmoe.flash_attention_backward.default(*arguments)
+        return result
+
+    setup_context = staticmethod(_keep_nothing)
+    backward = staticmethod(_refuse_double_backward)
+    jvp = staticmethod(_refuse_double_backward)
+
+
+def _fake_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _vmap_backward(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    """The mapped dimension becomes part of the batch, as in the forward pass."""
+    tensors, scalars = arguments[:7], arguments[7:]
+    merged = [
+        None if t is None else merge_batch(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims[:7], strict=True)
+    ]
+    gradients = torch.ops.flashmoe.flash_attention_backward.default(*merged, *scalars)
+    return tuple(split_batch(gradient, info.batch_size) for gradient in gradients), (0, 0, 0)
+
+
+def backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, in the dtypes of q, k and v.
+
+    q, out, grad_out [B, Hq, Sq, D]; k, v [B, Hkv, Sk, D]; lse, grad_lse [B, Hq, Sq]; a missing gradient counts as zero.
+    Accumulates in float32 (float64 for float64). Memory beyond the results: float32 dq and a few blocks of scores. A row
+    without a visible key (lse -inf) has zero gradients.
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    batch, heads_q, seq_q, head_dim = q.shape
+    heads_kv, seq_k = k.shape[1], k.shape[2]
+    dk = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    if 0 in (q.numel(), k.numel()):
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), dk, dv
+
+    group = heads_q // heads_kv  # query head h reads key head h // group
+    grouped = (batch, heads_kv, group, seq_q)
+    q_rows = q.reshape(*grouped, head_dim)
+    do_rows = (torch.zeros_like(q) if grad_out is None else grad_out).reshape(*grouped, head_dim)
+    # row_term is rowsum(dO * O) - dLSE; lse of a fully masked row becomes +inf, so that exp gives 0 there and not NaN.
+    row_term = _row_term(grad_out, grad_lse, out, lse, work).reshape(grouped)
+    safe_lse = lse.to(work).masked_fill(lse == -math.inf, math.inf).reshape(grouped)
+
+    dq = torch.zeros((*grouped, head_dim), dtype=work, device=q.device)
+    row_step = rows_per_block(batch * heads_q, min(KEYS_PER_BLOCK, seq_k), q.device.type)
+    for key_start in range(0, seq_k, KEYS_PER_BLOCK):
+        keys = slice(key_start, min(key_start + KEYS_PER_BLOCK, seq_k))
+        k_block = k[:, :, keys].to(work).flatten(0, 1)  # [B*Hkv, keys, D]
+        v_block = v[:, :, keys].to(work).flatten(0, 1)
+        dk_block, dv_block = torch.zeros_like(k_block), torch.zeros_like(v_block)
+        first_row = max(0, key_start - (seq_k - seq_q)) if causal else 0
+        for row_start in range(first_row, seq_q, row_step):
+            rows = slice(row_start, min(row_start + row_step, seq_q))
+            q_block = _flatten_rows(q_rows, rows, work)  # [B*Hkv, group*rows, D]
+            do_block = _flatten_rows(do_rows, rows, work)
+            scores = (q_block @ k_block.mT).mul_(scale)
+            if causal:
+                _mask(scores, rows, keys, seq_k - seq_q, group)
+            p = scores.sub_(safe_lse[..., rows].flatten(0, 1).flatten(1).unsqueeze(-1)).exp_()
+            dv_block += p.mT @ do_block
+            ds = (do_block @ v_block.mT).sub_(row_term[..., rows].flatten(0, 1).flatten(1).unsqueeze(-1)).mul_(p)
+            ds.mul_(scale)
+            dk_block += ds.mT @ q_block
+            dq[..., rows, :] += (ds @ k_block).unflatten(1, (group, -1)).unflatten(0, (batch, heads_kv))
+        dk[:, :, keys] = dk_block.unflatten(0, (batch, heads_kv)).to(k.dtype)
+        dv[:, :, keys] = dv_block.unflatten(0, (batch, heads_kv)).to(v.dtype)
+    return dq.reshape(q.shape).to(q.dtype), dk, dv
+
+
+def rows_per_block(batch_heads: int, keys: int, device_type: str) -> int:
+    """Query rows of one block, so that [batch_heads, rows, keys] in float32 stays within ``BLOCK_BYTES``."""
+    budget = BLOCK_BYTES.get(device_type, BLOCK_BYTES["cpu"])
+    return max(MIN_ROWS_PER_BLOCK, budget // (4 * batch_heads * keys))
+
+
+def _row_term(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, work: torch.dtype) -> Tensor:
+    """rowsum(dO * O) - dLSE, [B, Hq, Sq]."""
+    term = torch.zeros(lse.shape, dtype=work, device=lse.device)
+    if grad_out is not None:
+        term = torch.linalg.vecdot(grad_out.to(work), out.to(work))
+    return term if grad_lse is None else term - grad_lse.to(work)
+
+
+def _flatten_rows(tensor: Tensor, rows: slice, work: torch.dtype) -> Tensor:
+    """[B, Hkv, group, S, D] to [B*Hkv, group*rows, D]: the sum over a group of heads is then part of the product."""
+    return tensor[..., rows, :].to(work).flatten(0, 1).flatten(1, 2)
+
+
+def _mask(scores: Tensor, rows: slice, keys: slice, offset: int, group: int) -> None:
+    """Set to -inf what query i may not see: key j with j > i + offset. scores is [B*Hkv, group*rows, keys]."""
+    if keys.stop - 1 <= rows.start + offset:
+        return  # the whole block is visible
+    i = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
+    j = torch.arange(keys.start, keys.stop, device=scores.device)
+    scores.unflatten(1, (group, -1)).masked_fill_(j > i + offset, -math.inf)

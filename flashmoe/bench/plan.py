@@ -1,0 +1,53 @@
+"""How many samples fit, and in which order they are taken. No torch, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# In a run with a time budget no cell gets fewer samples a side than this, as long as the budget lasts.
+MIN_SAMPLES = 30
+# And no fewer blocks: with fewer pairs nothing can be decided.
+MIN_BLOCKS = 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``blocks`` blocks of ``block`` samples of each contender."""
+
+    blocks: int
+    block: int
+
+    @property
+    def samples(self) -> int:
+        return self.blocks * self.block
+
+
+def plan_samples(
+    repeats: int, block: int, sample_seconds: Sequence[float], share_seconds: float | None, floor: int = MIN_SAMPLES
+) -> Plan:
+    """``repeats`` samples a side, or as many as ``share_seconds`` allow but at least ``floor``.
+
+    ``sample_seconds`` holds the measured wall time of one sample of each contender. Blocks shrink before their number
+    does: pairs of blocks are what a verdict is made of.
+    """
+    wanted = repeats
+    if share_seconds is not None:
+        round_seconds = max(sum(sample_seconds), 1e-9)
+        wanted = min(repeats, max(min(floor, repeats), int(share_seconds / round_seconds)))
+    size = max(1, min(block, wanted // MIN_BLOCKS))
+    return Plan(blocks=max(1, -(-wanted // size)), block=size)
+
+
+def share_of_budget(budget: float | None, elapsed: float, cells_left: int) -> float | None:
+    """Seconds that the next cell may take: an equal share of what is left, so unused time passes on."""
+    if budget is None:
+        return None
+    return max(0.0, budget - elapsed) / max(1, cells_left)
+
+
+def block_orders(names: Sequence[str], blocks: int, seed: int) -> list[list[str]]:
+    """One order of the contenders per block, each drawn independently: the sign test rests on exactly this."""
+    source = random.Random(seed)
+    return [source.sample(list(names), len(names)) for _ in range(blocks)]

@@ -1,0 +1,157 @@
+"""One cell: inputs, reference, the check of every contender, then interleaved samples of those that passed."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashmoe.bench.case import Case
+from flashmoe.bench.contenders import Contender, Prepared
+from flashmoe.bench.inputs import Inputs, make_inputs
+from flashmoe.bench.plan import block_orders, plan_samples
+from flashmoe.bench.sampling import Sampler, call_time_ns, make_sampler, peak_bytes, warm_up
+from flashmoe.bench.telemetry import Reading, Telemetry
+from flashmoe.bench.verify import Reference, Verification, make_reference, verify
+
+WARM_UP_SECONDS = {"cuda": 0.05, "cpu": 0.02}
+# Checking a large case can cost more than its samples; they still get this much of the cell's share of the budget.
+MIN_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run measures, the same for all its cells."""
+
+    device: str
+    timing: str
+    repeats: int
+    block: int
+    flush_l2: bool
+    seed: int
+    floor: int
+
+
+@dataclass
+class Timing:
+    """Raw samples of one contender in one cell (ns), block by block in the order they were taken."""
+
+    blocks: list[list[int]] = field(default_factory=list)
+    cpu_ns: list[int] = field(default_factory=list)
+    peak_bytes: int | None = None
+
+
+@dataclass
+class Cell:
+    """What was found for one case. ``unsupported`` holds the contenders that refused it, with their reason."""
+
+    case: Case
+    timing: str = ""
+    coverage: float = 0.0
+    verified: dict[str, Verification] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, Timing] = field(default_factory=dict)
+    readings: list[Reading] = field(default_factory=list)
+    seconds: float = 0.0
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class _Entrant:
+    contender: Contender
+    prepared: Prepared
+
+
+Note = Callable[[str], None]
+
+
+def run_cell(
+    cell: Cell, contenders: Sequence[Contender], settings: Settings, telemetry: Telemetry, share: float | None, note: Note
+) -> None:
+    """Fills ``cell`` step by step, so that what was measured before an interruption is kept."""
+    started = time.perf_counter()
+    try:
+        note(f"{cell.case.key}: reference")
+        inputs = make_inputs(cell.case, settings.device, settings.seed)
+        reference = make_reference(inputs)
+        cell.coverage = reference.coverage
+        entrants = _admit(cell, contenders, inputs, reference, note)
+        del reference
+        if entrants:
+            left = None if share is None else max(share - (time.perf_counter() - started), MIN_SHARE * share)
+            _measure(cell, entrants, settings, telemetry, left, note)
+    except torch.OutOfMemoryError as error:
+        cell.skipped = f"out of memory: {str(error).splitlines()[0]}"
+    finally:
+        cell.seconds = time.perf_counter() - started
+        if settings.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _admit(
+    cell: Cell, contenders: Sequence[Contender], inputs: Inputs, reference: Reference, note: Note
+) -> list[_Entrant]:
+    """The contenders whose result is right. A refusal is recorded with its reason, a wrong result as a failure."""
+    admitted = []
+    for contender in contenders:
+        note(f"{cell.case.key}: checking {contender.name}")
+        try:
+            with contender.context():
+                prepared = contender.prepare(inputs)
+                outcome = verify(prepared, inputs, reference)
+        except torch.OutOfMemoryError:
+            cell.unsupported[contender.name] = "out of memory"
+            continue
+        except Exception as error:  # a contender may raise anything: a refusal by torch, a driver error of ours
+            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            if contender.ours:
+                cell.verified[contender.name] = Verification(False, float("inf"), reference.tolerance, None, 0.0, text)
+            else:
+                cell.unsupported[contender.name] = text
+            continue
+        cell.verified[contender.name] = outcome
+        if outcome.passed:
+            admitted.append(_Entrant(contender, prepared))
+    return admitted
+
+
+def _measure(
+    cell: Cell, entrants: list[_Entrant], settings: Settings, telemetry: Telemetry, left: float | None, note: Note
+) -> None:
+    sampler = make_sampler(settings.device, settings.timing, flush=settings.flush_l2)
+    cell.timing = sampler.timing
+    started = time.perf_counter()
+    ready: dict[str, tuple[_Entrant, Any]] = {}
+    costs = []
+    for entrant in entrants:
+        name = entrant.contender.name
+        note(f"{cell.case.key}: warming {name}")
+        with entrant.contender.context():
+            prepared = sampler.prepare(entrant.prepared.call)
+            cell_timing = Timing()
+            costs.append(warm_up(sampler, prepared, WARM_UP_SECONDS[settings.device]))
+            cell_timing.cpu_ns = call_time_ns(entrant.prepared.call, settings.device) if settings.device == "cuda" else []
+            cell_timing.peak_bytes = peak_bytes(entrant.prepared.call, settings.device)
+        ready[name] = (entrant, prepared)
+        cell.timings[name] = cell_timing
+    if left is not None:
+        left = max(0.0, left - (time.perf_counter() - started))
+    plan = plan_samples(settings.repeats, settings.block, costs, left, settings.floor)
+    note(f"{cell.case.key}: {plan.samples} samples a side")
+    seed = settings.seed ^ zlib.crc32(cell.case.key.encode())
+    for order in block_orders(list(ready), plan.blocks, seed):
+        taken = {name: _slot(sampler, *ready[name], plan.block) for name in order}
+        for name, samples in taken.items():
+            cell.timings[name].blocks.append(samples)
+        reading = telemetry.read()
+        if reading is not None:
+            cell.readings.append(reading)
+
+
+def _slot(sampler: Sampler, entrant: _Entrant, prepared: Any, count: int) -> list[int]:
+    with entrant.contender.context():
+        return sampler.slot(prepared, count)

@@ -1,0 +1,141 @@
+"""One slot: a few timed calls of one contender. Everything is in nanoseconds.
+
+events  CUDA events around each call, L2 overwritten before it; the queue is kept full, so launches cost no GPU time
+graph   a CUDA graph of many calls, replayed: what a call takes inside a graph, caches warm
+wall    perf_counter_ns around each call (CPU)
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from flashmoe.bench.contenders import Call
+
+GRAPH_CALLS = 20
+CPU_TIME_CALLS = 8
+# Twice the largest L2 there is, and long enough on every GPU for the CPU to queue the next call meanwhile.
+FLUSH_BYTES = 256 * 2**20
+
+
+class Sampler(Protocol):
+    """Prepares a call once per cell, then takes samples of it."""
+
+    timing: str
+
+    def prepare(self, call: Call) -> Any: ...
+
+    def slot(self, prepared: Any, count: int) -> list[int]: ...
+
+
+class WallSampler:
+    """CPU timing: one call, one sample."""
+
+    timing = "wall"
+
+    def prepare(self, call: Call) -> Call:
+        return call
+
+    def slot(self, prepared: Call, count: int) -> list[int]:
+        clock = time.perf_counter_ns
+        samples = []
+        for _ in range(count):
+            start = clock()
+            prepared()
+            samples.append(clock() - start)
+        return samples
+
+
+class EventSampler:
+    """GPU timing of eager calls. ``flush`` overwrites L2 before each, as real work between two calls would."""
+
+    timing = "events"
+
+    def __init__(self, *, flush: bool) -> None:
+        self._scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if flush else None
+
+    def prepare(self, call: Call) -> Call:
+        return call
+
+    def slot(self, prepared: Call, count: int) -> list[int]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for start, end in events:
+            if self._scratch is not None:
+                self._scratch.zero_()
+            start.record()
+            prepared()
+            end.record()
+        torch.cuda.synchronize()
+        return [round(start.elapsed_time(end) * 1e6) for start, end in events]
+
+
+class GraphSampler:
+    """GPU timing inside a CUDA graph of ``GRAPH_CALLS`` calls; a sample is one replay divided by the calls."""
+
+    timing = "graph"
+
+    def prepare(self, call: Call) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(GRAPH_CALLS):
+                call()
+        return graph
+
+    def slot(self, prepared: torch.cuda.CUDAGraph, count: int) -> list[int]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        prepared.replay()  # the first replay after other work also pays for warming the caches
+        for start, end in events:
+            start.record()
+            prepared.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [round(start.elapsed_time(end) * 1e6 / GRAPH_CALLS) for start, end in events]
+
+
+def make_sampler(device: str, timing: str, *, flush: bool) -> Sampler:
+    """The sampler of a suite's ``timing``; a CPU is always timed by the wall clock."""
+    if device == "cpu" or timing == "wall":
+        return WallSampler()
+    return GraphSampler() if timing == "graph" else EventSampler(flush=flush)
+
+
+def call_time_ns(call: Call, device: str, count: int = CPU_TIME_CALLS) -> list[int]:
+    """CPU time of eager calls: until each returns, with a queue that is empty first and never fills."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    samples = WallSampler().slot(call, count)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return samples
+
+
+def peak_bytes(call: Call, device: str) -> int | None:
+    """Memory that one call needs beyond what is allocated already; None where torch does not count (CPU)."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def warm_up(sampler: Sampler, prepared: Any, seconds: float) -> float:
+    """Calls for about ``seconds`` (at least twice); returns seconds of wall time for one sample, measured last."""
+    started = time.perf_counter()
+    sampler.slot(prepared, 1)
+    cost = 0.0
+    while True:
+        before = time.perf_counter()
+        sampler.slot(prepared, 1)
+        cost = time.perf_counter() - before
+        if time.perf_counter() - started >= seconds:
+            return cost

@@ -1,0 +1,120 @@
+"""Clocks, power, temperature and throttle reasons through NVML, read only; the GPU's settings are never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+# nvml.h, nvmlClocksThrottleReason*: bit -> word. Idle and application-clock bits are no throttling.
+THROTTLE_BITS: Mapping[int, str] = MappingProxyType(
+    {
+        0x4: "software power cap",
+        0x8: "hardware slowdown",
+        0x20: "software thermal slowdown",
+        0x40: "hardware thermal slowdown",
+        0x80: "hardware power brake",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """MHz, watts, degrees Celsius, read right after a block of samples."""
+
+    sm_clock: int
+    memory_clock: int
+    power: float
+    temperature: int
+    throttle: tuple[str, ...]
+
+
+class Telemetry:
+    """Reads the GPU that torch uses. Without NVML ``reason`` says why and ``read`` gives None."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
+        self._nvml: Any = None
+        self._handle: Any = None
+
+    @classmethod
+    def of_gpu(cls, uuid: str, index: int) -> Telemetry:
+        """``uuid`` finds the GPU whatever CUDA_VISIBLE_DEVICES says; ``index`` stands in when it is unknown."""
+        telemetry = cls()
+        try:
+            telemetry._nvml = import_module("pynvml")
+            telemetry._nvml.nvmlInit()
+            telemetry._handle = telemetry._find(uuid, index)
+        except ImportError:
+            telemetry.reason = "nvidia-ml-py is not installed"
+        except Exception as error:  # NVML raises one class per error code, none of them worth stopping for
+            telemetry.reason = f"NVML: {error}"
+        return telemetry
+
+    def _find(self, uuid: str, index: int) -> Any:
+        for number in range(self._nvml.nvmlDeviceGetCount()):
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(number)
+            name = self._nvml.nvmlDeviceGetUUID(handle)
+            text = name.decode() if isinstance(name, bytes) else str(name)
+            if uuid and uuid in text:
+                return handle
+        return self._nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read(self) -> Reading | None:
+        if self._handle is None:
+            return None
+        nvml, handle = self._nvml, self._handle
+        try:
+            mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            return Reading(
+                sm_clock=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+                memory_clock=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+                power=nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0,
+                temperature=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                throttle=throttle_words(mask),
+            )
+        except Exception as error:  # as above: a reading that fails is missing, not fatal
+            self.reason = f"NVML: {error}"
+            return None
+
+    def limits(self) -> dict[str, Any]:
+        """Power limit in watts and the driver's version, where NVML tells."""
+        if self._handle is None:
+            return {}
+        try:
+            driver = self._nvml.nvmlSystemGetDriverVersion()
+            return {
+                "power_limit": self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1000.0,
+                "driver": driver.decode() if isinstance(driver, bytes) else str(driver),
+            }
+        except Exception as error:  # as above
+            self.reason = f"NVML: {error}"
+            return {}
+
+
+def throttle_words(mask: int) -> tuple[str, ...]:
+    return tuple(word for bit, word in THROTTLE_BITS.items() if mask & bit)
+
+
+def summarise(readings: Sequence[Reading]) -> dict[str, Any] | None:
+    """Lowest and highest of each quantity over a cell, and every throttle reason seen with its share of readings."""
+    if not readings:
+        return None
+    rows = [asdict(reading) for reading in readings]
+    summary: dict[str, Any] = {
+        name: [min(row[name] for row in rows), max(row[name] for row in rows)]
+        for name in ("sm_clock", "memory_clock", "power", "temperature")
+    }
+    summary["throttle"] = _shares((reading.throttle for reading in readings), len(readings))
+    summary["readings"] = len(readings)
+    return summary
+
+
+def _shares(reasons: Iterable[tuple[str, ...]], total: int) -> dict[str, float]:
+    counts: dict[str, int] = {}
+    for words in reasons:
+        for word in words:
+            counts[word] = counts.get(word, 0) + 1
+    return {word: count / total for word, count in counts.items()}

@@ -1,0 +1,80 @@
+"""thresholds.toml as frozen dataclasses."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class VerdictThresholds:
+    confidence: float
+    min_blocks: int
+    same_margin: float
+    large_gain: float
+
+
+@dataclass(frozen=True)
+class StatisticsSettings:
+    resamples: int
+    trim: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class SpeedThresholds:
+    stop: float
+    caution: float
+    next_bottleneck: float
+    memory_bandwidth: float
+    launch_bound_us: float
+    peak_memory: float
+
+
+@dataclass(frozen=True)
+class ErrorThresholds:
+    max_difference_to_sdpa: float
+
+
+@dataclass(frozen=True)
+class CompareThresholds:
+    normalised_margin: float
+    absolute_margin: float
+    same_margin: float
+
+
+@dataclass(frozen=True)
+class RatchetThresholds:
+    fail_below: float
+    propose_above: float
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    verdict: VerdictThresholds
+    statistics: StatisticsSettings
+    speed: SpeedThresholds
+    error: ErrorThresholds
+    compare: CompareThresholds
+    ratchet: RatchetThresholds
+
+
+@lru_cache(maxsize=1)
+def load_thresholds() -> Thresholds:
+    with (Path(__file__).resolve().parent / "thresholds.toml").open("rb") as stream:
+        table = tomllib.load(stream)
+    return Thresholds(
+        verdict=VerdictThresholds(**table["verdict"]),
+        statistics=StatisticsSettings(**table["statistics"]),
+        speed=SpeedThresholds(**table["speed"]),
+        error=ErrorThresholds(**table["error"]),
+        compare=CompareThresholds(**table["compare"]),
+        ratchet=RatchetThresholds(**table["ratchet"]),
+    )

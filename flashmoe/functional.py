@@ -1,0 +1,210 @@
+"""Attention as functions: flashmoe's own interface, and torch's.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+from flashmoe import _extension, autograd, checks, routing
+from flashmoe.errors import DifferentiationError
+
+_extension.load()
+_operator = torch.ops.flashmoe.flash_attention_forward.default
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ..., return_lse: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ..., return_lse: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v, never falling back to another implementation.
+
+    Args:
+        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
+        k, v: [B, Hkv, Sk, D] of the same dtype and device. Hkv divides Hq: query head h reads key head h // (Hq // Hkv).
+        causal: hide keys j > i + (Sk - Sq) from query i: the mask ends in the bottom-right corner, so that the last query
+            sees every key. Where Sq > Sk the first Sq - Sk queries see none.
+        scale: multiplies q k^T; 1 / sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        out [B, Hq, Sq, D] in q's dtype and, where q is dense, q's order of strides; with ``return_lse`` also lse
+        [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf. Both can be
+        differentiated once (see flashmoe.autograd).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+        DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
+    """
+    if torch.compiler.is_compiling():
+        out, lse = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+    else:
+        try:
+            out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+        except Exception as error:
+            cause = checks.explain(error, q, k, v, scale, causal)
+            if cause is error:
+                raise
+            raise cause from error
+    return (out, lse) if return_lse else out
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """The operator in eager mode.
+
+    The autograd rule is Python, called by the dispatcher on every call at a cost of several us; where no gradient can be
+    asked for it is skipped. Under torch.func a tensor's outer levels cannot be seen from here, so nothing is skipped.
+    """
+    if torch._C._are_functorch_transforms_active():
+        result: tuple[Tensor, Tensor] = autograd.TransformedForward.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]
+        return result
+    if forward_ad._current_level >= 0 and routing.has_tangent(q, k, v):
+        raise DifferentiationError(autograd.NO_FORWARD_MODE)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        result = _operator(q, k, v, scale, causal)
+        return result
+    with torch._C._AutoDispatchBelowAutograd():
+        result = _operator(q, k, v, scale, causal)
+    return result
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` with the same signature, meaning and errors.
+
+    query [..., Hq, Sq, D], key and value [..., H, Sk, D]; ``is_causal`` is aligned top-left (key j is visible to query i
+    when j <= i), unlike :func:`attention`.
+
+    ================================================================  ==========================================
+    asked for                                                         runs on
+    ================================================================  ==========================================
+    float16, bfloat16 (CPU also float32), 1 <= D <= 256, no mask      flashmoe
+    is_causal, any Sq and Sk                                          flashmoe (Sq < Sk: keys past Sq are cut off;
+                                                                      Sq > Sk: two calls, joined)
+    2-D, 3-D, 5-D and higher; batch or head sizes that broadcast      flashmoe, as 4-D
+    enable_gqa with key heads = value heads dividing the query heads  flashmoe
+    autocast                                                          flashmoe, in autocast's dtype
+    last dimension not contiguous                                     flashmoe, after a copy
+    attn_mask; dropout_p > 0                                          torch
+    float32 on CUDA; float64 and every other dtype                    torch
+    D > 256; head dim of value other than that of query               torch
+    nested or sparse tensors; devices other than CPU and CUDA         torch
+    bfloat16 on a GPU below compute capability 8.0                    torch
+    forward-mode differentiation                                      torch
+    arguments that torch refuses                                      torch, which raises its own error
+    ================================================================  ==========================================
+
+    ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
+    is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch.
+
+    Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does.
+    """
+    if attn_mask is None and dropout_p == 0.0 and not torch.compiler.is_compiling():
+        out = _plain_call(query, key, value, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
+    obstacle = routing.find_obstacle(query, key, value, attn_mask, dropout_p, enable_gqa)
+    if obstacle is not None:
+        if not torch.compiler.is_compiling():
+            routing.note_fallback(obstacle)
+        return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if query.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return _top_left(query, key, value, is_causal, scale)
+    q, k, v, batch_shape = _as_four_dimensions(query, key, value, enable_gqa)
+    return _top_left(q, k, v, is_causal, scale).reshape(*batch_shape, *query.shape[-2:])
+
+
+def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, enable_gqa: bool) -> Tensor | None:
+    """The usual case at the cost of one operator call: four dimensions, equal batches and heads, a square causal mask.
+
+    None where it is another case or where the operator refused: then the caller finds out which.
+    """
+    try:
+        batch, heads, rows, head_dim = q.shape
+        k_batch, k_heads, keys, _ = k.shape
+        if batch != k_batch or (heads != k_heads and not enable_gqa) or (causal and rows != keys):
+            return None
+        return _call(q, k, v, head_dim**-0.5 if scale is None else scale, causal)[0]
+    except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):
+        return None
+
+
+def _top_left(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Attention with SDPA's causal mask, by calls of the bottom-right one, which is the same where Sq == Sk."""
+    q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    if not causal or seq_q == seq_k:
+        return attention(q, k, v, causal=causal, scale=scale)
+    if seq_q < seq_k:
+        return attention(q, k[:, :, :seq_q], v[:, :, :seq_q], causal=True, scale=scale)
+    square = attention(q[:, :, :seq_k], k, v, causal=True, scale=scale)
+    rest = attention(q[:, :, seq_k:], k, v, scale=scale)  # rows i >= Sk see every key
+    return torch.cat((square, rest), dim=2)
+
+
+def _last_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _as_four_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+    """Broadcast the batch dimensions and merge them into one; returns also the batch shape of the result.
+
+    Heads are broadcast too unless they are grouped; one key head for many query heads needs no copy (multi-query).
+    """
+    q_lead, k_lead, v_lead = (_lead(tensor) for tensor in (query, key, value))
+    batch = torch.broadcast_shapes(q_lead[:-1], k_lead[:-1], v_lead[:-1])
+    heads_q, heads_k, heads_v = q_lead[-1], k_lead[-1], v_lead[-1]
+    if not enable_gqa:
+        heads_q = torch.broadcast_shapes((heads_q,), (heads_k,), (heads_v,))[0]
+        shared = heads_k == 1 and heads_v == 1
+        heads_k = heads_v = 1 if shared else heads_q
+    q = _merge(query, batch, heads_q)
+    k, v = _merge(key, batch, heads_k), _merge(value, batch, heads_v)
+    result = torch.Size((*batch, heads_q))
+    rank = max(query.dim(), key.dim(), value.dim())
+    return q, k, v, result[len(result) - (rank - 2) :]
+
+
+def _lead(tensor: Tensor) -> torch.Size:
+    """The sizes before [length, head_dim], with a head of 1 where there is none."""
+    return tensor.shape[:-2] if tensor.dim() > 2 else torch.Size((1,))
+
+
+def _merge(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:
+    """[..., H, S, D] to [prod(batch), heads, S, D]."""
+    expanded = tensor.expand(*batch, heads, *tensor.shape[-2:])
+    if len(batch) == 1:
+        return expanded
+    return expanded.unsqueeze(0) if len(batch) == 0 else expanded.flatten(0, -4)

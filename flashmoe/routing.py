@@ -1,0 +1,161 @@
+"""Which path ``flashmoe.scaled_dot_product_attention`` takes for given arguments, and why.
+
+The rule is the same everywhere: what the operator computes with exactly SDPA's meaning runs on flashmoe; all else, wrong
+arguments included, goes to ``torch.nn.functional.scaled_dot_product_attention``, which computes it or raises its own error.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashmoe.checks import DTYPES, MAX_HEAD_DIM
+from flashmoe.errors import ArgumentError
+from flashmoe.transforms import autocast_dtype
+
+FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
+BF16_CAPABILITY = (8, 0)
+
+
+class Path(str, Enum):
+    """Whose attention runs."""
+
+    FLASHMOE = "flashmoe"
+    TORCH = "torch"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Route:
+    """The path that a call takes and the reason."""
+
+    path: Path
+    reason: str
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Route:
+    """Say where ``flashmoe.scaled_dot_product_attention`` would run these arguments; computes nothing."""
+    obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, enable_gqa)
+    if obstacle is None:
+        return Route(Path.FLASHMOE, "everything asked for is supported")
+    return Route(Path.TORCH, obstacle)
+
+
+def find_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, enable_gqa: bool) -> str | None:
+    """Why flashmoe does not run this call, or None when it does. Symbolic sizes may be guarded on."""
+    if attn_mask is not None:
+        return "attn_mask is given; flashmoe has causal masks only"
+    if dropout_p != 0.0:
+        return "dropout_p is not 0; flashmoe has no dropout"
+    for tensor in (query, key, value):
+        if not isinstance(tensor, Tensor):
+            return f"an input is a {type(tensor).__name__}, not a tensor"
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            return "an input is nested or sparse; flashmoe takes dense tensors"
+    return (
+        _device_obstacle(query, key, value)
+        or _dtype_obstacle(query, key, value)
+        or _shape_obstacle(query, key, value, enable_gqa)
+        or _derivative_obstacle(query, key, value)
+    )
+
+
+def _device_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    device = query.device
+    if key.device != device or value.device != device:
+        return f"the inputs are on different devices ({device}, {key.device}, {value.device})"
+    return None if device.type in DTYPES else f"there is no kernel for device type {device.type}"
+
+
+def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    device_type = query.device.type
+    dtypes = [query.dtype, key.dtype, value.dtype]
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        target = torch.get_autocast_dtype(device_type)
+        dtypes = [autocast_dtype(tensor, device_type, target) for tensor in (query, key, value)]
+    dtype = dtypes[0]
+    if dtypes[1] is not dtype or dtypes[2] is not dtype:
+        return f"the inputs have different dtypes ({', '.join(map(str, dtypes))})"
+    if dtype not in DTYPES[device_type]:
+        return f"there is no kernel for {dtype} on {device_type}"
+    if dtype is torch.bfloat16 and device_type == "cuda" and _capability(query.device) < BF16_CAPABILITY:
+        return "bfloat16 kernels need compute capability 8.0; this GPU is older"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) < 2 or len(k) < 2 or len(v) < 2:
+        return "an input has fewer than two dimensions"
+    if k[-1] != q[-1] or k[-2] != v[-2]:
+        return "the head dim of query and key, or the length of key and value, differs"
+    if v[-1] != q[-1]:
+        return f"the head dim of value ({v[-1]}) is not that of query ({q[-1]})"
+    if q[-1] < 1 or q[-1] > MAX_HEAD_DIM:
+        return f"head dim {q[-1]} is outside 1 to {MAX_HEAD_DIM}"
+    return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa)
+
+
+def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
+    """The dimensions before [length, head_dim]: equal, or broadcastable as SDPA broadcasts them."""
+    if q == k and k == v:
+        return None
+    if enable_gqa:
+        if min(len(q), len(k), len(v)) < 1:
+            return "enable_gqa needs a head dimension"
+        if k[-1] != v[-1] or k[-1] < 1 or q[-1] % k[-1] != 0:
+            return f"query heads {q[-1]}, key heads {k[-1]} and value heads {v[-1]} form no groups"
+        q, k, v = q[:-1], k[:-1], v[:-1]
+    try:
+        torch.broadcast_shapes(q, k, v)
+    except RuntimeError:
+        return f"batch shapes {tuple(q)}, {tuple(k)} and {tuple(v)} do not broadcast"
+    return None
+
+
+def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether a forward-mode derivative is being computed through one of the tensors."""
+    if forward_ad._current_level < 0:  # no dual level is open; the usual case, decided in 0.1 us
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def note_fallback(reason: str) -> None:
+    """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError)."""
+    policy = os.environ.get(FALLBACK_VARIABLE, "allow")
+    if policy == "warn":
+        warnings.warn(f"flashmoe hands attention to torch: {reason}", stacklevel=3)
+    elif policy == "error":
+        msg = f"attention would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
+        raise ArgumentError(msg)
+    elif policy != "allow":
+        msg = f"{FALLBACK_VARIABLE} is {policy!r}; supported: allow, warn, error"
+        raise ArgumentError(msg)

@@ -1,0 +1,44 @@
+"""``python -m flashmoe_build``: build the library and the wheel."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from flashmoe.errors import ExitCode, FlashmoeError
+from flashmoe_build.build import ROOT, build
+from flashmoe_build.wheel import build_sdist, build_wheel
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_build", description=__doc__)
+    parser.add_argument(
+        "--archs", help="all, native, none, or a list such as 90a,80 (default: FLASHMOE_ARCHS, FA_ARCHS, all)"
+    )
+    parser.add_argument("--library-only", action="store_true", help="stop after build/lib/libflashmoe.so")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build", help="folder for the library and reports (with --library-only)"
+    )
+    parser.add_argument("--sdist", action="store_true", help="make the source distribution only")
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
+    arguments = parser.parse_args()
+    if arguments.archs:
+        os.environ["FLASHMOE_ARCHS"] = arguments.archs
+    try:
+        if arguments.sdist:
+            print(f"sdist    {build_sdist(arguments.dist).name}")
+        elif arguments.library_only:
+            build(arguments.out)
+        else:
+            wheel = build_wheel(arguments.dist)
+            print(f"wheel    {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB")
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""The whole build: tables -> device binaries -> library -> provenance and report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_json, write_report
+from flashmoe.tables import Target, load_tables
+from flashmoe_build.archs import requested, resolve
+from flashmoe_build.cache import Cache
+from flashmoe_build.device import CompiledUnit, compile_units
+from flashmoe_build.host import build_library
+from flashmoe_build.jobs import MEMORY_PER_JOB, job_count
+from flashmoe_build.provenance import provenance
+from flashmoe_build.toolchain import Toolchain, find_toolchain
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Built:
+    """Paths of what a build left behind."""
+
+    library: Path
+    provenance: Path
+    report: Path
+
+
+def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
+    """Build libflashmoe.so under ``out``; raises BuildError, TableError or LockError with the reason."""
+    started, clock = utc_now(), time.monotonic()
+    tables = load_tables(root / "csrc")
+    targets = resolve(requested(os.environ, archs), tables)
+    units = tuple(tables.units(tuple(target.name for target in targets)))
+    jobs = job_count(os.environ)
+    toolchain = find_toolchain()
+    _announce(targets, len(units), jobs, toolchain)
+    out = out.resolve()
+    cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or out / "cache"))
+    compiled = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
+    device_seconds = time.monotonic() - clock
+    library = build_library(compiled, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
+    names = [target.name for target in targets]
+    stated = out / "provenance.json"
+    write_json(stated, provenance(compiled, root=root, library=library, toolchain=toolchain, targets=names))
+    report = Report(
+        kind="build",
+        checks=_checks(compiled, library),
+        data=_data(compiled, library, names, jobs, device_seconds, toolchain),
+        environment=host_environment(),
+        command=tuple(Path(word).name if os.sep in word else word for word in sys.argv),
+        started=started,
+        seconds=round(time.monotonic() - clock, 3),
+    )
+    path = out / "reports" / "build.json"
+    write_report(path, report)
+    print(_summary(report), flush=True)
+    return Built(library, stated, path)
+
+
+def _announce(targets: Sequence[Target], units: int, jobs: int, toolchain: Toolchain) -> None:
+    names = " ".join(target.name for target in targets) or "none (CPU backend only)"
+    print(f"targets  {names}")
+    print(f"units    {units}")
+    print(f"jobs     {jobs} at once, at most {MEMORY_PER_JOB / 1e9:.1f} GB each (MAX_JOBS changes it)")
+    print(
+        f"tools    NVRTC {toolchain.nvrtc_version}, g++ {toolchain.cxx_version}, torch {toolchain.torch_version}",
+        flush=True,
+    )
+
+
+def _checks(compiled: Sequence[CompiledUnit], library: Path) -> tuple[Check, ...]:
+    peak = max((item.peak_bytes for item in compiled), default=0)
+    return (
+        Check(
+            "device code",
+            Verdict.PASS if compiled else Verdict.SKIP,
+            found=f"{len(compiled)} binaries",
+            expected="no spill, no local memory, no warning",
+        ),
+        Check(
+            "memory per job",
+            Verdict.PASS if peak <= MEMORY_PER_JOB else Verdict.WARN,
+            found=f"{peak / 1e9:.2f} GB",
+            expected=f"at most {MEMORY_PER_JOB / 1e9:.1f} GB",
+            next_step="lower MAX_JOBS",
+        ),
+        Check("library", Verdict.PASS, found=f"{library.name}, {library.stat().st_size / 1e6:.1f} MB"),
+    )
+
+
+def _data(
+    compiled: Sequence[CompiledUnit],
+    library: Path,
+    targets: list[str],
+    jobs: int,
+    device_seconds: float,
+    toolchain: Toolchain,
+) -> dict[str, Any]:
+    return {
+        "targets": targets,
+        "jobs": jobs,
+        "device_seconds": round(device_seconds, 3),
+        "compile_seconds": round(sum(item.seconds for item in compiled if not item.cached), 3),
+        "cached_units": sum(item.cached for item in compiled),
+        "peak_bytes_per_job": max((item.peak_bytes for item in compiled), default=0),
+        "library_bytes": library.stat().st_size,
+        "versions": {
+            "nvrtc": toolchain.nvrtc_version,
+            "cuda_headers": toolchain.cuda_headers_version,
+            "torch_headers": toolchain.torch_version,
+            "cxx": toolchain.cxx_version,
+        },
+        "units": [item.to_json() for item in compiled],
+    }
+
+
+def _summary(report: Report) -> str:
+    data = report.data
+    fresh = len(data["units"]) - data["cached_units"]
+    return (
+        f"built    {len(data['units'])} device binaries ({fresh} compiled, {data['cached_units']} from the cache), "
+        f"library {data['library_bytes'] / 1e6:.1f} MB, {report.seconds:.1f} s, "
+        f"largest compiler process {data['peak_bytes_per_job'] / 1e9:.2f} GB"
+    )

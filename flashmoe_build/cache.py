@@ -1,0 +1,89 @@
+"""A content-addressed store of finished compilations, and the include closure that its keys are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+@lru_cache(maxsize=1024)
+def _includes(path: Path, _modified_and_size: tuple[int, int]) -> tuple[str, ...]:
+    return tuple(_INCLUDE.findall(path.read_text(encoding="utf-8")))
+
+
+def _direct_includes(path: Path) -> tuple[str, ...]:
+    status = path.stat()
+    return _includes(path, (status.st_mtime_ns, status.st_size))
+
+
+def include_closure(text: str, roots: Iterable[Path], own: Path | None = None) -> tuple[Path, ...]:
+    """Every file under ``roots`` that ``text`` includes with quotes, directly or through another, sorted."""
+    folders = [*roots, *([own] if own else [])]
+    found: set[Path] = set()
+    pending = [(name, own) for name in _INCLUDE.findall(text)]
+    while pending:
+        name, beside = pending.pop()
+        for folder in [*([beside] if beside else []), *folders]:
+            path = folder / name
+            if path.is_file():
+                path = path.resolve()
+                if path not in found:
+                    found.add(path)
+                    pending += [(inner, path.parent) for inner in _direct_includes(path)]
+                break
+    return tuple(sorted(found))
+
+
+def content_key(text: str, files: Iterable[Path], base: Path, facts: Mapping[str, Any]) -> str:
+    """sha256 over the source, each included file's name and content, and ``facts`` (options, compiler hash)."""
+    digest = hashlib.sha256()
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    digest.update(text.encode())
+    for path in files:
+        name = path.relative_to(base) if path.is_relative_to(base) else Path(path.name)
+        digest.update(f"\0{name.as_posix()}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Files by key; an entry is complete or absent, also when two builds write it at once."""
+
+    folder: Path
+
+    def path(self, key: str, suffix: str) -> Path:
+        return self.folder / key[:2] / f"{key}{suffix}"
+
+    def load(self, key: str, suffix: str) -> tuple[bytes, dict[str, Any]] | None:
+        """The stored output and its facts; None when absent or damaged (it is then made again)."""
+        try:
+            output = self.path(key, suffix).read_bytes()
+            facts = json.loads(self.path(key, ".json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(facts, dict) or facts.get("sha256") != hashlib.sha256(output).hexdigest():
+            return None
+        return output, facts
+
+    def store(self, key: str, suffix: str, output: bytes, facts: Mapping[str, Any]) -> None:
+        complete = {**facts, "sha256": hashlib.sha256(output).hexdigest()}
+        self._write(self.path(key, suffix), output)
+        self._write(self.path(key, ".json"), json.dumps(complete, indent=1).encode())
+
+    def _write(self, path: Path, content: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        Path(temporary).replace(path)

@@ -1,0 +1,54 @@
+"""How many compilations run at once, and running them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TypeVar
+
+from flashmoe.errors import BuildError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MEMORY_PER_JOB = 1_500_000_000  # bytes; the bar that a compilation must stay under, so the worst case to plan for
+
+
+def job_count(environment: Mapping[str, str]) -> int:
+    """MAX_JOBS, else as many as cores and free memory allow."""
+    wanted = environment.get("MAX_JOBS", "")
+    if wanted:
+        if not wanted.isdecimal() or int(wanted) < 1:
+            msg = f"MAX_JOBS={wanted!r}; a whole number from 1 on is needed"
+            raise BuildError(msg)
+        return int(wanted)
+    return max(1, min(len(os.sched_getaffinity(0)), available_memory() // MEMORY_PER_JOB))
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, from /proc/meminfo and the cgroup's own limit."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return available
+    return min(available, int(limit) - used) if limit.isdecimal() else available
+
+
+def run_all(items: Iterable[Item], work: Callable[[Item], Result], jobs: int) -> list[Result]:
+    """``work`` over ``items``, ``jobs`` at a time, results in order; the first failure stops what has not begun."""
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        futures: list[Future[Result]] = [pool.submit(work, item) for item in items]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                raise error
+        return [future.result() for future in futures]

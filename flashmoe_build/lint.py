@@ -1,0 +1,100 @@
+"""Every checker, one after another, all of them even when one fails; one line each at the end.
+
+nox -s lint                 # all
+nox -s lint -- mypy ruff    # some
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmoe.errors import ExitCode
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Checker:
+    """A command, what it looks at, and the command that mends what it finds (empty: by hand)."""
+
+    name: str
+    command: tuple[str, ...]
+    mend: str = ""
+
+
+def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
+    """The checkers that have something to look at in ``root``; ``tools`` is the environment's bin folder."""
+    python = str(tools / "python")
+    scripts = [str(path.relative_to(root)) for path in shell_scripts(root)]
+    found = [
+        Checker("ruff", (str(tools / "ruff"), "check", "."), "ruff check --fix ."),
+        Checker("format", (str(tools / "ruff"), "format", "--check", "."), "ruff format ."),
+        Checker("mypy", (python, "-m", "mypy")),
+        Checker("shellcheck", (str(tools / "shellcheck"), *scripts)),
+        Checker("lock", (python, "-m", "flashmoe_build.relock", "--check"), "nox -s lock"),
+        Checker("docs", (python, "-m", "flashmoe_build.docs", "--check"), "nox -s docs"),
+    ]
+    dockerfiles = sorted(
+        str(path.relative_to(root)) for path in [*root.glob("Dockerfile*"), *root.glob("docker/Dockerfile*")]
+    )
+    if dockerfiles:
+        found.append(Checker("hadolint", (str(tools / "hadolint"), *dockerfiles)))
+    if (root / ".github" / "workflows").is_dir():
+        found.append(Checker("zizmor", (str(tools / "zizmor"), "--offline", "--no-progress", ".github/workflows")))
+    return tuple(found)
+
+
+def shell_scripts(root: Path) -> Iterable[Path]:
+    """The launcher, CI's script, and every tracked place that may hold more."""
+    candidates = [root / "nox", root / ".ci" / "run", *sorted((root / "docker").glob("*"))]
+    for path in candidates:
+        if path.is_file() and path.read_bytes()[:2] == b"#!" and b"sh" in path.read_bytes().split(b"\n", 1)[0]:
+            yield path
+
+
+def run_checker(checker: Checker, root: Path) -> Check:
+    """Run one checker with its output passed through."""
+    print(
+        f"== {checker.name}: {' '.join(Path(word).name if word.startswith('/') else word for word in checker.command)}",
+        flush=True,
+    )
+    try:
+        status = subprocess.run(checker.command, cwd=root, timeout=TIMEOUT_S, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return Check(checker.name, Verdict.FAIL, f"no end within {TIMEOUT_S} s", "an end", next_step="run it alone")
+    except OSError as error:
+        return Check(checker.name, Verdict.FAIL, f"cannot run: {error.strerror}", "the tool of lockfiles/lint.txt")
+    verdict = Verdict.FAIL if status else Verdict.PASS
+    return Check(
+        checker.name, verdict, f"exit status {status}", "exit status 0", next_step=checker.mend if status else ""
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    known = checkers(ROOT, Path(sys.executable).parent)
+    names = [checker.name for checker in known]
+    unknown = [word for word in arguments if word not in names]
+    if unknown:
+        print(f"no checker {unknown[0]!r}; known: {', '.join(names)}", file=sys.stderr)
+        return ExitCode.USAGE
+    started, clock = utc_now(), time.monotonic()
+    checks = tuple(run_checker(checker, ROOT) for checker in known if not arguments or checker.name in arguments)
+    report = Report(
+        "lint", checks, {}, host_environment(), ("lint", *arguments), started, round(time.monotonic() - clock, 1)
+    )
+    write_report(ROOT / "build" / "reports" / "lint.json", report)
+    for check in checks:
+        hint = f"  next: {check.next_step}" if check.next_step else ""
+        print(f"{check.verdict!s:5} {check.name}{hint}")
+    return int(report.exit_code)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

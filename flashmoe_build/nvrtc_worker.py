@@ -1,0 +1,51 @@
+"""One NVRTC compilation in a process of its own, so that its memory is measured and returned.
+
+Reads a JSON job on standard input: {"library", "source", "name", "options"}; writes a JSON answer on standard output:
+{"status", "log", "output" (base64 of the cubin or PTX), "seconds", "peak_bytes"}.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+
+def _text(library: ctypes.CDLL, program: ctypes.c_void_p, size_call: str, get_call: str) -> bytes:
+    size = ctypes.c_size_t()
+    if getattr(library, size_call)(program, ctypes.byref(size)) != 0:
+        return b""
+    buffer = ctypes.create_string_buffer(size.value)
+    return buffer.raw if getattr(library, get_call)(program, buffer) == 0 else b""
+
+
+def compile_job(job: dict[str, Any]) -> dict[str, Any]:
+    library = ctypes.CDLL(job["library"])
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    program = ctypes.c_void_p()
+    started = time.monotonic()
+    status = library.nvrtcCreateProgram(
+        ctypes.byref(program), job["source"].encode(), job["name"].encode(), 0, None, None
+    )
+    options = [option.encode() for option in job["options"]]
+    if status == 0:
+        status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    log = _text(library, program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+    wants_ptx = any("compute_" in option for option in job["options"])
+    kind = "PTX" if wants_ptx else "CUBIN"
+    output = _text(library, program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}") if status == 0 else b""
+    return {
+        "status": "ok" if status == 0 else library.nvrtcGetErrorString(status).decode(),
+        "log": log,
+        "output": base64.b64encode(output).decode(),
+        "seconds": time.monotonic() - started,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+if __name__ == "__main__":
+    json.dump(compile_job(json.load(sys.stdin)), sys.stdout)

@@ -1,0 +1,52 @@
+"""Hatchling's build hook: compiles the library for a wheel, records the commit for an sdist."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOT = Path(__file__).resolve().parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Puts the compiled library, its provenance and the tables into the wheel."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            msg = "an editable install of flashmoe is not supported: build and install the wheel (nox -s build)"
+            raise RuntimeError(msg)
+        if self.target_name == "sdist":
+            self._record_commit(build_data)
+        else:
+            self._compile(build_data)
+
+    def _record_commit(self, build_data: dict[str, Any]) -> None:
+        from flashmoe_build.provenance import COMMIT_FILE, commit_json, find_commit
+
+        record = ROOT / "build" / COMMIT_FILE
+        record.parent.mkdir(exist_ok=True)
+        record.write_text(commit_json(find_commit(ROOT)), encoding="utf-8")
+        build_data["force_include"][str(record)] = COMMIT_FILE
+
+    def _compile(self, build_data: dict[str, Any]) -> None:
+        from flashmoe_build.build import build
+        from flashmoe_build.wheel import WHEEL_TAG
+
+        built = build(ROOT / "build")
+        build_data["pure_python"] = False
+        build_data["tag"] = WHEEL_TAG
+        build_data["force_include"].update(
+            {
+                str(built.library): "flashmoe/libflashmoe.so",
+                str(built.provenance): "flashmoe/provenance.json",
+                str(ROOT / "csrc" / "arch.toml"): "flashmoe/_tables/arch.toml",
+                str(ROOT / "csrc" / "kernels.toml"): "flashmoe/_tables/kernels.toml",
+            }
+        )

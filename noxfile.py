@@ -1,0 +1,192 @@
+"""What a person can ask for. Each session makes sure of an environment and calls one program; the programs do the work.
+
+    ./nox                    build, symbols, smoke, bench; ends with one table
+    ./nox -s test            build, install the wheel, run the tests against it
+    ./nox -s SESSION -- ...  what follows goes to the program (-- --help)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from flashmoe.errors import LockError  # noqa: E402
+from flashmoe_build import environment  # noqa: E402
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["main"]
+nox.options.default_venv_backend = "none"
+nox.options.error_on_missing_interpreters = True
+
+REPORTS = ROOT / "build" / "reports"
+WHEEL_VARIABLE = "FLASHMOE_WHEEL"
+FULL_BENCH: tuple[str, ...] = ()
+SHORT_BENCH = ("--suite", "smoke")
+
+
+def locked(session: nox.Session, name: str) -> str:
+    """The interpreter of a locked environment."""
+    try:
+        return str(environment.prepare(name))
+    except LockError as error:
+        session.error(f"LockError: {error}")
+
+
+def program(session: nox.Session, python: str, module: str, *arguments: str | Path) -> None:
+    """Run one module from the checkout."""
+    session.run(python, "-m", module, *map(str, arguments), external=True)
+
+
+def wheel_file(session: nox.Session) -> Path:
+    """The wheel under test: ``FLASHMOE_WHEEL``, or one built now (seconds, when nothing changed)."""
+    given = os.environ.get(WHEEL_VARIABLE)
+    if given:
+        path = Path(session.invoked_from, given).resolve()
+        if not path.is_file():
+            session.error(f"{WHEEL_VARIABLE}={given}: there is no such file")
+        return path
+    program(session, locked(session, "build"), "flashmoe_build")
+    return newest_wheel(session)
+
+
+def newest_wheel(session: nox.Session) -> Path:
+    wheels = sorted((ROOT / "dist").glob("flashmoe-*.whl"), key=lambda path: path.stat().st_mtime)
+    if not wheels:
+        session.error("dist/ holds no wheel; run `nox -s build`")
+    return wheels[-1]
+
+
+def installed(session: nox.Session, wheel: Path) -> str:
+    """The test environment's interpreter, with this wheel in it."""
+    python = locked(session, "test")
+    try:
+        environment.install_wheel(Path(python), wheel)
+    except LockError as error:
+        session.error(f"LockError: {error}")
+    return python
+
+
+def outside(name: str) -> Path:
+    """A folder to run the installed package from, where the checkout's flashmoe/ cannot take its place."""
+    folder = ROOT / "build" / "run" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
+    program(session, locked(session, "build"), "flashmoe_build", *arguments)
+
+
+def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
+    targets = arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
+    program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--report", REPORTS / "symbols.json")
+
+
+def run_smoke(session: nox.Session, arguments: Sequence[str] = ()) -> None:
+    python = installed(session, newest_wheel(session))
+    with session.chdir(outside("smoke")):
+        program(session, python, "flashmoe.smoke", "--report", REPORTS / "smoke.json", *arguments)
+
+
+def run_bench(session: nox.Session, arguments: Sequence[str] = ()) -> None:
+    python = installed(session, newest_wheel(session))
+    with session.chdir(outside("bench")):
+        program(session, python, "flashmoe", "bench", "--report", REPORTS / "bench.json", *arguments)
+
+
+def absolute_paths(arguments: Sequence[str]) -> list[str]:
+    """Test paths of the command line, made independent of the folder that pytest runs in."""
+    return [str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word for word in arguments]
+
+
+@nox.session
+def main(session: nox.Session) -> None:
+    """Build, prove the symbols, try it out, time it; one table at the end."""
+    stages = {"build": run_build, "symbols": run_symbols, "smoke": run_smoke, "bench": run_bench}
+    for name in stages:
+        (REPORTS / f"{name}.json").unlink(missing_ok=True)
+    try:
+        for name, run in stages.items():
+            session.log(f"{name}")
+            run(session, SHORT_BENCH if name == "bench" else ())
+    finally:
+        program(session, locked(session, "build"), "flashmoe_build.summary", REPORTS, *stages)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Compile every kernel and make the wheel (-- --archs native|all|90a,80)."""
+    run_build(session, session.posargs)
+
+
+@nox.session
+def symbols(session: nox.Session) -> None:
+    """Prove symbols and resources of the newest wheel, or of the files given."""
+    run_symbols(session, session.posargs)
+
+
+@nox.session
+def smoke(session: nox.Session) -> None:
+    """Install the newest wheel and compare a few small results with plain PyTorch."""
+    run_smoke(session, session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Time attention against torch's backends (-- --help)."""
+    run_bench(session, session.posargs or FULL_BENCH)
+
+
+@nox.session
+def test(session: nox.Session) -> None:
+    """Build if needed, install the wheel, run the tests against it (-- any pytest arguments)."""
+    python = installed(session, wheel_file(session))
+    arguments = absolute_paths(session.posargs)
+    if not any(word.startswith(str(ROOT)) for word in arguments):
+        arguments.append(str(ROOT / "tests"))
+    environ = {"FLASHMOE_TEST_INSTALLED": "1", "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data")}
+    with session.chdir(outside("test")):
+        session.run(
+            *(python, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
+            *("--cov=flashmoe", "--cov=flashmoe_build", f"--cov-config={ROOT / 'pyproject.toml'}"),
+            *(f"--cov-report=json:{ROOT / 'build' / 'coverage' / 'coverage.json'}", "--cov-report=term:skip-covered"),
+            f"--junitxml={REPORTS / 'test.xml'}",
+            *arguments,
+            env=environ,
+            external=True,
+        )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Every checker of sources, types, shell scripts, locks and generated text."""
+    program(session, locked(session, "lint"), "flashmoe_build.lint", *session.posargs)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Write lockfiles/*.txt anew and say what changed (-- --upgrade, -- --check)."""
+    program(session, sys.executable, "flashmoe_build.relock", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Write the generated tables of README.md and docs/ (-- --check)."""
+    program(session, locked(session, "build"), "flashmoe_build.docs", *session.posargs)
+
+
+@nox.session
+def doctor(session: nox.Session) -> None:
+    """Say what this machine has, lacks, and what to do about it."""
+    wheels = list((ROOT / "dist").glob("flashmoe-*.whl"))
+    python = installed(session, newest_wheel(session)) if wheels else locked(session, "test")
+    with session.chdir(outside("doctor") if wheels else ROOT):
+        program(session, python, "flashmoe", "doctor", *session.posargs)

@@ -1,0 +1,17 @@
+"""What the build's tests share: the checkout, and flashmoe_build importable beside the installed flashmoe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # last, so that `flashmoe` stays the installed one
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT

@@ -1,0 +1,68 @@
+"""FLASHMOE_ARCHS: every spelling, and errors that list what is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe.errors import BuildError
+from flashmoe.tables import load_tables
+from flashmoe_build import archs
+
+
+def names(request: str) -> list[str]:
+    return [target.name for target in archs.resolve(request, load_tables())]
+
+
+def test_all_is_the_table() -> None:
+    assert names("all") == [target.name for target in load_tables().targets]
+
+
+def test_none_is_cpu_only() -> None:
+    assert names("none") == []
+
+
+@pytest.mark.parametrize("word", ["90a", "sm_90a", "sm90a", "90", "9.0"])
+def test_spellings_of_one_target(word: str) -> None:
+    assert names(word) == ["sm_90a"]
+
+
+def test_list_is_in_table_order_without_repeats() -> None:
+    assert names("90a,80;80 compute_80") == ["sm_80", "sm_90a", "compute_80"]
+
+
+def test_unknown_target_lists_the_known() -> None:
+    with pytest.raises(BuildError, match=r"unknown target '70'; known: sm_75, .*compute_80"):
+        names("70")
+
+
+def test_nothing_named() -> None:
+    with pytest.raises(BuildError, match="names no target"):
+        names(",")
+
+
+def test_native_serves_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archs, "native_capabilities", lambda: [(8, 6), (9, 0)])
+    assert names("native") == ["sm_86", "sm_90a"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"), [((8, 7), "sm_86"), ((10, 3), "compute_80"), ((13, 0), "compute_80")]
+)
+def test_native_on_a_gpu_that_the_table_lacks(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], target: str
+) -> None:
+    monkeypatch.setattr(archs, "native_capabilities", lambda: [capability])
+    assert names("native") == [target]
+
+
+def test_native_below_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archs, "native_capabilities", lambda: [(7, 0)])
+    with pytest.raises(BuildError, match=r"compute capability 7\.0"):
+        names("native")
+
+
+def test_argument_beats_environment() -> None:
+    assert archs.requested({"FLASHMOE_ARCHS": "80", "FA_ARCHS": "75"}, "90a") == "90a"
+    assert archs.requested({"FLASHMOE_ARCHS": "80", "FA_ARCHS": "75"}, None) == "80"
+    assert archs.requested({"FA_ARCHS": "75"}, None) == "75"
+    assert archs.requested({}, None) == "all"

@@ -1,0 +1,81 @@
+"""The cache's key changes with everything that can change the output, and a damaged entry is never used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashmoe_build.cache import Cache, content_key, include_closure
+
+SOURCE = '#include "a.cuh"\nint main();\n'
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.cuh").write_text('#include "sub/b.cuh"\n')
+    (tmp_path / "sub" / "b.cuh").write_text('#include "c.cuh"\n#include <cuda_fp16.h>\n')
+    (tmp_path / "sub" / "c.cuh").write_text("// leaf\n")
+    (tmp_path / "other.cuh").write_text("// not included\n")
+    return tmp_path
+
+
+def key(tree: Path, text: str = SOURCE, **facts: str) -> str:
+    return content_key(text, include_closure(text, [tree]), tree, facts)
+
+
+def test_closure_follows_includes_of_includes(tree: Path) -> None:
+    names = [path.relative_to(tree).as_posix() for path in include_closure(SOURCE, [tree])]
+    assert names == ["a.cuh", "sub/b.cuh", "sub/c.cuh"]
+
+
+def test_key_changes_with_a_deep_header(tree: Path) -> None:
+    before = key(tree)
+    (tree / "sub" / "c.cuh").write_text("// leaf, edited\n")
+    assert key(tree) != before
+
+
+def test_key_does_not_change_with_an_unrelated_file(tree: Path) -> None:
+    before = key(tree)
+    (tree / "other.cuh").write_text("// edited\n")
+    assert key(tree) == before
+
+
+def test_key_changes_with_options_and_compiler(tree: Path) -> None:
+    keys = {key(tree), key(tree, options="-O3"), key(tree, nvrtc="1"), key(tree, nvrtc="2"), key(tree, SOURCE + " ")}
+    assert len(keys) == 5
+
+
+def test_key_does_not_depend_on_the_folder(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("elsewhere")
+    for path in tree.rglob("*.cuh"):
+        copy = other / path.relative_to(tree)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    assert key(other) == key(tree)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    assert cache.load("ab12", ".cubin") is None
+    cache.store("ab12", ".cubin", b"binary", {"log": "words"})
+    loaded = cache.load("ab12", ".cubin")
+    assert loaded is not None
+    assert loaded[0] == b"binary"
+    assert loaded[1]["log"] == "words"
+
+
+@pytest.mark.parametrize("damage", [b"", b"binarx", b"binary and more"])
+def test_damaged_output_is_not_used(tmp_path: Path, damage: bytes) -> None:
+    cache = Cache(tmp_path)
+    cache.store("ab12", ".cubin", b"binary", {})
+    cache.path("ab12", ".cubin").write_bytes(damage)
+    assert cache.load("ab12", ".cubin") is None
+
+
+def test_damaged_facts_are_not_used(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.store("ab12", ".cubin", b"binary", {})
+    cache.path("ab12", ".json").write_text("{")
+    assert cache.load("ab12", ".cubin") is None

@@ -1,0 +1,152 @@
+"""The wheel by every road (this repository's program, plain PEP 517, the sdist), and a build without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CPU_ONLY = {"FLASHMOE_ARCHS": "none"}
+
+
+def run(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in {"SOURCE_DATE_EPOCH", "COVERAGE_FILE"}}
+    done = subprocess.run(
+        command, cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
+    """The working tree's tracked and new files in a repository of its own, as a newcomer's clone has them (F6)."""
+    folder = tmp_path_factory.mktemp("a clone")
+    listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], root).stdout
+    for name in filter(None, listed.split("\0")):
+        source = root / name
+        if source.is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    run(["git", "init", "-q"], folder)
+    run(["git", "add", "-A"], folder)
+    identity = ["-c", "user.name=test", "-c", "user.email=test@invalid"]
+    run(["git", *identity, "commit", "-qm", "test"], folder, GIT_COMMITTER_DATE="1700000000 +0000")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(root: Path) -> dict[str, str]:
+    return {"FLASHMOE_CACHE_DIR": str(root / "build" / "cache")}
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, cache: dict[str, str]) -> Path:
+    run([sys.executable, "-m", "flashmoe_build", "--dist", str(clone / "dist")], clone, **CPU_ONLY, **cache)
+    (built,) = (clone / "dist").glob("*.whl")
+    return built
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_wheel_name_and_content(wheel: Path) -> None:
+    assert wheel.name == "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = Parser().parsestr(archive.read("flashmoe-0.1.0.dist-info/METADATA").decode())
+    assert {"flashmoe/libflashmoe.so", "flashmoe/provenance.json", "flashmoe/_tables/kernels.toml"} <= names
+    assert not [name for name in names if name.startswith(("flashmoe_build/", "tests/", "csrc/"))]
+    assert [name for name in names if name.endswith(".so")] == ["flashmoe/libflashmoe.so"]
+    assert metadata["Name"] == "flashmoe"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert "torch>=2.10" in metadata.get_all("Requires-Dist", [])
+
+
+def test_provenance_states_this_commit(wheel: Path, clone: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        stated = json.loads(archive.read("flashmoe/provenance.json"))
+        library = archive.read("flashmoe/libflashmoe.so")
+    assert stated["commit"] == run(["git", "rev-parse", "HEAD"], clone).stdout.strip()
+    assert stated["dirty"] is False
+    assert stated["source_date_epoch"] == 1700000000
+    assert stated["extension_sha256"] == hashlib.sha256(library).hexdigest()
+    assert stated["targets"] == []
+    assert stated["locks"]["build.txt"] == sha256(clone / "lockfiles" / "build.txt")
+    assert stated["compilers"]["nvrtc"] == "12.8.93"
+
+
+def test_plain_pep517_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[str, str], tmp_path: Path) -> None:
+    """What `pip wheel .` runs, without pip: the declared backend's build_wheel."""
+    code = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    epoch = {"SOURCE_DATE_EPOCH": "1700000000"}
+    run([sys.executable, "-c", code, str(tmp_path)], clone, **CPU_ONLY, **cache, **epoch)
+    assert sha256(tmp_path / wheel.name) == sha256(wheel)
+
+
+def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[str, str], tmp_path: Path) -> None:
+    run([sys.executable, "-m", "flashmoe_build", "--sdist", "--dist", str(tmp_path)], clone)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
+    (tree,) = (tmp_path / "unpacked").iterdir()
+    assert not (tree / ".git").exists()
+    run([sys.executable, "-m", "flashmoe_build", "--dist", str(tmp_path / "dist")], tree, **CPU_ONLY, **cache)
+    (built,) = (tmp_path / "dist").glob("*.whl")
+    assert sha256(built) == sha256(wheel)
+
+
+def isolation() -> list[str]:
+    """A command prefix that runs its arguments in an empty network namespace; empty where the kernel refuses one."""
+    for prefix in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
+        if (
+            shutil.which(prefix[0])
+            and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+        ):
+            return prefix
+    return []
+
+
+FORBID_SOCKETS = """
+import sys
+def guard(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.bind", "socket.sendto"):
+        raise RuntimeError(f"the build used the network: {event} {arguments}")
+sys.addaudithook(guard)
+import runpy
+sys.argv = ["flashmoe_build", *sys.argv[1:]]
+runpy.run_module("flashmoe_build", run_name="__main__")
+"""
+
+
+def test_build_needs_no_network(clone: Path, tmp_path: Path) -> None:
+    """Kernels and host code from nothing, with every socket call forbidden and, where the kernel allows, no network."""
+    arguments = ["--library-only", "--out", str(tmp_path / "out")]
+    command = [*isolation(), sys.executable, "-c", FORBID_SOCKETS, *arguments]
+    empty = {"FLASHMOE_CACHE_DIR": str(tmp_path / "cache"), "FLASHMOE_ARCHS": "75"}
+    done = run(command, clone, **empty)
+    assert "built    " in done.stdout
+    report = json.loads((tmp_path / "out" / "reports" / "build.json").read_text())
+    assert report["verdict"] == "PASS"
+    assert report["data"]["cached_units"] == 0
+
+
+def test_the_network_guard_guards(clone: Path) -> None:
+    code = (
+        FORBID_SOCKETS.split("import runpy", maxsplit=1)[0]
+        + "import socket; socket.create_connection(('127.0.0.1', 9))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "the build used the network" in done.stderr

@@ -1,0 +1,132 @@
+"""Rules that the device and host sources keep, each one the end of a failure that was met."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashmoe.tables import load_tables
+from flashmoe_build.codegen import unit_source
+from flashmoe_build.nvrtc_worker import compile_job
+from flashmoe_build.toolchain import find_toolchain
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+DEVICE_HEADERS = sorted(path for folder in ("ptx", "common", "attention") for path in (CSRC / folder).rglob("*.cuh"))
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".cuh", ".h", ".cpp"})
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(CSRC).as_posix()
+
+
+def compile_device(source: str) -> str:
+    toolchain = find_toolchain()
+    options = [
+        "--std=c++17",
+        "--gpu-architecture=sm_90a",
+        "-default-device",
+        f"--include-path={CSRC}",
+        f"--include-path={toolchain.cuda_include}",
+    ]
+    answer = compile_job(
+        {"library": str(toolchain.nvrtc_library), "source": source, "name": "case.cu", "options": options}
+    )
+    return "" if answer["status"] == "ok" else str(answer["log"])
+
+
+def test_there_are_headers() -> None:
+    assert len(DEVICE_HEADERS) > 10
+
+
+@pytest.mark.parametrize("header", DEVICE_HEADERS, ids=relative)
+def test_header_compiles_alone_and_twice(header: Path) -> None:
+    """F7: no header needs another before it. F9: none needs the host's headers, which NVRTC does not have."""
+    name = relative(header)
+    assert compile_device(f'#include "{name}"\n#include "{name}"\n') == ""
+
+
+def test_headers_compile_in_either_order() -> None:
+    """F7: `#define WARP_SIZE 32` in one header against `constexpr int WARP_SIZE` in another."""
+    names = [relative(path) for path in DEVICE_HEADERS]
+    for order in (names, names[::-1]):
+        assert compile_device("".join(f'#include "{name}"\n' for name in order)) == ""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_object_like_macro_for_a_constant(path: Path) -> None:
+    """F7: constants are constexpr; a macro may not silently replace a name elsewhere."""
+    macros = re.findall(r"^\s*#\s*define\s+(\w+)[ \t]+[-\d(\"'].*$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert macros == []
+
+
+def test_inline_assembly_only_in_ptx() -> None:
+    found = [
+        relative(path)
+        for path in SOURCES
+        if re.search(r"\basm\s*(volatile)?\s*\(", path.read_text(encoding="utf-8"))
+        and path.parent.name != "ptx"
+        and not relative(path).startswith(("cpu/", "host/", "emulation/"))
+    ]
+    assert found == []
+
+
+def test_includes_are_closed_over_tracked_files(root: Path) -> None:
+    """F6: a header that exists on one machine only."""
+    listed = subprocess.run(["git", "ls-files", "csrc"], cwd=root, capture_output=True, text=True, check=True)
+    tracked = {root / line for line in listed.stdout.splitlines()}
+    assert tracked
+    missing = []
+    for path in sorted(tracked):
+        if path.suffix not in {".cuh", ".h", ".cpp"}:
+            continue
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            candidates = [(folder / name).resolve() for folder in (path.parent, CSRC, CSRC / "emulation" / "include")]
+            if not any(candidate in tracked for candidate in candidates):
+                missing.append(f"{relative(path)} includes {name}")
+    assert missing == []
+
+
+def test_no_device_helper_is_defined_twice() -> None:
+    """F8: conversion helpers have one home."""
+    homes: dict[str, set[str]] = {}
+    for path in DEVICE_HEADERS:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"__device__ __forceinline__ [\w:<>&\* ]+?\b(\w+)\(", text):
+            if re.match(r"(to|from|pack|unpack|convert)_", name):
+                homes.setdefault(name, set()).add(relative(path))
+    assert homes
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+UNCHECKED_BY_DESIGN = {
+    # In a destructor or while an error is being described, where a further failure has nowhere to go.
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuCtxPopCurrent",
+}
+
+
+def test_every_driver_call_is_checked() -> None:
+    """F17: the launch failed and nobody looked."""
+    unchecked = []
+    calls = 0
+    for path in sorted((CSRC / "host").glob("*.cpp")):
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"(check_driver\(\s*)?(?:driver\(\)|api)\.(cu[A-Z]\w+)\(", text):
+            calls += 1
+            restores_in_destructor = f"~RelaxedCapture() {{ driver().{match[2]}(" in text[: match.end()][-80:]
+            if match[1] is None and match[2] not in UNCHECKED_BY_DESIGN and not restores_in_destructor:
+                unchecked.append(f"{path.name}: {match[2]}")
+    assert calls > 10
+    assert unchecked == []
+
+
+def test_unit_source_states_every_entry_and_its_shared_memory() -> None:
+    for unit in load_tables().units():
+        text = unit_source(unit)
+        for _, symbol in unit.entries:
+            assert text.count(f"{symbol}(") == 1
+        assert f"kSharedBytes == {unit.row.smem_bytes(unit.dtype)}" in text
