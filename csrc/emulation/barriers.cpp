@@ -83,7 +83,7 @@ void perform(Block& block, const Copy& copy) {
 
 }  // namespace
 
-void copy_async(void* smem, const void* gmem, int bytes, int source_bytes, const Site& site, const char* what) {
+void copy_async(uint32_t smem, const void* gmem, int bytes, int source_bytes, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
   Block& block = *fiber.block;
@@ -179,7 +179,7 @@ std::string state_text(const Mbarrier& barrier) {
 
 }  // namespace
 
-Mbarrier& find_mbarrier(Block& block, const void* address, const Site& site, const char* what) {
+Mbarrier& find_mbarrier(Block& block, uint32_t address, const Site& site, const char* what) {
   const uint32_t offset = shared_offset(block, address, 8, 8, site, what);
   for (const auto& barrier : block.mbarriers) {
     if (barrier->offset != offset) continue;
@@ -192,7 +192,7 @@ Mbarrier& find_mbarrier(Block& block, const void* address, const Site& site, con
   fail(FailureKind::kMbarrierMisuse, site, what, "no mbarrier was initialised at shared byte %u", offset);
 }
 
-void mbarrier_init(void* address, int arrivals, const Site& site, const char* what) {
+void mbarrier_init(uint32_t address, int arrivals, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
   Block& block = *fiber.block;
@@ -226,7 +226,7 @@ void mbarrier_init_fence(const Site&, const char*) {
   }
 }
 
-void mbarrier_arrive(void* address, int expect_bytes, const Site& site, const char* what) {
+void mbarrier_arrive(uint32_t address, int expect_bytes, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
   Mbarrier& barrier = find_mbarrier(*fiber.block, address, site, what);
@@ -244,7 +244,7 @@ void mbarrier_arrive(void* address, int expect_bytes, const Site& site, const ch
   end_phase_if_complete(barrier);
 }
 
-bool mbarrier_try_wait(void* address, int phase_parity, const Site& site, const char* what) {
+bool mbarrier_try_wait(uint32_t address, int phase_parity, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
   Mbarrier& barrier = find_mbarrier(*fiber.block, address, site, what);

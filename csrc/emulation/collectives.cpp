@@ -103,7 +103,7 @@ namespace {
 
 struct MatrixArguments {
   uint32_t* r;
-  const void* row;
+  uint32_t row;
   int matrices;
   bool transposed;
   const Site* site;
@@ -123,7 +123,7 @@ void register_place(bool transposed, int row, int column, int& lane, int& half) 
 
 }  // namespace
 
-void load_matrix(uint32_t* r, const void* smem_row, int matrices, bool transposed, const Site& site,
+void load_matrix(uint32_t* r, uint32_t smem_row, int matrices, bool transposed, const Site& site,
                  const char* what) {
   maybe_switch();
   MatrixArguments arguments{r, smem_row, matrices, transposed, &site, what};
@@ -152,7 +152,7 @@ void load_matrix(uint32_t* r, const void* smem_row, int matrices, bool transpose
   });
 }
 
-void store_matrix(void* smem_row, const uint32_t* r, int matrices, bool transposed, const Site& site,
+void store_matrix(uint32_t smem_row, const uint32_t* r, int matrices, bool transposed, const Site& site,
                   const char* what) {
   maybe_switch();
   MatrixArguments arguments{const_cast<uint32_t*>(r), smem_row, matrices, transposed, &site, what};

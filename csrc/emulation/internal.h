@@ -300,7 +300,7 @@ uint16_t site_number(const Site& site, const char* what);
 std::string site_text(uint16_t number);
 std::string agent_text(const Block& block, int agent);
 int add_agent(Block& block, AgentKind kind, int owner);
-uint32_t shared_offset(const Block& block, const void* smem, uint32_t bytes, uint32_t alignment, const Site& site,
+uint32_t shared_offset(const Block& block, uint32_t smem, uint32_t bytes, uint32_t alignment, const Site& site,
                        const char* what);
 void check_shared_range(const Block& block, int64_t offset, uint32_t bytes, uint32_t alignment, const Site& site,
                         const char* what);
@@ -329,7 +329,7 @@ void finish_stores(Fiber& fiber, uint32_t through_group);
 bool execute_random_product(Block& block);
 void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint32_t issue_phase, const Site& site,
                           const char* what);
-Mbarrier& find_mbarrier(Block& block, const void* barrier, const Site& site, const char* what);
+Mbarrier& find_mbarrier(Block& block, uint32_t address, const Site& site, const char* what);
 void check_at_exit(Block& block);
 
 // collective.cpp

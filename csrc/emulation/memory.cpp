@@ -185,9 +185,9 @@ void check_shared_range(const Block& block, int64_t offset, uint32_t bytes, uint
   }
 }
 
-uint32_t shared_offset(const Block& block, const void* smem, uint32_t bytes, uint32_t alignment, const Site& site,
+uint32_t shared_offset(const Block& block, uint32_t smem, uint32_t bytes, uint32_t alignment, const Site& site,
                        const char* what) {
-  const int64_t offset = static_cast<const unsigned char*>(smem) - shared_window();
+  const int64_t offset = static_cast<int64_t>(static_cast<int32_t>(smem)) - kSharedReserved;
   check_shared_range(block, offset, bytes, alignment, site, what);
   return static_cast<uint32_t>(offset);
 }
@@ -253,7 +253,7 @@ void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fi
   }
 }
 
-void load_shared(void* to, const void* smem, int bytes, const Site& site, const char* what) {
+void load_shared(void* to, uint32_t smem, int bytes, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
   const uint32_t size = static_cast<uint32_t>(bytes);
@@ -262,7 +262,7 @@ void load_shared(void* to, const void* smem, int bytes, const Site& site, const 
   std::memcpy(to, fiber.block->shared.data() + offset, size);
 }
 
-void store_shared(void* smem, const void* from, int bytes, const Site& site, const char* what) {
+void store_shared(uint32_t smem, const void* from, int bytes, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
   const uint32_t size = static_cast<uint32_t>(bytes);

@@ -192,6 +192,12 @@ void run_blocks(std::vector<int>& order, std::vector<unsigned char*>& free_stack
   }
 }
 
+// Returns when every block has ended, or when fail() jumps here.
+__attribute__((noinline)) void run_until_done(std::vector<int>& order, std::vector<unsigned char*>& free_stacks,
+                                              std::vector<std::unique_ptr<Block>>& storage) {
+  if (sigsetjmp(machine.escape, 1) == 0) run_blocks(order, free_stacks, storage);
+}
+
 void on_fault(int signal, siginfo_t* info, void*) {
   if (machine.running && machine.current != nullptr) {
     if (in_windows(info->si_addr)) {
@@ -335,7 +341,7 @@ std::string run_launch(const Launch& launch) {
 
   const auto begin = std::chrono::steady_clock::now();
   machine.running = true;
-  if (sigsetjmp(machine.escape, 1) == 0) run_blocks(order, free_stacks, storage);
+  run_until_done(order, free_stacks, storage);
   machine.running = false;
   machine.current = nullptr;
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;

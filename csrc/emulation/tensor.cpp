@@ -105,7 +105,7 @@ void enqueue(Block& block, TensorCopy copy) {
   }
 }
 
-TensorCopy describe(const void* tensor_map, const void* smem, int rank, const int* coordinates, const Site& site,
+TensorCopy describe(const void* tensor_map, uint32_t smem, int rank, const int* coordinates, const Site& site,
                     const char* what) {
   TensorCopy copy{};
   copy.issuer = machine.current;
@@ -132,7 +132,7 @@ void prefetch_tensor_map(const void* tensor_map, const Site& site, const char* w
   read_map(tensor_map, site, what);
 }
 
-void tensor_load(void* smem, const void* tensor_map, void* barrier_address, int rank, const int* coordinates,
+void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier_address, int rank, const int* coordinates,
                  const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
@@ -155,7 +155,7 @@ void tensor_load(void* smem, const void* tensor_map, void* barrier_address, int 
   enqueue(block, copy);
 }
 
-void tensor_store(const void* tensor_map, const void* smem, int rank, const int* coordinates, const Site& site,
+void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* coordinates, const Site& site,
                   const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;

@@ -8,13 +8,13 @@ namespace ptx {
 
 using emulation::Site;
 
-__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem, int source_bytes,
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, int source_bytes,
                                             Site site = Site::here()) {
-  emulation::copy_async(smem, gmem, 16, source_bytes, site, "cp_async_16");
+  emulation::copy_async(smem.address, gmem, 16, source_bytes, site, "cp_async_16");
 }
 
-__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem, Site site = Site::here()) {
-  emulation::copy_async(smem, gmem, 16, 16, site, "cp_async_16");
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, Site site = Site::here()) {
+  emulation::copy_async(smem.address, gmem, 16, 16, site, "cp_async_16");
 }
 
 __device__ __forceinline__ void cp_async_commit(Site site = Site::here()) {

@@ -1,4 +1,4 @@
-// Emulated: the signatures of csrc/ptx/math.cuh plus the call site; a test holds the two against each other.
+// Emulated: the signatures of csrc/ptx/math.cuh; none needs a call site; a test holds the two against each other.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,9 @@
 namespace flashmoe {
 namespace ptx {
 
-using emulation::Site;
+__device__ __forceinline__ uint32_t float_bits(float x) { return emulation::float_bits(x); }
+
+__device__ __forceinline__ float negative_infinity() { return emulation::bits_float(0xff800000u); }
 
 // The approximations of the GPU are within 2 units in the last place of these (rounded from double); they are not equal
 // to them bit for bit.

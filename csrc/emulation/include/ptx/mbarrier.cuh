@@ -11,7 +11,7 @@ using emulation::Site;
 using Mbarrier = uint64_t;
 
 __device__ __forceinline__ void mbarrier_init(Mbarrier* barrier, int arrivals, Site site = Site::here()) {
-  emulation::mbarrier_init(barrier, arrivals, site, "mbarrier_init");
+  emulation::mbarrier_init(smem_address(barrier, site), arrivals, site, "mbarrier_init");
 }
 
 __device__ __forceinline__ void mbarrier_init_fence(Site site = Site::here()) {
@@ -19,19 +19,19 @@ __device__ __forceinline__ void mbarrier_init_fence(Site site = Site::here()) {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier* barrier, Site site = Site::here()) {
-  emulation::mbarrier_arrive(barrier, 0, site, "mbarrier_arrive");
+  emulation::mbarrier_arrive(smem_address(barrier, site), 0, site, "mbarrier_arrive");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier* barrier, int bytes, Site site = Site::here()) {
-  emulation::mbarrier_arrive(barrier, bytes, site, "mbarrier_arrive_expect_tx");
+  emulation::mbarrier_arrive(smem_address(barrier, site), bytes, site, "mbarrier_arrive_expect_tx");
 }
 
 __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* barrier, int phase_parity, Site site = Site::here()) {
-  return emulation::mbarrier_try_wait(barrier, phase_parity, site, "mbarrier_try_wait");
+  return emulation::mbarrier_try_wait(smem_address(barrier, site), phase_parity, site, "mbarrier_try_wait");
 }
 
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int phase_parity, Site site = Site::here()) {
-  while (!emulation::mbarrier_try_wait(barrier, phase_parity, site, "mbarrier_wait")) {
+  while (!emulation::mbarrier_try_wait(smem_address(barrier, site), phase_parity, site, "mbarrier_wait")) {
   }
 }
 

@@ -15,40 +15,60 @@ __device__ __forceinline__ uint32_t smem_address(const void* smem, Site site = S
   return emulation::shared_address(smem, site, "smem_address");
 }
 
-__device__ __forceinline__ uint32_t ld_shared_32(const void* smem, Site site = Site::here()) {
+struct SmemPointer {
+  uint32_t address;
+
+  SmemPointer() = default;
+  __device__ __forceinline__ SmemPointer(const void* smem, Site site = Site::here())
+      : address(smem_address(smem, site)) {}
+  __device__ __forceinline__ SmemPointer operator+(int bytes) const {
+    SmemPointer moved;
+    moved.address = address + bytes;
+    return moved;
+  }
+};
+
+__device__ __forceinline__ uint32_t smem_address(SmemPointer smem) { return smem.address; }
+
+template <typename T>
+__device__ __forceinline__ const T* advance_pointer(const T* gmem, int64_t bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<uint64_t>(gmem) + static_cast<uint64_t>(bytes));
+}
+
+__device__ __forceinline__ uint32_t ld_shared_32(SmemPointer smem, Site site = Site::here()) {
   uint32_t value;
-  emulation::load_shared(&value, smem, 4, site, "ld_shared_32");
+  emulation::load_shared(&value, smem.address, 4, site, "ld_shared_32");
   return value;
 }
 
-__device__ __forceinline__ float ld_shared_float(const void* smem, Site site = Site::here()) {
+__device__ __forceinline__ float ld_shared_float(SmemPointer smem, Site site = Site::here()) {
   float value;
-  emulation::load_shared(&value, smem, 4, site, "ld_shared_float");
+  emulation::load_shared(&value, smem.address, 4, site, "ld_shared_float");
   return value;
 }
 
-__device__ __forceinline__ void ld_shared_64(uint32_t (&value)[2], const void* smem, Site site = Site::here()) {
-  emulation::load_shared(value, smem, 8, site, "ld_shared_64");
+__device__ __forceinline__ void ld_shared_64(uint32_t (&value)[2], SmemPointer smem, Site site = Site::here()) {
+  emulation::load_shared(value, smem.address, 8, site, "ld_shared_64");
 }
 
-__device__ __forceinline__ void ld_shared_128(uint32_t (&value)[4], const void* smem, Site site = Site::here()) {
-  emulation::load_shared(value, smem, 16, site, "ld_shared_128");
+__device__ __forceinline__ void ld_shared_128(uint32_t (&value)[4], SmemPointer smem, Site site = Site::here()) {
+  emulation::load_shared(value, smem.address, 16, site, "ld_shared_128");
 }
 
-__device__ __forceinline__ void st_shared_32(void* smem, uint32_t value, Site site = Site::here()) {
-  emulation::store_shared(smem, &value, 4, site, "st_shared_32");
+__device__ __forceinline__ void st_shared_32(SmemPointer smem, uint32_t value, Site site = Site::here()) {
+  emulation::store_shared(smem.address, &value, 4, site, "st_shared_32");
 }
 
-__device__ __forceinline__ void st_shared_float(void* smem, float value, Site site = Site::here()) {
-  emulation::store_shared(smem, &value, 4, site, "st_shared_float");
+__device__ __forceinline__ void st_shared_float(SmemPointer smem, float value, Site site = Site::here()) {
+  emulation::store_shared(smem.address, &value, 4, site, "st_shared_float");
 }
 
-__device__ __forceinline__ void st_shared_64(void* smem, const uint32_t (&value)[2], Site site = Site::here()) {
-  emulation::store_shared(smem, value, 8, site, "st_shared_64");
+__device__ __forceinline__ void st_shared_64(SmemPointer smem, const uint32_t (&value)[2], Site site = Site::here()) {
+  emulation::store_shared(smem.address, value, 8, site, "st_shared_64");
 }
 
-__device__ __forceinline__ void st_shared_128(void* smem, const uint32_t (&value)[4], Site site = Site::here()) {
-  emulation::store_shared(smem, value, 16, site, "st_shared_128");
+__device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (&value)[4], Site site = Site::here()) {
+  emulation::store_shared(smem.address, value, 16, site, "st_shared_128");
 }
 
 __device__ __forceinline__ uint32_t ld_global_32(const void* gmem, Site site = Site::here()) {

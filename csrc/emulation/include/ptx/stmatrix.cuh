@@ -9,7 +9,7 @@ namespace ptx {
 using emulation::Site;
 
 __device__ __forceinline__ void stmatrix_x4(void* smem_row, const uint32_t (&r)[4], Site site = Site::here()) {
-  emulation::store_matrix(smem_row, r, 4, false, site, "stmatrix_x4");
+  emulation::store_matrix(smem_address(smem_row, site), r, 4, false, site, "stmatrix_x4");
 }
 
 }  // namespace ptx

@@ -22,13 +22,13 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map, Site s
 __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, Mbarrier* barrier, int c0, int c1,
                                             int c2, int c3, CacheHint, Site site = Site::here()) {
   const int coordinates[4] = {c0, c1, c2, c3};
-  emulation::tensor_load(smem, map, barrier, 4, coordinates, site, "tma_load_4d");
+  emulation::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), 4, coordinates, site, "tma_load_4d");
 }
 
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* smem, int c0, int c1, int c2, int c3,
                                              Site site = Site::here()) {
   const int coordinates[4] = {c0, c1, c2, c3};
-  emulation::tensor_store(map, smem, 4, coordinates, site, "tma_store_4d");
+  emulation::tensor_store(map, smem_address(smem, site), 4, coordinates, site, "tma_store_4d");
 }
 
 __device__ __forceinline__ void tma_store_commit(Site site = Site::here()) {
