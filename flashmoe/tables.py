@@ -1,8 +1,8 @@
 """The architecture table and the kernel table, as frozen dataclasses.
 
-Source: ``csrc/arch.toml`` and ``csrc/kernels.toml`` in a checkout, the same files under ``flashmoe/_tables/`` in a
-wheel. Everything that must agree about kernels (C++ dispatch, units to compile, audit, shared-memory numbers, docs) reads them
-through this module.
+Source: ``csrc/arch.toml`` and ``csrc/kernels.toml`` in a checkout, the same files in ``flashmoe/_tables/`` of a wheel.
+Everything that must agree about kernels (C++ dispatch, units to compile, audit, shared-memory numbers, docs) reads
+them through this module.
 """
 
 from __future__ import annotations

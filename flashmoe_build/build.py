@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashmoe.errors import BuildError
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_json, write_report
 from flashmoe.tables import Target, load_tables
 from flashmoe_build.archs import requested, resolve
@@ -38,6 +39,10 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     tables = load_tables(root / "csrc")
     targets = resolve(requested(os.environ, archs), tables)
     units = tuple(tables.units(tuple(target.name for target in targets)))
+    for target in targets:
+        if not any(unit.target is target for unit in units):
+            msg = f"kernels.toml has no kernel for {target.name}; add a row, or drop the target from FLASHMOE_ARCHS"
+            raise BuildError(msg)
     jobs = job_count(os.environ)
     toolchain = find_toolchain()
     _announce(targets, len(units), jobs, toolchain)

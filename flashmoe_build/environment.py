@@ -34,15 +34,7 @@ TIMEOUT_VARIABLE = "FLASHMOE_INSTALL_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
 STAMP = "flashmoe-environment.json"
 # Settings of the caller's uv that would change what is installed or switch the hash check off.
-WITHHELD = (
-    "UV_NO_VERIFY_HASHES",
-    "UV_CONSTRAINT",
-    "UV_OVERRIDE",
-    "UV_EXCLUDE",
-    "UV_NO_BINARY",
-    "UV_TARGET",
-    "UV_PREFIX",
-)
+WITHHELD = ("UV_NO_VERIFY_HASHES", "UV_CONSTRAINT", "UV_OVERRIDE", "UV_EXCLUDE", "UV_NO_BINARY", "UV_TARGET", "UV_PREFIX")
 PROBE = (
     "import platform, sys, sysconfig; "
     "print(platform.python_implementation(), platform.python_version(), sysconfig.get_platform())"
@@ -226,7 +218,9 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, extra: Sequence[str] = ()) -> Path:
+def prepare(
+    lock: str, *, root: Path = ROOT, python: Interpreter | None = None, extra: Sequence[str] = ()
+) -> Path:
     """The interpreter of the environment of ``lockfiles/<lock>.txt``, made now unless it is there already."""
     python = python if python is not None else find_python()
     lock_file = root / "lockfiles" / f"{lock}.txt"
@@ -235,18 +229,12 @@ def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, 
         msg = f"no lock {lock!r}; lockfiles/ has {known or 'none'}"
         raise LockError(msg)
     folder = environment_folder(root, lock, python)
-    stamp = {
-        "lock": sha256(lock_file.read_bytes()).hexdigest(),
-        "python": probe_python(python.path),
-        "folder": str(folder),
-    }
+    stamp = {"lock": sha256(lock_file.read_bytes()).hexdigest(), "python": probe_python(python.path), "folder": str(folder)}
     inner = folder / "bin" / "python"
     with exclusive(folder.with_name(f"{folder.name}.lock")):
         if _read_stamp(folder / STAMP) != stamp:
             _create(folder, python)
-            uv_install(
-                inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=extra
-            )
+            uv_install(inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=extra)
             (folder / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
         verify(inner, lock_file, folder)
     return inner

@@ -114,9 +114,7 @@ def parse_lock(text: str, origin: str) -> tuple[Pin, ...]:
 
 def _parse_pin(line: str, origin: str) -> Pin:
     if line.startswith("-"):
-        msg = (
-            f"{origin}: option {line.split()[0]!r}; a lock holds pins only, no registry and no further file; {REWRITE}"
-        )
+        msg = f"{origin}: option {line.split()[0]!r}; a lock holds pins only, no registry and no further file; {REWRITE}"
         raise LockError(msg)
     hashes = tuple(match["hash"] for match in HASH.finditer(line))
     requirement = _requirement(HASH.sub("", line).strip(), origin)

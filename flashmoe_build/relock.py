@@ -137,15 +137,7 @@ def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
         shutil.copy(root / "pyproject.toml", copy)
         for lock in ORDER:
             target = copy / "lockfiles" / f"{lock}.txt"
-            command = [
-                find_uv(),
-                "--directory",
-                str(copy),
-                "--no-python-downloads",
-                "pip",
-                "compile",
-                *options_of(lock),
-            ]
+            command = [find_uv(), "--directory", str(copy), "--no-python-downloads", "pip", "compile", *options_of(lock)]
             command += ["--upgrade"] if upgrade else []
             command += [f"lockfiles/{lock}.in", "--output-file", f"lockfiles/{lock}.txt"]
             status, stderr = run_logged(command, f"resolving {lock}.in", COMPILE_TIMEOUT_S)
@@ -178,9 +170,7 @@ def rewrite(root: Path, *, upgrade: bool) -> tuple[Change, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nox -s lock --", description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the locks are not those of the .in files"
-    )
+    group.add_argument("--check", action="store_true", help="write nothing; fail if the locks are not those of the .in files")
     group.add_argument("--upgrade", action="store_true", help="take the newest versions that the .in files admit")
     options = parser.parse_args(arguments)
     try:

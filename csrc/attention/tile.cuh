@@ -21,8 +21,11 @@ struct QueryTile {
 
 // Grid: ceil(seq_q / kBlockM) * heads_q * batch * num_splits blocks.
 // Full: M blocks of a head are neighbours, so that they share its K and V in L2. Causal: work grows with the M block, so
-// the longest come first over all heads, and the short ones fill the tail of the last wave.
-template <int kBlockM, bool kIsCausal, bool kIsSplit>
+// the longest come first, and short ones fill the tail of each wave; but only among as many heads as fit L2 with their K
+// and V (16 MiB, a third of an H100's and less than an A100's), since every M block reads them anew.
+constexpr int kL2GroupBytes = 16 << 20;
+
+template <int kBlockM, int kHeadDim, bool kIsCausal, bool kIsSplit>
 __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& params) {
   QueryTile tile;
   int index = ptx::block_index();
@@ -37,8 +40,13 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
   if (m_blocks > 1) {
     if constexpr (kIsCausal) {
       const int heads = params.batch * params.heads_q;
-      m_block = index / heads;
-      head = index - m_block * heads;
+      const int shared_by = params.heads_q / params.heads_kv;
+      const int fitting = max(1, kL2GroupBytes / (2 * 2 * kHeadDim) / params.seq_k) * shared_by;
+      const int group = index / (fitting * m_blocks);
+      const int group_heads = min(fitting, heads - group * fitting);
+      index -= group * fitting * m_blocks;
+      m_block = index / group_heads;
+      head = group * fitting + index - m_block * group_heads;
       m_block = m_blocks - 1 - m_block;
     } else {
       head = index / m_blocks;

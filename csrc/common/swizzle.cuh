@@ -5,6 +5,7 @@
 // which is what ldmatrix reads in one phase, so fall on eight different groups of four banks.
 #pragma once
 
+#include "ptx/memory.cuh"
 #include "ptx/types.cuh"
 
 namespace flashmoe {
@@ -19,21 +20,19 @@ __device__ __forceinline__ constexpr int swizzled_offset(int row, int chunk) {
   return row * (kHeadDim * 2) + (chunk ^ (row % kSegmentChunks)) * kChunkBytes;
 }
 
-// Offsets of one lane for a walk along the columns: chunk = 2 * step + lane_chunk (lane_chunk 0 or 1) of a fixed row.
-// The swizzle only touches three bits of the chunk, so four registers serve any head dim and every tile row that is a
-// multiple of 8 further down: the rest of an address is an immediate.
+// One lane's walk along the columns of a fixed tile row: chunk = 2 * step + lane_chunk, lane_chunk 0 or 1. The swizzle
+// touches three address bits, and a tile row starts at a multiple of 128 bytes, so a step inside 64 columns is an
+// exclusive-or of two address bits; 64 columns, or rows that are a multiple of 8 further, are an immediate.
 template <int kHeadDim>
 struct ColumnWalk {
-  int offset[4];
+  ptx::SmemPointer start_smem;
 
-  __device__ __forceinline__ ColumnWalk(int row, int lane_chunk) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) offset[step] = swizzled_offset<kHeadDim>(row, 2 * step + lane_chunk);
-  }
+  __device__ __forceinline__ ColumnWalk(ptx::SmemPointer tile_smem, int offset) : start_smem(tile_smem + offset) {}
 
-  // Byte offset at 16 columns times `step`, `row_blocks_16` blocks of 16 rows further down.
-  __device__ __forceinline__ int at(int step, int row_blocks_16) const {
-    return offset[step % 4] + (step / 4) * (kSegmentChunks * kChunkBytes) + row_blocks_16 * 16 * (kHeadDim * 2);
+  // Address 16 * step columns and 16 * row_block rows further.
+  __device__ __forceinline__ ptx::SmemPointer at(int step, int row_block) const {
+    return (start_smem ^ (step % 4 * (2 * kChunkBytes))) +
+           (step / 4 * (kSegmentChunks * kChunkBytes) + row_block * 16 * (kHeadDim * 2));
   }
 };
 

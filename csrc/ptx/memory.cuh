@@ -29,6 +29,12 @@ struct SmemPointer {
     moved.address = address + bytes;
     return moved;
   }
+  // Inverts bits of the address (dynamic shared memory starts at a multiple of 1024).
+  __device__ __forceinline__ SmemPointer operator^(int bits) const {
+    SmemPointer moved;
+    moved.address = address ^ bits;
+    return moved;
+  }
 };
 
 __device__ __forceinline__ uint32_t smem_address(SmemPointer smem) { return smem.address; }

@@ -61,8 +61,7 @@ __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::k
 template <typename Spec, bool kIsMasked>
 __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
                                                 float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
-                                                ptx::SmemPointer V_smem, const ColumnWalk<Spec::kHeadDim>& walk,
-                                                float scale_log2) {
+                                                ptx::SmemPointer V_smem, float scale_log2) {
   float shift[Spec::kMmaM][2];
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
@@ -82,6 +81,7 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
         accumulator.O_rmem[m][d][2 * half + 1] *= rescale;
       }
     }
+  const auto V_walk = rows_first_walk<Spec>(V_smem);
 #pragma unroll
   for (int k = 0; k < Spec::kBlockN / 16; ++k) {
     uint32_t P_rmem[Spec::kMmaM][4];
@@ -97,146 +97,154 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
         }
       probability_operand<Spec>(P_rmem[m], S_rmem[m][2 * k], S_rmem[m][2 * k + 1]);
     }
-    multiply_probability_value<Spec>(accumulator.O_rmem, P_rmem, V_smem, walk, k);
+    multiply_probability_value<Spec>(accumulator.O_rmem, P_rmem, V_walk, k);
   }
 }
 
+// The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands.
 template <typename Spec, bool kIsCausal>
-struct ForwardKernel {
-  const ForwardParams& params;
-  const QueryTile tile;
-  const KeyTiles key_tiles;
-  const ptx::SmemPointer Q_smem;   // [kBlockM, kHeadDim]
-  const ptx::SmemPointer KV_smem;  // [kNumStages] of K [kBlockN, kHeadDim], then [kNumStages] of V
-  const TileLoader<Spec> K_loader;
-  const TileLoader<Spec> V_loader;
-  const ColumnWalk<Spec::kHeadDim> rows_first;
-  const ColumnWalk<Spec::kHeadDim> columns_first;
-  const int lane;
-  const int warp_row;  // first row of the warp in the tile
-
+struct KeyTileWalk {
   static constexpr int kStages = Spec::kNumStages;
 
-  __device__ __forceinline__ ForwardKernel(const ForwardParams& params_)
+  const ForwardParams& params;
+  const ptx::SmemPointer KV_smem;  // [kStages] of K [kBlockN, kHeadDim], then [kStages] of V
+  TileLoader<Spec> K_loader;
+  TileLoader<Spec> V_loader;
+  int n;              // the current key tile
+  const int begin;    // the last one
+  int stage;          // where the current tile lies
+  int causal_offset;  // last key that the warp's first row sees, if causal
+
+  __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, const KeyTiles& key_tiles,
+                                         ptx::SmemPointer KV_smem_)
       : params(params_),
-        tile(locate_query_tile<Spec::kBlockM, kIsCausal, Spec::kIsSplit>(params_)),
-        key_tiles(visible_key_tiles<Spec::kBlockN, kIsCausal, Spec::kIsSplit>(params_, tile)),
-        Q_smem(ptx::dynamic_shared_memory()),
-        KV_smem(Q_smem + Spec::kQueryBytes),
-        K_loader(params_.k, tile.batch * params_.k_stride.batch + tile.head_kv * params_.k_stride.head,
-                 params_.k_stride.row, params_.head_dim),
-        V_loader(params_.v, tile.batch * params_.v_stride.batch + tile.head_kv * params_.v_stride.head,
-                 params_.v_stride.row, params_.head_dim),
-        rows_first(rows_first_walk<Spec>(ptx::lane_index())),
-        columns_first(columns_first_walk<Spec>(ptx::lane_index())),
-        lane(ptx::lane_index()),
-        warp_row(ptx::warp_index() * Spec::kWarpRows) {}
+        KV_smem(KV_smem_),
+        K_loader(static_cast<const typename Spec::Element*>(params.k) + tile.batch * params.k_stride.batch +
+                     tile.head_kv * params.k_stride.head,
+                 params.k_stride.row, key_tiles.end * Spec::kBlockN),
+        V_loader(static_cast<const typename Spec::Element*>(params.v) + tile.batch * params.v_stride.batch +
+                     tile.head_kv * params.v_stride.head,
+                 params.v_stride.row, key_tiles.end * Spec::kBlockN),
+        n(key_tiles.end - 1),
+        begin(key_tiles.begin),
+        stage(0),
+        causal_offset(tile.row + ptx::warp_index() * Spec::kWarpRows + params.seq_k - params.seq_q) {}
 
-  __device__ __forceinline__ ptx::SmemPointer K_stage(int stage) const { return KV_smem + stage * Spec::kKeyBytes; }
-  __device__ __forceinline__ ptx::SmemPointer V_stage(int stage) const {
-    return KV_smem + (kStages + stage) * Spec::kKeyBytes;
+  template <bool kIsWhole>
+  __device__ __forceinline__ void load_key(int tile, int to_stage) {
+    K_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
+                                                    params.head_dim, params.seq_k - tile * Spec::kBlockN);
   }
 
   template <bool kIsWhole>
-  __device__ __forceinline__ void load_key(int n, int stage) const {
-    K_loader.template load<Spec::kBlockN, kIsWhole>(K_stage(stage), n * Spec::kBlockN, params.seq_k - n * Spec::kBlockN);
+  __device__ __forceinline__ void load_value(int tile, int to_stage) {
+    V_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes,
+                                                    params.v_stride.row, params.head_dim,
+                                                    params.seq_k - tile * Spec::kBlockN);
   }
 
-  template <bool kIsWhole>
-  __device__ __forceinline__ void load_value(int n, int stage) const {
-    V_loader.template load<Spec::kBlockN, kIsWhole>(V_stage(stage), n * Spec::kBlockN, params.seq_k - n * Spec::kBlockN);
-  }
-
-  __device__ __forceinline__ void load_query() const {
-    const TileLoader<Spec> loader(params.q, tile.batch * params.q_stride.batch + tile.head_q * params.q_stride.head,
-                                  params.q_stride.row, params.head_dim);
-    loader.template load<Spec::kBlockM, false>(Q_smem, tile.row, tile.rows);
-  }
-
-  // Starts everything the first tile needs, and, with a ring, the kStages - 1 tiles that it runs ahead.
-  __device__ __forceinline__ void prologue() const {
-    load_query();
-    const int last = key_tiles.end - 1;
+  // Starts what the first tile needs, and, with a ring, the kStages - 1 tiles that the loads run ahead.
+  __device__ __forceinline__ void start() {
     if constexpr (kStages == 1) {
-      load_key<false>(last, 0);
+      load_key<false>(n, 0);
       ptx::cp_async_commit();
     } else {
 #pragma unroll
-      for (int stage = 0; stage < kStages - 1; ++stage) {
-        if (last - stage >= key_tiles.begin) {
-          load_key<false>(last - stage, stage);
-          load_value<false>(last - stage, stage);
+      for (int ahead = 0; ahead < kStages - 1; ++ahead) {
+        if (n - ahead >= begin) {
+          load_key<false>(n - ahead, ahead);
+          load_value<false>(n - ahead, ahead);
         }
         ptx::cp_async_commit();
       }
     }
   }
 
+  // S = Q K^T of the current tile, and every load that may start by then. Leaves V whole in shared memory.
   template <bool kIsMasked>
-  __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q, int n, int& stage) const {
-    float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
-    ptx::SmemPointer K_smem = K_stage(stage);
-    ptx::SmemPointer V_smem = V_stage(stage);
+  __device__ __forceinline__ ptx::SmemPointer scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
+                                                     const QueryOperand<Spec>& Q) {
+    const ptx::SmemPointer K_smem = KV_smem + stage * Spec::kKeyBytes;
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
-      if (kIsMasked) {
-        load_value<false>(n, 0);
-      } else {
-        load_value<true>(n, 0);
-      }
+      load_value<!kIsMasked>(n, 0);
       ptx::cp_async_commit();
-      multiply_query_key<Spec>(S_rmem, Q, K_smem, columns_first);
+      multiply_query_key<Spec>(S_rmem, Q, K_smem);
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
-      if (n > key_tiles.begin) {
-        load_key<true>(n - 1, 0);
-        ptx::cp_async_commit();
-      }
+      if (n > begin) load_key<true>(n - 1, 0);
+      ptx::cp_async_commit();
     } else {
       ptx::cp_async_wait<kStages - 2>();
       ptx::barrier_sync_block();  // this tile is whole; all warps are done with the tile before, whose buffers refill
       const int next = n - (kStages - 1);
-      const int next_stage = stage == 0 ? kStages - 1 : stage - 1;
-      if (next >= key_tiles.begin) {
+      if (next >= begin) {
+        const int next_stage = stage == 0 ? kStages - 1 : stage - 1;
         load_key<true>(next, next_stage);
         load_value<true>(next, next_stage);
       }
       ptx::cp_async_commit();
       stage = stage == kStages - 1 ? 0 : stage + 1;
-      multiply_query_key<Spec>(S_rmem, Q, K_smem, columns_first);
+      multiply_query_key<Spec>(S_rmem, Q, K_smem);
     }
-    if constexpr (kIsMasked) {
-      const int first_key = n * Spec::kBlockN;
-      mask_scores<Spec, kIsCausal>(S_rmem, lane, params.seq_k - 1 - first_key,
-                                   tile.row + warp_row + params.seq_k - params.seq_q - first_key);
-    }
-    accumulate_tile<Spec, kIsMasked>(accumulator, S_rmem, V_smem, rows_first, params.scale_log2);
+    return K_smem + kStages * Spec::kKeyBytes;
   }
 
-  __device__ __forceinline__ void run() const {
-    Accumulator<Spec> accumulator;
-    ptx::SmemPointer warp_Q_smem = Q_smem + warp_row * Spec::kRowBytes;
-    if (key_tiles.begin < key_tiles.end) {
-      prologue();
-      if constexpr (Spec::kQueryInRegisters) {
-        ptx::cp_async_wait<kStages == 1 ? 0 : kStages - 2>();
-        ptx::barrier_sync_block();  // Q is whole
-      }
-      const QueryOperand<Spec> Q(warp_Q_smem, rows_first);
-      int n = key_tiles.end - 1;
-      int stage = 0;
-      for (; n >= key_tiles.masked; --n) step<true>(accumulator, Q, n, stage);
-      for (; n >= key_tiles.begin; --n) step<false>(accumulator, Q, n, stage);
-      ptx::cp_async_wait<0>();
+  template <bool kIsMasked>
+  __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q) {
+    float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
+    const ptx::SmemPointer V_smem = scores<kIsMasked>(S_rmem, Q);
+    if constexpr (kIsMasked) {
+      const int first_key = n * Spec::kBlockN;
+      mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), params.seq_k - 1 - first_key, causal_offset - first_key);
     }
-    finish_tile<Spec>(params, tile, warp_row, lane, accumulator.rows, accumulator.O_rmem, warp_Q_smem);
+    accumulate_tile<Spec, kIsMasked>(accumulator, S_rmem, V_smem, params.scale_log2);
   }
 };
 
 template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params) {
+  return locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kIsCausal, Spec::kIsSplit>(params);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void load_query(const ForwardParams& params, const QueryTile& tile, ptx::SmemPointer Q_smem) {
+  TileLoader<Spec> loader(static_cast<const typename Spec::Element*>(params.q) + tile.batch * params.q_stride.batch +
+                              tile.head_q * params.q_stride.head,
+                          params.q_stride.row, tile.row + Spec::kBlockM);
+  loader.template load<Spec::kBlockM, false>(Q_smem, params.q_stride.row, params.head_dim, tile.rows);
+}
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
+                                       ptx::SmemPointer Q_smem, int warp_row) {
+  const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
+  const KeyTiles key_tiles = visible_key_tiles<Spec::kBlockN, kIsCausal, Spec::kIsSplit>(params, tile);
+  if (key_tiles.begin >= key_tiles.end) return;
+  load_query<Spec>(params, tile, Q_smem);
+  KeyTileWalk<Spec, kIsCausal> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
+  walk.start();
+  if constexpr (Spec::kQueryInRegisters) {
+    ptx::cp_async_wait<Spec::kNumStages == 1 ? 0 : Spec::kNumStages - 2>();
+    ptx::barrier_sync_block();  // Q is whole
+  }
+  const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
+  for (; walk.n >= key_tiles.masked; --walk.n) walk.template step<true>(accumulator, Q);
+  for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<false>(accumulator, Q);
+  ptx::cp_async_wait<0>();
+}
+
+template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ void forward(const ForwardParams& params) {
-  ForwardKernel<Spec, kIsCausal>(params).run();
+  const ptx::SmemPointer Q_smem = ptx::dynamic_shared_memory();  // [kBlockM, kHeadDim]
+  const int warp_row = ptx::warp_index() * Spec::kWarpRows;
+  Accumulator<Spec> accumulator;
+  attend<Spec, kIsCausal>(params, accumulator, Q_smem, warp_row);
+  // Located again: five registers less through the loop, where there is none to spare.
+  const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
+  finish_tile<Spec>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
+                    Q_smem + warp_row * Spec::kRowBytes);
 }
 
 }  // namespace sm80

@@ -9,45 +9,41 @@ namespace flashmoe {
 namespace attention {
 namespace sm80 {
 
-// One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix).
+// One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix), walked from the last row upwards:
+// one running pointer is all the state, since the row above a tile's first is the last of the next tile to load.
 template <typename Spec>
 struct TileLoader {
   using Element = typename Spec::Element;
   static constexpr int kRowsPerPass = Spec::kNumThreads / kSegmentChunks;  // a multiple of 8: the swizzle stays the same
   static constexpr int kSegments = Spec::kHeadDim / 64;
 
-  const Element* head_gmem;  // [rows, head_dim] at this thread's row and column of tile 0
-  int64_t row_stride;        // elements
-  int smem_offset;
-  int column;    // first of this thread's eight columns in segment 0
-  int head_dim;  // columns from here on are filled with zeros
+  const Element* next_gmem;  // this thread's chunk in the last pass of the next tile
 
-  __device__ __forceinline__ TileLoader(const void* gmem, int64_t head_offset, int64_t row_stride_, int head_dim_)
-      : row_stride(row_stride_), head_dim(head_dim_) {
-    const int row = ptx::thread_index() / kSegmentChunks;
-    const int chunk = ptx::thread_index() % kSegmentChunks;
-    column = chunk * kChunkElements;
-    head_gmem = static_cast<const Element*>(gmem) + head_offset + row * row_stride + column;
-    smem_offset = swizzled_offset<Spec::kHeadDim>(row, chunk);
-  }
+  // The next tile ends before row `end_row` of the matrix that starts at `head_gmem`.
+  __device__ __forceinline__ TileLoader(const void* head_gmem, int64_t row_stride, int end_row)
+      : next_gmem(static_cast<const Element*>(head_gmem) + (end_row - kRowsPerPass + ptx::thread_index() / kSegmentChunks) * row_stride +
+                  ptx::thread_index() % kSegmentChunks * kChunkElements) {}
 
-  // Starts the copy of kRows rows from `first_row` on; rows from `rows` (counted from first_row) on become zeros, which
-  // keeps 0 * NaN out of P V. kIsWhole promises that there are none.
+  // Starts the copy of a tile of kRows rows. Rows from `rows` on and columns from head_dim on become zeros, which keeps
+  // 0 * NaN out of P V; kIsWhole promises that all rows exist.
   template <int kRows, bool kIsWhole>
-  __device__ __forceinline__ void load(ptx::SmemPointer tile_smem, int first_row, int rows) const {
-    const Element* row_gmem = head_gmem + first_row * row_stride;
-    const int64_t pass_bytes = kRowsPerPass * row_stride * static_cast<int>(sizeof(Element));
+  __device__ __forceinline__ void load(ptx::SmemPointer tile_smem, int64_t row_stride, int head_dim, int rows = kRows) {
+    const int thread = ptx::recompute(ptx::thread_index());
+    const int thread_row = thread / kSegmentChunks;
+    const int thread_column = thread % kSegmentChunks * kChunkElements;
+    const int64_t pass_bytes = ptx::recompute(row_stride) * (kRowsPerPass * static_cast<int>(sizeof(Element)));
+    const ptx::SmemPointer thread_smem = tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
 #pragma unroll
-    for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
-      const bool row_valid = kIsWhole || ptx::thread_index() / kSegmentChunks + pass * kRowsPerPass < rows;
+    for (int pass = kRows / kRowsPerPass - 1; pass >= 0; --pass) {
+      const bool row_valid = kIsWhole || thread_row + pass * kRowsPerPass < rows;
 #pragma unroll
       for (int segment = 0; segment < kSegments; ++segment) {
-        const bool valid = row_valid && column + segment * 64 < head_dim;
-        ptx::SmemPointer chunk_smem =
-            tile_smem + smem_offset + pass * kRowsPerPass * Spec::kRowBytes + segment * kSegmentChunks * kChunkBytes;
-        ptx::cp_async_16(chunk_smem, row_gmem + segment * 64, valid ? kChunkBytes : 0);
+        const bool valid = row_valid && segment * 64 + thread_column < head_dim;
+        ptx::cp_async_16(
+            thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
+            next_gmem + segment * 64, valid ? kChunkBytes : 0);
       }
-      row_gmem = ptx::advance_pointer(row_gmem, pass_bytes);
+      next_gmem = ptx::advance_pointer(next_gmem, -pass_bytes);
     }
   }
 };

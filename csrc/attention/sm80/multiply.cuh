@@ -5,21 +5,24 @@
 #include "common/swizzle.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/special_registers.cuh"
 
 namespace flashmoe {
 namespace attention {
 namespace sm80 {
 
-// Lane addresses for the operands, relative to a tile. A and V: matrices 0 to 3 are (rows 0-7, left), (rows 8-15, left),
+// Where a lane starts in a tile for ldmatrix. Q and V: matrices 0 to 3 are (rows 0-7, left), (rows 8-15, left),
 // (rows 0-7, right), (rows 8-15, right); K: (keys 0-7, left), (keys 0-7, right), (keys 8-15, left), (keys 8-15, right).
 template <typename Spec>
-__device__ __forceinline__ ColumnWalk<Spec::kHeadDim> rows_first_walk(int lane) {
-  return ColumnWalk<Spec::kHeadDim>(lane % 16, lane / 16);
+__device__ __forceinline__ ColumnWalk<Spec::kHeadDim> rows_first_walk(ptx::SmemPointer tile_smem) {
+  const int lane = ptx::recompute(ptx::lane_index());
+  return {tile_smem, swizzled_offset<Spec::kHeadDim>(lane % 16, lane / 16)};
 }
 
 template <typename Spec>
-__device__ __forceinline__ ColumnWalk<Spec::kHeadDim> columns_first_walk(int lane) {
-  return ColumnWalk<Spec::kHeadDim>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+__device__ __forceinline__ ColumnWalk<Spec::kHeadDim> columns_first_walk(ptx::SmemPointer tile_smem) {
+  const int lane = ptx::recompute(ptx::lane_index());
+  return {tile_smem, swizzled_offset<Spec::kHeadDim>(lane % 8 + lane / 16 * 8, lane / 8 % 2)};
 }
 
 // A warp's Q as A operands, [kWarpRows, kHeadDim]: from registers, or from shared memory at every use.
@@ -30,11 +33,12 @@ template <typename Spec>
 struct QueryOperand<Spec, true> {
   uint32_t Q_rmem[Spec::kMmaM][Spec::kHeadDim / 16][4];
 
-  __device__ __forceinline__ QueryOperand(ptx::SmemPointer warp_Q_smem, const ColumnWalk<Spec::kHeadDim>& walk) {
+  __device__ __forceinline__ explicit QueryOperand(ptx::SmemPointer warp_Q_smem) {
+    const auto walk = rows_first_walk<Spec>(warp_Q_smem);
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
-      for (int k = 0; k < Spec::kHeadDim / 16; ++k) ptx::ldmatrix_x4(Q_rmem[m][k], warp_Q_smem + walk.at(k, m));
+      for (int k = 0; k < Spec::kHeadDim / 16; ++k) ptx::ldmatrix_x4(Q_rmem[m][k], walk.at(k, m));
   }
 
   __device__ __forceinline__ void get(uint32_t (&a)[Spec::kMmaM][4], int k) const {
@@ -47,23 +51,22 @@ struct QueryOperand<Spec, true> {
 
 template <typename Spec>
 struct QueryOperand<Spec, false> {
-  ptx::SmemPointer warp_Q_smem;
   ColumnWalk<Spec::kHeadDim> walk;
 
-  __device__ __forceinline__ QueryOperand(ptx::SmemPointer warp_Q_smem_, const ColumnWalk<Spec::kHeadDim>& walk_)
-      : warp_Q_smem(warp_Q_smem_), walk(walk_) {}
+  __device__ __forceinline__ explicit QueryOperand(ptx::SmemPointer warp_Q_smem)
+      : walk(rows_first_walk<Spec>(warp_Q_smem)) {}
 
   __device__ __forceinline__ void get(uint32_t (&a)[Spec::kMmaM][4], int k) const {
 #pragma unroll
-    for (int m = 0; m < Spec::kMmaM; ++m) ptx::ldmatrix_x4(a[m], warp_Q_smem + walk.at(k, m));
+    for (int m = 0; m < Spec::kMmaM; ++m) ptx::ldmatrix_x4(a[m], walk.at(k, m));
   }
 };
 
 // S = Q K^T: [kWarpRows, kBlockN], K_smem [kBlockN, kHeadDim].
 template <typename Spec>
 __device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
-                                                   const QueryOperand<Spec>& Q, ptx::SmemPointer K_smem,
-                                                   const ColumnWalk<Spec::kHeadDim>& walk) {
+                                                   const QueryOperand<Spec>& Q, ptx::SmemPointer K_smem) {
+  const auto walk = columns_first_walk<Spec>(K_smem);
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -77,7 +80,7 @@ __device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][
 #pragma unroll
     for (int pair = 0; pair < Spec::kMmaN / 2; ++pair) {
       uint32_t b[4];  // two 8-key blocks, 16 columns of the head dim
-      ptx::ldmatrix_x4(b, K_smem + walk.at(k, pair));
+      ptx::ldmatrix_x4(b, walk.at(k, pair));
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m) {
         ptx::mma_m16n8k16<typename Spec::Element>(S_rmem[m][2 * pair], a[m], b[0], b[1]);
@@ -97,16 +100,15 @@ __device__ __forceinline__ void probability_operand(uint32_t (&a)[4], const floa
   a[3] = pack<typename Spec::Element>(right[2], right[3]);
 }
 
-// O += P V over 16 keys: V_smem [16, kHeadDim] at those keys, read transposed.
+// O += P V over keys 16 key_block to 16 key_block + 15 of V_smem [kBlockN, kHeadDim], which is read transposed.
 template <typename Spec>
 __device__ __forceinline__ void multiply_probability_value(float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
                                                            const uint32_t (&P_rmem)[Spec::kMmaM][4],
-                                                           ptx::SmemPointer V_smem,
-                                                           const ColumnWalk<Spec::kHeadDim>& walk, int key_block_16) {
+                                                           const ColumnWalk<Spec::kHeadDim>& V_walk, int key_block) {
 #pragma unroll
   for (int pair = 0; pair < Spec::kMmaD / 2; ++pair) {
     uint32_t b[4];  // 16 keys, two 8-column blocks of the head dim
-    ptx::ldmatrix_x4_trans(b, V_smem + walk.at(pair, key_block_16));
+    ptx::ldmatrix_x4_trans(b, V_walk.at(pair, key_block));
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
       ptx::mma_m16n8k16<typename Spec::Element>(O_rmem[m][2 * pair], P_rmem[m], b[0], b[1]);
