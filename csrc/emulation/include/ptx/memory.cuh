@@ -26,6 +26,11 @@ struct SmemPointer {
     moved.address = address + bytes;
     return moved;
   }
+  __device__ __forceinline__ SmemPointer operator^(int bits) const {
+    SmemPointer moved;
+    moved.address = address ^ bits;
+    return moved;
+  }
 };
 
 __device__ __forceinline__ uint32_t smem_address(SmemPointer smem) { return smem.address; }

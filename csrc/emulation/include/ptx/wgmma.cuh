@@ -43,21 +43,20 @@ __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor,
 }
 
 template <typename Element, int kN, bool kTransposeB>
-struct Wgmma {
+__device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int scale_d,
+                                         Site site = Site::here()) {
   static_assert(kN % 8 == 0 && kN >= 8 && kN <= 256, "wgmma takes N from 8 to 256 by 8");
+  emulation::wgmma_product(d, kN, nullptr, a, b, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
+                           "wgmma_ss");
+}
 
-  static __device__ __forceinline__ void ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int scale_d,
-                                            Site site = Site::here()) {
-    emulation::wgmma_product(d, kN, nullptr, a, b, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
-                             "Wgmma::ss");
-  }
-
-  static __device__ __forceinline__ void rs(float (&d)[kN / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                            uint64_t b, int scale_d, Site site = Site::here()) {
-    const uint32_t a[4] = {a0, a1, a2, a3};
-    emulation::wgmma_product(d, kN, a, 0, b, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site, "Wgmma::rs");
-  }
-};
+template <typename Element, int kN, bool kTransposeB>
+__device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint64_t b, int scale_d, Site site = Site::here()) {
+  static_assert(kN % 8 == 0 && kN >= 8 && kN <= 256, "wgmma takes N from 8 to 256 by 8");
+  const uint32_t a[4] = {a0, a1, a2, a3};
+  emulation::wgmma_product(d, kN, a, 0, b, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site, "wgmma_rs");
+}
 
 }  // namespace ptx
 }  // namespace flashmoe
