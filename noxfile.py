@@ -1,8 +1,8 @@
 """What a person can ask for. Each session makes sure of an environment and calls one program; the programs do the work.
 
-    ./nox                    build, symbols, smoke, bench; ends with one table
-    ./nox -s test            build, install the wheel, run the tests against it
-    ./nox -s SESSION -- ...  what follows goes to the program (-- --help)
+./nox                    build, symbols, smoke, bench; ends with one table
+./nox -s test            build, install the wheel, run the tests against it
+./nox -s SESSION -- ...  what follows goes to the program (-- --help)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def wheel_file(session: nox.Session) -> Path:
         if not path.is_file():
             session.error(f"{WHEEL_VARIABLE}={given}: there is no such file")
         return path
-    program(session, locked(session, "build"), "flashmoe_build")
+    run_build(session)
     return newest_wheel(session)
 
 
@@ -82,29 +82,36 @@ def outside(name: str) -> Path:
 
 
 def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    program(session, locked(session, "build"), "flashmoe_build", *arguments)
+    python = locked(session, "build")
+    program(session, python, "flashmoe_build.lock", "lockfiles/build.txt")  # sees what PYTHONPATH adds, too
+    program(session, python, "flashmoe_build", *arguments)
 
 
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    targets = arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
-    program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--report", REPORTS / "symbols.json")
+    targets = (
+        arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
+    )
+    program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
 
 
 def run_smoke(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("smoke")):
-        program(session, python, "flashmoe.smoke", "--report", REPORTS / "smoke.json", *arguments)
+        program(session, python, "flashmoe.smoke", "--json", REPORTS / "smoke.json", *arguments)
 
 
 def run_bench(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("bench")):
-        program(session, python, "flashmoe", "bench", "--report", REPORTS / "bench.json", *arguments)
+        program(session, python, "flashmoe", "bench", "--json", REPORTS / "bench.json", *arguments)
 
 
 def absolute_paths(arguments: Sequence[str]) -> list[str]:
     """Test paths of the command line, made independent of the folder that pytest runs in."""
-    return [str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word for word in arguments]
+    return [
+        str(ROOT / word) if (ROOT / word.split("::")[0]).exists() and word[0] not in "-/" else word
+        for word in arguments
+    ]
 
 
 @nox.session
@@ -152,13 +159,16 @@ def test(session: nox.Session) -> None:
     arguments = absolute_paths(session.posargs)
     if not any(word.startswith(str(ROOT)) for word in arguments):
         arguments.append(str(ROOT / "tests"))
-    environ = {"FLASHMOE_TEST_INSTALLED": "1", "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data")}
+    environ = {
+        "FLASHMOE_TEST_INSTALLED": "1",
+        "FLASHMOE_TEST_REPORT": str(REPORTS / "test.json"),
+        "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data"),
+    }
     with session.chdir(outside("test")):
         session.run(
             *(python, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
             *("--cov=flashmoe", "--cov=flashmoe_build", f"--cov-config={ROOT / 'pyproject.toml'}"),
             *(f"--cov-report=json:{ROOT / 'build' / 'coverage' / 'coverage.json'}", "--cov-report=term:skip-covered"),
-            f"--junitxml={REPORTS / 'test.xml'}",
             *arguments,
             env=environ,
             external=True,
@@ -190,3 +200,28 @@ def doctor(session: nox.Session) -> None:
     python = installed(session, newest_wheel(session)) if wheels else locked(session, "test")
     with session.chdir(outside("doctor") if wheels else ROOT):
         program(session, python, "flashmoe", "doctor", *session.posargs)
+
+
+@nox.session
+def environments(session: nox.Session) -> None:
+    """Install locked environments and no more (-- build test lint); what an image's first layers are."""
+    for name in session.posargs or ("build",):
+        locked(session, name)
+
+
+@nox.session
+def base_image(session: nox.Session) -> None:
+    """Make a container base from Debian packages, where no registry is reached (-- --update rewrites its pins)."""
+    program(session, sys.executable, "flashmoe_build.containers.base", *session.posargs)
+
+
+@nox.session
+def image(session: nox.Session) -> None:
+    """Build the container images (-- --base flashmoe-base:bookworm, test, bench)."""
+    program(session, sys.executable, "flashmoe_build.containers.image", *session.posargs)
+
+
+@nox.session
+def image_test(session: nox.Session) -> None:
+    """Run the built images and check what they promise (-- words for pytest)."""
+    program(session, locked(session, "container"), "flashmoe_build.containers.image_test", *session.posargs)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from flashmoe.errors import FlashmoeError, LockError
 from flashmoe.progress import Progress
+from flashmoe_build.lock import verify_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 12), (3, 11), (3, 10))  # numpy<2 has no wheel beyond 3.12
@@ -34,7 +35,15 @@ TIMEOUT_VARIABLE = "FLASHMOE_INSTALL_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
 STAMP = "flashmoe-environment.json"
 # Settings of the caller's uv that would change what is installed or switch the hash check off.
-WITHHELD = ("UV_NO_VERIFY_HASHES", "UV_CONSTRAINT", "UV_OVERRIDE", "UV_EXCLUDE", "UV_NO_BINARY", "UV_TARGET", "UV_PREFIX")
+WITHHELD = (
+    "UV_NO_VERIFY_HASHES",
+    "UV_CONSTRAINT",
+    "UV_OVERRIDE",
+    "UV_EXCLUDE",
+    "UV_NO_BINARY",
+    "UV_TARGET",
+    "UV_PREFIX",
+)
 PROBE = (
     "import platform, sys, sysconfig; "
     "print(platform.python_implementation(), platform.python_version(), sysconfig.get_platform())"
@@ -167,7 +176,12 @@ def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int
         ) as process,
     ):
         expired = threading.Event()
-        timer = threading.Timer(timeout_s, lambda: (expired.set(), process.kill()))
+
+        def stop() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, stop)
         timer.daemon = True
         timer.start()
         assert process.stderr is not None
@@ -195,14 +209,14 @@ def environment_folder(root: Path, lock: str, python: Interpreter) -> Path:
     return root / ".nox" / "env" / f"{lock}-{python.label}"
 
 
-def verify(python: Path, lock: Path, folder: Path) -> None:
-    """Raise LockError unless the environment's own interpreter finds the locked packages, each once."""
-    command = [str(python), "-m", "flashmoe_build.lock", str(lock)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        text = (done.stderr or done.stdout).strip().removeprefix("LockError: ")
-        msg = f"{text}\nThe environment is {folder} (rm -rf it)."
-        raise LockError(msg)
+def verify(lock: Path, folder: Path, python: str) -> None:
+    """Raise LockError unless the environment in ``folder`` holds the locked packages, each once, and nothing else."""
+    site = folder / "lib" / f"python{'.'.join(python.split('.')[:2])}" / "site-packages"
+    try:
+        verify_environment(lock, path=[str(site)], python=python)
+    except LockError as error:
+        msg = f"{error}\nThe environment is {folder}"
+        raise LockError(msg) from error
 
 
 @contextmanager
@@ -218,9 +232,7 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def prepare(
-    lock: str, *, root: Path = ROOT, python: Interpreter | None = None, extra: Sequence[str] = ()
-) -> Path:
+def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, extra: Sequence[str] = ()) -> Path:
     """The interpreter of the environment of ``lockfiles/<lock>.txt``, made now unless it is there already."""
     python = python if python is not None else find_python()
     lock_file = root / "lockfiles" / f"{lock}.txt"
@@ -229,14 +241,20 @@ def prepare(
         msg = f"no lock {lock!r}; lockfiles/ has {known or 'none'}"
         raise LockError(msg)
     folder = environment_folder(root, lock, python)
-    stamp = {"lock": sha256(lock_file.read_bytes()).hexdigest(), "python": probe_python(python.path), "folder": str(folder)}
+    stamp = {
+        "lock": sha256(lock_file.read_bytes()).hexdigest(),
+        "python": probe_python(python.path),
+        "folder": str(folder),
+    }
     inner = folder / "bin" / "python"
     with exclusive(folder.with_name(f"{folder.name}.lock")):
         if _read_stamp(folder / STAMP) != stamp:
             _create(folder, python)
-            uv_install(inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=extra)
+            uv_install(
+                inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=extra
+            )
             (folder / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
-        verify(inner, lock_file, folder)
+        verify(lock_file, folder, stamp["python"].split()[1])
     return inner
 
 

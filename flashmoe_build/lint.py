@@ -1,7 +1,7 @@
 """Every checker, one after another, all of them even when one fails; one line each at the end.
 
-    nox -s lint                 # all
-    nox -s lint -- mypy ruff    # some
+nox -s lint                 # all
+nox -s lint -- mypy ruff    # some
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         Checker("lock", (python, "-m", "flashmoe_build.relock", "--check"), "nox -s lock"),
         Checker("docs", (python, "-m", "flashmoe_build.docs", "--check"), "nox -s docs"),
     ]
-    dockerfiles = sorted(str(path.relative_to(root)) for path in [*root.glob("Dockerfile*"), *root.glob("docker/Dockerfile*")])
+    dockerfiles = sorted(
+        str(path.relative_to(root)) for path in [*root.glob("Dockerfile*"), *root.glob("docker/Dockerfile*")]
+    )
     if dockerfiles:
         found.append(Checker("hadolint", (str(tools / "hadolint"), *dockerfiles)))
     if (root / ".github" / "workflows").is_dir():
@@ -59,7 +61,10 @@ def shell_scripts(root: Path) -> Iterable[Path]:
 
 def run_checker(checker: Checker, root: Path) -> Check:
     """Run one checker with its output passed through."""
-    print(f"== {checker.name}: {' '.join(Path(word).name if word.startswith('/') else word for word in checker.command)}", flush=True)
+    print(
+        f"== {checker.name}: {' '.join(Path(word).name if word.startswith('/') else word for word in checker.command)}",
+        flush=True,
+    )
     try:
         status = subprocess.run(checker.command, cwd=root, timeout=TIMEOUT_S, check=False).returncode
     except subprocess.TimeoutExpired:
@@ -67,7 +72,9 @@ def run_checker(checker: Checker, root: Path) -> Check:
     except OSError as error:
         return Check(checker.name, Verdict.FAIL, f"cannot run: {error.strerror}", "the tool of lockfiles/lint.txt")
     verdict = Verdict.FAIL if status else Verdict.PASS
-    return Check(checker.name, verdict, f"exit status {status}", "exit status 0", next_step=checker.mend if status else "")
+    return Check(
+        checker.name, verdict, f"exit status {status}", "exit status 0", next_step=checker.mend if status else ""
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,7 +86,9 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.USAGE
     started, clock = utc_now(), time.monotonic()
     checks = tuple(run_checker(checker, ROOT) for checker in known if not arguments or checker.name in arguments)
-    report = Report("lint", checks, {}, host_environment(), ("lint", *arguments), started, round(time.monotonic() - clock, 1))
+    report = Report(
+        "lint", checks, {}, host_environment(), ("lint", *arguments), started, round(time.monotonic() - clock, 1)
+    )
     write_report(ROOT / "build" / "reports" / "lint.json", report)
     for check in checks:
         hint = f"  next: {check.next_step}" if check.next_step else ""

@@ -114,7 +114,9 @@ def parse_lock(text: str, origin: str) -> tuple[Pin, ...]:
 
 def _parse_pin(line: str, origin: str) -> Pin:
     if line.startswith("-"):
-        msg = f"{origin}: option {line.split()[0]!r}; a lock holds pins only, no registry and no further file; {REWRITE}"
+        msg = (
+            f"{origin}: option {line.split()[0]!r}; a lock holds pins only, no registry and no further file; {REWRITE}"
+        )
         raise LockError(msg)
     hashes = tuple(match["hash"] for match in HASH.finditer(line))
     requirement = _requirement(HASH.sub("", line).strip(), origin)
@@ -237,16 +239,38 @@ def find_drift(
     return tuple(drift)
 
 
+def marker_environment(python: str = "") -> dict[str, str]:
+    """What markers are evaluated against: this interpreter, or CPython of the full version ``python`` on Linux x86-64."""
+    known = {key: str(value) for key, value in default_environment().items()}
+    if not python:
+        return known
+    return known | {
+        "python_version": ".".join(python.split(".")[:2]),
+        "python_full_version": python,
+        "implementation_name": "cpython",
+        "implementation_version": python,
+        "platform_python_implementation": "CPython",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+    }
+
+
 def verify_environment(
-    lock: Path, *, names: Collection[str] | None = None, path: Sequence[str] | None = None
+    lock: Path,
+    *,
+    names: Collection[str] | None = None,
+    path: Sequence[str] | None = None,
+    python: str = "",
 ) -> tuple[Pin, ...]:
     """Raise LockError unless the installed packages are those of ``lock``; returns its pins.
 
     ``names`` limits the check to the packages that shape the result, for a build in an environment that somebody else
-    made (``pip wheel .``). Beside ``x.txt`` there is ``x.in``: a requirement there without a pin is an error too.
+    made (``pip wheel .``); ``path`` and ``python`` (a full version) describe an environment other than the running one.
+    Beside ``x.txt`` there is ``x.in``: a requirement there without a pin is an error too.
     """
     pins = read_lock(lock)
-    environment = {key: str(value) for key, value in default_environment().items()}
+    environment = marker_environment(python)
     check_lock(read_inputs(lock.with_suffix(".in")), pins, environment)
     drift = find_drift(pins, installed_distributions(path), environment, names)
     if drift:

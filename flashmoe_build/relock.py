@@ -18,14 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.markers import default_environment
-
 from flashmoe.errors import FlashmoeError, LockError
 from flashmoe_build.environment import ROOT, explain_failure, find_uv, run_logged
 from flashmoe_build.lock import (
     Pin,
     check_lock,
     input_digest,
+    marker_environment,
     parse_lock,
     read_inputs,
     read_lock,
@@ -33,7 +32,7 @@ from flashmoe_build.lock import (
     recorded_digest,
 )
 
-ORDER = ("launcher", "build", "test", "lint")  # test is constrained by build, lint by both
+ORDER = ("launcher", "build", "test", "lint", "container")  # test is constrained by build, the last two by both
 OPTIONS = (
     "--universal",
     "--python-version=3.10",
@@ -103,7 +102,7 @@ def check(folder: Path) -> list[str]:
         pins = parse_lock(text, f"{lock}.txt")
         for python in PYTHONS:
             try:
-                check_lock(read_inputs(source), pins, _environment(python))
+                check_lock(read_inputs(source), pins, marker_environment(f"{python}.0"))
             except LockError as error:
                 problems.append(f"for Python {python}: {error}")
         if lock == "launcher":
@@ -115,19 +114,6 @@ def check(folder: Path) -> list[str]:
     return problems
 
 
-def _environment(python: str) -> dict[str, str]:
-    known = {key: str(value) for key, value in default_environment().items()}
-    return known | {
-        "python_version": python,
-        "python_full_version": f"{python}.0",
-        "sys_platform": "linux",
-        "platform_machine": "x86_64",
-        "platform_system": "Linux",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-    }
-
-
 def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
     """The new text of every lock. Works in a copy, so that a failure half way changes nothing."""
     texts = {}
@@ -137,7 +123,15 @@ def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
         shutil.copy(root / "pyproject.toml", copy)
         for lock in ORDER:
             target = copy / "lockfiles" / f"{lock}.txt"
-            command = [find_uv(), "--directory", str(copy), "--no-python-downloads", "pip", "compile", *options_of(lock)]
+            command = [
+                find_uv(),
+                "--directory",
+                str(copy),
+                "--no-python-downloads",
+                "pip",
+                "compile",
+                *options_of(lock),
+            ]
             command += ["--upgrade"] if upgrade else []
             command += [f"lockfiles/{lock}.in", "--output-file", f"lockfiles/{lock}.txt"]
             status, stderr = run_logged(command, f"resolving {lock}.in", COMPILE_TIMEOUT_S)
@@ -170,7 +164,9 @@ def rewrite(root: Path, *, upgrade: bool) -> tuple[Change, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nox -s lock --", description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--check", action="store_true", help="write nothing; fail if the locks are not those of the .in files")
+    group.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the locks are not those of the .in files"
+    )
     group.add_argument("--upgrade", action="store_true", help="take the newest versions that the .in files admit")
     options = parser.parse_args(arguments)
     try:

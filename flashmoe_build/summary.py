@@ -1,6 +1,6 @@
 """The table at the end of ``./nox``: one line a stage, read from the stages' report files and from nothing else.
 
-    python -m flashmoe_build.summary build/reports build symbols smoke bench
+python -m flashmoe_build.summary build/reports build symbols smoke bench
 """
 
 from __future__ import annotations

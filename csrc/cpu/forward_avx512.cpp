@@ -4,7 +4,7 @@
 
 #include "vector_avx512.h"
 
-#include "forward_simd.h"
+#include "run_simd.h"
 
 namespace flashmoe {
 namespace cpu {

@@ -284,21 +284,6 @@ void forward_simd(const Task& task, void* memory) {
   }
 }
 
-void run_simd(const Task& task, void* scratch) {
-  switch (task.type) {
-    case ScalarType::kFloat32:
-      return forward_simd<float>(task, scratch);
-    case ScalarType::kFloat16:
-      return forward_simd<Half>(task, scratch);
-    case ScalarType::kBFloat16:
-      return forward_simd<BFloat16>(task, scratch);
-  }
-}
-
-size_t simd_scratch_bytes(ScalarType, int32_t head_dim, int32_t rows) {
-  return SimdScratch(nullptr, group_count(rows), round_up(head_dim, Vector::kWidth)).bytes;
-}
-
 }  // namespace
 }  // namespace cpu
 }  // namespace flashmoe

@@ -2,7 +2,7 @@
 
 #include "vector_sse2.h"
 
-#include "forward_simd.h"
+#include "run_simd.h"
 
 namespace flashmoe {
 namespace cpu {

@@ -60,10 +60,11 @@ struct Candidate {
 };
 
 // Narrowest first.
-constexpr std::array<Candidate, 3> kCandidates = {{
+constexpr std::array<Candidate, 4> kCandidates = {{
     {&kBaselineKernel, has_baseline},
     {&kAvx2Kernel, has_avx2},
     {&kAvx512Kernel, has_avx512},
+    {&kAmxKernel, has_amx},
 }};
 
 struct Supported {

@@ -104,6 +104,15 @@ __device__ __forceinline__ float ld_global_float(const float* gmem) {
   return value;
 }
 
+__device__ __forceinline__ float4 ld_global_float4(const float* gmem) {
+  float4 value;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(__cvta_generic_to_global(gmem))
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void ld_global_64(uint32_t (&value)[2], const void* gmem) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
                : "=r"(value[0]), "=r"(value[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,7 @@ class ElfFacts:
     """What the audit wants to know about one file."""
 
     path: Path
+    sha256: str
     is_shared: bool
     dynamic: tuple[Symbol, ...]
     static: tuple[Symbol, ...] | None  # None: stripped, there is no .symtab
@@ -146,7 +148,6 @@ def section_data(elf: ELFFile, name: str) -> bytes | None:
     return data
 
 
-@lru_cache(maxsize=8)
 def read_elf(path: Path) -> ElfFacts:
     """Read a shared object or an object file. Raises a subclass of AuditError for everything that is neither."""
     content = read_bytes(path)
@@ -156,7 +157,7 @@ def read_elf(path: Path) -> ElfFacts:
         msg = f"{path.name} is {kind} for {elf['e_machine']}, not an x86-64 shared object"
         raise ForeignMachineError(msg, "audit the x86-64 shared object")
     try:
-        return _facts(path, elf, is_shared=kind == "ET_DYN")
+        return _facts(path, elf, sha256=hashlib.sha256(content).hexdigest(), is_shared=kind == "ET_DYN")
     except (NoDynamicSymbolsError, DamagedElfError):
         raise
     except Exception as error:  # the same: whatever pyelftools meets in a damaged table
@@ -164,7 +165,7 @@ def read_elf(path: Path) -> ElfFacts:
         raise DamagedElfError(msg, "copy or build the file again") from error
 
 
-def _facts(path: Path, elf: ELFFile, *, is_shared: bool) -> ElfFacts:
+def _facts(path: Path, elf: ELFFile, *, sha256: str, is_shared: bool) -> ElfFacts:
     dynsym = elf.get_section_by_name(".dynsym")
     if is_shared and dynsym is None:
         msg = (
@@ -177,6 +178,7 @@ def _facts(path: Path, elf: ELFFile, *, is_shared: bool) -> ElfFacts:
     symtab = elf.get_section_by_name(".symtab")
     return ElfFacts(
         path=path,
+        sha256=sha256,
         is_shared=is_shared,
         dynamic=tuple(_symbols(elf, dynsym, versions)) if dynsym is not None else (),
         static=tuple(_symbols(elf, symtab, {})) if symtab is not None else None,
@@ -244,6 +246,18 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
             size=size,
             version=version,
         )
+
+
+@lru_cache(maxsize=256)
+def needed_names(path: Path) -> tuple[str, ...]:
+    """DT_NEEDED of a library of which nothing else is wanted; empty when it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return tuple(_dynamic_tags(require_pyelftools()(stream)).get("DT_NEEDED", ()))
+    except ToolMissingError:
+        raise
+    except Exception:  # as in read_elf; exported_names reports the damage
+        return ()
 
 
 @lru_cache(maxsize=64)

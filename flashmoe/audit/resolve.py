@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashmoe.audit.elf import exported_names
+from flashmoe.audit.elf import exported_names, needed_names
 from flashmoe.audit.torch_libraries import InstalledTorch
 
 SYSTEM_FOLDERS = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
@@ -28,20 +28,24 @@ class Resolver:
         return next((path for path in (f / soname for f in self._folders()) if path.is_file()), None)
 
     def provider(self, symbol: str, needed: tuple[str, ...]) -> str | None:
-        """The library among ``needed``, or among what those need of torch, that exports ``symbol``."""
-        for soname in needed:
-            path = self.find(soname)
-            if path is not None and symbol in exported_names(path):
-                return soname
-        return next(iter(self.torch.providers(symbol)), None) if self._uses_torch(needed) and self.torch else None
+        """The library among ``needed``, or among what those need in turn, that exports ``symbol``."""
+        return next((name for name, path in self.closure(needed).items() if symbol in exported_names(path)), None)
+
+    def closure(self, needed: tuple[str, ...]) -> dict[str, Path]:
+        """Every library that the loader would bring in, breadth first as it searches them."""
+        found: dict[str, Path] = {}
+        waiting = list(needed)
+        while waiting:
+            soname = waiting.pop(0)
+            path = self.find(soname) if soname not in found else None
+            if path is not None:
+                found[soname] = path
+                waiting += needed_names(path)
+        return found
 
     def unread(self, needed: tuple[str, ...]) -> tuple[str, ...]:
         """The needed libraries that are not on this machine."""
         return tuple(soname for soname in needed if self.find(soname) is None)
-
-    @staticmethod
-    def _uses_torch(needed: tuple[str, ...]) -> bool:
-        return any(soname.startswith(("libtorch", "libc10")) for soname in needed)
 
     def _folders(self) -> Iterator[Path]:
         yield from self.near

@@ -69,12 +69,24 @@ def check_undefined(context: Context) -> list[Check]:
         return [passed("undefined symbols", f"{len(context.facts.undefined)} undefined, each given by a library it needs")]
     candidates = _defined_names(context)
     names = demangle([s.name for s in missing])
+    unread = context.resolver.unread(context.facts.needed)
+    if unread:  # what is missing may well be in there: one failure says so, and only near misses are listed
+        near = [s for s in missing if explain(names[s.name], candidates) is not None]
+        rest = [names[s.name] for s in missing if s not in near]
+        head = [_unread_check(rest, unread)] if rest else []
+        return [*head, *limited([_undefined_check(context, s.name, names[s.name], candidates) for s in near])]
     return limited([_undefined_check(context, s.name, names[s.name], candidates) for s in missing])
+
+
+def _unread_check(names: Sequence[str], unread: Sequence[str]) -> Check:
+    return failed("undefined symbols", found=f"{len(names)} could not be looked up: {listing(names)}", expected="every name found in a needed library",
+                  why="Whether the file can be imported is not proved.", cause=f"not on this machine: {', '.join(unread)}",
+                  next_step="install what brings these libraries, or audit the wheel that carries them")
 
 
 def _is_missing(context: Context, symbol: Symbol) -> bool:
     facts = context.facts
-    if symbol.is_weak and (symbol.name in context.policy.weak or not symbol.name.startswith("_Z")):
+    if _may_stay_open(context, symbol):
         return False
     if symbol.version or is_torch(symbol.name) or SHIM.fullmatch(symbol.name):
         return False  # the version, torch and shim checks judge those
@@ -83,6 +95,11 @@ def _is_missing(context: Context, symbol: Symbol) -> bool:
     if symbol.name in facts.defined_names:
         return False
     return context.resolver.provider(symbol.name, facts.needed) is None
+
+
+def _may_stay_open(context: Context, symbol: Symbol) -> bool:
+    """Weak references that are tested before use: the C run time's hooks, and initialisers of thread-local variables."""
+    return symbol.is_weak and (symbol.name in context.policy.weak or symbol.name.startswith("_ZTH") or not symbol.name.startswith("_Z"))
 
 
 def _defined_names(context: Context) -> tuple[str, ...]:
@@ -94,14 +111,11 @@ def _defined_names(context: Context) -> tuple[str, ...]:
 
 def _undefined_check(context: Context, mangled: str, name: str, candidates: Sequence[str]) -> Check:
     near = explain(name, candidates)
-    unread = context.resolver.unread(context.facts.needed)
     if near is not None:
         cause = near.cause
         next_step = f"instantiate or rename so that both sides say `{name}`; defined now: {listing(near.defined, 4)}"
     else:
         cause, next_step = _nobody_defines(context, name)
-    if unread:
-        cause += f" (not on this machine, so not searched: {', '.join(unread)})"
     return failed(f"undefined symbol: {name}", found=f"{name} is undefined" + (f" [{mangled}]" if mangled != name else ""),
                   expected="every name defined here or exported by a needed library",
                   why="The loader stops at it: `undefined symbol` at import.", cause=cause, next_step=next_step)
@@ -156,7 +170,8 @@ def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
     name, torch = "resolves against the installed torch", context.torch
     if not wanted or torch is None:
         return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []
-    lost = [n for n in wanted if not torch.providers(n)]
+    weak = {s.name for s in context.facts.undefined if _may_stay_open(context, s)}
+    lost = [n for n in wanted if n not in weak and not torch.providers(n)]
     if not lost:
         return [passed(name, f"all {len(wanted)} are exported by torch {torch.version}: it imports with this one")]
     names = demangle(lost)

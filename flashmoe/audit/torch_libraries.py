@@ -60,8 +60,7 @@ def installed_torch() -> InstalledTorch | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
-    names = ("libc10.so", "libc10_cuda.so", "libtorch_cpu.so", "libtorch_cuda.so", "libtorch_python.so", "libtorch.so")
-    return InstalledTorch(version, {name: folder / name for name in names if (folder / name).is_file()})
+    return InstalledTorch(version, {path.name: path for path in sorted(folder.glob("lib*.so*"))})
 
 
 def shim_data(version: str) -> Shims:

@@ -49,11 +49,11 @@ def _always(_: str) -> str:
 
 def _sdpa(inputs: Inputs) -> Prepared:
     case = inputs.case
-    grouped = {"enable_gqa": True} if case.heads_q != case.heads_kv else {}
+    grouped = case.heads_q != case.heads_kv
 
     def call() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            inputs.q, inputs.k, inputs.v, is_causal=case.causal, scale=inputs.scale, **grouped
+            inputs.q, inputs.k, inputs.v, is_causal=case.causal, scale=inputs.scale, enable_gqa=grouped
         )
 
     return Prepared(call)

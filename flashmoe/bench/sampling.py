@@ -14,6 +14,7 @@ import torch
 
 from flashmoe.bench.contenders import Call
 
+_cuda: Any = torch.cuda  # its classes are untyped
 GRAPH_CALLS = 20
 CPU_TIME_CALLS = 8
 # Twice the largest L2 there is, and long enough on every GPU for the CPU to queue the next call meanwhile.
@@ -60,7 +61,7 @@ class EventSampler:
         return call
 
     def slot(self, prepared: Call, count: int) -> list[int]:
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        events = [(_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(count)]
         for start, end in events:
             if self._scratch is not None:
                 self._scratch.zero_()
@@ -77,7 +78,7 @@ class GraphSampler:
     timing = "graph"
 
     def prepare(self, call: Call) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
+        side = _cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call()
@@ -89,7 +90,7 @@ class GraphSampler:
         return graph
 
     def slot(self, prepared: torch.cuda.CUDAGraph, count: int) -> list[int]:
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        events = [(_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(count)]
         prepared.replay()  # the first replay after other work also pays for warming the caches
         for start, end in events:
             start.record()

@@ -128,6 +128,7 @@ class Session:
         self.environment["torch_threads"] = torch.get_num_threads()
         if self.options.device != "cuda":
             return Telemetry("no GPU in this run")
+        cudnn: Any = torch.backends.cudnn  # untyped
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         telemetry = Telemetry.of_gpu(str(getattr(properties, "uuid", "")), torch.cuda.current_device())
         self.environment["gpu"] = {
@@ -137,7 +138,7 @@ class Session:
             "memory": properties.total_memory,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": cudnn.version(),
             **telemetry.limits(),
         }
         self.environment["telemetry"] = telemetry.reason or "NVML"

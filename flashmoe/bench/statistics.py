@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 
 from flashmoe.bench.thresholds import StatisticsSettings, load_thresholds
 

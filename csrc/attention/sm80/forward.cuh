@@ -6,12 +6,12 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/sm80/epilogue.cuh"
+#include "attention/mma_sync/accumulate.cuh"
+#include "attention/mma_sync/epilogue.cuh"
+#include "attention/mma_sync/multiply.cuh"
 #include "attention/sm80/load.cuh"
-#include "attention/sm80/multiply.cuh"
 #include "attention/sm80/spec.cuh"
 #include "attention/tile.cuh"
-#include "common/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
@@ -21,85 +21,8 @@ namespace flashmoe {
 namespace attention {
 namespace sm80 {
 
-// What a warp carries from key tile to key tile.
-template <typename Spec>
-struct Accumulator {
-  float O_rmem[Spec::kMmaM][Spec::kMmaD][4];  // [kWarpRows, kHeadDim], not yet divided by the row sums
-  RowState rows[Spec::kMmaM][2];
-
-  __device__ __forceinline__ Accumulator() {
-#pragma unroll
-    for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-      for (int d = 0; d < Spec::kMmaD; ++d)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) O_rmem[m][d][i] = 0.0f;
-  }
-};
-
-// Scores of keys past the end, or past the causal limit of their row, become -inf. `limit` is the last key that the
-// first row of the warp may see (causal) or the last key at all, relative to the tile's first key.
-template <typename Spec, bool kIsCausal>
-__device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], int lane, int last_key,
-                                            int causal_limit) {
-#pragma unroll
-  for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = m * 16 + half * 8 + lane / 4;
-      const int limit = (kIsCausal ? min(last_key, causal_limit + row) : last_key) - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < Spec::kMmaN; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (n * 8 + i > limit) S_rmem[m][n][2 * half + i] = ptx::negative_infinity();
-    }
-}
-
-// Folds the tile's scores into the running maxima and sums, rescales O, and adds P V. The exponentials of 16 keys are
-// taken just before their product, so that the two can overlap.
-template <typename Spec, bool kIsMasked>
-__device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
-                                                float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
-                                                ptx::SmemPointer V_smem, float scale_log2) {
-  float shift[Spec::kMmaM][2];
-#pragma unroll
-  for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float tile_max = ptx::negative_infinity();
-#pragma unroll
-      for (int n = 0; n < Spec::kMmaN; ++n) {
-        tile_max = ptx::max_ftz(tile_max, S_rmem[m][n][2 * half]);
-        tile_max = ptx::max_ftz(tile_max, S_rmem[m][n][2 * half + 1]);
-      }
-      const float rescale =
-          advance_max<kIsMasked>(accumulator.rows[m][half], tile_max, scale_log2, shift[m][half]);
-#pragma unroll
-      for (int d = 0; d < Spec::kMmaD; ++d) {
-        accumulator.O_rmem[m][d][2 * half] *= rescale;
-        accumulator.O_rmem[m][d][2 * half + 1] *= rescale;
-      }
-    }
-  const auto V_walk = rows_first_walk<Spec>(V_smem);
-#pragma unroll
-  for (int k = 0; k < Spec::kBlockN / 16; ++k) {
-    uint32_t P_rmem[Spec::kMmaM][4];
-#pragma unroll
-    for (int m = 0; m < Spec::kMmaM; ++m) {
-#pragma unroll
-      for (int n = 2 * k; n < 2 * k + 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float p = ptx::exp2_approx(ptx::fma_rn(S_rmem[m][n][i], scale_log2, -shift[m][i / 2]));
-          S_rmem[m][n][i] = p;
-          accumulator.rows[m][i / 2].sum += p;
-        }
-      probability_operand<Spec>(P_rmem[m], S_rmem[m][2 * k], S_rmem[m][2 * k + 1]);
-    }
-    multiply_probability_value<Spec>(accumulator.O_rmem, P_rmem, V_walk, k);
-  }
-}
+using mma_sync::Accumulator;
+using mma_sync::QueryOperand;
 
 // The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands.
 template <typename Spec, bool kIsCausal>
@@ -170,7 +93,7 @@ struct KeyTileWalk {
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
       load_value<!kIsMasked>(n, 0);
       ptx::cp_async_commit();
-      multiply_query_key<Spec>(S_rmem, Q, K_smem);
+      mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
       if (n > begin) load_key<true>(n - 1, 0);
@@ -186,7 +109,7 @@ struct KeyTileWalk {
       }
       ptx::cp_async_commit();
       stage = stage == kStages - 1 ? 0 : stage + 1;
-      multiply_query_key<Spec>(S_rmem, Q, K_smem);
+      mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
     }
     return K_smem + kStages * Spec::kKeyBytes;
   }
@@ -197,9 +120,9 @@ struct KeyTileWalk {
     const ptx::SmemPointer V_smem = scores<kIsMasked>(S_rmem, Q);
     if constexpr (kIsMasked) {
       const int first_key = n * Spec::kBlockN;
-      mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), params.seq_k - 1 - first_key, causal_offset - first_key);
+      mma_sync::mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), params.seq_k - 1 - first_key, causal_offset - first_key);
     }
-    accumulate_tile<Spec, kIsMasked>(accumulator, S_rmem, V_smem, params.scale_log2);
+    mma_sync::accumulate_tile<Spec, kIsMasked>(accumulator, S_rmem, V_smem, params.scale_log2);
   }
 };
 
@@ -243,7 +166,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   attend<Spec, kIsCausal>(params, accumulator, Q_smem, warp_row);
   // Located again: five registers less through the loop, where there is none to spare.
   const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
-  finish_tile<Spec>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
+  mma_sync::finish_tile<Spec>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
                     Q_smem + warp_row * Spec::kRowBytes);
 }
 

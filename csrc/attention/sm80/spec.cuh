@@ -1,6 +1,7 @@
 // Compile-time description of one forward kernel of the sm_80 family, and its shared memory.
 #pragma once
 
+#include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
 namespace flashmoe {
@@ -34,10 +35,15 @@ struct ForwardSpec {
   static constexpr int kKeyBytes = kBlockN * kRowBytes;    // one stage of K, or of V
   static constexpr int kSharedBytes = kQueryBytes + 2 * kNumStages * kKeyBytes;
 
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    ptx::mma_m16n8k16<Element>(d, a, b0, b1);
+  }
+
   static_assert(sizeof(Element) == 2, "mma.m16n8k16 and ldmatrix here take 16-bit elements");
   static_assert(kHeadDim % 64 == 0, "the swizzle permutes within 64 columns");
   static_assert(kWarpRows * kNumWarps == kBlockM && kWarpRows % 16 == 0, "a warp computes whole 16-row blocks");
   static_assert(kBlockN % 16 == 0, "ldmatrix.x4 reads 16 keys at a time");
+  static_assert(kNumWarps >= 2, "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
   static_assert(kBlockM % (kNumThreads / 8) == 0 && kBlockN % (kNumThreads / 8) == 0,
                 "eight threads load 64 columns of a row: a pass must end with the tile");
 };

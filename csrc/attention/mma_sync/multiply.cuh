@@ -1,15 +1,15 @@
-// The two matrix products of a warp. Register fragments are named by what they hold: Q, S = Q K^T, P = exp(S), O = P V.
+// The two matrix products of a warp: Q, S = Q K^T, P = exp(S), O = P V. Spec::multiply is the 16x8x16 product of the
+// family; the operand layouts are those of mma.m16n8k16 (ptx/mma.cuh).
 #pragma once
 
 #include "common/convert.cuh"
 #include "common/swizzle.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
 namespace attention {
-namespace sm80 {
+namespace mma_sync {
 
 // Where a lane starts in a tile for ldmatrix. Q and V: matrices 0 to 3 are (rows 0-7, left), (rows 8-15, left),
 // (rows 0-7, right), (rows 8-15, right); K: (keys 0-7, left), (keys 0-7, right), (keys 8-15, left), (keys 8-15, right).
@@ -83,8 +83,8 @@ __device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][
       ptx::ldmatrix_x4(b, walk.at(k, pair));
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m) {
-        ptx::mma_m16n8k16<typename Spec::Element>(S_rmem[m][2 * pair], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16<typename Spec::Element>(S_rmem[m][2 * pair + 1], a[m], b[2], b[3]);
+        Spec::multiply(S_rmem[m][2 * pair], a[m], b[0], b[1]);
+        Spec::multiply(S_rmem[m][2 * pair + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -111,12 +111,12 @@ __device__ __forceinline__ void multiply_probability_value(float (&O_rmem)[Spec:
     ptx::ldmatrix_x4_trans(b, V_walk.at(pair, key_block));
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
-      ptx::mma_m16n8k16<typename Spec::Element>(O_rmem[m][2 * pair], P_rmem[m], b[0], b[1]);
-      ptx::mma_m16n8k16<typename Spec::Element>(O_rmem[m][2 * pair + 1], P_rmem[m], b[2], b[3]);
+      Spec::multiply(O_rmem[m][2 * pair], P_rmem[m], b[0], b[1]);
+      Spec::multiply(O_rmem[m][2 * pair + 1], P_rmem[m], b[2], b[3]);
     }
   }
 }
 
-}  // namespace sm80
+}  // namespace mma_sync
 }  // namespace attention
 }  // namespace flashmoe

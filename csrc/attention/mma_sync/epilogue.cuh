@@ -11,7 +11,7 @@
 
 namespace flashmoe {
 namespace attention {
-namespace sm80 {
+namespace mma_sync {
 
 // warp_smem [kWarpRows, kHeadDim]: the warp's own rows of the Q tile, which no other warp reads, so that __syncwarp
 // semantics are enough between its last read as Q and the writes here.
@@ -102,6 +102,6 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
   }
 }
 
-}  // namespace sm80
+}  // namespace mma_sync
 }  // namespace attention
 }  // namespace flashmoe

@@ -1,0 +1,97 @@
+"""What a build costs: wall time, units, and the peak memory of the largest process of the build."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashmoe.bench.record import DATA_SCHEMA
+from flashmoe.bench.suites import BuildCase, Suite
+from flashmoe.errors import ArgumentError
+from flashmoe.progress import Progress
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
+
+TIME_LIMIT_SECONDS = 1800.0
+# What the project asks of its build on four cores: from nothing, after one touched kernel file, and per process.
+COLD_SECONDS = 120.0
+TOUCHED_SECONDS = 15.0
+PROCESS_BYTES = 1.5e9
+
+
+def checkout() -> Path:
+    """The checkout around this package. A build can be timed only there."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "flashmoe_build").is_dir():
+        msg = "the build-cost suite needs a checkout: flashmoe_build/ is not part of an installed wheel"
+        raise ArgumentError(msg)
+    return root
+
+
+def measure_builds(suite: Suite, command: tuple[str, ...]) -> Report:
+    """Runs each build in a scratch folder that they share, in order, so that a touched build finds the cold one's cache."""
+    started, clock = utc_now(), time.monotonic()
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    root = checkout()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-build-") as scratch:
+        copy = Path(scratch) / "source"
+        _copy_tree(root, copy)
+        with Progress("build-cost", len(suite.builds)) as progress:
+            for case in suite.builds:
+                progress.note(case.key)
+                row, check = _one_build(copy, case)
+                rows.append(row)
+                checks.append(check)
+                progress.advance(case.key)
+    data = {"schema": DATA_SCHEMA, "suite": {"name": suite.name, "title": suite.title}, "builds": rows}
+    return Report("build-cost", tuple(checks), data, host_environment(), command, started, time.monotonic() - clock)
+
+
+def _copy_tree(root: Path, target: Path) -> None:
+    """The sources alone: a build in place would take the cache of the checkout, and leave its own there."""
+    target.mkdir()
+    for name in ("csrc", "flashmoe", "flashmoe_build", "lockfiles"):
+        if (root / name).is_dir():
+            shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (root / name).is_file():
+            shutil.copy2(root / name, target / name)
+
+
+def _one_build(source: Path, case: BuildCase) -> tuple[dict[str, Any], Check]:
+    if case.touch:
+        touched = source / case.touch
+        if not touched.is_file():
+            msg = f"the build case touches {case.touch}, which does not exist"
+            raise ArgumentError(msg)
+        # A content cache does not see a new time stamp: the content must change, without changing the code.
+        touched.write_text(touched.read_text(encoding="utf-8") + "\n// touched\n", encoding="utf-8")
+    argv = [sys.executable, "-m", "flashmoe_build", "--archs", case.archs]
+    seconds, code, tail = _run(argv, source)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    row = {"key": case.key, "archs": case.archs, "touch": case.touch, "seconds": seconds, "peak_process_bytes": peak}
+    row["exit_code"] = code
+    if code != 0:
+        return row, Check(case.key, Verdict.FAIL, f"exit {code}: {tail}", "a build", next_step=" ".join(argv[1:]))
+    limit = TOUCHED_SECONDS if case.touch else COLD_SECONDS
+    found = f"{seconds:.1f} s, largest process {peak / 1e9:.2f} GB, {os.cpu_count()} cores"
+    word = Verdict.PASS if seconds <= limit and peak <= PROCESS_BYTES else Verdict.WARN
+    return row, Check(case.key, word, found, f"{limit:g} s and {PROCESS_BYTES / 1e9:g} GB a process on 4 cores")
+
+
+def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str]:
+    """(seconds, exit code, end of the output)."""
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return time.monotonic() - begin, 124, f"stopped after {TIME_LIMIT_SECONDS:g} s"
+    return time.monotonic() - begin, done.returncode, (done.stderr or done.stdout)[-400:].strip()

@@ -1,0 +1,109 @@
+"""``nox -s base_image``: a base image from Debian packages, for where no registry can be reached.
+
+debootstrap checks the archive's signature against Debian's keyring and every package against the signed index. The
+versions that came are then held against docker/base-packages.txt: another version is an error that says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe_build.containers.engine import engine, run
+
+ROOT = Path(__file__).resolve().parents[2]
+PINS = ROOT / "docker" / "base-packages.txt"
+SUITE = "bookworm"
+PACKAGES = ("python3", "python3-venv", "g++", "git", "ca-certificates", "binutils")
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+BASE_TAG = f"flashmoe-base:{SUITE}"
+TIME_LIMIT = 1200  # seconds
+
+
+def parse_pins(text: str) -> dict[str, str]:
+    """{package: version} from lines ``name=version``; comments and empty lines are passed over."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+def differences(pinned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Every package whose version is not the pinned one, in words."""
+    result = []
+    for name in sorted({*pinned, *found}):
+        if pinned.get(name) != found.get(name):
+            result.append(f"{name}: pinned {pinned.get(name, 'not at all')}, found {found.get(name, 'not installed')}")
+    return result
+
+
+def bootstrap(folder: Path) -> None:
+    """Unpack and configure the packages in ``folder``; needs root."""
+    if os.geteuid() != 0:
+        msg = "making a base image needs root (debootstrap makes devices and users); run this session as root"
+        raise BuildError(msg)
+    if shutil.which("debootstrap") is None or not KEYRING.is_file():
+        msg = "debootstrap or Debian's keyring is missing; apt-get install debootstrap debian-archive-keyring"
+        raise BuildError(msg)
+    command = ["debootstrap", "--variant=minbase", f"--keyring={KEYRING}", "--force-check-gpg"]
+    command += [f"--include={','.join(PACKAGES)}", SUITE, str(folder)]
+    run(command, "debootstrap", time_limit=TIME_LIMIT)
+    shutil.rmtree(folder / "var" / "cache" / "apt" / "archives", ignore_errors=True)
+    shutil.rmtree(folder / "var" / "lib" / "apt" / "lists", ignore_errors=True)
+
+
+def installed(folder: Path) -> dict[str, str]:
+    command = ["chroot", str(folder), "dpkg-query", "-W", "-f", "${Package}=${Version}\n"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return parse_pins(done.stdout)
+
+
+def make(*, update: bool) -> None:
+    """Make the base image and tag it; with ``update`` write the pins instead of checking them."""
+    with tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
+        folder = Path(temporary) / "root"
+        bootstrap(folder)
+        found = installed(folder)
+        if update:
+            header = f"# What `nox -s base_image` installs (Debian {SUITE}); rewritten by `nox -s base_image -- --update`.\n"
+            PINS.write_text(header + "".join(f"{n}={v}\n" for n, v in sorted(found.items())), encoding="utf-8")
+            print(f"wrote    {PINS.name}, {len(found)} packages")
+        else:
+            changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), found)
+            if changed:
+                listed = "\n  ".join(changed)
+                msg = f"the archive gives other versions than docker/base-packages.txt:\n  {listed}\nlook at them, then `nox -s base_image -- --update`"
+                raise BuildError(msg)
+        _import(folder)
+
+
+def _import(folder: Path) -> None:
+    with engine(ROOT / "build" / "docker") as docker:
+        tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", "--exclude=./proc/*", "--exclude=./sys/*", "-C", str(folder), "-c", "."]
+        with subprocess.Popen(tar, stdout=subprocess.PIPE) as source:
+            done = subprocess.run([docker, "import", "-", BASE_TAG], stdin=source.stdout, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+        if done.returncode != 0 or source.returncode != 0:
+            msg = f"docker import failed: {done.stderr.strip()}"
+            raise BuildError(msg)
+    print(f"image    {BASE_TAG} {done.stdout.strip()}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.base", description=__doc__)
+    parser.add_argument("--update", action="store_true", help="write docker/base-packages.txt from what the archive has now")
+    options = parser.parse_args(arguments)
+    try:
+        make(update=options.update)
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""The Docker engine: the running one, or one of our own for machines (CI) that have the program but no daemon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flashmoe.errors import BuildError
+from flashmoe.progress import Progress
+
+START_TIME_LIMIT = 60  # seconds
+CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+
+
+def docker_program() -> str:
+    """The docker client; raises BuildError that says how to get one."""
+    for candidate in ("/usr/bin/docker", shutil.which("docker") or ""):  # a distribution's client matches its daemon
+        if candidate and Path(candidate).exists():
+            return candidate
+    msg = "no docker client; install one (Debian: apt-get install docker.io) and run the session again"
+    raise BuildError(msg)
+
+
+def is_running(docker: str) -> bool:
+    done = subprocess.run([docker, "version", "--format", "{{.Server.Version}}"], capture_output=True, check=False, timeout=60)
+    return done.returncode == 0
+
+
+@contextmanager
+def engine(folder: Path) -> Iterator[str]:
+    """Yields the docker client with a daemon behind it; a daemon started here is stopped again, by its pid."""
+    docker = docker_program()
+    if is_running(docker):
+        yield docker
+        return
+    if os.geteuid() != 0 or shutil.which("dockerd") is None:
+        msg = (
+            "no Docker engine answers, and none can be started here (that needs root and dockerd); "
+            "start one (systemctl start docker), or run as root with Debian's docker.io installed"
+        )
+        raise BuildError(msg)
+    process, log = _start(folder)
+    try:
+        _wait_until_running(docker, process, log)
+        yield docker
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _start(folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "dockerd.log"
+    with log.open("wb") as stream:
+        command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
+        command += ["--pidfile", str(folder / "dockerd.pid")]
+        return subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True), log
+
+
+def _wait_until_running(docker: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIME_LIMIT
+    while not is_running(docker):
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+            msg = f"dockerd did not come up:\n{tail}"
+            raise BuildError(msg)
+        time.sleep(0.5)
+
+
+def ca_bundle(environment: Mapping[str, str]) -> Path | None:
+    """The certificate bundle that this machine's clients are told to use, to be passed into builds as a secret."""
+    for variable in CA_VARIABLES:
+        path = Path(environment.get(variable, ""))
+        if environment.get(variable) and path.is_file():
+            return path
+    return None
+
+
+def run(command: Sequence[str], what: str, *, time_limit: float, cwd: Path | None = None) -> str:
+    """Run with every output line shown as progress; returns the output. Raises BuildError with its end on failure."""
+    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
+    lines: list[str] = []
+    started = time.monotonic()
+    with (
+        Progress(what) as progress,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+            errors="replace", env=environment, cwd=cwd,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            progress.note(line.strip()[:100])
+            if time.monotonic() - started > time_limit:
+                process.kill()
+                msg = f"{what}: stopped after {time_limit:.0f} s"
+                raise BuildError(msg)
+    if process.returncode != 0:
+        msg = f"{what} ended with {process.returncode}:\n{''.join(lines[-40:])}"
+        raise BuildError(msg)
+    return "".join(lines)

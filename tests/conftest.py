@@ -1,0 +1,80 @@
+"""What every test run shares: which flashmoe is under test, GPU tests counted when they cannot run, one report.
+
+Under ``nox -s test`` the installed wheel is tested; ``FLASHMOE_TEST_INSTALLED=1`` makes a run that would import the
+checkout's ``flashmoe`` instead stop at once. ``FLASHMOE_REQUIRE_GPU=1`` makes a run in which no GPU test ran a failure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_GPU = "needs a CUDA GPU"
+# flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+
+def gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[STARTED] = time.monotonic()
+    spec = importlib.util.find_spec("flashmoe")
+    origin = "" if spec is None or spec.origin is None else spec.origin
+    if os.environ.get("FLASHMOE_TEST_INSTALLED") == "1" and "site-packages" not in Path(origin).parts:
+        pytest.exit(f"the installed flashmoe is meant to be tested, but {origin or 'none'} would be imported", 2)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and gpu_count() == 0:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    stats = terminalreporter.stats
+    counts = {key: len(stats.get(key, [])) for key in ("passed", "failed", "error", "skipped", "xfailed")}
+    not_run = [item for item in stats.get("skipped", []) if NO_GPU in str(item.longrepr)]
+    ran = sum("gpu" in item.keywords for key in ("passed", "failed") for item in stats.get(key, []))
+    if not_run:
+        terminalreporter.write_line(f"GPU: {len(not_run)} tests did not run: this machine has no CUDA GPU")
+    elif ran:
+        terminalreporter.write_line(f"GPU: {ran} tests ran")
+    if os.environ.get("FLASHMOE_TEST_REPORT"):
+        elapsed = time.monotonic() - config.stash[STARTED]
+        write_report(Path(os.environ["FLASHMOE_TEST_REPORT"]), counts, ran, len(not_run), elapsed)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if os.environ.get("FLASHMOE_REQUIRE_GPU") == "1" and exitstatus == 0 and gpu_count() == 0:
+        print("\nFLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU: no GPU test ran", file=sys.stderr)
+        session.exitstatus = 1
+
+
+def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: int, seconds: float) -> None:
+    from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
+    from flashmoe.report import write_report as write
+
+    bad = counts["failed"] + counts["error"]
+    verdict = Verdict.FAIL if bad else Verdict.PASS if counts["passed"] else Verdict.SKIP
+    found = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
+    checks = (
+        Check("tests", verdict, found or "no test ran", "all pass", next_step="nox -s test -- --lf" if bad else ""),
+        Check("tests on a GPU", Verdict.PASS if gpu_ran else Verdict.SKIP, f"{gpu_ran} ran, {gpu_not_run} did not"),
+    )
+    data = {**counts, "gpu_ran": gpu_ran, "gpu_not_run": gpu_not_run}
+    write(path, Report("test", checks, data, host_environment(), ("pytest",), utc_now(), round(seconds, 1)))
+
+
+STARTED = pytest.StashKey[float]()

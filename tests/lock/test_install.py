@@ -1,0 +1,202 @@
+"""Installing from a lock with the real uv, from a folder of tiny wheels: no network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from flashmoe.errors import LockError
+from flashmoe_build import environment
+from flashmoe_build.environment import Interpreter, choose_python, explain_failure, judge_python, prepare
+from tests.lock.wheels import make_wheel
+
+OWN = Interpreter(sys.executable, (sys.version_info.major, sys.version_info.minor))
+
+
+class Project:
+    """A folder with lockfiles/tiny.txt for one tiny wheel, and the index that holds it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.index = root / "index of wheels"
+        self.index.mkdir(parents=True)
+        self.locks = root / "lockfiles"
+        self.locks.mkdir()
+        self.digest = make_wheel(self.index, "tinypkg", "1.0")
+        (self.locks / "tiny.in").write_text("tinypkg\n", encoding="utf-8")
+        self.pin(self.digest)
+
+    def pin(self, digest: str, version: str = "1.0") -> None:
+        (self.locks / "tiny.txt").write_text(f"tinypkg=={version} --hash=sha256:{digest}\n", encoding="utf-8")
+
+    def prepare(self) -> Path:
+        return prepare("tiny", root=self.root, python=OWN, extra=["--no-index", "--find-links", str(self.index)])
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path / "a project")
+
+
+def installed_version(python: Path) -> str:
+    command = [str(python), "-c", "import tinypkg; print(tinypkg.VERSION)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def test_an_environment_is_made_once_and_reused(project: Project) -> None:
+    python = project.prepare()
+    assert installed_version(python) == "1.0"
+    stamp = python.parent.parent / environment.STAMP
+    made = stamp.stat().st_mtime_ns
+    assert project.prepare() == python
+    assert stamp.stat().st_mtime_ns == made
+
+
+def test_a_changed_lock_makes_it_anew(project: Project) -> None:
+    project.prepare()
+    project.pin(make_wheel(project.index, "tinypkg", "1.1"), "1.1")
+    assert installed_version(project.prepare()) == "1.1"
+
+
+def test_a_tampered_hash_names_the_package_and_both_hashes(project: Project) -> None:
+    tampered = project.digest[:-1] + ("0" if project.digest[-1] != "0" else "1")
+    project.pin(tampered)
+    with pytest.raises(
+        LockError, match=r"tinypkg==1\.0: the file's hash is not the one in lockfiles/tiny\.txt"
+    ) as caught:
+        project.prepare()
+    assert tampered in str(caught.value)
+    assert project.digest in str(caught.value)
+
+
+def test_a_tampered_file_is_refused(project: Project) -> None:
+    wheel = next(project.index.glob("*.whl"))
+    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    with pytest.raises(LockError, match=r"tinypkg==1\.0: the file's hash"):
+        project.prepare()
+
+
+def test_a_failed_install_is_not_taken_for_a_finished_one(project: Project) -> None:
+    project.pin("0" * 64)
+    with pytest.raises(LockError):
+        project.prepare()
+    with pytest.raises(LockError):
+        project.prepare()
+    project.pin(project.digest)
+    assert installed_version(project.prepare()) == "1.0"
+
+
+def test_something_installed_beside_the_lock_stops_the_next_session(project: Project) -> None:
+    python = project.prepare()
+    site = next((python.parent.parent / "lib").glob("python3*/site-packages"))
+    (site / "numpy-2.1.0.dist-info").mkdir()
+    (site / "numpy-2.1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.1.0\n")
+    with pytest.raises(LockError, match=r"numpy 2\.1\.0 is installed but not in the lock") as caught:
+        project.prepare()
+    assert str(python.parent.parent) in str(caught.value)
+
+
+def test_the_callers_uv_settings_cannot_switch_the_hash_check_off(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_NO_VERIFY_HASHES", "1")
+    project.pin("0" * 64)
+    with pytest.raises(LockError, match="the file's hash"):
+        project.prepare()
+
+
+def test_two_at_once_end_with_one_good_environment(project: Project) -> None:
+    results: list[Path] = []
+    threads = [threading.Thread(target=lambda: results.append(project.prepare())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    assert len(set(results)) == 1
+    assert installed_version(results[0]) == "1.0"
+
+
+def test_a_lock_that_does_not_exist_lists_those_that_do(project: Project) -> None:
+    with pytest.raises(LockError, match="no lock 'tset'; lockfiles/ has tiny"):
+        prepare("tset", root=project.root, python=OWN)
+
+
+def test_uv_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LockError, match=r"uv is not there; `\./nox` brings its own"):
+        environment.find_uv()
+
+
+def test_an_installer_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, stderr = environment.run_logged(["sleep", "60"], "sleeping", 0.2)
+    assert status == 124
+    assert "FLASHMOE_INSTALL_TIMEOUT_S" in stderr
+
+
+@pytest.mark.parametrize(
+    ("stderr", "says"),
+    [
+        ("error: In `--require-hashes` mode, all requirements must have a hash, but none were provided for: a==1.0", "a==1.0 has no hash"),
+        ("error: In `--require-hashes` mode, all requirements must have their versions pinned with `==`, but found: a>=1", "a>=1 in x.txt is not pinned"),
+        ("error: dns error", "dns error"),
+    ],
+)  # fmt: skip
+def test_other_failures_of_uv_are_explained(stderr: str, says: str) -> None:
+    assert says in explain_failure(stderr, "x.txt")
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [
+        ("CPython 3.10.13 linux-x86_64", (3, 10)),
+        ("CPython 3.12.1 linux-x86_64", (3, 12)),
+        ("CPython 3.13.0 linux-x86_64", None),
+        ("CPython 3.9.2 linux-x86_64", None),
+        ("PyPy 3.11.2 linux-x86_64", None),
+        ("CPython 3.11.2 linux-aarch64", None),
+        ("", None),
+    ],
+)
+def test_which_interpreters_can_hold_the_lock(answer: str, version: tuple[int, int] | None) -> None:
+    assert judge_python(answer)[0] == version
+
+
+def test_the_first_usable_python_is_taken() -> None:
+    answers = {"a": "", "b": "CPython 3.13.0 linux-x86_64", "c": "CPython 3.10.1 linux-x86_64"}
+    assert choose_python("", iter(answers), answers.__getitem__) == Interpreter("c", (3, 10))
+
+
+def test_no_python_names_everything_that_was_looked_at() -> None:
+    answers = {"/x/python3": "CPython 3.13.0 linux-x86_64", "/y/python3.12": ""}
+    with pytest.raises(LockError) as caught:
+        choose_python("3.12", iter(answers), answers.__getitem__)
+    text = str(caught.value)
+    assert "wanted FLASHMOE_PYTHON=3.12" in text
+    assert "/x/python3: CPython 3.13.0 for linux-x86_64" in text
+    assert "/y/python3.12: did not run" in text
+
+
+def test_a_chosen_version_is_not_replaced_by_another() -> None:
+    answers = {"python3.11": "CPython 3.11.7 linux-x86_64"}
+    with pytest.raises(LockError, match=r"FLASHMOE_PYTHON=3\.12"):
+        choose_python("3.12", iter(answers), answers.__getitem__)
+
+
+def test_candidates_come_from_the_path_and_from_version_managers(tmp_path: Path) -> None:
+    managed = tmp_path / ".pyenv" / "versions" / "3.11.9" / "bin" / "python3"
+    managed.parent.mkdir(parents=True)
+    managed.touch()
+    command = tmp_path / "bin" / "python3.12"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\n", encoding="utf-8")
+    command.chmod(0o755)
+    environ = {"PATH": str(command.parent), "HOME": str(tmp_path)}
+    assert list(environment.python_candidates("", environ, "own")) == ["own", str(command), str(managed)]
+    assert list(environment.python_candidates("3.11", environ, "own")) == [str(managed)]
+    assert list(environment.python_candidates("/opt/python", environ, "own")) == ["/opt/python"]
