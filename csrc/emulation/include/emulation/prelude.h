@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "emulation/vector_types.h"
+
 #define __global__
 #define __device__
 #define __host__

@@ -88,6 +88,12 @@ __device__ __forceinline__ float ld_global_float(const float* gmem, Site site = 
   return value;
 }
 
+__device__ __forceinline__ float4 ld_global_float4(const float* gmem, Site site = Site::here()) {
+  float4 value;
+  emulation::load_global(&value, gmem, 16, site, "ld_global_float4");
+  return value;
+}
+
 __device__ __forceinline__ void ld_global_64(uint32_t (&value)[2], const void* gmem, Site site = Site::here()) {
   emulation::load_global(value, gmem, 8, site, "ld_global_64");
 }

@@ -20,7 +20,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map, Site s
 }
 
 __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, Mbarrier* barrier, int c0, int c1,
-                                            int c2, int c3, CacheHint, Site site = Site::here()) {
+                                            int c2, int c3, CacheHint hint, Site site = Site::here()) {
+  (void)hint;
   const int coordinates[4] = {c0, c1, c2, c3};
   emulation::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), 4, coordinates, site, "tma_load_4d");
 }

@@ -24,10 +24,14 @@ __device__ __forceinline__ void wgmma_wait(Site site = Site::here()) {
 
 // A compiler barrier on the GPU; here the accumulators live in memory and need none.
 template <int kCount>
-__device__ __forceinline__ void wgmma_fence_operands(float (&)[kCount]) {}
+__device__ __forceinline__ void wgmma_fence_operands(float (&d)[kCount]) {
+  (void)d;
+}
 
 template <int kCount>
-__device__ __forceinline__ void wgmma_fence_operands(uint32_t (&)[kCount]) {}
+__device__ __forceinline__ void wgmma_fence_operands(uint32_t (&a)[kCount]) {
+  (void)a;
+}
 
 __device__ __forceinline__ uint64_t make_smem_descriptor(const void* smem, int leading_bytes, int stride_bytes,
                                                          Site site = Site::here()) {
