@@ -290,6 +290,13 @@ void check_at_exit(Block& block) {
     fail(FailureKind::kAsyncAtExit, copy.site, copy.is_store ? "tma_store" : "tma_load",
          "block %d ended while this copy still used its shared memory", block.index);
   }
+  for (const auto& fiber : block.fibers) {
+    if (fiber->last_store_group > fiber->stores_waited) {
+      machine.current = fiber.get();
+      fail(FailureKind::kAsyncAtExit, nowhere, "tma_store_wait",
+           "this thread ended without a wait for its last bulk stores, which may still read shared memory");
+    }
+  }
   for (const auto& barrier : block.mbarriers) {
     if (barrier->bytes != 0) {
       fail(FailureKind::kTransactionCount, nowhere, "exit", "block %d ended with the %s", block.index,

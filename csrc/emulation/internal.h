@@ -94,7 +94,8 @@ struct Fiber {
   // bulk stores
   int store_agent = -1;
   uint32_t stores_committed = 0;
-  uint32_t stores_uncommitted = 0;
+  uint32_t last_store_group = 0;  // newest group with a store in it
+  uint32_t stores_waited = 0;     // groups through here have been waited for
 };
 
 struct Warp {

@@ -165,6 +165,7 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
   copy.is_store = true;
   if (fiber.store_agent < 0) fiber.store_agent = add_agent(block, AgentKind::kStores, fiber.thread);
   copy.group = fiber.stores_committed + 1;
+  fiber.last_store_group = copy.group;
   const uint32_t bytes = row_bytes(copy.map) * static_cast<uint32_t>(box_rows(copy.map));
   record_read(block, copy.offset, bytes, fiber, fiber.store_agent, copy.group, true, site, what);
   enqueue(block, copy);
@@ -202,6 +203,7 @@ void tensor_store_wait(int pending, bool, const Site&, const char*) {
   const uint32_t left = static_cast<uint32_t>(pending);
   const uint32_t through = fiber.stores_committed > left ? fiber.stores_committed - left : 0;
   finish_stores(fiber, through);
+  fiber.stores_waited = std::max(fiber.stores_waited, through);
   if (fiber.store_agent >= 0) {
     uint32_t& seen = fiber.view.seen[static_cast<size_t>(fiber.store_agent)];
     seen = std::max(seen, through);
