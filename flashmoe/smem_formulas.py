@@ -11,12 +11,27 @@ from collections.abc import Callable, Mapping
 Items = tuple[tuple[str, int], ...]
 
 
-def _sm80(head_dim: int, block_m: int, block_n: int, stages: int, warps: int, element: int, _: Mapping[str, int]) -> Items:
+def _mma_sync(
+    head_dim: int, block_m: int, block_n: int, stages: int, warps: int, element: int, options: Mapping[str, int]
+) -> Items:
+    """sm75 and sm80: csrc/attention/{sm75,sm80}/spec.cuh. The output tile reuses Q's bytes, so it costs none."""
     tile = block_n * head_dim * element
     return (("Q tile", block_m * head_dim * element), ("K tiles", stages * tile), ("V tiles", stages * tile))
 
 
-FORMULAS: Mapping[str, Callable[[int, int, int, int, int, int, Mapping[str, int]], Items]] = {"sm80": _sm80}
+def _combine(
+    head_dim: int, block_m: int, block_n: int, stages: int, warps: int, element: int, options: Mapping[str, int]
+) -> Items:
+    """The second pass of split attention keeps everything in registers."""
+    return ()
+
+
+# By family; an operation that is not the forward stands under its own name.
+FORMULAS: Mapping[str, Callable[[int, int, int, int, int, int, Mapping[str, int]], Items]] = {
+    "sm75": _mma_sync,
+    "sm80": _mma_sync,
+    "attention_combine": _combine,
+}
 
 
 def itemise(

@@ -41,7 +41,8 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
     if constexpr (kIsCausal) {
       const int heads = params.batch * params.heads_q;
       const int shared_by = params.heads_q / params.heads_kv;
-      const int fitting = max(1, kL2GroupBytes / (2 * 2 * kHeadDim) / params.seq_k) * shared_by;
+      const int64_t sharing = static_cast<int64_t>(max(1, kL2GroupBytes / (2 * 2 * kHeadDim) / params.seq_k)) * shared_by;
+      const int fitting = sharing < heads ? static_cast<int>(sharing) : heads;
       const int group = index / (fitting * m_blocks);
       const int group_heads = min(fitting, heads - group * fitting);
       index -= group * fitting * m_blocks;

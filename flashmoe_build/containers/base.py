@@ -70,7 +70,9 @@ def make(*, update: bool) -> None:
         bootstrap(folder)
         found = installed(folder)
         if update:
-            header = f"# What `nox -s base_image` installs (Debian {SUITE}); rewritten by `nox -s base_image -- --update`.\n"
+            header = (
+                f"# What `nox -s base_image` installs (Debian {SUITE}); rewritten by `nox -s base_image -- --update`.\n"
+            )
             PINS.write_text(header + "".join(f"{n}={v}\n" for n, v in sorted(found.items())), encoding="utf-8")
             print(f"wrote    {PINS.name}, {len(found)} packages")
         else:
@@ -84,9 +86,27 @@ def make(*, update: bool) -> None:
 
 def _import(folder: Path) -> None:
     with engine(ROOT / "build" / "docker") as docker:
-        tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", "--exclude=./proc/*", "--exclude=./sys/*", "-C", str(folder), "-c", "."]
+        tar = [
+            "tar",
+            "--sort=name",
+            "--mtime=@0",
+            "--numeric-owner",
+            "--exclude=./proc/*",
+            "--exclude=./sys/*",
+            "-C",
+            str(folder),
+            "-c",
+            ".",
+        ]
         with subprocess.Popen(tar, stdout=subprocess.PIPE) as source:
-            done = subprocess.run([docker, "import", "-", BASE_TAG], stdin=source.stdout, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+            done = subprocess.run(
+                [docker, "import", "-", BASE_TAG],
+                stdin=source.stdout,
+                capture_output=True,
+                text=True,
+                timeout=TIME_LIMIT,
+                check=False,
+            )
         if done.returncode != 0 or source.returncode != 0:
             msg = f"docker import failed: {done.stderr.strip()}"
             raise BuildError(msg)
@@ -95,7 +115,9 @@ def _import(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.base", description=__doc__)
-    parser.add_argument("--update", action="store_true", help="write docker/base-packages.txt from what the archive has now")
+    parser.add_argument(
+        "--update", action="store_true", help="write docker/base-packages.txt from what the archive has now"
+    )
     options = parser.parse_args(arguments)
     try:
         make(update=options.update)

@@ -28,7 +28,9 @@ def docker_program() -> str:
 
 
 def is_running(docker: str) -> bool:
-    done = subprocess.run([docker, "version", "--format", "{{.Server.Version}}"], capture_output=True, check=False, timeout=60)
+    done = subprocess.run(
+        [docker, "version", "--format", "{{.Server.Version}}"], capture_output=True, check=False, timeout=60
+    )
     return done.returncode == 0
 
 
@@ -63,7 +65,9 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
     with log.open("wb") as stream:
         command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
         command += ["--pidfile", str(folder / "dockerd.pid")]
-        return subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True), log
+        return subprocess.Popen(
+            command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
+        ), log
 
 
 def _wait_until_running(docker: str, process: subprocess.Popen[bytes], log: Path) -> None:

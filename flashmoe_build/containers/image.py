@@ -60,13 +60,17 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Rep
             data[target] = {"tag": tag, "bytes": size, "seconds": seconds}
             checks.append(Check(f"image {target}", Verdict.PASS, found=f"{size / 1e9:.2f} GB in {seconds:.0f} s"))
             print(f"image    {tag} {size / 1e9:.2f} GB, {seconds:.0f} s", flush=True)
-    return Report("image", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, time.monotonic() - clock)
+    return Report(
+        "image", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, time.monotonic() - clock
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.image", description=__doc__)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=list(TARGETS), help="default: all")
-    parser.add_argument("--base", help=f"base image for every stage (for example {BASE_TAG}); default: the pinned digests")
+    parser.add_argument(
+        "--base", help=f"base image for every stage (for example {BASE_TAG}); default: the pinned digests"
+    )
     parser.add_argument("--archs", default=os.environ.get("FLASHMOE_ARCHS", "all"))
     options = parser.parse_args(arguments)
     try:

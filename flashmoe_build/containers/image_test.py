@@ -53,16 +53,32 @@ class Images:
 def check_wheel_hash(images: Images) -> Check:
     """The image's wheel is byte for byte the one built outside, where there is one of the same commit and g++."""
     name = "wheel in the image equals the wheel outside"
-    _, listed = images.shell(TEST, "sha256sum dist/*.whl; unzip -p dist/*.whl flashmoe/provenance.json 2>/dev/null || python3 -c \"import glob, zipfile; print(zipfile.ZipFile(glob.glob('dist/*.whl')[0]).read('flashmoe/provenance.json').decode())\"")
+    _, listed = images.shell(
+        TEST,
+        "sha256sum dist/*.whl; unzip -p dist/*.whl flashmoe/provenance.json 2>/dev/null || python3 -c \"import glob, zipfile; print(zipfile.ZipFile(glob.glob('dist/*.whl')[0]).read('flashmoe/provenance.json').decode())\"",
+    )
     inside = listed.split()[0]
     provenance = json.loads(listed[listed.index("{") :])
     wheels = sorted((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        return Check(name, Verdict.SKIP, found=inside, expected="a wheel in dist/", next_step="nox -s build, then nox -s image_test")
+        return Check(
+            name,
+            Verdict.SKIP,
+            found=inside,
+            expected="a wheel in dist/",
+            next_step="nox -s build, then nox -s image_test",
+        )
     outside = hashlib.sha256(wheels[-1].read_bytes()).hexdigest()
     verdict = Verdict.PASS if inside == outside else Verdict.FAIL
     why = f"inside: commit {provenance['commit'][:12]}, dirty {provenance['dirty']}, {provenance['compilers']['cxx']}"
-    return Check(name, verdict, found=inside, expected=outside, why=why, next_step="build both from one clean commit with the same g++")
+    return Check(
+        name,
+        verdict,
+        found=inside,
+        expected=outside,
+        why=why,
+        next_step="build both from one clean commit with the same g++",
+    )
 
 
 def check_tests(images: Images, arguments: Sequence[str]) -> Check:
@@ -84,7 +100,13 @@ def check_bench(images: Images) -> Check:
         report = json.loads((Path(results) / "bench.json").read_text()) if "bench.json" in names else {}
     complete = names == ["bench.html", "bench.json", "bench.md"] and report.get("verdict") in ("PASS", "WARN")
     verdict = Verdict.PASS if status == 0 and complete else Verdict.FAIL
-    return Check("bench writes its three files, read-only root", verdict, found=f"exit {status}, {names}", expected="exit 0, bench.html bench.json bench.md", why="" if verdict is Verdict.PASS else output[-1500:])
+    return Check(
+        "bench writes its three files, read-only root",
+        verdict,
+        found=f"exit {status}, {names}",
+        expected="exit 0, bench.html bench.json bench.md",
+        why="" if verdict is Verdict.PASS else output[-1500:],
+    )
 
 
 def check_unwritable(images: Images) -> Check:
@@ -92,7 +114,12 @@ def check_unwritable(images: Images) -> Check:
         options = {"volumes": {results: {"bind": "/results", "mode": "ro"}}}
         status, output = images.run(BENCH, QUICK, what="unwritable results", **options)
     verdict = Verdict.PASS if status == 2 and "cannot be written" in output else Verdict.FAIL
-    return Check("unwritable /results is said at once", verdict, found=f"exit {status}: {output.strip()[-200:]}", expected="exit 2 and how to mount it")
+    return Check(
+        "unwritable /results is said at once",
+        verdict,
+        found=f"exit {status}: {output.strip()[-200:]}",
+        expected="exit 2 and how to mount it",
+    )
 
 
 def check_sigterm(images: Images) -> Check:
@@ -100,7 +127,10 @@ def check_sigterm(images: Images) -> Check:
     with tempfile.TemporaryDirectory() as results:
         Path(results).chmod(0o777)
         container = images.client.containers.run(
-            BENCH, ["--device", "cpu", "--suite", "cpu"], detach=True, volumes={results: {"bind": "/results", "mode": "rw"}}
+            BENCH,
+            ["--device", "cpu", "--suite", "cpu"],
+            detach=True,
+            volumes={results: {"bind": "/results", "mode": "rw"}},
         )
         try:
             time.sleep(20)
@@ -121,7 +151,12 @@ def check_sigterm(images: Images) -> Check:
             except ValueError:
                 broken.append(path.name)
     good = not broken and seconds < 55 and status != 137
-    return Check("SIGTERM ends it cleanly", Verdict.PASS if good else Verdict.FAIL, found=f"exit {status} after {seconds:.0f} s, broken files {broken}; {output.strip()[-200:]}", expected="ends by itself within 55 s, no half-written file")
+    return Check(
+        "SIGTERM ends it cleanly",
+        Verdict.PASS if good else Verdict.FAIL,
+        found=f"exit {status} after {seconds:.0f} s, broken files {broken}; {output.strip()[-200:]}",
+        expected="ends by itself within 55 s, no half-written file",
+    )
 
 
 def check_config(images: Images) -> Check:
@@ -137,10 +172,18 @@ def check_config(images: Images) -> Check:
             problems.append(f"no label {key}")
     if re.fullmatch(r"[0-9a-f]{40}", labels.get("org.opencontainers.image.revision", "")) is None:
         problems.append(f"revision {labels.get('org.opencontainers.image.revision')!r} is no commit")
-    _, listed = images.shell(BENCH, "find /run/secrets /etc/ssl/private -type f 2>/dev/null; env | grep -iE 'cert|token|password|index_url' || true")
+    _, listed = images.shell(
+        BENCH,
+        "find /run/secrets /etc/ssl/private -type f 2>/dev/null; env | grep -iE 'cert|token|password|index_url' || true",
+    )
     if listed.strip():
         problems.append(f"left behind: {listed.strip()[:200]}")
-    return Check("bench image: user, labels, no secrets", Verdict.FAIL if problems else Verdict.PASS, found="; ".join(problems) or "as promised", expected="unprivileged, OCI labels, nothing secret")
+    return Check(
+        "bench image: user, labels, no secrets",
+        Verdict.FAIL if problems else Verdict.PASS,
+        found="; ".join(problems) or "as promised",
+        expected="unprivileged, OCI labels, nothing secret",
+    )
 
 
 def test_images(arguments: Sequence[str]) -> Report:
@@ -161,7 +204,9 @@ def test_images(arguments: Sequence[str]) -> Report:
         for step in steps:
             checks.append(step())
             print(f"{checks[-1].verdict} {checks[-1].name}: {checks[-1].found[:200]}", flush=True)
-    return Report("image_test", tuple(checks), {}, host_environment(), tuple(sys.argv[1:]), started, time.monotonic() - clock)
+    return Report(
+        "image_test", tuple(checks), {}, host_environment(), tuple(sys.argv[1:]), started, time.monotonic() - clock
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@
 
 namespace flashmoe {
 namespace attention {
+namespace sm80 {
 
 // kBlockM rows a block, kBlockN the most splits.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
@@ -94,5 +95,6 @@ __device__ __forceinline__ void combine(const ForwardParams& params) {
   combine_row<Spec>(params, weight, params.out_partial + row * params.head_dim, rows * params.head_dim, out_gmem);
 }
 
+}  // namespace sm80
 }  // namespace attention
 }  // namespace flashmoe
