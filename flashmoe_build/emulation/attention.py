@@ -16,7 +16,7 @@ from flashmoe.errors import InternalError
 from flashmoe.tables import Unit
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
-from flashmoe_build.emulation.problem import DTYPES, Layout, Problem, disagreements, make_inputs, reference
+from flashmoe_build.emulation.problem import Layout, Problem, disagreements, make_inputs, reference
 
 ELEMENT = 2  # bytes
 # Rows this many elements apart put the 32nd row past 2^31 elements.
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @lru_cache(maxsize=64)
-def _load(path: Path) -> KernelLibrary:
+def load(path: Path) -> KernelLibrary:
     library = KernelLibrary(path)
     theirs, ours = library.function("emulation_params_bytes")(), ctypes.sizeof(ForwardParams)
     if theirs != ours:
@@ -115,57 +115,101 @@ def _arranged(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 def geometry(unit: Unit, problem: Problem) -> Geometry:
     """Grid, threads, shared memory and registers at launch, as csrc/host/launch.cpp would choose them."""
     row, shape = unit.row, problem.shape
-    tiles = math.ceil(shape.seq_q / row.block_m) * shape.heads_q * shape.batch
+    tiles = math.ceil(shape.seq_q / row.block_m) * shape.heads_q * shape.batch * problem.splits
     grid = min(tiles, EMULATED_MULTIPROCESSORS) if row.schedule == "persistent" else tiles
     registers = min(255, 65536 // (row.threads * row.min_blocks) // 8 * 8)
     return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), registers)
 
 
 @contextmanager
-def _mapped(library: KernelLibrary) -> Iterator[None]:
+def mapped(library: KernelLibrary) -> Iterator[None]:
     try:
         yield
     finally:
         library.clear_buffers()
 
 
+@dataclass(frozen=True)
+class _Results:
+    """Host memory that a forward kernel writes."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    out_partial: torch.Tensor
+    lse_partial: torch.Tensor
+    counter: torch.Tensor
+
+
+def _results(problem: Problem, like: torch.Tensor) -> _Results:
+    shape, splits = problem.shape, problem.splits
+    rows = (shape.batch, shape.heads_q, shape.seq_q)
+    nan = float("nan")
+    return _Results(
+        out=torch.full_like(like, nan),
+        lse=torch.full(rows, nan),
+        out_partial=torch.full((splits, *rows, shape.head_dim), nan),
+        lse_partial=torch.full((splits, *rows), nan),
+        counter=torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def _params(library: KernelLibrary, problem: Problem, tensors: tuple[torch.Tensor, ...], results: _Results) -> ForwardParams:
+    """Maps everything and fills the kernel's parameters."""
+    shape = problem.shape
+    names = ("q", "k", "v", "out")
+    placed = {
+        name: place(library, tensor, problem.layout, name, output=name == "out")
+        for name, tensor in zip(names, (*tensors, results.out), strict=True)
+    }
+
+    def add(tensor: torch.Tensor, name: str, *, initialised: bool = False) -> int:
+        return library.add_buffer(tensor.data_ptr(), tensor.numel() * 4, writable=True, initialised=initialised, name=name)
+
+    partial = (
+        {name: add(getattr(results, name), name) for name in ("out_partial", "lse_partial")} if problem.splits > 1 else {}
+    )
+    return ForwardParams(
+        **{name: item.address for name, item in placed.items()},
+        **{f"{name}_stride": _Strides(*item.strides) for name, item in placed.items()},
+        **partial,
+        lse=add(results.lse, "lse"),
+        tile_counter=add(results.counter, "tile_counter", initialised=True),
+        batch=shape.batch,
+        heads_q=shape.heads_q,
+        heads_kv=shape.heads_kv,
+        seq_q=shape.seq_q,
+        seq_k=shape.seq_k,
+        head_dim=shape.head_dim,
+        num_splits=problem.splits,
+        scale=problem.scale,
+        scale_log2=problem.scale * math.log2(math.e),
+    )
+
+
+def merge(results: _Results) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole output and log-sum-exp out of those of the splits, in fp64."""
+    lse = torch.logsumexp(results.lse_partial.double(), dim=0)
+    weights = torch.exp(results.lse_partial.double() - lse.masked_fill(torch.isinf(lse), 0.0))
+    return (weights[..., None] * results.out_partial.double()).sum(dim=0), lse
+
+
 def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
-    library = _load(kernel_library(unit, options))
+    library = load(kernel_library(unit, options))
     symbol = dict(unit.entries)["causal" if problem.causal else "full"]
-    shape = problem.shape
     inputs = make_inputs(problem)
-    q, k, v = (_arranged(t, problem.layout) for t in (inputs.q, inputs.k, inputs.v))
-    out = torch.full_like(q, float("nan"))
-    lse = torch.full((shape.batch, shape.heads_q, shape.seq_q), float("nan"), dtype=torch.float32)
-    counter = torch.zeros(1, dtype=torch.int32)
-    with _mapped(library):
-        placed = {
-            name: place(library, tensor, problem.layout, name, output=name == "out")
-            for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out))
-        }
-        params = ForwardParams(
-            **{name: item.address for name, item in placed.items()},
-            **{f"{name}_stride": _Strides(*item.strides) for name, item in placed.items()},
-            lse=library.add_buffer(lse.data_ptr(), lse.numel() * 4, writable=True, initialised=False, name="lse"),
-            tile_counter=library.add_buffer(counter.data_ptr(), 4, writable=True, initialised=True, name="tile_counter"),
-            batch=shape.batch,
-            heads_q=shape.heads_q,
-            heads_kv=shape.heads_kv,
-            seq_q=shape.seq_q,
-            seq_k=shape.seq_k,
-            head_dim=shape.head_dim,
-            num_splits=1,
-            scale=problem.scale,
-            scale_log2=problem.scale * math.log2(math.e),
-        )
+    tensors = tuple(_arranged(t, problem.layout) for t in (inputs.q, inputs.k, inputs.v))
+    results = _results(problem, tensors[0])
+    with mapped(library):
+        params = _params(library, problem, tensors, results)
         maps = _tensor_maps(library, params) if unit.row.family == "sm90" else None
         base = 0 if maps is None else (ctypes.addressof(maps) + 63) // 64 * 64
         arguments = (ctypes.addressof(params), *(() if maps is None else (base + 128 * i for i in range(4))))
         report = library.launch(symbol, arguments, geometry(unit, problem), settings)
+    out, lse = merge(results) if problem.splits > 1 else (results.out, results.lse)
     wrong = [] if report.failure else disagreements(problem, reference(problem, inputs), out, lse)
-    if not report.failure and int(counter[0]) != 0:
-        wrong.append(f"tile_counter is {int(counter[0])} after the launch; the next launch needs 0")
+    if not report.failure and int(results.counter[0]) != 0:
+        wrong.append(f"tile_counter is {int(results.counter[0])} after the launch; the next launch needs 0")
     return Outcome(problem, symbol, report, tuple(wrong), out, lse)
 
 
@@ -182,6 +226,3 @@ def _tensor_maps(library: KernelLibrary, params: ForwardParams) -> ctypes.Array[
         raise InternalError(msg)
     return memory
 
-
-def dtype_of(problem: Problem) -> torch.dtype:
-    return DTYPES[problem.dtype]

@@ -69,6 +69,7 @@ class Problem:
     layout: Layout = Layout.BHSD
     values: Values = Values.NORMAL
     data_seed: int = 0
+    splits: int = 1  # blocks that share the keys of a query tile (split kernels)
 
     @property
     def scale(self) -> float:
