@@ -71,7 +71,7 @@ def _nm_rows(path: Path, options: list[str]) -> Iterable[str]:
         return [f"nm failed: {result.stderr.strip()[:200]}"]
     rows = []
     for line in result.stdout.splitlines():
-        match = re.match(r"(.+?) ([A-Za-z?-])(?: [0-9a-f]+)?(?: [0-9a-f]+)?\s*$", line)
+        match = re.match(r"(.*?) ([A-Za-z?-])(?: [0-9a-f]+)?(?: [0-9a-f]+)?\s*$", line)
         if match is None:
             rows.append(f"nm line not understood: {line[:120]}")
             continue

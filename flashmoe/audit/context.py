@@ -72,7 +72,9 @@ def listing(names: Iterable[str], limit: int = 8) -> str:
 
 
 def may_stay_open(context: Context, symbol: Symbol) -> bool:
-    """Weak references that are tested before use: the C run time's hooks, and initialisers of thread-local variables."""
+    """Weak references that are tested before use: C names, thread-local initialisers, transactional clones."""
     return symbol.is_weak and (
-        symbol.name in context.policy.weak or symbol.name.startswith("_ZTH") or not symbol.name.startswith("_Z")
+        symbol.name in context.policy.weak
+        or symbol.name.startswith(("_ZTH", "_ZGTt"))
+        or not symbol.name.startswith("_Z")
     )

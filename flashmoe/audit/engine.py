@@ -7,10 +7,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashmoe.audit.context import Context, failed, warned
+from flashmoe.audit.context import Context, failed, skipped, warned
 from flashmoe.audit.elf import ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe.audit.embedded import INDEX_SECTION, Binary, read_embedded
 from flashmoe.audit.errors import AuditError, EmptyInputError
@@ -112,7 +112,9 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
             return [Subject(path.name, ours=False, checks=(input_check(error),))]
         subjects, facts = [], {}
         for member in wheel.extensions:
-            subject = _guarded(member, wheel.root / member, options, tables, objects, wheel)
+            carried = PurePosixPath(member).parent.name.endswith(".libs")
+            work = _carried if carried else _guarded
+            subject = work(member, wheel.root / member, options, tables, objects, wheel)
             subjects.append(subject)
             if subject.facts is not None:
                 facts[member] = subject.facts
@@ -136,6 +138,18 @@ def _guarded(
         return audit_library(label, path, options, tables, objects, wheel)
     except AuditError as error:
         return Subject(label, ours=False, checks=(input_check(error),))
+
+
+def _carried(
+    label: str, path: Path, options: Options, tables: Tables | None, objects: Sequence[ElfFacts], wheel: Wheel
+) -> Subject:
+    """A library that auditwheel grafted into the wheel: somebody else's, no extension; it must only be readable."""
+    try:
+        facts = read_elf(path)
+    except AuditError as error:
+        return Subject(label, ours=False, checks=(input_check(error),))
+    found = "a library that the wheel carries along, no extension: used to look up symbols, not judged itself"
+    return Subject(label, ours=False, checks=(skipped("carried library", found),), facts=facts)
 
 
 def audit_library(

@@ -107,18 +107,22 @@ def check_run_paths(context: Context) -> list[Check]:
     if not paths:
         return [passed(name, "no RPATH, no RUNPATH")]
     outside = [p for path in paths for p in path.split(":") if not p.startswith("$ORIGIN")]
-    if not context.ours and not outside:
-        return [passed(name, f"relative to the file alone: {listing(paths, 2)[:160]}")]
-    return [
-        failed(
-            name,
-            found=listing(outside or paths, 4),
-            expected="none: torch has loaded its libraries already" if context.ours else "relative to $ORIGIN",
-            why="A fixed folder of the build machine does not exist elsewhere, or holds another torch.",
-            cause="linked with -Wl,-rpath",
-            next_step="link without -rpath (or `patchelf --remove-rpath`)",
-        )
-    ]
+    why = "A fixed folder of the build machine does not exist elsewhere, or holds another torch."
+    remedy = "link without -rpath (or `patchelf --remove-rpath`)"
+    if context.ours:
+        return [
+            failed(
+                name,
+                found=listing(outside or paths, 4),
+                expected="none: torch has loaded its libraries already",
+                why=why,
+                cause="linked with -Wl,-rpath",
+                next_step=remedy,
+            )
+        ]
+    if outside:
+        return [warned(name, listing(outside, 4), "relative to $ORIGIN", why, remedy)]
+    return [passed(name, f"relative to the file alone: {listing(paths, 2)[:160]}")]
 
 
 def check_protection(context: Context) -> list[Check]:

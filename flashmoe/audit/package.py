@@ -96,7 +96,13 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     for member, elf in facts.items():
         stem = PurePosixPath(member).name.split(".", 1)[0]
         inits = sorted(s.name for s in elf.exported if s.name.startswith("PyInit_"))
-        if inits and f"PyInit_{stem}" not in inits:
+        named = {init.removeprefix("PyInit_") for init in inits}
+        quoted = any(
+            f"{quote}{word}{quote}" in text for text in wheel.sources.values() for word in named for quote in "'\""
+        )
+        if (
+            inits and stem not in named and not quoted
+        ):  # a loader may give the name: spec_from_file_location(name, path)
             checks.append(
                 failed(
                     f"module name: {PurePosixPath(member).name}",
@@ -188,20 +194,31 @@ def _imported(node: ast.AST, folder: PurePosixPath) -> Iterator[tuple[PurePosixP
 
 
 def _is_python(wheel: Wheel, package: PurePosixPath, name: str) -> bool:
-    """Whether ``package.name`` is a Python module, a folder of modules, or a name that a module defines."""
+    """Whether ``package.name`` is a Python module, a folder of modules, or a name that the package's module binds."""
     target = str(package / name)
     if f"{target}.py" in wheel.names or any(n.startswith(f"{target}/") for n in wheel.names):
         return True
-    for module in (f"{package}/__init__.py", f"{package}.py"):
-        text = wheel.sources.get(module)
-        if text is not None and re.search(
-            rf"(?m)^\s*(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|\b{re.escape(name)}\b\s*(?::[^=\n]+)?=|(?:import|as)\s.*\b{re.escape(name)}\b",
-            _without_own_import(text, name),
+    text = wheel.sources.get(f"{package}/__init__.py")
+    return text is not None and _binds(text, name)
+
+
+def _binds(text: str, name: str) -> bool:
+    """Whether a package's __init__ binds ``name``, other than by taking it from the package itself."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return True
+    given: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name in (
+            name,
+            "__getattr__",
         ):
             return True
-    return False
-
-
-def _without_own_import(text: str, name: str) -> str:
-    """The module without `from . import NAME`: a module does not define what it takes from itself."""
-    return re.sub(rf"(?m)^\s*from\s+\.\s+import\s+.*\b{re.escape(name)}\b.*$", "", text)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+        if isinstance(node, ast.Import) or (
+            isinstance(node, ast.ImportFrom) and not (node.level == 1 and node.module is None)
+        ):
+            given |= {alias.asname or alias.name for alias in node.names}
+    return bool({name, "*"} & given)

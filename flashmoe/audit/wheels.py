@@ -150,12 +150,13 @@ def check_auditwheel(wheel: Wheel) -> list[Check]:
                 next_step="install the locked environment, or `pip install auditwheel`",
             )
         ]
+    own = {PurePosixPath(member).name for member in wheel.extensions}  # the package loads those by itself
     try:
         result = analyze_wheel_abi(
             Libc.GLIBC,
             Architecture.x86_64,
             wheel.path,
-            frozenset(OUTSIDE),
+            frozenset({*OUTSIDE, *own}),
             disable_isa_ext_check=False,
             allow_graft=False,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from audit_builders import Workshop, audit
 
 import flashmoe
-from flashmoe.audit.render import kernel_rows, plain, show
+from flashmoe.audit.render import kernel_table, plain, show
 from flashmoe.errors import ExitCode
 from flashmoe.report import read_report
 from flashmoe.tables import Tables
@@ -82,9 +83,15 @@ def test_log_has_the_launchability_table(sound: Path, tables: Tables) -> None:
     report = audit(sound, tables=tables)
     lines = list(plain(report))
     assert lines[-1].startswith("audit of libflashmoe.so: PASS (")
-    rows = kernel_rows(report.data)
-    assert {(row[0], row[1]) for row in rows} == {(s, u.target.name) for u in tables.units() for _, s in u.entries}
-    assert any("sm80" in row[-1] and "sm86" in row[-1] and "sm89" in row[-1] for row in rows)
+    header, *rows = kernel_table(report.data)
+    assert header == ("unit", "threads", "static", "dynamic", "compute_80", "sm_80", "sm_90a")
+    assert [row[0] for row in rows] == ["attention_forward_sm80_bf16_d64", "attention_forward_sm80_f16_d64"]
+    for row in rows:
+        assert row[1:4] == ("128", "0", "24576")
+        assert re.fullmatch(r"-: \d+ \d+ \d+ \d+ \d+ \d+", row[4]), "PTX: registers unknown, six GPUs"
+        assert re.fullmatch(r"\d+: \d+ \d+ \d+", row[5]), "sm_80, sm_86 and sm_89"
+        assert re.fullmatch(r"\d+: \d+", row[6])
+    assert all(any(cell in line for line in lines) for row in rows for cell in row)
 
 
 def test_terminal_output_names_every_check(sound: Path, tables: Tables) -> None:

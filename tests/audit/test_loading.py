@@ -48,6 +48,15 @@ def test_relative_run_path_of_a_foreign_extension_passes(workshop: Workshop) -> 
     assert audit(path).verdict is Verdict.PASS
 
 
+def test_fixed_run_path_of_a_foreign_extension_is_a_warning(workshop: Workshop) -> None:
+    path = workshop.extension(
+        {"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'}, link=["-Wl,-rpath,/opt/conda/lib"]
+    )
+    assert [(c.name, c.found) for c in audit(path).checks if c.verdict is Verdict.WARN] == [
+        ("run path", "/opt/conda/lib")
+    ]
+
+
 def test_executable_stack(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     path = workshop.library(rows, embed=EMBED.replace('.section .note.GNU-stack,"",@progbits', ""))
     assert ".note.GNU-stack" in only_failure(audit(path, tables=tables), "executable stack").why

@@ -149,3 +149,44 @@ def test_package_that_loads_nothing_is_not_proved(workshop: Workshop, sound: Pat
     report = audit(workshop.wheel(files), tables=tables)
     assert any("the package loads" in c.name and c.verdict is not Verdict.PASS for c in report.checks)
     assert PACKAGE["flashmoe/_extension.py"] not in files.values()
+
+
+def test_name_that_a_loader_gives_is_no_mistake(workshop: Workshop) -> None:
+    source = "from importlib.util import spec_from_file_location\nspec = spec_from_file_location('core_ops', path)\n"
+    path = foreign_wheel(workshop, "flash_science/libcore.so", "core_ops", source)
+    assert not [c for c in failures(audit(path)) if "module name" in c.name]
+
+
+def test_private_names_of_a_package_are_no_extensions(workshop: Workshop) -> None:
+    library = workshop.extension({"bind.cpp": MODULE % "_C"})
+    files = {
+        "flash_science/__init__.py": "from . import _C\n",
+        "flash_science/io/__init__.py": "from ._video import (\n    read,\n    _probe,\n)\n_cache: dict = {}\n",
+        "flash_science/io/_video.py": "def read(): ...\ndef _probe(): ...\n",
+        "flash_science/use.py": "from .io import _probe, _cache\nfrom flash_science.io import _probe as p\n",
+        "flash_science/_C.so": library.read_bytes(),
+    }
+    assert not [c for c in failures(audit(workshop.wheel(files, name=LOCAL))) if "loads" in c.name]
+
+
+def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
+    """As auditwheel grafts them: stripped, renamed, found through a relative run path."""
+    carried = workshop.extension(
+        {"dep.cpp": 'extern "C" int helper() { return 1; }'},
+        link=["-s", "-Wl,-soname,libdep-1234.so"],
+        name="libdep-1234.so",
+    )
+    library = workshop.extension(
+        {"bind.cpp": 'extern "C" int helper(); extern "C" int PyInit__C() { return helper(); }'},
+        link=[str(carried), "-Wl,-rpath,$ORIGIN/../flash_science.libs"],
+    )
+    files = {
+        "flash_science/__init__.py": "from . import _C\n",
+        "flash_science/_C.so": library.read_bytes(),
+        "flash_science.libs/libdep-1234.so": carried.read_bytes(),
+    }
+    report = audit(workshop.wheel(files, name=LOCAL))
+    assert not failures(report), failures(report)
+    assert [c.verdict for c in report.checks if c.name.endswith("carried library")] == [Verdict.SKIP]
+    damaged = {**files, "flash_science.libs/libdep-1234.so": "text"}
+    assert named(audit(workshop.wheel(damaged, name=LOCAL)), "libdep-1234.so: input: not-elf")
