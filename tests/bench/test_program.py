@@ -58,6 +58,7 @@ def test_a_run_leaves_three_files_and_they_compare(tmp_path: Path, program_envir
     report = read_report(tmp_path / "a.json")
     assert [cell["summaries"]["sdpa-cpu"]["samples"] for cell in report.data["cells"]] == [30] * 4
     assert report.command[-len(outputs) :] == outputs
+    assert [cell["case"]["key"] for cell in report.data["cells"]][0] == "f32-d32-full-b1-h2-s16"
     assert "sdpa-math / sdpa-cpu" in (tmp_path / "a.md").read_text()
     assert "</html>" in (tmp_path / "a.html").read_text()
     assert str(tmp_path.parent) not in json.dumps(report.environment)
@@ -109,6 +110,7 @@ def test_a_signal_leaves_a_valid_partial_report(
         (("--suite", "cpu", "--device", "cuda"), "this suite runs on cpu"),
         (("--suite", "cpu", "--contenders", "sdpa-flsh"), "no contender 'sdpa-flsh'"),
         (("--suite", "cpu", "--repeats", "0"), "--repeats 0"),
+        (("--suite", "cpu", "--case", "f32-d1"), "has no case 'f32-d1'"),
         (("--compare", "a.json", "b.json"), "cannot read the report a.json"),
     ],
 )
