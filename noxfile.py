@@ -29,7 +29,7 @@ nox.options.error_on_missing_interpreters = True
 REPORTS = ROOT / "build" / "reports"
 WHEEL_VARIABLE = "FLASHMOE_WHEEL"
 FULL_BENCH: tuple[str, ...] = ()
-SHORT_BENCH = ("--suite", "smoke")
+SHORT_BENCH = ("--quick",)
 
 
 def locked(session: nox.Session, name: str) -> str:

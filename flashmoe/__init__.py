@@ -32,6 +32,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         msg = f"module 'flashmoe' has no attribute {name!r}; it has {', '.join(sorted(__all__))}"
         raise AttributeError(msg)
+    import_module("flashmoe._extension").require_torch()  # says what is wrong with torch before importing it
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -80,6 +80,11 @@ def check_torch_version(version: str) -> None:
         raise TorchVersionError(msg)
 
 
+def require_torch() -> None:
+    """Raises TorchVersionError or ExtensionError when the torch at hand cannot serve; imports nothing."""
+    check_torch_version(torch_version())
+
+
 def load() -> Path:
     """Load the extension and register its fake, autograd, autocast and vmap rules. Idempotent and thread-safe.
 
@@ -92,7 +97,7 @@ def load() -> Path:
     with _lock:
         if _loaded is None:
             path = library_path()
-            check_torch_version(torch_version())
+            require_torch()
             _load_library(path)
             from flashmoe import autograd, fake, transforms  # they import torch
 
@@ -112,7 +117,8 @@ def _load_library(path: Path) -> None:
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
-        raise ExtensionError(explain_load_failure(path.name, str(error), str(torch.__version__))) from error
+        reason = str(error.__cause__ or error)  # torch 2.10 wraps the loader's message in one that only names the file
+        raise ExtensionError(explain_load_failure(path.name, reason, str(torch.__version__))) from error
     if not hasattr(torch.ops.flashmoe, OPERATOR):
         msg = (
             f"{path.name} was loaded but registers no operator flashmoe::{OPERATOR}; it is not flashmoe's extension, or "
@@ -134,7 +140,7 @@ _LOAD_FAILURES = (
         "install the manylinux_2_28 wheel, or build on this machine with `./nox -s build`",
     ),
     (
-        r"^(?P<what>lib\S+): cannot open shared object file",
+        r"(?P<what>lib\S+): cannot open shared object file",
         "it needs {what}, which is not there",
         "reinstall torch if the library is torch's; `python -m flashmoe doctor` lists what is found",
     ),

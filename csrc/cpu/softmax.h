@@ -40,7 +40,7 @@ inline Vector::Float exp2(Vector::Float t) {
     p = Vector::fma(p, f, Vector::broadcast(6.9312408e-1f));
   }
   p = Vector::fma(p, f, Vector::broadcast(1.0f));
-  return Vector::scale_exponent(p, power);
+  return Vector::mul(p, power);
 }
 
 // The running state of a group, over the group.

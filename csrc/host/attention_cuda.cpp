@@ -1,3 +1,6 @@
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+#include <torch/csrc/stable/library.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -66,6 +69,25 @@ Tensor alias(const Tensor& tensor) {
   return Tensor(handle);
 }
 
+bool is_scale_positive(const AttentionArguments& arguments) { return static_cast<float>(arguments.scale) > 0.0F; }
+
+// Kernels find the maximum of a row of q k^T before they scale it, which is the maximum after scaling only for a positive
+// scale. So a negative one moves its sign into the copied q; for zero, q becomes q - q: zero, or NaN where q is not finite.
+void make_scale_positive(AttentionArguments& arguments) {
+  if (arguments.scale < 0.0) {
+    StableIValue stack[1] = {torch::stable::detail::from(alias(arguments.q).release())};
+    check_shim(torch_call_dispatcher("aten::neg_", "", stack, TORCH_ABI_VERSION), "neg_");
+    arguments.q = Tensor(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+    arguments.scale = -arguments.scale;
+  }
+  if (!is_scale_positive(arguments)) {
+    AtenTensorHandle zeros = nullptr;
+    check_shim(aoti_torch_aten_subtract_Tensor(arguments.q.get(), arguments.q.get(), 1.0, &zeros), "subtract");
+    arguments.q = Tensor(zeros);
+    arguments.scale = 1.0;
+  }
+}
+
 Choice choose(const AttentionArguments& arguments, const attention::ForwardParams& params, const Device& gpu) {
   const char* forced = std::getenv("FLASHMOE_KERNEL");
   SelectorInput input{};
@@ -81,7 +103,13 @@ Choice choose(const AttentionArguments& arguments, const attention::ForwardParam
   input.heads_kv = params.heads_kv;
   input.seq_q = params.seq_q;
   input.seq_k = params.seq_k;
-  return select_forward(input, kernel_table());
+  thread_local int32_t list_capability = 0;
+  thread_local KernelList list;
+  if (list_capability != gpu.capability) {
+    list = loadable_kernels(gpu.capability, kernel_table());
+    list_capability = gpu.capability;
+  }
+  return select_forward(input, list, kernel_table());
 }
 
 // No key at all: the output is zero and the log-sum-exp of nothing is -inf.
@@ -121,11 +149,34 @@ TensorMaps make_tensor_maps(const attention::ForwardParams& params, const Kernel
           encode(from.out, type, "out")};
 }
 
-void run(const AttentionArguments& arguments, attention::ForwardParams params, const Kernel& kernel, const Device& gpu) {
+// Float scratch memory for the partial results of split kernels, freed in stream order by torch's allocator.
+struct PartialResults {
+  Tensor out;
+  Tensor lse;
+};
+
+PartialResults allocate_partials(const AttentionArguments& arguments, attention::ForwardParams& params) {
+  const int32_t dtype = aoti_torch_dtype_float32();
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
+  PartialResults partials;
+  partials.out = empty({params.num_splits, rows, params.head_dim}, dtype, arguments.device_type, arguments.device_index);
+  partials.lse = empty({params.num_splits, rows}, dtype, arguments.device_type, arguments.device_index);
+  params.out_partial = static_cast<float*>(partials.out.data());
+  params.lse_partial = static_cast<float*>(partials.lse.data());
+  return partials;
+}
+
+void run(const AttentionArguments& arguments, attention::ForwardParams params, const Choice& choice, const Device& gpu) {
+  const Kernel& kernel = *choice.forward;
   const ContextGuard guard(gpu.context);
   const CUstream stream = current_stream(arguments.device_index);
   CUfunction function = load_kernel(kernel, gpu, arguments.device_index);
-  const int64_t tiles = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch);
+  params.num_splits = choice.num_splits;
+  PartialResults partials;
+  if (choice.num_splits > 1) partials = allocate_partials(arguments, params);
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
+  const int64_t tiles =
+      ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch) * params.num_splits;
   const int64_t resident = static_cast<int64_t>(gpu.num_multiprocessors) * kernel.min_blocks;
   const LaunchShape shape{kernel.is_persistent ? std::min(tiles, resident) : tiles, kernel.threads, kernel.shared_bytes};
   if (uses_tensor_maps(kernel)) {
@@ -136,16 +187,24 @@ void run(const AttentionArguments& arguments, attention::ForwardParams params, c
     std::array<void*, 1> kernel_arguments{&params};
     launch(kernel, function, shape, stream, kernel_arguments.data());
   }
+  if (choice.combine != nullptr) {
+    const Kernel& combine = *choice.combine;
+    const LaunchShape second{ceil_div(rows, combine.block_m), combine.threads, combine.shared_bytes};
+    std::array<void*, 1> kernel_arguments{&params};
+    launch(combine, load_kernel(combine, gpu, arguments.device_index), second, stream, kernel_arguments.data());
+    set_last_kernel(kernel.symbol);
+  }
 }
 
 // Copies what the kernel cannot read or write in place, runs it, and copies the output back if it had to.
-void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& outputs, const Kernel& kernel,
+void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& outputs, const Choice& choice,
                    const Device& gpu) {
+  const Kernel& kernel = *choice.forward;
   const auto loadable = [&kernel](const Tensor& tensor) {
     return is_loadable(tensor, kernel) ? alias(tensor) : padded_copy(tensor);
   };
   AttentionArguments aligned;
-  aligned.q = loadable(arguments.q);
+  aligned.q = is_scale_positive(arguments) ? loadable(arguments.q) : padded_copy(arguments.q);
   aligned.k = loadable(arguments.k);
   aligned.v = loadable(arguments.v);
   aligned.scale = arguments.scale;
@@ -154,12 +213,13 @@ void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& 
   aligned.torch_dtype = arguments.torch_dtype;
   aligned.device_type = arguments.device_type;
   aligned.device_index = arguments.device_index;
+  if (!is_scale_positive(aligned)) make_scale_positive(aligned);
   // A head_dim that is no whole number of 16-byte pieces pads all three inputs alike, and the output with them.
   const bool is_padded = aligned.q.sizes()[3] != arguments.q.sizes()[3];
   AttentionOutputs padded;
   padded.out = is_padded ? like(outputs.out, padded_sizes(outputs.out)) : alias(outputs.out);
   padded.lse = alias(outputs.lse);
-  run(aligned, make_params(aligned, padded), kernel, gpu);
+  run(aligned, make_params(aligned, padded), choice, gpu);
   if (is_padded) {
     const Tensor view = view_of(padded.out, outputs.out.sizes(), padded.out.strides());
     check_shim(aoti_torch_copy_(outputs.out.get(), view.get(), /*non_blocking=*/0), "copy_");
@@ -175,11 +235,13 @@ void attention_forward_cuda(const AttentionArguments& arguments, const Attention
     return;
   }
   const attention::ForwardParams params = make_params(arguments, outputs);
-  const Kernel& kernel = *choose(arguments, params, gpu).forward;
-  if (is_loadable(arguments.q, kernel) && is_loadable(arguments.k, kernel) && is_loadable(arguments.v, kernel)) {
-    run(arguments, params, kernel, gpu);
+  const Choice choice = choose(arguments, params, gpu);
+  const Kernel& kernel = *choice.forward;
+  if (is_scale_positive(arguments) && is_loadable(arguments.q, kernel) && is_loadable(arguments.k, kernel) &&
+      is_loadable(arguments.v, kernel)) {
+    run(arguments, params, choice, gpu);
   } else {
-    run_on_copies(arguments, outputs, kernel, gpu);
+    run_on_copies(arguments, outputs, choice, gpu);
   }
 }
 

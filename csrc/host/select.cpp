@@ -1,7 +1,9 @@
 #include "host/select.h"
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <string>
 
 #include "host/error.h"
 
@@ -27,33 +29,61 @@ int32_t preference(const DeviceBinary& binary, int32_t capability) {
          (binary.is_arch_specific ? 1 : 0);
 }
 
-struct Wanted {
-  const char* operation;
-  const char* family;
-  const char* variant;
-  Dtype dtype;
-  Mask mask;
-  int32_t head_dim;
-  int32_t capability;
-};
+bool is_same_kernel(const Kernel& left, const Kernel& right) {
+  return left.dtype == right.dtype && left.mask == right.mask && left.head_dim == right.head_dim &&
+         equal(left.operation, right.operation) && equal(left.family, right.family) &&
+         equal(left.variant, right.variant);
+}
 
-const Kernel* find(const Wanted& wanted, const KernelTable& table) {
+// The smallest kernel of (operation, family, variant) whose head_dim holds the tensor's.
+const Kernel* find(const char* operation, const char* family, const char* variant, Mask mask,
+                   const SelectorInput& input, const KernelList& kernels) {
   const Kernel* best = nullptr;
-  for (int32_t index = 0; index < table.num_kernels; ++index) {
-    const Kernel& kernel = table.kernels[index];
-    const DeviceBinary& binary = table.binaries[kernel.binary];
-    if (kernel.dtype != wanted.dtype || kernel.mask != wanted.mask || kernel.head_dim < wanted.head_dim ||
-        !equal(kernel.operation, wanted.operation) || !equal(kernel.family, wanted.family) ||
-        !equal(kernel.variant, wanted.variant) || !can_load(binary, wanted.capability)) {
-      continue;
-    }
-    if (best == nullptr || kernel.head_dim < best->head_dim ||
-        (kernel.head_dim == best->head_dim && preference(binary, wanted.capability) >
-                                                  preference(table.binaries[best->binary], wanted.capability))) {
-      best = &kernel;
+  for (const Kernel* kernel : kernels) {
+    if (kernel->dtype == input.dtype && kernel->mask == mask && kernel->head_dim >= input.head_dim &&
+        (best == nullptr || kernel->head_dim < best->head_dim) && equal(kernel->variant, variant) &&
+        equal(kernel->family, family) && equal(kernel->operation, operation)) {
+      best = kernel;
     }
   }
   return best;
+}
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+int64_t query_tiles(const SelectorInput& input, const Kernel& kernel) {
+  return ceil_div(input.seq_q, kernel.block_m) * input.heads_q * input.batch;
+}
+
+// Below this many keys the second pass and its traffic cost more than the idle multiprocessors.
+constexpr int64_t kMinKeysToSplit = 1024;
+constexpr int64_t kMinKeysPerSplit = 256;
+constexpr int64_t kMaxSplits = 32;  // one lane of the combining warp each
+
+// How many blocks should share the keys of one query tile so that all multiprocessors have work; 1 for not at all.
+int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
+  if (input.seq_k < kMinKeysToSplit) return 1;
+  const int64_t slots = static_cast<int64_t>(input.num_multiprocessors) * split.min_blocks;
+  const int64_t by_machine = slots / query_tiles(input, split);
+  const int64_t by_keys = input.seq_k / kMinKeysPerSplit;
+  return std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits}));
+}
+
+// Variants for problems with fewer query tiles than multiprocessors; an empty choice where none applies.
+Choice choose_for_few_tiles(const SelectorInput& input, const char* family, const KernelList& kernels) {
+  Choice choice;
+  const Kernel* split = find("attention_forward", family, "split", input.mask, input, kernels);
+  const Kernel* combine = find("attention_combine", family, "", Mask::kNone, input, kernels);
+  if (split != nullptr && combine != nullptr) {
+    const int64_t splits = wanted_splits(input, *split);
+    if (splits > 1) return {split, combine, static_cast<int32_t>(splits)};
+  }
+  const Kernel* small = find("attention_forward", family, "m64", input.mask, input, kernels);
+  const Kernel* plain = find("attention_forward", family, "", input.mask, input, kernels);
+  if (small != nullptr && plain != nullptr && query_tiles(input, *plain) < input.num_multiprocessors) {
+    choice.forward = small;
+  }
+  return choice;
 }
 
 std::string targets_held(const KernelTable& table) {
@@ -101,15 +131,38 @@ bool can_load(const DeviceBinary& binary, int32_t capability) {
   return capability / 10 == binary.capability / 10 && capability >= binary.capability;
 }
 
-Choice select_forward(const SelectorInput& input, const KernelTable& table) {
+KernelList loadable_kernels(int32_t capability, const KernelTable& table) {
+  KernelList best;
+  for (int32_t index = 0; index < table.num_kernels; ++index) {
+    const Kernel& kernel = table.kernels[index];
+    const DeviceBinary& binary = table.binaries[kernel.binary];
+    if (!can_load(binary, capability)) continue;
+    const auto known = std::find_if(best.begin(), best.end(),
+                                    [&kernel](const Kernel* other) { return is_same_kernel(*other, kernel); });
+    if (known == best.end()) {
+      best.push_back(&kernel);
+    } else if (preference(binary, capability) > preference(table.binaries[(*known)->binary], capability)) {
+      *known = &kernel;
+    }
+  }
+  return best;
+}
+
+Choice select_forward(const SelectorInput& input, const KernelList& kernels, const KernelTable& table) {
   if (input.forced_family != nullptr) check_forced(input, table);
-  const GpuFamilies* families = families_of(input.capability, table);
-  for (int position = 0; families != nullptr && families->families[position] != nullptr; ++position) {
-    const char* family = families->families[position];
-    if (input.forced_family != nullptr && !equal(family, input.forced_family)) continue;
-    Wanted wanted{"attention_forward", family, "", input.dtype, input.mask, input.head_dim, input.capability};
+  const GpuFamilies* gpu = families_of(input.capability, table);
+  const auto is_allowed = [&input](const char* family) {
+    return input.forced_family == nullptr || equal(family, input.forced_family);
+  };
+  for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
+    if (!is_allowed(gpu->families[position])) continue;
+    const Choice choice = choose_for_few_tiles(input, gpu->families[position], kernels);
+    if (choice.forward != nullptr) return choice;
+  }
+  for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
+    if (!is_allowed(gpu->families[position])) continue;
     Choice choice;
-    choice.forward = find(wanted, table);
+    choice.forward = find("attention_forward", gpu->families[position], "", input.mask, input, kernels);
     if (choice.forward != nullptr) return choice;
   }
   refuse(input, table);

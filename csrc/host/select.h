@@ -1,7 +1,7 @@
 // Which kernel serves a problem on a GPU. Pure: numbers in, a choice or an explained refusal out.
 #pragma once
 
-#include <string>
+#include <vector>
 
 #include "host/kernel_table.h"
 
@@ -29,13 +29,20 @@ struct Choice {
   int32_t num_splits = 1;
 };
 
-// Throws code `gpu` when no embedded kernel runs on this GPU, `dtype` for bf16 below compute capability 8.0, and
-// `argument` for a forced family that does not exist or does not run here.
-Choice select_forward(const SelectorInput& input, const KernelTable& table);
+using KernelList = std::vector<const Kernel*>;
 
 // Whether a GPU of this capability can load the binary: machine code runs on its own major version from its minor
 // version on, arch-specific code on exactly its capability, PTX on everything from its capability on.
 bool can_load(const DeviceBinary& binary, int32_t capability);
+
+// What a GPU of this capability can run: of each kernel the best binary (machine code made for it, then for an older
+// minor version, then PTX).
+KernelList loadable_kernels(int32_t capability, const KernelTable& table);
+
+// `kernels`: loadable_kernels(input.capability, table).
+// Throws code `gpu` when no embedded kernel runs on this GPU, `dtype` for bf16 below compute capability 8.0, and
+// `argument` for a forced family that does not exist or does not run here.
+Choice select_forward(const SelectorInput& input, const KernelList& kernels, const KernelTable& table);
 
 }  // namespace host
 }  // namespace flashmoe

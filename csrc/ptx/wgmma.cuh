@@ -57,9 +57,10 @@ __device__ __forceinline__ uint64_t make_smem_descriptor(const void* smem, int l
   return descriptor | kSwizzle128 << 62;
 }
 
-// The same operand `bytes` (a multiple of 16) further on.
+// The same operand `bytes` (a multiple of 16) further on. Shared addresses are short: the sum stays in the low word.
 __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor, int bytes) {
-  return descriptor + static_cast<uint64_t>(bytes >> 4);
+  const uint32_t low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
+  return (descriptor & 0xffffffff00000000ull) | low;
 }
 
 // d = a * b (scale_d == 0) or d += a * b (scale_d == 1). A: K-major (64 rows of k). B: kTransposeB false, K-major (kN
@@ -78,6 +79,7 @@ struct Wgmma;
 #define FLASHMOE_NUMBERS_ALL_32() FLASHMOE_NUMBERS_ALL_30() ", " FLASHMOE_NUMBERS_2(3)
 #define FLASHMOE_NUMBERS_ALL_40() FLASHMOE_NUMBERS_ALL_30() ", " FLASHMOE_NUMBERS_10(3)
 #define FLASHMOE_NUMBERS_ALL_48() FLASHMOE_NUMBERS_ALL_40() ", " FLASHMOE_NUMBERS_8(4)
+#define FLASHMOE_NUMBERS_ALL_56() FLASHMOE_NUMBERS_ALL_40() ", " FLASHMOE_NUMBERS_10(4) ", " FLASHMOE_NUMBERS_6(5)
 #define FLASHMOE_NUMBERS_ALL_60() FLASHMOE_NUMBERS_ALL_40() ", " FLASHMOE_NUMBERS_10(4) ", " FLASHMOE_NUMBERS_10(5)
 #define FLASHMOE_NUMBERS_ALL_64() FLASHMOE_NUMBERS_ALL_60() ", " FLASHMOE_NUMBERS_4(6)
 #define FLASHMOE_NUMBERS_ALL_80() FLASHMOE_NUMBERS_ALL_60() ", " FLASHMOE_NUMBERS_10(6) ", " FLASHMOE_NUMBERS_10(7)
@@ -97,6 +99,7 @@ struct Wgmma;
 #define FLASHMOE_FLOATS_ALL_32() FLASHMOE_FLOATS_ALL_30(), FLASHMOE_FLOATS_2(3)
 #define FLASHMOE_FLOATS_ALL_40() FLASHMOE_FLOATS_ALL_30(), FLASHMOE_FLOATS_10(3)
 #define FLASHMOE_FLOATS_ALL_48() FLASHMOE_FLOATS_ALL_40(), FLASHMOE_FLOATS_8(4)
+#define FLASHMOE_FLOATS_ALL_56() FLASHMOE_FLOATS_ALL_40(), FLASHMOE_FLOATS_10(4), FLASHMOE_FLOATS_6(5)
 #define FLASHMOE_FLOATS_ALL_60() FLASHMOE_FLOATS_ALL_40(), FLASHMOE_FLOATS_10(4), FLASHMOE_FLOATS_10(5)
 #define FLASHMOE_FLOATS_ALL_64() FLASHMOE_FLOATS_ALL_60(), FLASHMOE_FLOATS_4(6)
 #define FLASHMOE_FLOATS_ALL_80() FLASHMOE_FLOATS_ALL_60(), FLASHMOE_FLOATS_10(6), FLASHMOE_FLOATS_10(7)
@@ -138,6 +141,7 @@ struct Wgmma;
 FLASHMOE_DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 FLASHMOE_DEFINE_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
 FLASHMOE_DEFINE_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+FLASHMOE_DEFINE_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
 FLASHMOE_DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 FLASHMOE_DEFINE_WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
 FLASHMOE_DEFINE_WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
@@ -166,6 +170,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], uint32_t a0, uint32
 #undef FLASHMOE_NUMBERS_ALL_32
 #undef FLASHMOE_NUMBERS_ALL_40
 #undef FLASHMOE_NUMBERS_ALL_48
+#undef FLASHMOE_NUMBERS_ALL_56
 #undef FLASHMOE_NUMBERS_ALL_60
 #undef FLASHMOE_NUMBERS_ALL_64
 #undef FLASHMOE_NUMBERS_ALL_80
@@ -183,6 +188,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], uint32_t a0, uint32
 #undef FLASHMOE_FLOATS_ALL_32
 #undef FLASHMOE_FLOATS_ALL_40
 #undef FLASHMOE_FLOATS_ALL_48
+#undef FLASHMOE_FLOATS_ALL_56
 #undef FLASHMOE_FLOATS_ALL_60
 #undef FLASHMOE_FLOATS_ALL_64
 #undef FLASHMOE_FLOATS_ALL_80

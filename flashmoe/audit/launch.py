@@ -1,8 +1,8 @@
 """Whether a kernel can be launched on a GPU at all, and how many of its blocks fit on one multiprocessor.
 
 Allocation rules: CUDA C++ Best Practices Guide and the occupancy calculator that ships with CUDA 12: registers are given
-to a warp in units of 256, each of the four schedulers has a quarter of the register file, warps are given in fours, and
-shared memory in units of 128 bytes (256 on compute capability 7.5).
+to a warp in units of 256, each of the four schedulers has a quarter of the register file, a block is charged for whole
+rounds of schedulers, and shared memory comes in units of 128 bytes (256 on compute capability 7.5).
 """
 
 from __future__ import annotations
@@ -56,15 +56,19 @@ def launchability(need: Need, gpu: Gpu, *, smem_static_limit: int, registers_lim
     smem = need.smem_static + need.smem_dynamic
     problems = []
     if smem > gpu.smem_per_block_optin:
-        problems.append(f"{smem} bytes of shared memory a block, {gpu.name} has {gpu.smem_per_block_optin} after opting in")
+        problems.append(
+            f"{smem} bytes of shared memory a block, {gpu.name} has {gpu.smem_per_block_optin} after opting in"
+        )
     if need.smem_static > smem_static_limit:
-        problems.append(f"{need.smem_static} bytes of static shared memory, the limit without opting in is {smem_static_limit}")
+        problems.append(
+            f"{need.smem_static} bytes of static shared memory, the limit without opting in is {smem_static_limit}"
+        )
     if need.threads > MAX_THREADS_PER_BLOCK:
         problems.append(f"{need.threads} threads a block, the limit is {MAX_THREADS_PER_BLOCK}")
     if need.registers is not None and need.registers > registers_limit:
         problems.append(f"{need.registers} registers a thread, the limit is {registers_limit}")
-    warps = round_up(round_up(need.threads, WARP) // WARP, SCHEDULERS)
-    block_registers = warp_registers(need.registers) * warps if need.registers is not None else 0
+    warps = round_up(need.threads, WARP) // WARP
+    block_registers = warp_registers(need.registers) * round_up(warps, SCHEDULERS) if need.registers is not None else 0
     if block_registers > gpu.registers_per_block:
         problems.append(
             f"{need.registers} registers x {need.threads} threads take {block_registers} registers, "

@@ -1,12 +1,12 @@
 """Benchmarks: suites as data, results checked before they are timed, verdicts that start from undecided.
 
-    suites, case        what is timed, read from TOML
-    contenders          what is compared: our kernels, torch's backends, other libraries
-    verify              the correctness rule that a contender must pass before it is timed
-    sampling, plan      one slot of samples; how many samples fit the time
-    runner, session     one cell; one whole run, with a partial report when it is stopped
-    statistics, verdict intervals, ratios and what may be said about them
-    summary             raw samples to the report's numbers
-    markdown, page, svg what people read
-    compare, ratchet    two reports; a report against the marks kept per GPU architecture
+suites, case        what is timed, read from TOML
+contenders          what is compared: our kernels, torch's backends, other libraries
+verify              the correctness rule that a contender must pass before it is timed
+sampling, plan      one slot of samples; how many samples fit the time
+runner, session     one cell; one whole run, with a partial report when it is stopped
+statistics, verdict intervals, ratios and what may be said about them
+summary             raw samples to the report's numbers
+markdown, page, svg what people read
+compare, ratchet    two reports; a report against the marks kept per GPU architecture
 """

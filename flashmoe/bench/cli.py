@@ -15,20 +15,27 @@ from flashmoe.report import Report, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", action="append", metavar="NAME|FILE.toml", help=f"known: {', '.join(suite_names())}")
+    parser.add_argument(
+        "--suite", action="append", metavar="NAME|FILE.toml", help=f"known: {', '.join(suite_names())}; repeatable"
+    )
     parser.add_argument("--device", choices=("auto", *DEVICES), default="auto")
     parser.add_argument("--preset", default="auto", metavar="GPU", help="auto, none, T4, L4, A100 or H100")
     parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's own")
+    parser.add_argument("--case", action="append", metavar="KEY", help="these cases alone (as reports name them)")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples a side (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
-    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, 30 a side at least")
+    parser.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, 30 a side at least"
+    )
     parser.add_argument("--baseline-only", action="store_true", help="without our extension")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE")
-    parser.add_argument("--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report")
+    parser.add_argument(
+        "--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report"
+    )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
     parser.add_argument("--fail-on", choices=("slower", "not-same"), help="exit 1 when a comparison says so")
     parser.add_argument("--ratchet", type=Path, metavar="FILE.toml", help="check a run against the marks of its GPU")
@@ -46,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from flashmoe.bench.contenders import default_registry  # torch: only a measurement needs it
 
-    suites = [load_suite(name) for name in args.suite or ["smoke"]]
+    suites = [load_suite(name) for name in args.suite or [default_suite(args.device)]]
     device = resolve_device(args.device, suites)
     if any(suite.kind == "build" for suite in suites):
         return _measure_build(args, suites)
@@ -69,6 +76,13 @@ def _measure(args: argparse.Namespace) -> int:
 
         return check_ratchet(args.ratchet, report)
     return code
+
+
+def default_suite(device: str) -> str:
+    """Without --suite: the prefill grid on a GPU, the CPU suite elsewhere."""
+    import torch
+
+    return "cpu" if device == "cpu" or not torch.cuda.is_available() else "llm-prefill"
 
 
 def resolve_device(wanted: str, suites: list[Suite]) -> str:
@@ -118,6 +132,8 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
         import torch
 
         suite = apply_preset(suite, find_preset(args.preset, torch.cuda.get_device_name()))
+    if args.case:
+        suite = only_cases(suite, args.case)
     if args.quick:
         suite = suite.quick()
     changes: dict[str, Any] = {}
@@ -131,6 +147,16 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
     if args.contenders:
         changes["contenders"] = tuple(args.contenders.split(","))
     return replace(suite, **changes)
+
+
+def only_cases(suite: Suite, keys: list[str]) -> Suite:
+    """The named cases alone; a name that the suite lacks is an ArgumentError."""
+    known = {case.key: case for case in suite.cases}
+    for key in keys:
+        if key not in known:
+            msg = f"suite {suite.name} has no case {key!r}; it has {', '.join(known)}"
+            raise ArgumentError(msg)
+    return replace(suite, cases=tuple(known[key] for key in keys))
 
 
 def _measure_build(args: argparse.Namespace, suites: list[Suite]) -> int:

@@ -42,7 +42,8 @@ class Change:
 def read_bench(path: Path) -> Report:
     report = read_report(path)
     if report.kind != "bench" or report.data.get("schema") != DATA_SCHEMA:
-        msg = f"{path} holds a {report.kind!r} report with data {report.data.get('schema')!r}; expected bench, {DATA_SCHEMA}"
+        found = f"a {report.kind!r} report with data {report.data.get('schema')!r}"
+        msg = f"{path} holds {found}; expected a bench report with {DATA_SCHEMA}"
         raise ReportError(msg)
     return report
 
@@ -150,7 +151,8 @@ def _check(change: Change, fail_on: str | None) -> Check:
     word = Verdict.FAIL if verdict in failing else Verdict.WARN if verdict is Speed.SLOWER else Verdict.PASS
     if verdict is Speed.AMBIGUOUS:
         word = Verdict.SKIP
-    found = f"{change.value:.3f} [{change.interval.low:.3f}, {change.interval.high:.3f}] {verdict} ({change.decision.reason})"
+    low, high = change.interval.low, change.interval.high
+    found = f"{change.value:.3f} [{low:.3f}, {high:.3f}] {verdict} ({change.decision.reason})"
     against = f" against {change.against}" if change.against else " in raw time"
     return Check(
         f"{change.case} {change.subject}{against}", word, found, next_step=ADVICE.get(change.decision.reason, "")
@@ -160,7 +162,10 @@ def _check(change: Change, fail_on: str | None) -> Check:
 def _became_wrong(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Check]:
     """Contenders whose result was right in A and is wrong in B."""
     before = {
-        (cell["case"]["key"], name) for cell in a["cells"] for name, row in cell["verification"].items() if row["passed"]
+        (cell["case"]["key"], name)
+        for cell in a["cells"]
+        for name, row in cell["verification"].items()
+        if row["passed"]
     }
     return [
         Check(f"{cell['case']['key']} {name}", Verdict.FAIL, f"wrong in B: {row['reason']}", "right, as in A")
@@ -181,7 +186,9 @@ def _environment_checks(a: Report, b: Report) -> list[Check]:
 
 
 def _measured(data: Mapping[str, Any]) -> set[tuple[str, str]]:
-    return {(cell["case"]["key"], name) for cell in data["cells"] for name, blocks in cell["samples_ns"].items() if blocks}
+    return {
+        (cell["case"]["key"], name) for cell in data["cells"] for name, blocks in cell["samples_ns"].items() if blocks
+    }
 
 
 def _identity(report: Report) -> dict[str, Any]:
@@ -204,14 +211,24 @@ def _change_json(change: Change) -> dict[str, Any]:
 
 def compare_markdown(report: Report) -> str:
     """The changes as a Markdown table, then what failed."""
-    lines = [f"## B against A: {report.verdict}", "", "| case | contender | against | B/A speed | verdict |", "|---|---|---|---|---|"]
+    lines = [
+        f"## B against A: {report.verdict}",
+        "",
+        "| case | contender | against | B/A speed | verdict |",
+        "|---|---|---|---|---|",
+    ]
     for row in report.data["changes"]:
         low, high = row["interval"]
         interval = f"[{low:.3f}, {high:.3f}]" if high is not None else "[no interval]"
         verdict = f"{MARKS[row['verdict']]} {row['verdict']} ({row['reason']})"
-        lines.append(f"| {row['case']} | {row['subject']} | {row['against'] or 'raw time'} | {row['value']:.3f} {interval} | {verdict} |")
+        cells = (row["case"], row["subject"], row["against"] or "raw time", f"{row['value']:.3f} {interval}", verdict)
+        lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *_counts([row["verdict"] for row in report.data["changes"]])]
-    lines += [f"- {check.verdict} {check.name}: {check.found}" for check in report.checks if check.verdict in (Verdict.FAIL, Verdict.WARN)]
+    lines += [
+        f"- {check.verdict} {check.name}: {check.found}"
+        for check in report.checks
+        if check.verdict in (Verdict.FAIL, Verdict.WARN)
+    ]
     return "\n".join(lines) + "\n"
 
 

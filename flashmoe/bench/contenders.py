@@ -32,7 +32,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """``available`` gives "" or the reason why not; ``context`` forces the backend around many calls, outside the timing."""
+    """``available`` gives "" or the reason why not; ``context`` forces the backend around a slot, off the clock."""
 
     name: str
     title: str
@@ -153,7 +153,9 @@ def default_registry() -> dict[str, Contender]:
     known = [
         Contender("flashmoe", "flashmoe", ("cpu", "cuda"), _flashmoe_available, _flashmoe, ours=True),
         *(
-            Contender(f"flashmoe-{one}", f"flashmoe {one}", ("cuda",), _flashmoe_available, _flashmoe, _family(one), ours=True)
+            Contender(
+                f"flashmoe-{one}", f"flashmoe {one}", ("cuda",), _flashmoe_available, _flashmoe, _family(one), ours=True
+            )
             for one in FAMILIES
         ),
         _sdpa_backend("sdpa-flash", "FLASH_ATTENTION", "SDPA FLASH"),
@@ -169,7 +171,9 @@ def default_registry() -> dict[str, Contender]:
     return {contender.name: contender for contender in known}
 
 
-def choose(registry: Mapping[str, Contender], names: Sequence[str], device: str, *, baseline_only: bool) -> list[Contender]:
+def choose(
+    registry: Mapping[str, Contender], names: Sequence[str], device: str, *, baseline_only: bool
+) -> list[Contender]:
     """The named contenders that exist for ``device``. An unknown name is an ArgumentError."""
     unknown = [name for name in names if name not in registry]
     if unknown:
@@ -182,7 +186,16 @@ def choose(registry: Mapping[str, Contender], names: Sequence[str], device: str,
 def package_versions() -> dict[str, str]:
     """Versions of what takes part in a measurement, where installed."""
     found = {}
-    for name in ("torch", "numpy", "scipy", "triton", "flash-attn", "flash-attn-3", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
+    for name in (
+        "torch",
+        "numpy",
+        "scipy",
+        "triton",
+        "flash-attn",
+        "flash-attn-3",
+        "nvidia-cudnn-cu12",
+        "nvidia-cudnn-cu13",
+    ):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

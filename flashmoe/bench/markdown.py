@@ -33,7 +33,9 @@ def _cells(data: Mapping[str, Any]) -> list[str]:
     """One row a case: median and TFLOP/s of each contender, then ratio and verdict of each comparison."""
     names = [row["name"] for row in data["contenders"]]
     factor, unit = rate_unit(data)
-    pairs = list(dict.fromkeys((row["subject"], row["baseline"]) for cell in data["cells"] for row in cell["comparisons"]))
+    pairs = list(
+        dict.fromkeys((row["subject"], row["baseline"]) for cell in data["cells"] for row in cell["comparisons"])
+    )
     header = ["case", *(f"{name} us ({unit})" for name in names), *(f"{subject} / {base}" for subject, base in pairs)]
     lines = [_row(header), _row(["---"] * len(header))]
     for cell in data["cells"]:
@@ -48,7 +50,9 @@ def _cells(data: Mapping[str, Any]) -> list[str]:
             )
         )
     lines.append("")
-    lines.append("Ratio: baseline time / ours, above 1 is faster, with a 95% interval; + FASTER, - SLOWER, = SAME, ? AMBIGUOUS.")
+    lines.append(
+        "Ratio: baseline time / ours, above 1 is faster, with a 95% interval; + FASTER, - SLOWER, = SAME, ? AMBIGUOUS."
+    )
     lines.append("")
     return lines
 
@@ -96,7 +100,9 @@ def _problems(report: Report) -> list[str]:
     lines = [f"- {check.verdict} {check.name}: {check.found}" for check in bad]
     skipped = sum(check.verdict is Verdict.SKIP for check in report.checks)
     if skipped:
-        lines.append(f"- SKIP: {skipped} of {len(report.checks)} checks proved nothing (not supported here, or not reached)")
+        lines.append(
+            f"- SKIP: {skipped} of {len(report.checks)} checks proved nothing (not supported here, or not reached)"
+        )
     return lines
 
 

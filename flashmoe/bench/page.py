@@ -180,7 +180,14 @@ def detail_rows(data: Mapping[str, Any], factor: float) -> list[dict[str, Any]]:
                 }
             )
         rows += [
-            {"case": title, "name": name, "outcome": f"not timed: {reason}", "summary": None, "cpu_us": None, "peak_mb": None}
+            {
+                "case": title,
+                "name": name,
+                "outcome": f"not timed: {reason}",
+                "summary": None,
+                "cpu_us": None,
+                "peak_mb": None,
+            }
             for name, reason in cell["unsupported"].items()
         ]
     return rows
@@ -190,7 +197,10 @@ def _ceilings(data: Mapping[str, Any], factor: float, unit: str) -> list[tuple[s
     ceilings = data["ceilings"]
     if not ceilings:
         return []
-    rows = [(f"matrix product, {dtype}", f"{number(factor * rate)} {unit}") for dtype, rate in ceilings["matmul_tflops"].items()]
+    rows = [
+        (f"matrix product, {dtype}", f"{number(factor * rate)} {unit}")
+        for dtype, rate in ceilings["matmul_tflops"].items()
+    ]
     return [*rows, ("copy, read plus written", f"{number(ceilings['copy_gbps'])} GB/s")]
 
 

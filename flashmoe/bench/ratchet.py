@@ -72,7 +72,11 @@ def write_marks(path: Path, name: str, marks: Sequence[Mark]) -> None:
     lines += [f"schema = {SCHEMA}", f"architecture = {json.dumps(name)}"]
     for mark in sorted(marks, key=lambda one: one.key):
         lines += ["", "[[mark]]", f"case = {json.dumps(mark.case)}", f"subject = {json.dumps(mark.subject)}"]
-        lines += [f"baseline = {json.dumps(mark.baseline)}", f"ratio = {mark.ratio:.4f}", f"since = {json.dumps(mark.since)}"]
+        lines += [
+            f"baseline = {json.dumps(mark.baseline)}",
+            f"ratio = {mark.ratio:.4f}",
+            f"since = {json.dumps(mark.since)}",
+        ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -93,7 +97,9 @@ def evaluate(marks: Sequence[Mark], report: Report, limits: RatchetThresholds | 
         checks.append(check)
         changed += ratio is not None
         proposed.append(mark if ratio is None else Mark(*mark.key, ratio, report.started))
-    proposed += [Mark(*key, row["ratio"], report.started) for key, row in found.items() if row["verdict"] != "AMBIGUOUS"]
+    proposed += [
+        Mark(*key, row["ratio"], report.started) for key, row in found.items() if row["verdict"] != "AMBIGUOUS"
+    ]
     changed += sum(row["verdict"] != "AMBIGUOUS" for row in found.values())
     return RatchetResult(tuple(checks), tuple(proposed), changed)
 
@@ -119,7 +125,7 @@ def _judge(mark: Mark, row: Mapping[str, Any] | None, limits: RatchetThresholds)
 
 
 def check_ratchet(path: Path, report: Report) -> int:
-    """Prints the outcome; writes proposals beside ``path``. Without a file every ratio is a proposal, and nothing passed."""
+    """Prints the outcome and writes proposals beside ``path``. Without a file all is proposed, and nothing passed."""
     here = architecture(report)
     marks: tuple[Mark, ...] = ()
     if path.exists():

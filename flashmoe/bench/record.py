@@ -31,7 +31,9 @@ def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRate
         "unsupported": dict(cell.unsupported),
         "samples_ns": blocks,
         "call_cpu_ns": {name: timing.cpu_ns for name, timing in cell.timings.items() if timing.cpu_ns},
-        "peak_bytes": {name: timing.peak_bytes for name, timing in cell.timings.items() if timing.peak_bytes is not None},
+        "peak_bytes": {
+            name: timing.peak_bytes for name, timing in cell.timings.items() if timing.peak_bytes is not None
+        },
         "telemetry": summarise(cell.readings),
         **summarise_cell(cell.case, blocks, ours, baseline, ceilings),
     }
@@ -48,9 +50,11 @@ def finite(value: Any) -> Any:
     return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str) -> list[Check]:
-    """A wrong result is FAIL; a refusal or an unmeasured contender SKIP; ours slow or memory-hungry WARN; the rest PASS."""
+def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str, *, smoke: bool = False) -> list[Check]:
+    """Wrong is FAIL; refused or not measured SKIP; ours slow or memory-hungry WARN; the rest PASS."""
     key = record["case"]["key"]
+    if smoke:
+        return [_smoke_check(key, name, outcome) for name, outcome in record["verification"].items()]
     if record["skipped"]:
         return [Check(key, Verdict.SKIP, record["skipped"], "samples", "nothing was proved about this case")]
     checks = [
@@ -61,6 +65,14 @@ def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str) -> lis
         warning = _warning(record, name, baseline) if name in ours else ""
         checks.append(_contender_check(record, f"{key} {name}", name, outcome, warning))
     return checks
+
+
+def _smoke_check(key: str, name: str, outcome: Mapping[str, Any]) -> Check:
+    """The smallest problem is checked, never timed."""
+    title = f"smoke {key} {name}"
+    if outcome["passed"]:
+        return Check(title, Verdict.PASS, f"max error {outcome['max_error']:.2g}")
+    return Check(title, Verdict.FAIL, outcome["reason"], "a right result", "larger problems cannot be right either")
 
 
 def _contender_check(

@@ -69,8 +69,21 @@ class _Entrant:
 Note = Callable[[str], None]
 
 
+def check_cell(cell: Cell, contenders: Sequence[Contender], settings: Settings, note: Note) -> None:
+    """Checks the contenders' results and times nothing."""
+    inputs = make_inputs(cell.case, settings.device, settings.seed)
+    reference = make_reference(inputs)
+    cell.coverage = reference.coverage
+    _admit(cell, contenders, inputs, reference, note)
+
+
 def run_cell(
-    cell: Cell, contenders: Sequence[Contender], settings: Settings, telemetry: Telemetry, share: float | None, note: Note
+    cell: Cell,
+    contenders: Sequence[Contender],
+    settings: Settings,
+    telemetry: Telemetry,
+    share: float | None,
+    note: Note,
 ) -> None:
     """Fills ``cell`` step by step, so that what was measured before an interruption is kept."""
     started = time.perf_counter()
@@ -107,16 +120,23 @@ def _admit(
             cell.unsupported[contender.name] = "out of memory"
             continue
         except Exception as error:  # a contender may raise anything: a refusal by torch, a driver error of ours
-            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            if contender.ours:
-                cell.verified[contender.name] = Verification(False, float("inf"), reference.tolerance, None, 0.0, text)
-            else:
-                cell.unsupported[contender.name] = text
+            _refused(cell, contender, error, reference.tolerance)
             continue
         cell.verified[contender.name] = outcome
         if outcome.passed:
             admitted.append(_Entrant(contender, prepared))
     return admitted
+
+
+def _refused(cell: Cell, contender: Contender, error: Exception, tolerance: float) -> None:
+    """A refusal is a reason to skip a foreign contender, and a failure of ours."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    if contender.ours:
+        cell.verified[contender.name] = Verification(False, float("inf"), tolerance, None, 0.0, text)
+    else:
+        cell.verified.pop(contender.name, None)
+        cell.unsupported[contender.name] = text
 
 
 def _measure(
@@ -130,14 +150,18 @@ def _measure(
     for entrant in entrants:
         name = entrant.contender.name
         note(f"{cell.case.key}: warming {name}")
-        with entrant.contender.context():
-            prepared = sampler.prepare(entrant.prepared.call)
-            cell_timing = Timing()
-            costs.append(warm_up(sampler, prepared, WARM_UP_SECONDS[settings.device]))
-            cell_timing.cpu_ns = call_time_ns(entrant.prepared.call, settings.device) if settings.device == "cuda" else []
-            cell_timing.peak_bytes = peak_bytes(entrant.prepared.call, settings.device)
+        try:
+            prepared, timing, cost = _warm(entrant, sampler, settings.device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a contender that cannot be captured into a graph, for one
+            _refused(cell, entrant.contender, error, cell.verified[name].tolerance)
+            continue
         ready[name] = (entrant, prepared)
-        cell.timings[name] = cell_timing
+        cell.timings[name] = timing
+        costs.append(cost)
+    if not ready:
+        return
     if left is not None:
         left = max(0.0, left - (time.perf_counter() - started))
     plan = plan_samples(settings.repeats, settings.block, costs, left, settings.floor)
@@ -150,6 +174,16 @@ def _measure(
         reading = telemetry.read()
         if reading is not None:
             cell.readings.append(reading)
+
+
+def _warm(entrant: _Entrant, sampler: Sampler, device: str) -> tuple[Any, Timing, float]:
+    """(call as the sampler takes it, what one call costs besides its time, seconds of one sample)."""
+    call = entrant.prepared.call
+    with entrant.contender.context():
+        prepared = sampler.prepare(call)
+        cost = warm_up(sampler, prepared, WARM_UP_SECONDS[device])
+        cpu_ns = call_time_ns(call, device) if device == "cuda" else []
+        return prepared, Timing(cpu_ns=cpu_ns, peak_bytes=peak_bytes(call, device)), cost
 
 
 def _slot(sampler: Sampler, entrant: _Entrant, prepared: Any, count: int) -> list[int]:

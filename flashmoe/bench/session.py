@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from flashmoe.bench.case import Case
 from flashmoe.bench.ceilings import measure_ceilings
 from flashmoe.bench.contenders import Contender, choose, package_versions
 from flashmoe.bench.plan import MIN_SAMPLES, share_of_budget
 from flashmoe.bench.record import DATA_SCHEMA, cell_checks, cell_record, effective_baseline
-from flashmoe.bench.runner import Cell, Settings, run_cell
+from flashmoe.bench.runner import Cell, Settings, check_cell, run_cell
 from flashmoe.bench.suites import Suite
 from flashmoe.bench.summary import CeilingRates, aggregate
 from flashmoe.bench.telemetry import Telemetry
@@ -27,6 +28,8 @@ from flashmoe.progress import Progress
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
 
 SAVE_EVERY_SECONDS = 20.0
+# Before any suite: if this is wrong or hangs, nothing larger is worth the time.
+SMOKE = Case(dtype="f16", batch=1, heads_q=1, heads_kv=1, seq_q=32, seq_k=32, head_dim=64, causal=False)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Session:
     stopped: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    smoke: Cell = field(default_factory=lambda: Cell(SMOKE))
 
     def __post_init__(self) -> None:
         self._clock = time.monotonic()
@@ -66,7 +70,8 @@ class Session:
         self.ours = {one.name for one in chosen if one.ours}
         self.baseline = effective_baseline([one.name for one in self.contenders], self.ours, self.suite.baseline)
         if not self.contenders:
-            msg = f"suite {self.suite.name!r} has no contender that runs on {options.device}: {self.absent or 'none named'}"
+            reasons = self.absent or "none named"
+            msg = f"suite {self.suite.name!r} has no contender that runs on {options.device}: {reasons}"
             raise ArgumentError(msg)
 
     @property
@@ -78,6 +83,12 @@ class Session:
         telemetry = self._describe_device()
         with stop_signals(), Progress(f"bench {self.suite.name}", len(self.suite.cases)) as progress:
             try:
+                progress.note("smoke")
+                check_cell(self.smoke, self.contenders, self._settings(), progress.note)
+                wrong = [name for name, outcome in self.smoke.verified.items() if not outcome.passed]
+                if wrong:
+                    self.stopped = f"{', '.join(wrong)} is wrong on the smallest problem; nothing was timed"
+                    return self.report()
                 progress.note("ceilings")
                 measured = measure_ceilings(self.options.device, (case.dtype for case in self.suite.cases))
                 self.ceilings = asdict(measured)
@@ -145,7 +156,8 @@ class Session:
         return telemetry
 
     def report(self) -> Report:
-        checks = [check for record in self.records for check in cell_checks(record, self.ours, self.baseline)]
+        checks = cell_checks(self._record(self.smoke), self.ours, self.baseline, smoke=True)
+        checks += [check for record in self.records for check in cell_checks(record, self.ours, self.baseline)]
         checks += [
             Check(f"contender {name}", Verdict.FAIL if name in self.ours else Verdict.SKIP, reason, "usable here")
             for name, reason in self.absent.items()

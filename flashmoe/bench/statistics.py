@@ -62,7 +62,7 @@ class Ratio:
 
 
 def locate(blocks: Blocks, settings: StatisticsSettings | None = None, confidence: float = 0.95) -> Location:
-    """Median of all samples, with an interval that resamples whole blocks (samples inside a block are not independent)."""
+    """Median of all samples; its interval resamples whole blocks, as samples inside one are not independent."""
     settings = settings or load_thresholds().statistics
     samples = np.concatenate([np.asarray(block, dtype=np.float64) for block in blocks])
     medians = np.asarray([np.median(np.asarray(block, dtype=np.float64)) for block in blocks])
@@ -84,7 +84,9 @@ def locate(blocks: Blocks, settings: StatisticsSettings | None = None, confidenc
 def log_ratios(subject: Blocks, baseline: Blocks) -> Array:
     """log(median of the baseline's samples / median of the subject's), block by block; whole pairs of blocks only."""
     pairs = zip(subject, baseline, strict=False)
-    return np.asarray([math.log(float(np.median(base)) / float(np.median(sub))) for sub, base in pairs], dtype=np.float64)
+    return np.asarray(
+        [math.log(float(np.median(base)) / float(np.median(sub))) for sub, base in pairs], dtype=np.float64
+    )
 
 
 def paired_ratio(
@@ -99,7 +101,9 @@ def paired_ratio(
         interval=Interval(math.exp(interval.low), math.exp(interval.high), interval.method),
         standard_error=error,
         p_value=signed_rank_p(logs),
-        cliffs_delta=cliffs_delta(np.concatenate([np.ravel(b) for b in subject]), np.concatenate([np.ravel(b) for b in baseline])),
+        cliffs_delta=cliffs_delta(
+            np.concatenate([np.ravel(b) for b in subject]), np.concatenate([np.ravel(b) for b in baseline])
+        ),
         blocks=len(logs),
     )
 

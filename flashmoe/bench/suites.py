@@ -27,13 +27,10 @@ DEVICES = ("cpu", "cuda")
 TIMINGS = ("events", "graph", "wall")
 KINDS = ("attention", "build")
 MAX_CASES = 4096
-_CASE_FIELDS = {
-    "dtype", "head_dim", "causal", "seq", "seq_q", "seq_k", "batch", "tokens", "heads", "heads_kv", "hidden", "layout", "quick",
-}  # fmt: skip
-_SUITE_FIELDS = {
-    "schema", "name", "title", "kind", "devices", "repeats", "block", "timing", "flush_l2", "baseline", "contenders", "quick",
-    "cases", "builds",
-}  # fmt: skip
+_CASE_FIELDS = {"dtype", "head_dim", "causal", "layout", "quick"}
+_CASE_FIELDS |= {"seq", "seq_q", "seq_k", "batch", "tokens", "heads", "heads_kv", "hidden"}
+_SUITE_FIELDS = {"schema", "name", "title", "kind", "devices", "contenders", "baseline", "quick", "cases", "builds"}
+_SUITE_FIELDS |= {"repeats", "block", "timing", "flush_l2"}
 
 
 class SuiteError(ArgumentError):
@@ -161,9 +158,16 @@ def _expand(row: Mapping[str, Any], where: str) -> Iterator[Case]:
         _one_of(row, where, "batch", "tokens"),
         lengths,
     )
-    for dtype, head_dim, causal, layout, (heads_word, heads), (batch_word, batch), (seq_q, seq_k) in itertools.product(*axes):
+    for dtype, head_dim, causal, layout, (heads_word, heads), (batch_word, batch), (seq_q, seq_k) in itertools.product(
+        *axes
+    ):
         if causal and seq_q != seq_k:
-            _fail(where, "causal", (seq_q, seq_k), "equal seq_q and seq_k: torch aligns the mask top-left, flashmoe bottom-right")
+            _fail(
+                where,
+                "causal",
+                (seq_q, seq_k),
+                "equal seq_q and seq_k: torch aligns the mask top-left, flashmoe bottom-right",
+            )
         heads_q = heads if heads_word == "heads" else _divide(heads, head_dim, where, "hidden", "head_dim")
         heads_kv = _count(row.get("heads_kv", heads_q), where, "heads_kv")
         if heads_q % heads_kv:
@@ -176,7 +180,12 @@ def _expand(row: Mapping[str, Any], where: str) -> Iterator[Case]:
 
 def _lengths(row: Mapping[str, Any], where: str) -> list[tuple[int, int]]:
     if ("seq" in row) == ("seq_q" in row or "seq_k" in row):
-        _fail(where, "seq", {name: row[name] for name in ("seq", "seq_q", "seq_k") if name in row}, "seq, or seq_q and seq_k")
+        _fail(
+            where,
+            "seq",
+            {name: row[name] for name in ("seq", "seq_q", "seq_k") if name in row},
+            "seq, or seq_q and seq_k",
+        )
     if "seq" in row:
         return [(one, one) for one in _counts(row, where, "seq")]
     return list(itertools.product(_counts(row, where, "seq_q"), _counts(row, where, "seq_k")))

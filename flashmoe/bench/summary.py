@@ -5,8 +5,9 @@ Everything here can be computed again from a report's raw samples; ``summarise_c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from flashmoe.bench.case import Case
@@ -117,7 +118,7 @@ def _aggregate_row(subject: str, baseline: str, rows: Sequence[tuple[str, Mappin
         "subject": subject,
         "baseline": baseline,
         "geometric_mean": value,
-        "interval": [interval.low, interval.high],
+        "interval": [interval.low, interval.high if math.isfinite(interval.high) else None],
         "worst": worst["ratio"],
         "worst_case": worst_key,
         "cells": len(rows),
@@ -126,10 +127,13 @@ def _aggregate_row(subject: str, baseline: str, rows: Sequence[tuple[str, Mappin
 
 
 def ratio_from_json(row: Mapping[str, Any]) -> Ratio:
+    """JSON has no word for infinity: a bound or an error that is None was unbounded."""
+    low, high = row["interval"]
+    error = row["standard_error"]
     return Ratio(
         value=row["ratio"],
-        interval=Interval(row["interval"][0], row["interval"][1], row["interval_method"]),
-        standard_error=row["standard_error"],
+        interval=Interval(0.0 if low is None else low, math.inf if high is None else high, row["interval_method"]),
+        standard_error=math.inf if error is None else error,
         p_value=row["p_value"],
         cliffs_delta=row["cliffs_delta"],
         blocks=row["blocks"],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 420.0, 280.0
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 14.0, 44.0
+LEFT, RIGHT, TOP, BOTTOM = 50.0, 20.0, 14.0, 44.0
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2 1 2")
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "plus", "down", "ring")
 
@@ -66,12 +66,13 @@ def nice_ticks(top: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that enclose the range, with 2 and 5 between them when they are few."""
+    """Round values that enclose the range: 1, 2 and 5 of each power of ten, or the powers alone when there are many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1.0, 2.0, 5.0) if last - first <= 2 else (1.0,)
+    factors = (1.0, 2.0, 5.0) if high / low < 50.0 else (1.0,)
     ticks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-    inner = [tick for tick in ticks if low / 1.001 <= tick <= high * 1.001]
-    return inner or ticks
+    start = max(tick for tick in ticks if tick <= low * 1.001)
+    end = min(tick for tick in ticks if tick >= high / 1.001)
+    return [tick for tick in ticks if start <= tick <= end]
 
 
 def short(value: float) -> str:
@@ -90,9 +91,9 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     x_scale = Scale(xs[0] / 1.15, xs[-1] * 1.15, LEFT, WIDTH - RIGHT, log=True)
     top = max(point.high for point in points)
     bottom = min(point.low for point in points)
-    if y_log:
-        y_ticks = log_ticks(bottom / 1.2, top * 1.2)
-        y_scale = Scale(min(bottom / 1.2, y_ticks[0]), max(top * 1.2, y_ticks[-1]), HEIGHT - BOTTOM, TOP, log=True)
+    if y_log and top > 5.0 * bottom:
+        y_ticks = log_ticks(bottom, top)
+        y_scale = Scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, log=True)
     else:
         y_ticks = nice_ticks(top * 1.02)
         y_scale = Scale(0.0, y_ticks[-1], HEIGHT - BOTTOM, TOP, log=False)
@@ -107,19 +108,22 @@ def roofline(title: str, peak_tflops: float, copy_gbps: float, series: Sequence[
     if not points:
         return ""
     ridge = peak_tflops * 1e3 / copy_gbps
-    low_x = min(min(point.x for point in points), ridge) / 2
-    high_x = max(max(point.x for point in points), ridge) * 2
-    low_y = min(min(point.y for point in points), low_x * copy_gbps / 1e3) / 1.5
+    x_ticks = log_ticks(
+        min([ridge, *(point.x for point in points)]) / 1.5, max([ridge * 2, *(point.x for point in points)])
+    )
+    low_x, high_x = x_ticks[0], x_ticks[-1]
+    y_ticks = log_ticks(min([low_x * copy_gbps / 1e3, *(point.y for point in points)]) / 1.2, peak_tflops * 1.3)
+    low_y = y_ticks[0]
     x_scale = Scale(low_x, high_x, LEFT, WIDTH - RIGHT, log=True)
-    y_scale = Scale(low_y, peak_tflops * 1.6, HEIGHT - BOTTOM, TOP, log=True)
-    x_ticks, y_ticks = log_ticks(low_x, high_x), log_ticks(low_y, peak_tflops * 1.6)
+    y_scale = Scale(low_y, y_ticks[-1], HEIGHT - BOTTOM, TOP, log=True)
     body = [_axes(x_scale, y_scale, x_ticks, y_ticks, "operations per byte", "TFLOP/s")]
     start = max(low_x, low_y * 1e3 / copy_gbps)
     corner = [(start, start * copy_gbps / 1e3), (ridge, peak_tflops), (high_x, peak_tflops)]
     path = " ".join(f"{x_scale.at(x):.1f},{y_scale.at(y):.1f}" for x, y in corner)
     body.append(f'<polyline class="roof" points="{path}"/>')
     label = f"product {short(round(peak_tflops, 2))} TFLOP/s, copy {copy_gbps:.0f} GB/s"
-    body.append(f'<text class="note" x="{WIDTH - RIGHT - 2:.0f}" y="{y_scale.at(peak_tflops) - 6:.1f}" text-anchor="end">{label}</text>')
+    at = f'x="{WIDTH - RIGHT - 2:.0f}" y="{y_scale.at(peak_tflops) - 6:.1f}"'
+    body.append(f'<text class="note" {at} text-anchor="end">{label}</text>')
     for one in series:
         body += [_marker(one.style, x_scale.at(p.x), y_scale.at(p.y), p.label or one.name) for p in one.points]
     return _frame(title, "".join(body))
@@ -128,7 +132,8 @@ def roofline(title: str, peak_tflops: float, copy_gbps: float, series: Sequence[
 def swatch(style: int) -> str:
     """A series' line and marker, for the legend."""
     line = f'<line class="line s{style % 8}" x1="1" y1="8" x2="33" y2="8"{_dash(style)}/>'
-    return f'<svg class="swatch" viewBox="0 0 34 16" width="34" height="16" aria-hidden="true">{line}{_marker(style, 17, 8, "")}</svg>'
+    mark = _marker(style, 17, 8, "")
+    return f'<svg class="swatch" viewBox="0 0 34 16" width="34" height="16" aria-hidden="true">{line}{mark}</svg>'
 
 
 def _frame(title: str, body: str) -> str:
@@ -147,11 +152,14 @@ def _axes(x: Scale, y: Scale, x_ticks: Sequence[float], y_ticks: Sequence[float]
         foot = HEIGHT - BOTTOM
         parts.append(f'<line class="axis" x1="{at:.1f}" y1="{foot:.0f}" x2="{at:.1f}" y2="{foot + 4:.0f}"/>')
         parts.append(f'<text x="{at:.1f}" y="{foot + 17:.0f}" text-anchor="middle">{short(tick)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT:.0f}" y1="{HEIGHT - BOTTOM:.0f}" x2="{WIDTH - RIGHT:.0f}" y2="{HEIGHT - BOTTOM:.0f}"/>')
+    foot, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts.append(f'<line class="axis" x1="{LEFT:.0f}" y1="{foot:.0f}" x2="{right:.0f}" y2="{foot:.0f}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 8:.0f}" text-anchor="middle">{escape(x_label)}</text>')
     half = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text transform="translate(12 {half:.0f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>')
+    parts.append(
+        f'<text transform="translate(12 {half:.0f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+    )
     return "".join(parts)
 
 
@@ -175,7 +183,9 @@ def _bar(style: int, x: float, low: float, high: float) -> str:
     if abs(low - high) < 1.0:
         return ""
     name = f"bar s{style % 8}"
-    ends = "".join(f'<line class="{name}" x1="{x - 3:.1f}" y1="{y:.1f}" x2="{x + 3:.1f}" y2="{y:.1f}"/>' for y in (low, high))
+    ends = "".join(
+        f'<line class="{name}" x1="{x - 3:.1f}" y1="{y:.1f}" x2="{x + 3:.1f}" y2="{y:.1f}"/>' for y in (low, high)
+    )
     return f'<line class="{name}" x1="{x:.1f}" y1="{low:.1f}" x2="{x:.1f}" y2="{high:.1f}"/>{ends}'
 
 

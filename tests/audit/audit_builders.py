@@ -73,7 +73,8 @@ def run(command: Sequence[str], cwd: Path | None = None) -> str:
 
 def torch_library_folder() -> Path:
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.submodule_search_locations, "the tests of the audit link against torch: install it"
+    assert spec is not None, "the tests of the audit link against torch: install it"
+    assert spec.submodule_search_locations
     return Path(next(iter(spec.submodule_search_locations))) / "lib"
 
 
@@ -103,7 +104,9 @@ def device_code(source: str, target: str) -> bytes:
     return content.raw
 
 
-def kernel_source(symbols: Sequence[str], *, threads: int = 128, body: str = "", parameters: str = "float* out, int n") -> str:
+def kernel_source(
+    symbols: Sequence[str], *, threads: int = 128, body: str = "", parameters: str = "float* out, int n"
+) -> str:
     """One entry for each symbol, with dynamic shared memory; ``body`` runs first."""
     entry = """
 extern "C" __global__ void __launch_bounds__(%d) %s(%s) {
@@ -158,24 +161,47 @@ class Workshop:
             paths.append(target)
         return folder, paths
 
-    def extension(self, sources: Mapping[str, str], *, flags: Sequence[str] = (), link: Sequence[str] = (), name: str = "_C.so") -> Path:
+    def extension(
+        self, sources: Mapping[str, str], *, flags: Sequence[str] = (), link: Sequence[str] = (), name: str = "_C.so"
+    ) -> Path:
         """A foreign extension: undefined names are allowed, as setuptools links it."""
         folder, paths = self.objects(sources, flags)
         run(["g++", "-shared", *map(str, paths), *link, "-o", name], cwd=folder)
         return folder / name
 
     def library(
-        self, rows: Sequence[Row], *, host: str = HOST, link: Sequence[str] = (), flags: Sequence[str] = (), exports: str = EXPORTS,
-        index: Callable[[dict[str, Any]], Any] | None = None, embed: str = EMBED, torch: bool = True, targets: Sequence[str] | None = None,
-        stated: Sequence[Row] | None = None, name: str = "libflashmoe.so",
+        self,
+        rows: Sequence[Row],
+        *,
+        host: str = HOST,
+        link: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        exports: str = EXPORTS,
+        index: Callable[[dict[str, Any]], Any] | None = None,
+        embed: str = EMBED,
+        torch: bool = True,
+        targets: Sequence[str] | None = None,
+        stated: Sequence[Row] | None = None,
+        name: str = "libflashmoe.so",
     ) -> Path:
         """A small libflashmoe.so with its provenance.json; ``stated`` rows are what the provenance was written from."""
         folder = self.fresh("library")
         blob, listed = bytearray(), []
         for row in rows:
             blob += b"\0" * (-len(blob) % 64)
-            listed.append({"name": row.name, "target": row.target, "kind": "ptx" if row.target.startswith("compute_") else "cubin", "offset": len(blob),
-                           "size": len(row.content), "sha256": row.digest, "entries": list(row.entries), "smem_dynamic": row.smem_dynamic, "threads": row.threads})
+            listed.append(
+                {
+                    "name": row.name,
+                    "target": row.target,
+                    "kind": "ptx" if row.target.startswith("compute_") else "cubin",
+                    "offset": len(blob),
+                    "size": len(row.content),
+                    "sha256": row.digest,
+                    "entries": list(row.entries),
+                    "smem_dynamic": row.smem_dynamic,
+                    "threads": row.threads,
+                }
+            )
             blob += row.content
         payload: Any = {"schema": "flashmoe.index/1", "binaries": listed}
         payload = index(payload) if index is not None else payload
@@ -185,24 +211,60 @@ class Workshop:
         (folder / "host.cpp").write_text(host)
         (folder / "exports.map").write_text(exports)
         needs = [f"-L{torch_library_folder()}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"] if torch else []
-        run(["g++", "-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", *flags, "-shared", "host.cpp", "embed.S", "-Wl,--version-script=exports.map",
-             f"-Wl,-soname,{name}", *needs, *link, "-o", name], cwd=folder)
+        run(
+            [
+                "g++",
+                "-std=c++17",
+                "-O1",
+                "-fPIC",
+                "-fvisibility=hidden",
+                *flags,
+                "-shared",
+                "host.cpp",
+                "embed.S",
+                "-Wl,--version-script=exports.map",
+                f"-Wl,-soname,{name}",
+                *needs,
+                *link,
+                "-o",
+                name,
+            ],
+            cwd=folder,
+        )
         self.write_provenance(folder / name, stated if stated is not None else rows, targets)
         return folder / name
 
     @staticmethod
     def write_provenance(library: Path, rows: Sequence[Row], targets: Sequence[str] | None = None) -> None:
         record = {
-            "schema": "flashmoe.provenance/1", "version": "0.1.0", "commit": "0" * 40, "dirty": False,
+            "schema": "flashmoe.provenance/1",
+            "version": "0.1.0",
+            "commit": "0" * 40,
+            "dirty": False,
             "targets": list(targets if targets is not None else dict.fromkeys(r.target for r in rows)),
             "extension_sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
-            "binaries": [{"name": r.name, "target": r.target, "sha256": r.digest, "size": len(r.content), "entries": list(r.entries)} for r in rows],
+            "binaries": [
+                {
+                    "name": r.name,
+                    "target": r.target,
+                    "sha256": r.digest,
+                    "size": len(r.content),
+                    "entries": list(r.entries),
+                }
+                for r in rows
+            ],
         }
         (library.parent / "provenance.json").write_text(json.dumps(record))
 
     def wheel(
-        self, files: Mapping[str, bytes | str], *, name: str = "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl", tag: str | None = None,
-        pure: bool = False, record: Callable[[str], str] | None = None, metadata: bool = True,
+        self,
+        files: Mapping[str, bytes | str],
+        *,
+        name: str = "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl",
+        tag: str | None = None,
+        pure: bool = False,
+        record: Callable[[str], str] | None = None,
+        metadata: bool = True,
     ) -> Path:
         """A wheel with a right RECORD; ``record`` may change it."""
         path = self.fresh("wheel") / name
@@ -210,9 +272,13 @@ class Workshop:
         content = {key: value.encode() if isinstance(value, str) else value for key, value in files.items()}
         if metadata:
             stated = tag or name.removesuffix(".whl").split("-", 2)[2]
-            content[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nRoot-Is-Purelib: {str(pure).lower()}\nTag: {stated}\n".encode()
+            content[f"{info}/WHEEL"] = (
+                f"Wheel-Version: 1.0\nRoot-Is-Purelib: {str(pure).lower()}\nTag: {stated}\n".encode()
+            )
             content[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: flashmoe\nVersion: 0.1.0\n"
-            lines = [f"{key},sha256={_digest(value)},{len(value)}" for key, value in content.items()] + [f"{info}/RECORD,,"]
+            lines = [f"{key},sha256={_digest(value)},{len(value)}" for key, value in content.items()] + [
+                f"{info}/RECORD,,"
+            ]
             text = "\n".join(lines) + "\n"
             content[f"{info}/RECORD"] = (record(text) if record is not None else text).encode()
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -225,12 +291,29 @@ def _digest(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
-PACKAGE = {"flashmoe/__init__.py": "from flashmoe import _extension\n",
-           "flashmoe/_extension.py": "import torch\nfrom pathlib import Path\ntorch.ops.load_library(str(Path(__file__).parent / 'libflashmoe.so'))\n"}
+def edited_record(text: str) -> str:
+    """RECORD with another sha256 for flashmoe/__init__.py."""
+    return (
+        "\n".join(
+            f"flashmoe/__init__.py,sha256={_digest(b'other')},5" if line.startswith("flashmoe/__init__.py") else line
+            for line in text.splitlines()
+        )
+        + "\n"
+    )
+
+
+PACKAGE = {
+    "flashmoe/__init__.py": "from flashmoe import _extension\n",
+    "flashmoe/_extension.py": "import torch\nfrom pathlib import Path\ntorch.ops.load_library(str(Path(__file__).parent / 'libflashmoe.so'))\n",
+}
 
 
 def package_files(library: Path, name: str = "libflashmoe.so") -> dict[str, bytes | str]:
-    return {**PACKAGE, f"flashmoe/{name}": library.read_bytes(), "flashmoe/provenance.json": (library.parent / "provenance.json").read_bytes()}
+    return {
+        **PACKAGE,
+        f"flashmoe/{name}": library.read_bytes(),
+        "flashmoe/provenance.json": (library.parent / "provenance.json").read_bytes(),
+    }
 
 
 def small_tables(folder: Path, kernels: str = KERNELS_TOML) -> Tables:
@@ -253,7 +336,7 @@ def only_failure(report: Report, name: str) -> Check:
 
 
 def complete(check: Check) -> Check:
-    assert check.found and check.expected and check.why and check.next_step, check
+    assert all((check.found, check.expected, check.why, check.next_step)), check
     return check
 
 

@@ -13,21 +13,39 @@ from flashmoe.tables import Tables
 
 def test_library_passes(sound: Path, tables: Tables) -> None:
     report = audit(sound, tables=tables)
-    assert report.verdict is Verdict.PASS, [(c.name, c.verdict, c.found) for c in report.checks if c.verdict is not Verdict.PASS]
+    assert report.verdict is Verdict.PASS, [
+        (c.name, c.verdict, c.found) for c in report.checks if c.verdict is not Verdict.PASS
+    ]
     names = {check.name for check in report.checks}
-    assert {"two readers agree", "undefined symbols", "torch shims", "exports", "version floor", "kernel set", "launchability", "provenance"} <= names
+    assert {
+        "two readers agree",
+        "undefined symbols",
+        "torch shims",
+        "exports",
+        "version floor",
+        "kernel set",
+        "launchability",
+        "provenance",
+    } <= names
 
 
 def test_every_kernel_has_a_row_for_every_gpu(sound: Path, tables: Tables) -> None:
     launches = audit(sound, tables=tables).data["subjects"][0]["launchability"]
-    expected = {(symbol, unit.target.name, gpu) for unit in tables.units() for _, symbol in unit.entries for gpu in unit.target.gpus}
+    expected = {
+        (symbol, unit.target.name, gpu)
+        for unit in tables.units()
+        for _, symbol in unit.entries
+        for gpu in unit.target.gpus
+    }
     assert {(row["kernel"], row["target"], row["gpu"]) for row in launches} == expected
     assert all(row["blocks_per_sm"] >= 1 for row in launches)
 
 
 def test_wheel_passes(workshop: Workshop, sound: Path, tables: Tables) -> None:
     report = audit(workshop.wheel(package_files(sound)), tables=tables)
-    assert report.verdict is Verdict.PASS, [(c.name, c.verdict, c.found) for c in report.checks if c.verdict is not Verdict.PASS]
+    assert report.verdict is Verdict.PASS, [
+        (c.name, c.verdict, c.found) for c in report.checks if c.verdict is not Verdict.PASS
+    ]
     assert any(check.name.endswith(": auditwheel") for check in report.checks)
 
 
@@ -40,7 +58,9 @@ def test_folder_is_audited_whole(workshop: Workshop, rows: tuple[Row, ...], tabl
     assert [s["label"] for s in report.data["subjects"]] == ["libflashmoe.so"]
 
 
-@pytest.mark.parametrize("part", ["numpy/core/_multiarray_umath.cpython-*-x86_64-linux-gnu.so", "torch/_C.cpython-*-x86_64-linux-gnu.so"])
+@pytest.mark.parametrize(
+    "part", ["numpy/core/_multiarray_umath.cpython-*-x86_64-linux-gnu.so", "torch/_C.cpython-*-x86_64-linux-gnu.so"]
+)
 def test_real_extension_without_torch_symbols_passes(part: str) -> None:
     path = next(iter(SITE.glob(part)))
     report = audit(path)

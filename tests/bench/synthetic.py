@@ -44,7 +44,7 @@ def interleaved_samples(
     drift: float = 0.1,
     phi: float = 0.9,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """(subject, baseline) as the runner would have taken them; the subject's true time is ``1 / (1 + change)`` of 100."""
+    """(subject, baseline) as the runner would have taken them; the subject's true time is 100 / (1 + change)."""
     noise = machine_noise(2 * blocks * block, rng, sigma=sigma, drift=drift, phi=phi)
     true = {"subject": 100.0 / (1.0 + change), "baseline": 100.0}
     taken: dict[str, list[list[float]]] = {"subject": [], "baseline": []}
@@ -72,13 +72,15 @@ def synthetic_report(
     suite: Suite = load_suite(suite_name)
     rng = np.random.default_rng(seed)
     ours = {name for name in speeds if name.startswith("flashmoe")}
-    baseline = "sdpa-flash" if "sdpa-flash" in speeds else next(name for name in speeds if name not in ours)
+    baseline = "sdpa-flash" if "sdpa-flash" in speeds else next((name for name in speeds if name not in ours), "")
     records = []
     for case in suite.cases:
         cell = Cell(case, timing=timing, coverage=1.0, seconds=1.0)
         for name, speed in speeds.items():
             right = name != wrong
-            cell.verified[name] = Verification(right, 0.001 if right else 0.7, 0.004, None, 1.0, "" if right else "max error 0.7")
+            cell.verified[name] = Verification(
+                right, 0.001 if right else 0.7, 0.004, None, 1.0, "" if right else "max error 0.7"
+            )
             if right:
                 cell.timings[name] = Timing(_blocks(case, speed, blocks, rng), [12000, 12500, 13000], 1_000_000)
         cell.unsupported["flash-attn-3"] = "ImportError: not there"

@@ -29,11 +29,12 @@ __device__ __forceinline__ int visible_keys(const ForwardParams& params, int row
   return maximum(0, minimum(params.seq_k, row + 1 + params.seq_k - params.seq_q));
 }
 
-// Key blocks that some row of the tile sees: its last row sees the most. The same for all warpgroups of a block.
+// Key blocks that some row before end_row sees: the last row sees the most. A tile that sees no key works on one block, all
+// of it masked: that gives the right result, and no tile needs a path of its own.
 template <typename Spec, bool kIsCausal>
-__device__ __forceinline__ int key_blocks(const ForwardParams& params, int m_block) {
-  const int last_row = minimum((m_block + 1) * Spec::kBlockM, params.seq_q) - 1;
-  return ceil_div(visible_keys<kIsCausal>(params, last_row), Spec::kBlockN);
+__device__ __forceinline__ int key_blocks(const ForwardParams& params, int end_row) {
+  const int last_row = minimum(end_row, params.seq_q) - 1;
+  return maximum(1, ceil_div(visible_keys<kIsCausal>(params, last_row), Spec::kBlockN));
 }
 
 // Heads whose keys and values together fit half of the second-level cache, in whole groups of query heads that share them.

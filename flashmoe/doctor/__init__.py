@@ -1,0 +1,5 @@
+"""``python -m flashmoe doctor``: what this machine has, what is wrong with it, and what to do.
+
+``facts`` holds what was found, ``collect`` finds it, ``judge`` turns it into verdicts (pure), ``probe`` is the part that
+imports torch and loads the extension, in a process of its own.
+"""

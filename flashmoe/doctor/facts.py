@@ -1,0 +1,99 @@
+"""What the doctor knows about a machine, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Python:
+    version: tuple[int, int, int]
+    implementation: str  # "cpython"
+    machine: str  # "x86_64"
+    system: str  # "Linux"
+    glibc: str  # "2.36"; empty when the C library is another one
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed distribution; ``versions`` is empty when there is none and longer than one when there are several."""
+
+    versions: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        return self.versions[0] if self.versions else ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    compute_capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """libcuda.so.1: ``version`` is the CUDA version that it speaks (12080 for 12.8), 0 when it is absent."""
+
+    version: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""  # CUDA's name for a failed cuInit or cuDeviceGet..., "CUDA_ERROR_NO_DEVICE" for instance
+
+
+@dataclass(frozen=True)
+class Compiler:
+    command: str
+    version: str = ""  # empty: not there, or no version printed
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The lock check of a checkout; ``name`` is empty when this Python is in none of its environments."""
+
+    checkout: bool
+    name: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The compiled library on disk; ``targets`` are those that its provenance states."""
+
+    found: bool
+    shown: str = ""  # where, as a path relative to the package or checkout
+    targets: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the process that loads the extension said."""
+
+    ran: bool = False
+    loaded: bool = False
+    load_error: str = ""
+    torch_version: str = ""
+    torch_cuda: str = ""
+    smoke: str = ""  # one line; empty when it did not get that far
+    smoke_ok: bool = False
+    targets: tuple[str, ...] = ()
+    seconds: float = 0.0
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that the verdicts are made from."""
+
+    flashmoe: str
+    python: Python
+    torch: Package
+    torch_cuda: str  # "12.8"; empty for a build without CUDA, or when torch is absent
+    numpy: Package
+    driver: Driver
+    compiler: Compiler
+    lock: Lock
+    extension: Extension
+    probe: Probe
+    variables: dict[str, str] = field(default_factory=dict)  # those that are set, of VARIABLES in collect
+    nvcc: bool = False

@@ -1,0 +1,171 @@
+"""What a tile of a kernel costs on a GPU, and how many blocks of it a multiprocessor holds. Pure arithmetic.
+
+Limits come from csrc/arch.toml, bytes from :mod:`flashmoe.smem_formulas`, that is from the same formula that each
+generated translation unit asserts. Occupancy: CUDA C++ Programming Guide, "Hardware Multithreading" (12.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flashmoe.errors import ArgumentError, DtypeError
+from flashmoe.smem_formulas import FORMULAS
+from flashmoe.tables import Gpu, KernelRow, Tables
+
+OPERATION = "attention_forward"
+REGISTER_UNIT = 256  # registers are given to a warp in units of 256
+MAX_BLOCK_N = 256
+MMA_ROWS = 16  # rows of Q that one warp works on at a time (mma m16n8)
+WARPGROUP_ROWS = 64  # rows of Q of one consumer warpgroup (wgmma m64)
+MAX_THREADS_PER_BLOCK = 1024
+FAMILIES = tuple(name for name in FORMULAS if name.startswith("sm"))  # the others are further operations
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many blocks one resource admits on a multiprocessor."""
+
+    resource: str
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One tile of one family on one GPU, in bytes."""
+
+    gpu: Gpu
+    row: KernelRow
+    dtype: str
+    items: tuple[tuple[str, int], ...]
+    registers: int | None  # per thread, when a build has told
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.items)
+
+    @property
+    def limit(self) -> int:
+        return self.gpu.smem_per_block_optin
+
+    @property
+    def left(self) -> int:
+        return self.limit - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.left >= 0 and self.row.threads <= MAX_THREADS_PER_BLOCK
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Per resource, the tightest first."""
+        gpu = self.gpu
+        unit = 256 if gpu.compute_capability < (8, 0) else 128  # granularity of a block's shared memory
+        found = [
+            Limit("shared memory", gpu.smem_per_sm // (_round_up(self.total, unit) + gpu.smem_reserved or unit)),
+            Limit("threads", gpu.max_threads_per_sm // self.row.threads),
+            Limit("blocks", gpu.max_blocks_per_sm),
+        ]
+        if self.registers is not None:
+            block = _round_up(self.registers * 32, REGISTER_UNIT) * self.row.warps
+            found.append(Limit("registers", gpu.registers_per_sm // block))
+        return tuple(sorted(found, key=lambda item: item.blocks))
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return self.limits[0].blocks if self.fits else 0
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def rows_on(tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int) -> tuple[KernelRow, ...]:
+    """The table's rows that run on ``gpu`` for a head dim: those of the smallest kernel head dim that holds it."""
+    usable = [
+        (unit.target, unit.row)
+        for unit in tables.units()
+        if unit.row.operation == OPERATION
+        and unit.row.family == family
+        and unit.dtype == dtype
+        and gpu.name in unit.target.gpus
+        and unit.row.head_dim >= head_dim
+    ]
+    if not usable:
+        return ()
+    width = min(row.head_dim for _, row in usable)
+    usable = [(target, row) for target, row in usable if row.head_dim == width]
+    best = max((target for target, _ in usable), key=lambda target: (not target.is_ptx, target.capability))
+    return tuple(row for target, row in usable if target == best)
+
+
+def pick_family(tables: Tables, gpu: Gpu, wanted: str | None) -> str:
+    """``wanted``, or the first of the GPU's families that has a kernel and a formula."""
+    if wanted is not None:
+        if wanted not in FAMILIES:
+            msg = f"no kernel family {wanted!r}; known: {', '.join(FAMILIES)}"
+            raise ArgumentError(msg)
+        if wanted not in gpu.families:
+            msg = f"{gpu.name} runs the families {', '.join(gpu.families)}; {wanted} uses instructions that it lacks"
+            raise ArgumentError(msg)
+        return wanted
+    built = {row.family for row in tables.kernels if row.operation == OPERATION}
+    for family in gpu.families:
+        if family in FAMILIES and family in built:
+            return family
+    msg = f"no kernel family of {gpu.name} ({', '.join(gpu.families)}) is in csrc/kernels.toml; name one with --family"
+    raise ArgumentError(msg)
+
+
+def check_dtype(gpu: Gpu, dtype: str) -> None:
+    if dtype == "bf16" and not gpu.bf16:
+        capability = ".".join(map(str, gpu.compute_capability))
+        msg = f"bf16 needs compute capability 8.0; {gpu.name} is {capability}; use --dtype f16"
+        raise DtypeError(msg)
+
+
+def base_rows(tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int) -> tuple[KernelRow, ...]:
+    """Rows to start from: the table's for this GPU, else any of the family's, so that its options are known."""
+    found = rows_on(tables, gpu, family, dtype, head_dim)
+    if found:
+        return found
+    others = [row for row in tables.kernels if row.operation == OPERATION and row.family == family]
+    if not others:
+        return ()
+    nearest = min(others, key=lambda row: (abs(row.head_dim - head_dim), row.block_m * row.block_n))
+    return (replace(nearest, head_dim=head_dim),)
+
+
+def layout(gpu: Gpu, row: KernelRow, dtype: str, registers: int | None = None) -> Layout:
+    """Raises ArgumentError for a family without a formula."""
+    try:
+        items = row.smem_items(dtype)
+    except KeyError as error:
+        msg = (
+            f"flashmoe/smem_formulas.py lacks {error} for family {row.family!r}; known families: {', '.join(FAMILIES)}"
+        )
+        raise ArgumentError(msg) from error
+    return Layout(gpu, row, dtype, items, registers)
+
+
+def tiles(row: KernelRow) -> Iterator[KernelRow]:
+    """Every tile that the family's static assertions admit with the stages and warps of ``row``.
+
+    sm75, sm80: a warp owns 16-row blocks of Q, and a load pass of the whole block covers 4 rows a warp. sm90: one warpgroup
+    loads, each of the others owns 64 rows.
+    """
+    if row.family == "sm90":
+        rows_of_q = [WARPGROUP_ROWS * (row.warps // 4 - 1)] if row.warps >= 8 else []
+        step = MMA_ROWS
+    else:
+        rows_of_q = [MMA_ROWS * row.warps * factor for factor in (1, 2, 3, 4)]
+        step = max(MMA_ROWS, 4 * row.warps)
+    for block_m in rows_of_q:
+        for block_n in range(step, MAX_BLOCK_N + 1, step):
+            yield replace(row, block_m=block_m, block_n=block_n)
+
+
+def largest_tile(gpu: Gpu, row: KernelRow, dtype: str) -> Layout | None:
+    """The tile of most scores (rows of Q x rows of K) that shared memory admits; registers may admit less."""
+    fitting = [item for tile in tiles(row) if (item := layout(gpu, tile, dtype)).fits]
+    return max(fitting, key=lambda item: (item.row.block_m * item.row.block_n, item.row.block_m), default=None)

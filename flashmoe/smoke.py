@@ -1,0 +1,177 @@
+"""A few small problems, compared with plain PyTorch: does what is installed compute attention on this machine?
+
+    python -m flashmoe.smoke [--quick] [--json FILE]
+
+Sequence lengths around one tile (4 to 512, 65 included: an index that forgets the tile fails there and not at 64). A right
+answer counts only when a flashmoe kernel gave it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashmoe.errors import FlashmoeError
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+
+if TYPE_CHECKING:
+    import torch
+
+LENGTHS = (4, 32, 64, 65, 128, 192, 256, 512)
+QUICK_LENGTHS = (65,)
+HEAD_DIM = 64
+LSE_TOLERANCE = 2e-4
+WHY = "an answer that differs from plain PyTorch's by more than rounding explains is wrong"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: batch 1, 2 query heads, 1 key head, HEAD_DIM columns."""
+
+    device: str
+    dtype: str
+    length: int
+    causal: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.device} {self.dtype} S={self.length} D={HEAD_DIM} {'causal' if self.causal else 'full'}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one problem gave. Errors are max |difference|; ``bound`` is what rounding alone may cost."""
+
+    error: float
+    bound: float
+    lse_error: float
+    finite: bool
+    kernel: str
+
+
+def cases(devices: Sequence[tuple[str, Sequence[str]]], lengths: Sequence[int]) -> Iterator[Case]:
+    for device, dtypes in devices:
+        for dtype in dtypes:
+            for length in lengths:
+                for causal in (False, True):
+                    yield Case(device, dtype, length, causal)
+
+
+def judge(case: Case, outcome: Outcome) -> Check:
+    """PASS when the numbers are right and one of our kernels produced them."""
+    expected = f"error at most {outcome.bound:.1e}, LSE within {LSE_TOLERANCE:g}"
+    found = f"error {outcome.error:.1e}, LSE {outcome.lse_error:.1e}, by {outcome.kernel or 'no kernel of ours'}"
+    ours = outcome.kernel.startswith("cpu:" if case.device == "cpu" else "flashmoe_attention_forward")
+    right = outcome.finite and outcome.error <= outcome.bound and outcome.lse_error <= LSE_TOLERANCE
+    if right and ours:
+        return Check(case.name, Verdict.PASS, found, expected)
+    return Check(case.name, Verdict.FAIL, found, expected, WHY, "nox -s test -- tests/attention")
+
+
+def available_devices() -> list[tuple[str, tuple[str, ...]]]:
+    """(device, dtypes) that this machine can run."""
+    import torch
+
+    found: list[tuple[str, tuple[str, ...]]] = [("cpu", ("float32", "float16", "bfloat16"))]
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        found.append(("cuda", ("float16", "bfloat16") if capability >= (8, 0) else ("float16",)))
+    return found
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T / sqrt(D)) v and its log-sum-exp, in the dtype of the arguments [1, H, S, D]."""
+    import torch
+
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def solve(case: Case) -> Outcome:
+    """Run one problem and its reference (float64, on the same device)."""
+    import torch
+
+    from flashmoe import _extension, attention
+
+    generator = torch.Generator().manual_seed(case.length)
+    shape = (1, 2, case.length, HEAD_DIM)
+    q, k, v = (torch.randn(shape, generator=generator).to(case.device, getattr(torch, case.dtype)) for _ in range(3))
+    k, v = k[:, :1], v[:, :1]
+    out, lse = attention(q, k, v, causal=case.causal, return_lse=True)
+    kernel = _extension.last_kernel()
+    reference, reference_lse = plain(q.double(), k.double(), v.double(), causal=case.causal)
+    native, _ = plain(q, k, v, causal=case.causal)
+    rounding = ((reference.to(q.dtype).double() - reference).abs().max()).item()
+    bound = 2 * (native.double() - reference).abs().max().item() + 2 * rounding + 1e-6
+    return Outcome(
+        error=(out.double() - reference).abs().max().item(),
+        bound=bound,
+        lse_error=(lse.double() - reference_lse).abs().max().item(),
+        finite=bool(torch.isfinite(out).all() and torch.isfinite(lse).all()),
+        kernel=kernel,
+    )
+
+
+def check_case(case: Case) -> Check:
+    try:
+        return judge(case, solve(case))
+    except (FlashmoeError, RuntimeError) as error:
+        return Check(
+            case.name, Verdict.FAIL, f"{type(error).__name__}: {error}", "an answer", WHY, "python -m flashmoe doctor"
+        )
+
+
+def run(lengths: Sequence[int]) -> Report:
+    """All cases of this machine; a machine without a GPU says so in a SKIP."""
+    started, clock = utc_now(), time.monotonic()
+    devices = available_devices()
+    checks = tuple(check_case(case) for case in cases(devices, lengths))
+    if all(device != "cuda" for device, _ in devices):
+        checks += (Check("cuda", Verdict.SKIP, "no CUDA GPU here", "a GPU", "its kernels were not run"),)
+    seconds = round(time.monotonic() - clock, 2)
+    return Report(
+        "smoke", checks, {"lengths": list(lengths)}, host_environment(), ("flashmoe.smoke",), started, seconds
+    )
+
+
+def summarise(checks: Sequence[Check]) -> list[str]:
+    """One line for each device and dtype that is right throughout; one for each check that is not PASS."""
+    groups: dict[str, list[Check]] = {}
+    for check in checks:
+        groups.setdefault(" ".join(check.name.split()[:2]), []).append(check)
+    lines = []
+    for name, group in groups.items():
+        passed = sum(check.verdict is Verdict.PASS for check in group)
+        if passed:
+            lines.append(
+                f"{Verdict.PASS}  {name}: {passed} of {len(group)} as plain PyTorch; the last: {group[-1].found}"
+            )
+        lines += [
+            f"{check.verdict}  {check.name}: {check.found}" for check in group if check.verdict is not Verdict.PASS
+        ]
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashmoe.smoke", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=f"S={QUICK_LENGTHS[0]} only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    options = parser.parse_args(arguments)
+    report = run(QUICK_LENGTHS if options.quick else LENGTHS)
+    print("\n".join(summarise(report.checks)))
+    if options.json:
+        write_report(options.json, report)
+    print(f"smoke {report.verdict}: {len(report.checks)} checks, {report.seconds:.1f} s")
+    return int(report.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Writes the tables of README.md and docs/ that csrc/arch.toml and csrc/kernels.toml determine.
+
+    python -m flashmoe_build.docs            # write
+    python -m flashmoe_build.docs --check    # fail if a table is not what the .toml files say
+
+A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a file is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from flashmoe.errors import FlashmoeError, TableError
+from flashmoe.tables import Gpu, KernelRow, Tables, load_tables
+
+ROOT = Path(__file__).resolve().parent.parent
+OPERATION = "attention_forward"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def gpu_table(tables: Tables) -> str:
+    """Per GPU: which family runs, from which machine code, for which dtypes and head dims."""
+    header = ("GPU", "compute capability", "kernels (best first)", "machine code", "fp16 head dims", "bf16 head dims")
+    return markdown(header, [gpu_row(tables, gpu) for gpu in tables.gpus])
+
+
+def gpu_row(tables: Tables, gpu: Gpu) -> tuple[str, ...]:
+    units = [unit for unit in tables.units() if unit.row.operation == OPERATION and gpu.name in unit.target.gpus]
+    families = [name for name in gpu.families if any(unit.row.family == name for unit in units)]
+    binaries = {unit.target for unit in units if not unit.target.is_ptx}
+    own = max(binaries, key=lambda target: target.capability, default=None)
+    dims = {
+        dtype: sorted({unit.row.head_dim for unit in units if unit.dtype == dtype and unit.row.family in families})
+        for dtype in ("f16", "bf16")
+    }
+    return (
+        gpu.products,
+        ".".join(map(str, gpu.compute_capability)),
+        ", ".join(families) or "none",
+        own.name if own else ("PTX only" if units else "none"),
+        ", ".join(map(str, dims["f16"])) or "none",
+        ", ".join(map(str, dims["bf16"])) or ("not on this GPU" if not gpu.bf16 else "none"),
+    )
+
+
+def row_table(tables: Tables, operation: str) -> str:
+    """Per row of kernels.toml: the tile, what it costs, what it is compiled for."""
+    header = (
+        "family",
+        "head dim",
+        "dtypes",
+        "masks",
+        "tile",
+        "stages",
+        "warps",
+        "blocks/SM asked",
+        "schedule",
+        "shared bytes",
+        "targets",
+    )
+    rows = [row for row in tables.kernels if row.operation == operation]
+    return markdown(header, [row_cells(row) for row in rows])
+
+
+def row_cells(row: KernelRow) -> tuple[str, ...]:
+    return (
+        f"{row.family} {row.variant}".strip(),
+        str(row.head_dim),
+        ", ".join(row.dtypes),
+        ", ".join(row.masks) or "none",
+        f"{row.block_m}x{row.block_n}",
+        str(row.stages),
+        str(row.warps),
+        str(row.min_blocks),
+        row.schedule,
+        " or ".join(sorted({f"{row.smem_bytes(dtype):,}" for dtype in row.dtypes})),
+        " ".join(row.targets),
+    )
+
+
+def reasons(tables: Tables) -> str:
+    """Why each tile is what it is, and what the resource check lets pass there."""
+    lines = []
+    for row in tables.kernels:
+        title = " ".join(
+            filter(None, (row.operation, row.family, row.variant, "/".join(row.dtypes), f"d{row.head_dim}"))
+        )
+        masks = f" ({row.masks[0]})" if len(row.masks) == 1 else ""
+        lines.append(f"- **{title}{masks}, {row.block_m}x{row.block_n}**: {' '.join(row.why.split())}")
+        lines += [f"  - allowed, {kind}: {' '.join(reason.split())}" for kind, reason in sorted(row.allow.items())]
+    return "\n".join(lines)
+
+
+def kernel_page(tables: Tables) -> str:
+    operations = list(dict.fromkeys(row.operation for row in tables.kernels))
+    parts = [f"## {operation}\n\n{row_table(tables, operation)}" for operation in operations]
+    return "\n\n".join([*parts, "## Why these tiles", reasons(tables)])
+
+
+def target_table(tables: Tables) -> str:
+    header = ("target", "kind", "runs on")
+    rows = [(t.name, "PTX" if t.is_ptx else "machine code", ", ".join(t.gpus)) for t in tables.targets]
+    return markdown(header, rows)
+
+
+# (file, generated part, its writer)
+PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
+    ("README.md", "gpus", gpu_table),
+    ("docs/kernels/table.md", "kernels", kernel_page),
+    ("docs/kernels/table.md", "targets", target_table),
+)
+
+
+def replace_part(text: str, name: str, body: str, origin: str) -> str:
+    """``text`` with the generated part ``name`` set to ``body``; raises TableError when a marker is missing."""
+    begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        msg = f"{origin}: needs one line {begin!r} and after it one line {end!r}; restore them"
+        raise TableError(msg)
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{body}\n{end}{rest.split(end)[1]}"
+
+
+def generate(root: Path, tables: Tables) -> Mapping[Path, str]:
+    """The text that every file with a generated part should have."""
+    texts: dict[Path, str] = {}
+    for name, part, write in PARTS:
+        path = root / name
+        text = texts.get(path) or path.read_text(encoding="utf-8")
+        texts[path] = replace_part(text, part, write(tables), name)
+    return texts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nox -s docs --", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
+    options = parser.parse_args(arguments)
+    try:
+        texts = generate(ROOT, load_tables(ROOT / "csrc"))
+    except (FlashmoeError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    stale = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'stale; run `nox -s docs`' if options.check else 'written'}")
+        if not options.check:
+            path.write_text(texts[path], encoding="utf-8")
+    if not stale:
+        print(f"{len(PARTS)} generated parts are what csrc/*.toml says")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Tests of the attention operator and its API, against the installed wheel."""

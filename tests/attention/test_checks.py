@@ -1,0 +1,331 @@
+"""Wrong arguments: every rule has a typed error with what was found and what to do, and C++ and Python have the same rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flashmoe
+from flashmoe import checks
+from flashmoe.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DriverError,
+    DtypeError,
+    FlashmoeError,
+    InternalError,
+    ShapeError,
+    UnsupportedGpuError,
+)
+
+from .reference import check_attention
+
+Q, K = (2, 4, 5, 64), (2, 2, 7, 64)
+
+
+def _t(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.zeros(shape, device=device, dtype=dtype)
+
+
+# name: (q, k, v, keywords, error, words that the message must hold)
+Case = tuple[Any, Any, Any, dict[str, Any], type[FlashmoeError], tuple[str, ...]]
+
+
+def _cases(device: str) -> dict[str, Case]:
+    q, k = _t(Q, device), _t(K, device)
+    return {
+        "rank 3": (
+            q[0],
+            k[0],
+            k[0],
+            {},
+            ShapeError,
+            ("q must be [batch, heads, length, head_dim]", "[4, 5, 64]", "unsqueeze"),
+        ),
+        "rank 2": (q, k[0, 0], k, {}, ShapeError, ("k must be", "2 dimensions")),
+        "rank 5": (q, k, k[None], {}, ShapeError, ("v must be", "flatten")),
+        "batch": (q, k[:1], k[:1], {}, ShapeError, ("batch size", "2 in q and 1 in k")),
+        "key and value": (
+            q,
+            k,
+            k[:, :, :3],
+            {},
+            ShapeError,
+            ("k and v must have one shape", "[2, 2, 7, 64]", "[2, 2, 3, 64]"),
+        ),
+        "head dims": (
+            q,
+            _t((2, 2, 7, 32), device),
+            _t((2, 2, 7, 32), device),
+            {},
+            ShapeError,
+            ("head_dim", "64", "32"),
+        ),
+        "head dim 257": (_t((1, 1, 3, 257), device),) * 3 + ({}, ShapeError, ("head_dim is 257", "1 to 256")),
+        "head dim 0": (_t((1, 1, 3, 0), device),) * 3 + ({}, ShapeError, ("head_dim is 0",)),
+        "heads": (_t((2, 3, 5, 64), device), k, k, {}, ShapeError, ("multiple", "3 and 2")),
+        "no key heads": (q, k[:, :0], k[:, :0], {}, ShapeError, ("multiple", "4 and 0")),
+        "last stride": (_t((2, 4, 64, 5), device).mT, k, k, {}, ShapeError, ("last dimension of q", "contiguous()")),
+        "value stride": (q, k, _t((2, 2, 64, 7), device).mT, {}, ShapeError, ("last dimension of v",)),
+        "dtypes": (q, k.bfloat16(), k, {}, DtypeError, ("one dtype", "float16", "bfloat16")),
+        "float64": (q.double(), k.double(), k.double(), {}, DtypeError, ("torch.float64", "float16, bfloat16")),
+        "integers": (q.int(), k.int(), k.int(), {}, DtypeError, ("torch.int32",)),
+        "complex": (q.to(torch.complex64),) * 3 + ({}, DtypeError, ("complex64",)),
+        "devices": (q, k.to("meta"), k, {}, DeviceError, ("one device", "meta", ".to(q.device)")),
+        "no tensor": ([[1.0]], k, k, {}, ArgumentTypeError, ("q must be a torch.Tensor", "list")),
+        "None": (q, None, k, {}, ArgumentTypeError, ("k must be", "NoneType")),
+        "sparse": (q.to_sparse(), k, k, {}, ArgumentError, ("q must be a dense", "sparse")),
+        "scale nan": (q, k, k, {"scale": math.nan}, ArgumentError, ("scale must be finite", "nan")),
+        "scale inf": (q, k, k, {"scale": -math.inf}, ArgumentError, ("scale must be finite", "-inf")),
+        "scale text": (q, k, k, {"scale": "0.1"}, ArgumentTypeError, ("scale must be a number", "str")),
+        "scale tensor": (q, k, k, {"scale": torch.ones(2)}, ArgumentTypeError, ("scale must be a number", "Tensor")),
+        "causal text": (q, k, k, {"causal": "yes"}, ArgumentTypeError, ("causal must be True or False", "'yes'")),
+        "causal list": (q, k, k, {"causal": [True]}, ArgumentTypeError, ("causal must be", "list")),
+    }
+
+
+@pytest.mark.parametrize("name", _cases("cpu"))
+def test_each_rule_has_a_typed_error(name: str, device: str) -> None:
+    q, k, v, keywords, error, words = _cases(device)[name]
+    with pytest.raises(error) as caught:
+        flashmoe.attention(q, k, v, **keywords)
+    for word in words:
+        assert word in str(caught.value)
+    assert type(caught.value) is error
+    with pytest.raises(error):
+        checks.validate(q, k, v, keywords.get("scale", 0.125), keywords.get("causal", False))
+
+
+@pytest.mark.gpu
+def test_float32_on_a_gpu_says_what_is_supported() -> None:
+    q, k = _t(Q, "cuda", torch.float32), _t(K, "cuda", torch.float32)
+    with pytest.raises(DtypeError, match=r"no kernel for torch.float32 on cuda; supported: float16, bfloat16"):
+        flashmoe.attention(q, k, k)
+
+
+@pytest.mark.gpu
+def test_mixed_cpu_and_gpu() -> None:
+    with pytest.raises(DeviceError, match=r"found cuda:0, cpu and cuda:0"):
+        flashmoe.attention(_t(Q, "cuda:0"), _t(K), _t(K, "cuda:0"))
+
+
+def test_causal_counts_by_its_truth_value() -> None:
+    q, k = torch.randn(Q).half(), torch.randn(K).half()
+    for causal in (0, 1, None):
+        assert torch.equal(flashmoe.attention(q, k, k, causal=causal), flashmoe.attention(q, k, k, causal=bool(causal)))
+        checks.validate(q, k, k, 1.0, causal)
+
+
+def test_sizes_over_31_bits() -> None:
+    huge = torch.zeros(1, 1, 1, 64, dtype=torch.float16).expand(1, 1, 2**31, 64)
+    with pytest.raises(ShapeError, match=r"each size of k must be below 2\^31"):
+        flashmoe.attention(huge[:, :, :1], huge, huge)
+
+
+def test_errors_are_the_built_ins_one_would_catch() -> None:
+    q, k = _t(Q), _t(K)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        flashmoe.attention(q[0], k[0], k[0])
+    with pytest.raises(TypeError, match="dtype"):
+        flashmoe.attention(q, k.float(), k.float())
+    with pytest.raises(TypeError, match="Tensor"):
+        flashmoe.attention(None, k, k)
+    with pytest.raises(ValueError, match="scale"):
+        flashmoe.attention(q, k, k, scale=math.inf)
+
+
+def test_the_cause_is_kept() -> None:
+    with pytest.raises(ShapeError) as caught:
+        flashmoe.attention(_t(Q)[0], _t(K), _t(K))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "flashmoe:shape:" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("flashmoe:shape: a", ShapeError),
+        ("flashmoe:dtype: a", DtypeError),
+        ("flashmoe:device: a", DeviceError),
+        ("flashmoe:argument: a", ArgumentError),
+        ("flashmoe:gpu: a", UnsupportedGpuError),
+        ("flashmoe:driver: a", DriverError),
+        ("flashmoe:internal: a", InternalError),
+        ("flashmoe:memory: a", checks.OutOfMemoryError),
+        ("prefix\nflashmoe:gpu: a\nException raised from", UnsupportedGpuError),
+    ],
+)
+def test_translation_of_coded_messages(text: str, error: type[FlashmoeError]) -> None:
+    translated = checks.translate(RuntimeError(text))
+    assert type(translated) is error
+    assert str(translated) == "a"
+
+
+def test_messages_that_are_not_ours_stay_as_they_are() -> None:
+    other = RuntimeError("CUDA error: an illegal memory access was encountered")
+    q, k = _t(Q), _t(K)
+    assert checks.translate(other) is None
+    assert checks.explain(other, q, k, k, None, False) is other
+    assert isinstance(checks.translate(RuntimeError("flashmoe:newer: a")), InternalError)
+    driver = checks.explain(RuntimeError("flashmoe:driver: gone"), q, k, k, None, False)
+    assert isinstance(driver, DriverError)
+    typed = ShapeError("x")
+    assert checks.explain(typed, q, k, k, None, False) is typed
+    memory = checks.translate(RuntimeError("flashmoe:memory: 5 elements"))
+    assert isinstance(memory, torch.OutOfMemoryError)
+
+
+# One tensor argument: mostly fit for use, sometimes wrong in one way or another.
+_SIZES = st.sampled_from([0, 1, 2, 3, 4, 6])
+_HEAD_DIMS = st.sampled_from([0, 1, 2, 8, 64, 256, 257])
+_DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool])
+_CHANGES = st.sampled_from(["", "", "", "", "transpose", "drop", "add", "step", "expand"])
+
+
+def _changed(tensor: Tensor, change: str) -> Tensor:
+    if change == "transpose":
+        return tensor.mT.contiguous().mT
+    if change == "drop":
+        return tensor.select(0, 0) if tensor.shape[0] else tensor.flatten(0, 1)
+    if change == "add":
+        return tensor.unsqueeze(0)
+    if change == "step":
+        return tensor.repeat_interleave(2, 3)[..., ::2]
+    if change == "expand":
+        return tensor[:, :1].expand(tensor.shape) if tensor.shape[1] else tensor
+    return tensor
+
+
+@st.composite
+def _arguments(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float, bool]:
+    batch, heads_q, heads_kv = draw(_SIZES), draw(_SIZES), draw(st.sampled_from([0, 1, 1, 2, 3]))
+    seq_q, seq_k, head_dim, dtype = draw(_SIZES), draw(_SIZES), draw(_HEAD_DIMS), draw(_DTYPES)
+    q_shape, k_shape = [batch, heads_q, seq_q, head_dim], [batch, heads_kv, seq_k, head_dim]
+    v_shape = list(k_shape)
+    if draw(st.integers(0, 3)) == 0:
+        shape = draw(st.sampled_from([q_shape, k_shape, v_shape]))
+        shape[draw(st.integers(0, 3))] = draw(_SIZES)
+    tensors = [torch.randn(shape).to(dtype) for shape in (q_shape, k_shape, v_shape)]
+    if draw(st.integers(0, 9)) == 0:
+        which = draw(st.integers(0, 2))
+        tensors[which] = tensors[which].to(draw(_DTYPES))
+    tensors = [_changed(tensor, draw(_CHANGES)) for tensor in tensors]
+    scale = draw(st.sampled_from([0.125, 1.0, -1.0, 0.0, math.nan, math.inf]))
+    return tensors[0], tensors[1], tensors[2], scale, draw(st.booleans())
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(_arguments())
+def test_cpp_rejects_exactly_what_python_rejects(arguments: tuple[Tensor, Tensor, Tensor, float, bool]) -> None:
+    """Same verdict, and the same kind of error."""
+    in_python = _kind_of_error(lambda: checks.validate(*arguments))
+    in_cpp = _kind_of_error(lambda: torch.ops.flashmoe.flash_attention_forward(*arguments))
+    assert in_python is in_cpp, [list(t.shape) for t in arguments[:3]]
+
+
+def _kind_of_error(call: Callable[[], Any]) -> type[BaseException] | None:
+    """The type of the typed error, C++ messages translated; a message without a code keeps its type and so differs."""
+    try:
+        call()
+    except FlashmoeError as error:
+        return type(error)
+    except RuntimeError as error:
+        return type(checks.translate(error) or error)
+    return None
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(_arguments())
+def test_what_cpp_accepts_python_fake_tensors_accept_too(arguments: tuple[Tensor, Tensor, Tensor, float, bool]) -> None:
+    q, k, v, scale, causal = arguments
+    metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (q, k, v)]
+    try:
+        out, lse = torch.ops.flashmoe.flash_attention_forward(q, k, v, scale, causal)
+    except RuntimeError:
+        with pytest.raises(FlashmoeError):
+            torch.ops.flashmoe.flash_attention_forward(*metas, scale, causal)
+        return
+    fake_out, fake_lse = torch.ops.flashmoe.flash_attention_forward(*metas, scale, causal)
+    assert fake_out.shape == out.shape
+    assert fake_out.stride() == out.stride()
+    assert fake_lse.shape == lse.shape
+    assert fake_out.dtype == out.dtype
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 3),
+    heads_kv=st.integers(1, 3),
+    group=st.integers(1, 4),
+    seq_q=st.integers(1, 100),
+    seq_k=st.integers(1, 100),
+    head_dim=st.integers(1, 256),
+    causal=st.booleans(),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    bshd=st.booleans(),
+)
+def test_any_supported_sizes_are_right_on_the_cpu(
+    batch: int,
+    heads_kv: int,
+    group: int,
+    seq_q: int,
+    seq_k: int,
+    head_dim: int,
+    causal: bool,
+    dtype: torch.dtype,
+    bshd: bool,
+) -> None:
+    _check_sizes(batch, heads_kv, group, seq_q, seq_k, head_dim, causal, dtype, bshd, "cpu")
+
+
+@pytest.mark.gpu
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 3),
+    heads_kv=st.integers(1, 3),
+    group=st.integers(1, 4),
+    seq_q=st.integers(1, 400),
+    seq_k=st.integers(1, 400),
+    head_dim=st.integers(1, 256),
+    causal=st.booleans(),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    bshd=st.booleans(),
+)
+def test_any_supported_sizes_are_right_on_a_gpu(
+    batch: int,
+    heads_kv: int,
+    group: int,
+    seq_q: int,
+    seq_k: int,
+    head_dim: int,
+    causal: bool,
+    dtype: torch.dtype,
+    bshd: bool,
+) -> None:
+    _check_sizes(batch, heads_kv, group, seq_q, seq_k, head_dim, causal, dtype, bshd, "cuda")
+
+
+def _check_sizes(
+    batch: int,
+    heads_kv: int,
+    group: int,
+    seq_q: int,
+    seq_k: int,
+    head_dim: int,
+    causal: bool,
+    dtype: torch.dtype,
+    bshd: bool,
+    device: str,
+) -> None:
+    from .reference import Problem, make_inputs
+
+    problem = Problem(seq_q, seq_k, head_dim, heads_kv * group, heads_kv, batch=batch, causal=causal)
+    check_attention(*make_inputs(problem, device, dtype, bshd=bshd, seed=seq_q), causal)

@@ -1,0 +1,247 @@
+"""Finding and loading the extension, and what is said when that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import flashmoe
+from flashmoe import _extension
+from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
+
+USE = "import flashmoe; flashmoe.attention"
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as elsewhere:  # python -c looks into its folder first, where the sources may be
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **environment},
+            cwd=elsewhere,
+            check=False,
+        )
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode != 0, done.stdout
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_import_needs_neither_torch_nor_the_extension() -> None:
+    done = _python(
+        "import sys, flashmoe, flashmoe._extension\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert flashmoe.__version__ and 'attention' in dir(flashmoe)",
+        FLASHMOE_LIBRARY="/nonexistent",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_attribute_names_what_there_is() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'atention'; it has .*attention"):
+        _ = flashmoe.atention
+
+
+def test_load_is_idempotent_and_safe_in_threads() -> None:
+    path = _extension.load()
+    assert path.is_file()
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(_extension.load())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [path] * 8
+
+
+def test_first_use_from_several_threads_at_once() -> None:
+    done = _python(
+        "import threading, flashmoe\n"
+        "errors = []\n"
+        "def use():\n"
+        "    import torch\n"
+        "    try:\n"
+        "        q = torch.ones(1, 1, 2, 8)\n"
+        "        assert torch.equal(flashmoe.attention(q, q, q), q)\n"
+        "    except BaseException as error:\n"
+        "        errors.append(error)\n"
+        "threads = [threading.Thread(target=use) for _ in range(6)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "assert not errors, errors"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.9.1+cpu", "1.13.1", "0.4"])
+def test_old_torch_is_refused(version: str) -> None:
+    with pytest.raises(TorchVersionError) as caught:
+        _extension.check_torch_version(version)
+    text = str(caught.value)
+    assert text.startswith(f"flashmoe needs torch >= 2.10; found {version}; ")
+    assert "pip install 'torch>=2.10'" in text
+
+
+@pytest.mark.parametrize("version", ["2.10.0+cu128", "2.10", "2.11.0a0+git1234", "2.13.0", "3.0.0"])
+def test_newer_torch_is_accepted(version: str) -> None:
+    _extension.check_torch_version(version)
+
+
+def test_unreadable_version_is_refused() -> None:
+    with pytest.raises(TorchVersionError, match="cannot read the version 'main'"):
+        _extension.check_torch_version("main")
+
+
+def test_old_torch_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+    """A torch 2.8.0 by its metadata, whose import would fail: the version is what is reported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('torch was imported')\n")
+    information = tmp_path / "torch-2.8.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.8.0\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    line = _last_line(_python(USE, PYTHONPATH=path))
+    assert line.startswith("flashmoe.errors.TorchVersionError: flashmoe needs torch >= 2.10; found 2.8.0; ")
+
+
+def test_absent_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(ExtensionError, match=r"needs torch >= 2\.10; none is installed"):
+        _extension.torch_version()
+
+
+def test_missing_library_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHMOE_LIBRARY", raising=False)
+    monkeypatch.setattr(_extension, "LIBRARY_NAME", "libabsent.so")
+    with pytest.raises(
+        ExtensionError, match=r"libabsent\.so is not beside the package .*nox -s build.*FLASHMOE_LIBRARY"
+    ):
+        _extension.library_path()
+
+
+def test_override_that_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOE_LIBRARY", "/nonexistent/lib.so")
+    with pytest.raises(ExtensionError, match=r"FLASHMOE_LIBRARY names '/nonexistent/lib.so', which is no file"):
+        _extension.library_path()
+
+
+def test_extension_errors_are_import_errors() -> None:
+    line = _last_line(
+        _python(
+            f"try:\n    {USE}\nexcept ImportError as error:\n    raise SystemExit(type(error).__name__)",
+            FLASHMOE_LIBRARY="/x",
+        )
+    )
+    assert line == "ExtensionError"
+
+
+def test_text_file_is_no_library(tmp_path: Path) -> None:
+    fake = tmp_path / "libflashmoe.so"
+    fake.write_text("this is no shared library, and long enough to hold a header of one: " + "x" * 200)
+    line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(fake)))
+    assert "ExtensionError: libflashmoe.so cannot be loaded: it is not a shared library for this machine" in line
+    assert "Next: reinstall the wheel" in line
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = shutil.which("g++") or shutil.which("c++")
+    if found is None:
+        pytest.skip("no C++ compiler on this machine: the fixture libraries cannot be made")
+    return found
+
+
+def _library(compiler: str, folder: Path, source: str) -> Path:
+    (folder / "source.cpp").write_text(source)
+    target = folder / "libflashmoe.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", str(target), str(folder / "source.cpp")], check=True, timeout=60
+    )
+    return target
+
+
+def test_undefined_symbol_is_explained(compiler: str, tmp_path: Path) -> None:
+    """F1: a function that is called but defined nowhere."""
+    library = _library(compiler, tmp_path, "namespace flashmoe { void forward(); void (*address)() = &forward; }")
+    line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(library)))
+    assert "it needs the symbol _ZN8flashmoe7forwardEv" in line
+    assert "python -m flashmoe audit libflashmoe.so" in line
+
+
+def test_library_without_the_operator(compiler: str, tmp_path: Path) -> None:
+    """F11: the file is a library, but not ours."""
+    library = _library(compiler, tmp_path, "int unrelated() { return 1; }")
+    line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(library)))
+    assert "registers no operator flashmoe::flash_attention_forward" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("/lib/libc.so.6: version `GLIBC_2.34' not found (required by x)", ("GLIBC_2.34", "too old", "manylinux_2_28")),
+        ("libtorch_cpu.so: cannot open shared object file: No such file", ("libtorch_cpu.so", "reinstall torch")),
+        ("x.so: wrong ELF class: ELFCLASS32", ("not a shared library for this machine",)),
+        ("Only a single TORCH_LIBRARY can be used to register", ("another copy", "new process")),
+        ("something unheard of", ("something unheard of", "doctor")),
+    ],
+)
+def test_loader_messages_are_explained(text: str, words: tuple[str, ...]) -> None:
+    explained = _extension.explain_load_failure("libflashmoe.so", text, "2.10.0")
+    assert explained.startswith("libflashmoe.so cannot be loaded: ")
+    assert text in explained
+    for word in words:
+        assert word in explained
+
+
+def test_c_interface() -> None:
+    import torch
+
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.append(_extension.last_kernel()))
+    thread.start()
+    thread.join()
+    assert seen == [""]  # nothing ran on that thread
+    q = torch.ones(1, 1, 2, 8)
+    flashmoe.attention(q, q, q)
+    assert _extension.last_kernel() == f"cpu:{_extension.cpu_isa()}"
+    flashmoe.attention(q[:0], q[:0], q[:0])
+    assert _extension.last_kernel() == ""
+    index = _extension.index()
+    assert index["schema"] == "flashmoe.index/1"
+    assert isinstance(index["binaries"], list)
+
+
+def test_cpu_instruction_set_can_be_chosen() -> None:
+    before = _extension.cpu_isa()
+    _extension.set_cpu_isa(before)
+    assert _extension.cpu_isa() == before
+    with pytest.raises(ArgumentError, match=f"no CPU kernels for 'mmx'.*now in use: {before}"):
+        _extension.set_cpu_isa("mmx")
+    assert _extension.cpu_isa() == before
+
+
+def test_a_function_missing_from_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Empty:
+        pass
+
+    _extension.load()
+    _extension._c_interface.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(_extension.ctypes, "CDLL", lambda _: Empty())
+        with pytest.raises(ExtensionError, match="has no function flashmoe_last_kernel"):
+            _extension.last_kernel()
+    assert isinstance(_extension.last_kernel(), str)

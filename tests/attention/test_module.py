@@ -1,0 +1,112 @@
+"""flashmoe.Attention: shapes, names of parameters, numbers against the formula, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+
+from .reference import plain_attention
+
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def _formula(module: flashmoe.Attention, x: Tensor, context: Tensor) -> Tensor:
+    def heads(projection: torch.nn.Linear, source: Tensor) -> Tensor:
+        return projection(source).unflatten(2, (-1, module.head_dim)).transpose(1, 2)
+
+    q, k, v = heads(module.q_proj, x), heads(module.k_proj, context), heads(module.v_proj, context)
+    out, _ = plain_attention(q, k, v, module.causal)
+    return module.out_proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, None, None), (4, 2, None), (4, 1, 40)])
+def test_forward_and_backward(
+    heads: int, kv_heads: int | None, head_dim: int | None, causal: bool, device: str
+) -> None:
+    dtype = DTYPE[device]
+    module = flashmoe.Attention(
+        64, heads, kv_heads, head_dim=head_dim, causal=causal, bias=True, device=device, dtype=dtype
+    )
+    x = torch.randn(2, 19, 64, device=device, dtype=dtype)
+    for context in (None, torch.randn(2, 33, 64, device=device, dtype=dtype)):
+        source = x if context is None else context
+        tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+        module.zero_grad()
+        out = module(x, context)
+        assert out.shape == (2, 19, 64)
+        out.square().sum().backward()
+        ours = [parameter.grad.clone() for parameter in module.parameters()]
+        module.zero_grad()
+        expected = _formula(module, x, source)
+        expected.square().sum().backward()
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        for a, parameter in zip(ours, module.parameters(), strict=True):
+            limit = tolerance * max(1.0, parameter.grad.abs().max().item())
+            torch.testing.assert_close(a, parameter.grad, rtol=tolerance, atol=limit)
+
+
+def test_parameters_have_stable_names_and_shapes() -> None:
+    module = flashmoe.Attention(96, 6, 2, bias=True, head_dim=8)
+    assert {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()} == {
+        "q_proj.weight": (48, 96),
+        "q_proj.bias": (48,),
+        "k_proj.weight": (16, 96),
+        "k_proj.bias": (16,),
+        "v_proj.weight": (16, 96),
+        "v_proj.bias": (16,),
+        "out_proj.weight": (96, 48),
+        "out_proj.bias": (96,),
+    }
+    assert all(name.endswith("weight") for name in flashmoe.Attention(96, 6).state_dict())
+    twin = flashmoe.Attention(96, 6, 2, bias=True, head_dim=8)
+    twin.load_state_dict(module.state_dict())
+    x = torch.randn(1, 4, 96)
+    assert torch.equal(twin(x), module(x))
+    assert "kv_heads=2" in repr(module)
+
+
+def test_device_and_dtype_reach_the_parameters() -> None:
+    module = flashmoe.Attention(32, 2, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
+    assert module(torch.empty(1, 5, 32, device="meta", dtype=torch.bfloat16)).shape == (1, 5, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((65, 4), {}, "multiple of heads; found 65 and 4"),
+        ((64, 6, 4), {"head_dim": 8}, "multiple of kv_heads; found 6 and 4"),
+        ((64, 0), {}, "heads must be at least 1; found 0"),
+        ((-1, 1), {}, "dim must be at least 1; found -1"),
+        ((64, 4, 0), {}, "kv_heads must be at least 1"),
+        ((1024, 2), {}, "head_dim is 512"),
+        ((64, 4), {"head_dim": 257}, "head_dim is 257"),
+    ],
+)
+def test_sizes_that_do_not_fit(arguments: tuple[int, ...], options: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        flashmoe.Attention(*arguments, **options)
+
+
+@pytest.mark.parametrize("bad", [2.0, "4", True, None])
+def test_sizes_of_the_wrong_type(bad: object) -> None:
+    with pytest.raises(ArgumentTypeError, match="heads must be an integer"):
+        flashmoe.Attention(64, bad)
+
+
+def test_wrong_inputs() -> None:
+    module = flashmoe.Attention(32, 2)
+    for wrong in (torch.randn(4, 32), torch.randn(1, 4, 31), torch.randn(1, 1, 4, 32)):
+        with pytest.raises(ShapeError, match=r"x must be \[batch, length, 32\]"):
+            module(wrong)
+    with pytest.raises(ShapeError, match="context must be"):
+        module(torch.randn(1, 4, 32), torch.randn(1, 4, 16))
+    with pytest.raises(ShapeError, match="batch size"):
+        module(torch.randn(1, 4, 32), torch.randn(2, 4, 32))
+    with pytest.raises(DtypeError, match="float64"):
+        flashmoe.Attention(32, 2, dtype=torch.float64)(torch.randn(1, 4, 32, dtype=torch.float64))

@@ -1,0 +1,261 @@
+"""scaled_dot_product_attention: torch's signature, numbers, shapes and errors; what runs where, and that explain() knows."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+import flashmoe
+from flashmoe import _extension
+from flashmoe.errors import ArgumentError, DtypeError
+from flashmoe.routing import Path
+
+from .reference import DTYPES, assert_ran_here
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-10}
+
+# (query, key, keyword arguments): shapes that flashmoe runs itself; value has key's shape.
+SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
+    ((2, 4, 33, 64), (2, 4, 33, 64), {}),
+    ((2, 4, 33, 64), (2, 4, 70, 64), {}),
+    ((2, 4, 70, 64), (2, 4, 33, 64), {}),
+    ((2, 4, 1, 64), (2, 4, 33, 64), {}),
+    ((3, 5, 8), (3, 7, 8), {}),
+    ((5, 8), (7, 8), {}),
+    ((7, 8), (5, 8), {}),
+    ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), {}),
+    ((2, 2, 3, 4, 5, 8), (2, 2, 3, 4, 7, 8), {}),
+    ((2, 4, 5, 8), (1, 4, 7, 8), {}),
+    ((1, 4, 5, 8), (2, 4, 7, 8), {}),
+    ((2, 4, 5, 8), (2, 1, 7, 8), {}),
+    ((2, 1, 5, 8), (2, 4, 7, 8), {}),
+    ((4, 5, 8), (2, 4, 7, 8), {}),
+    ((2, 4, 5, 8), (4, 7, 8), {}),
+    ((2, 4, 5, 8), (7, 8), {}),
+    ((5, 8), (2, 4, 7, 8), {}),
+    ((5, 1, 4, 5, 8), (1, 3, 1, 7, 8), {}),
+    ((2, 8, 5, 8), (2, 2, 7, 8), {"enable_gqa": True}),
+    ((2, 8, 5, 8), (2, 1, 7, 8), {"enable_gqa": True}),
+    ((2, 8, 5, 8), (2, 8, 7, 8), {"enable_gqa": True}),
+    ((8, 5, 8), (2, 7, 8), {"enable_gqa": True}),
+    ((3, 8, 5, 8), (1, 2, 7, 8), {"enable_gqa": True}),
+    ((2, 3, 8, 5, 8), (2, 3, 2, 7, 8), {"enable_gqa": True}),
+    ((2, 4, 5, 59), (2, 4, 7, 59), {"scale": 0.3}),
+    ((2, 4, 5, 8), (2, 4, 7, 8), {"scale": -1.0}),
+    ((0, 4, 5, 8), (0, 4, 7, 8), {}),
+    ((2, 4, 0, 8), (2, 4, 7, 8), {}),
+    ((2, 4, 5, 8), (2, 4, 0, 8), {}),
+)
+
+
+def _math(*tensors: Tensor, **options: Any) -> Tensor:
+    """torch's plain formula. Its fused CPU kernel gives NaN for a causal mask with a negative scale (torch 2.10)."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch_attention(*tensors, **options)
+
+
+def _tensors(query: tuple[int, ...], key: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape, device=device).to(dtype) for shape in (query, key, key)]
+
+
+def test_signature_is_torchs() -> None:
+    ours = inspect.signature(flashmoe.scaled_dot_product_attention).parameters
+    documented = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)"
+    stated = [f"{p.name}={p.default}" if p.default is not p.empty else p.name for p in ours.values()]
+    assert f"({', '.join(stated)})" == documented
+    assert documented.replace(" ", "") in (torch_attention.__doc__ or "").replace(" ", "").replace("\n", "")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("query", "key", "options"),
+    SHAPES,
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_same_as_torch_and_run_here(
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    options: dict[str, Any],
+    causal: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    for dtype in DTYPES[device]:
+        q, k, v = _tensors(query, key, device, dtype)
+        assert flashmoe.explain(q, k, v, is_causal=causal, **options).path is Path.FLASHMOE
+        out = flashmoe.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)
+        if out.numel() > 0 and k.shape[-2] > 0:
+            assert_ran_here(device)
+        wide = [tensor.double() if device == "cpu" else tensor.float() for tensor in (q, k, v)]
+        expected = _math(*wide, is_causal=causal, **options)
+        assert out.shape == expected.shape
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.to(expected.dtype), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_last_dimension_may_be_strided(device: str) -> None:
+    for causal in (False, True):
+        q, k, v = (torch.randn(2, 4, 64, 33, device=device).half().transpose(2, 3) for _ in range(3))
+        out = flashmoe.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        assert_ran_here(device)
+        expected = torch_attention(*(t.float() for t in (q, k, v)), is_causal=causal)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def _masked(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    mask = torch.ones(33, 33, dtype=torch.bool, device=device).tril()
+    mask[5] = False  # a row without a key: torch gives 0 there
+    return {"attn_mask": mask}
+
+
+# name: (query, key, value shapes, dtype or None for each of the device's, keyword arguments, word in the reason)
+FALLBACKS: dict[str, tuple[Any, Any, Any, torch.dtype | None, Any, str]] = {
+    "mask": ((2, 4, 33, 64), (2, 4, 33, 64), None, None, _masked, "attn_mask"),
+    "float64": ((2, 4, 33, 64), (2, 4, 33, 64), None, torch.float64, {"is_causal": True}, "float64"),
+    "head dim 320": ((1, 2, 33, 320), (1, 2, 33, 320), None, None, {"is_causal": True}, "head dim 320"),
+    "wider values": ((1, 2, 33, 64), (1, 2, 33, 64), (1, 2, 33, 32), None, {}, "head dim of value"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value, only, options, word = FALLBACKS[name]
+    for dtype in (only,) if only else DTYPES[device]:
+        q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in (query, key, value or key))
+        keywords = options(device, dtype) if callable(options) else options
+        route = flashmoe.explain(q, k, v, **keywords)
+        assert route.path is Path.TORCH
+        assert word in route.reason
+        out = flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
+        expected = torch_attention(q, k, v, **keywords)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        if name == "mask" and device == "cpu":
+            assert not out[:, :, 5].any()
+        monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
+        with pytest.warns(UserWarning, match="hands attention to torch"):
+            flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
+        monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+        with pytest.raises(ArgumentError, match=word):
+            flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
+        monkeypatch.setenv("FLASHMOE_FALLBACK", "sometimes")
+        with pytest.raises(ArgumentError, match="supported: allow, warn, error"):
+            flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
+        monkeypatch.delenv("FLASHMOE_FALLBACK")
+
+
+def test_dropout_goes_to_torch(device: str) -> None:
+    q, k, v = _tensors((2, 4, 33, 64), (2, 4, 33, 64), device, torch.float16)
+    assert "dropout" in flashmoe.explain(q, k, v, dropout_p=0.5).reason
+    torch.manual_seed(1)
+    out = flashmoe.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(out, torch_attention(q, k, v, dropout_p=0.5))
+    assert not torch.allclose(out, torch_attention(q, k, v))
+
+
+@pytest.mark.gpu
+def test_float32_on_a_gpu_goes_to_torch() -> None:
+    q, k, v = _tensors((2, 4, 33, 64), (2, 4, 33, 64), "cuda", torch.float32)
+    assert "float32" in flashmoe.explain(q, k, v).reason
+    assert torch.equal(flashmoe.scaled_dot_product_attention(q, k, v), torch_attention(q, k, v))
+    with pytest.raises(DtypeError, match="float16, bfloat16"):
+        flashmoe.attention(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_go_to_torch() -> None:
+    parts = [torch.randn(length, 4, 8) for length in (3, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    assert "nested" in flashmoe.explain(nested, nested, nested).reason
+    out = flashmoe.scaled_dot_product_attention(nested, nested, nested)
+    for part, expected in zip(
+        out.transpose(1, 2).unbind(), torch_attention(nested, nested, nested).transpose(1, 2).unbind(), strict=True
+    ):
+        torch.testing.assert_close(part, expected)
+
+
+def test_subclasses_and_parameters_are_taken(device: str) -> None:
+    class Plain(Tensor):
+        pass
+
+    q, k, v = _tensors((2, 4, 33, 64), (2, 4, 33, 64), device, torch.float16)
+    expected = flashmoe.attention(q, k, v)
+    assert torch.equal(flashmoe.attention(torch.nn.Parameter(q), k, v), expected)
+    wrapped = flashmoe.attention(q.as_subclass(Plain), k, v)
+    assert isinstance(wrapped, Plain)
+    assert torch.equal(wrapped.as_subclass(Tensor), expected)
+
+
+BROKEN: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "heads without enable_gqa": ((2, 8, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), {}),
+    "heads that form no groups": ((2, 8, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), {"enable_gqa": True}),
+    "batch sizes": ((2, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8), {}),
+    "head dims": ((2, 4, 5, 8), (2, 4, 7, 16), (2, 4, 7, 16), {}),
+    "one dimension": ((8,), (8,), (8,), {}),
+    "dropout": ((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8), {"dropout_p": 1.5}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_wrong_arguments_raise_torchs_own_errors(name: str) -> None:
+    query, key, value, options = BROKEN[name]
+    q, k, v = (torch.randn(shape) for shape in (query, key, value))
+    with pytest.raises(Exception) as theirs:
+        torch_attention(q, k, v, **options)
+    with pytest.raises(type(theirs.value)) as ours:
+        flashmoe.scaled_dot_product_attention(q, k, v, **options)
+    assert str(ours.value) == str(theirs.value)
+    assert flashmoe.explain(q, k, v, **options).path is Path.TORCH
+
+
+def test_what_is_no_tensor_raises_torchs_error() -> None:
+    q = torch.randn(2, 4, 5, 8)
+    with pytest.raises(TypeError):
+        flashmoe.scaled_dot_product_attention(q, None, q)
+    with pytest.raises(TypeError):
+        flashmoe.scaled_dot_product_attention([1.0], q, q)
+    with pytest.raises(RuntimeError):
+        flashmoe.scaled_dot_product_attention(q, q.half(), q)
+    assert "not a tensor" in flashmoe.explain(q, None, q).reason
+    assert "dtypes" in flashmoe.explain(q, q.half(), q).reason
+    assert "devices" in flashmoe.explain(q, q.to("meta"), q).reason
+
+
+def test_causal_is_top_left(device: str) -> None:
+    """Key j is visible to query i when j <= i: flashmoe.attention differs where the lengths do."""
+    q, k, v = _tensors((1, 1, 4, 64), (1, 1, 9, 64), device, torch.float16)
+    out = flashmoe.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out[0, 0, 0], v[0, 0, 0])
+    bottom_right = flashmoe.attention(q, k, v, causal=True)
+    assert not torch.allclose(bottom_right, out)
+    torch.testing.assert_close(bottom_right[:, :, -1:], flashmoe.attention(q[:, :, -1:], k, v))
+
+
+def test_gradients_through_every_shape_rule() -> None:
+    """Broadcast, merged and split inputs get summed, reshaped gradients like torch's."""
+    for query, key, options in SHAPES:
+        for causal in (False, True):
+            ours = [tensor.requires_grad_() for tensor in _tensors(query, key, "cpu", torch.float32)]
+            theirs = [tensor.detach().double().requires_grad_() for tensor in ours]
+            out = flashmoe.scaled_dot_product_attention(*ours, is_causal=causal, **options)
+            weights = torch.randn(out.shape)
+            expected = _math(*theirs, is_causal=causal, **options)
+            gradients = torch.autograd.grad(out, ours, weights)
+            for a, b in zip(gradients, torch.autograd.grad(expected, theirs, weights.double()), strict=True):
+                torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_default_scale_is_one_over_root_of_head_dim(device: str) -> None:
+    q, k, v = _tensors((1, 2, 9, 64), (1, 2, 9, 64), device, torch.float16)
+    assert torch.equal(
+        flashmoe.scaled_dot_product_attention(q, k, v), flashmoe.attention(q, k, v, scale=1 / math.sqrt(64))
+    )
+    assert _extension.last_kernel()

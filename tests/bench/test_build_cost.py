@@ -1,0 +1,79 @@
+"""The build suite, over a builder that takes no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashmoe.bench import build_cost
+from flashmoe.bench.suites import load_suite, parse_suite
+from flashmoe.errors import ArgumentError
+from flashmoe.report import Verdict
+
+BUILDER = """
+import argparse, hashlib, os, sys
+from pathlib import Path
+sys.path.insert(0, {package!r})
+from flashmoe.report import Check, Report, Verdict, write_report
+parser = argparse.ArgumentParser()
+parser.add_argument("--library-only", action="store_true")
+parser.add_argument("--out", type=Path)
+parser.add_argument("--archs")
+arguments = parser.parse_args()
+if arguments.archs == "broken":
+    sys.exit("BuildError: no such target")
+cache = Path(os.environ["FLASHMOE_CACHE_DIR"])
+cache.mkdir(parents=True, exist_ok=True)
+key = cache / hashlib.sha256(Path("csrc/kernel.cuh").read_bytes()).hexdigest()
+cached = int(key.exists())
+key.touch()
+data = {{"units": [{{}}], "cached_units": cached, "jobs": 1, "peak_bytes_per_job": 1000}}
+write_report(arguments.out / "reports" / "build.json", Report("build", (Check("built", Verdict.PASS),), data))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = str(Path(build_cost.__file__).resolve().parents[2])
+    (tmp_path / "flashmoe_build").mkdir()
+    (tmp_path / "flashmoe_build" / "__main__.py").write_text(BUILDER.format(package=package))
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "kernel.cuh").write_text("int a;\n")
+    monkeypatch.setattr(build_cost, "checkout", lambda: tmp_path)
+    return tmp_path
+
+
+def suite(*builds: dict[str, str]) -> object:
+    return parse_suite({"schema": 1, "name": "mine", "kind": "build", "builds": list(builds)}, "mine.toml")
+
+
+def test_a_cold_build_and_one_after_a_touch(checkout: Path) -> None:
+    again = {"archs": "all", "touch": "csrc/kernel.cuh"}
+    report = build_cost.measure_builds(suite({"archs": "all"}, {"archs": "75"}, again), ("bench",))  # type: ignore[arg-type]
+    assert [row["compiled"] for row in report.data["builds"]] == [1, 0, 1]
+    assert report.verdict is Verdict.PASS
+    assert (checkout / "csrc" / "kernel.cuh").read_text() == "int a;\n"  # the checkout itself is left alone
+
+
+def test_a_failing_build_fails_with_its_words(checkout: Path) -> None:
+    report = build_cost.measure_builds(suite({"archs": "broken"}), ("bench",))  # type: ignore[arg-type]
+    assert report.verdict is Verdict.FAIL
+    assert "no such target" in report.checks[0].found
+
+
+def test_a_missing_file_to_touch_is_named(checkout: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"csrc/gone\.cuh"):
+        build_cost.measure_builds(suite({"archs": "all", "touch": "csrc/gone.cuh"}), ())  # type: ignore[arg-type]
+
+
+def test_our_own_suite_touches_a_file_that_exists() -> None:
+    root = Path(__file__).resolve().parents[2]
+    for case in load_suite("build-cost").builds:
+        assert not case.touch or (root / case.touch).is_file()
+
+
+def test_a_wheel_has_no_builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build_cost, "__file__", str(tmp_path / "flashmoe" / "bench" / "build_cost.py"))
+    with pytest.raises(ArgumentError, match="needs a checkout"):
+        build_cost.checkout()

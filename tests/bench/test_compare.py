@@ -1,0 +1,174 @@
+"""Two reports, and a report against marks: what is called a change, what is not, what fails."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
+from flashmoe.bench.ratchet import Mark, architecture, check_ratchet, evaluate, read_marks, write_marks
+from flashmoe.bench.statistics import Interval
+from flashmoe.bench.thresholds import load_thresholds
+from flashmoe.errors import ExitCode, ReportError
+from flashmoe.report import Report, Verdict, write_report
+from tests.bench.synthetic import synthetic_report
+
+SPEEDS = {"flashmoe": 0.8, "sdpa-flash": 0.5}
+
+
+def verdicts(report: Report) -> set[str]:
+    return {row["verdict"] for row in report.data["changes"]}
+
+
+def test_two_runs_of_one_thing_are_the_same() -> None:
+    report = compare_reports(
+        synthetic_report(speeds=SPEEDS, seed=1), synthetic_report(speeds=SPEEDS, seed=2), "not-same"
+    )
+    assert len(report.data["changes"]) == 36
+    assert verdicts(report) == {"SAME"}
+    assert report.exit_code is ExitCode.OK
+    assert "36 SAME" in compare_markdown(report)
+
+
+def test_a_slower_machine_alone_is_no_change() -> None:
+    everything = {name: 0.6 * speed for name, speed in SPEEDS.items()}
+    report = compare_reports(synthetic_report(speeds=SPEEDS, seed=1), synthetic_report(speeds=everything, seed=2))
+    assert verdicts(report) <= {"SAME", "AMBIGUOUS"}
+
+
+def test_a_slower_kernel_fails_only_when_asked_to() -> None:
+    a, b = synthetic_report(speeds=SPEEDS, seed=1), synthetic_report(speeds={**SPEEDS, "flashmoe": 0.72}, seed=2)
+    assert "SLOWER" in verdicts(compare_reports(a, b))
+    assert compare_reports(a, b).verdict is Verdict.WARN
+    assert compare_reports(a, b, "slower").exit_code is ExitCode.FAILED
+    assert compare_reports(b, a, "slower").exit_code is ExitCode.OK
+    assert "FASTER" in verdicts(compare_reports(b, a))
+    assert compare_reports(b, a, "not-same").exit_code is ExitCode.FAILED
+
+
+def test_without_a_common_baseline_raw_times_meet_a_wider_margin() -> None:
+    a = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5}, seed=1)
+    b = synthetic_report(speeds={"flashmoe": 0.76, "sdpa-cudnn": 0.7}, seed=2)
+    report = compare_reports(a, b)
+    assert {row["against"] for row in report.data["changes"]} == {""}
+    assert "SLOWER" not in verdicts(report)
+    far = compare_reports(a, synthetic_report(speeds={"flashmoe": 0.5, "sdpa-cudnn": 0.7}, seed=2))
+    assert verdicts(far) == {"SLOWER"}
+
+
+def test_a_result_that_became_wrong_fails() -> None:
+    a = synthetic_report(speeds=SPEEDS)
+    report = compare_reports(a, synthetic_report(speeds=SPEEDS, wrong="flashmoe"))
+    assert report.exit_code is ExitCode.FAILED
+    assert any("wrong in B" in check.found for check in report.checks)
+
+
+def test_vanished_cases_and_other_devices_are_said() -> None:
+    a = synthetic_report(speeds=SPEEDS)
+    report = compare_reports(a, synthetic_report(speeds=SPEEDS, partial="interrupted"))
+    assert sum(check.found == "only in A" for check in report.checks) == 36
+    other = replace(a, environment={"gpu": {"name": "Another GPU", "capability": "8.9"}})
+    assert any(check.name == "device" and check.verdict is Verdict.WARN for check in compare_reports(a, other).checks)
+
+
+def test_nothing_in_common_is_no_pass() -> None:
+    report = compare_reports(synthetic_report("decode", speeds=SPEEDS), synthetic_report("science", speeds=SPEEDS))
+    assert "no case in common" in compare_markdown(report)
+    empty = replace(synthetic_report(speeds=SPEEDS), data={**synthetic_report(speeds=SPEEDS).data, "cells": []})
+    assert compare_reports(empty, empty).exit_code is ExitCode.NOTHING_CHECKED
+
+
+@pytest.mark.parametrize(
+    ("interval", "blocks", "verdict"),
+    [
+        ((1.03, 1.2), 30, "FASTER"),
+        ((0.8, 0.97), 30, "SLOWER"),
+        ((0.99, 1.03), 30, "SAME"),
+        ((1.01, 1.3), 30, "AMBIGUOUS"),
+        ((0.8, 1.2), 30, "AMBIGUOUS"),
+        ((1.5, 1.6), 3, "AMBIGUOUS"),
+    ],
+)
+def test_changes_between_runs_need_the_whole_interval(interval: tuple[float, float], blocks: int, verdict: str) -> None:
+    limits = load_thresholds().compare
+    assert decide_change(Interval(*interval, "percentile"), blocks, 8, 0.02, limits).verdict.value == verdict
+
+
+def test_damaged_and_foreign_reports_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_report(path, replace(synthetic_report(), kind="audit"))
+    with pytest.raises(ReportError, match="expected a bench report"):
+        read_bench(path)
+    path.write_text("{")
+    with pytest.raises(ReportError, match="not JSON"):
+        compare_files(path, path)
+
+
+def marks_of(report: Report, factor: float = 1.0) -> list[Mark]:
+    return [
+        Mark(cell["case"]["key"], row["subject"], row["baseline"], factor * row["ratio"], "then")
+        for cell in report.data["cells"]
+        for row in cell["comparisons"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict", "proposed"),
+    [
+        (1.0, Verdict.PASS, 0),
+        (1.2, Verdict.FAIL, 0),
+        (1.02, Verdict.PASS, 0),
+        (0.98, Verdict.PASS, 0),
+        (0.9, Verdict.PASS, 36),
+    ],
+)
+def test_marks_break_hold_or_rise(factor: float, verdict: Verdict, proposed: int) -> None:
+    report = synthetic_report(speeds=SPEEDS)
+    result = evaluate(marks_of(report, factor), report)
+    assert {check.verdict for check in result.checks} == {verdict}
+    assert result.changed == proposed
+    if proposed:
+        assert all(
+            new.ratio > old.ratio * 1.05 for new, old in zip(result.proposed, marks_of(report, factor), strict=True)
+        )
+
+
+def test_a_drop_without_evidence_only_warns() -> None:
+    data: dict[str, Any] = copy.deepcopy(dict(synthetic_report(speeds=SPEEDS).data))
+    marks = marks_of(replace(synthetic_report(), data=data), 1.1)
+    for cell in data["cells"]:
+        for row in cell["comparisons"]:
+            row["interval"] = [0.5 * row["ratio"], 1.5 * row["ratio"]]
+    result = evaluate(marks, replace(synthetic_report(), data=data))
+    assert {check.verdict for check in result.checks} == {Verdict.WARN}
+
+
+def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = synthetic_report(speeds=SPEEDS)
+    path = tmp_path / "sm90.toml"
+    assert architecture(report) == "sm90"
+    assert check_ratchet(path, report) == ExitCode.NOTHING_CHECKED  # no marks yet: proposals, and no pass
+    (tmp_path / "sm90.proposed.toml").rename(path)
+    assert check_ratchet(path, report) == ExitCode.OK
+    slower = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.7})
+    assert check_ratchet(path, slower) == ExitCode.FAILED
+    assert "slower than the mark" not in capsys.readouterr().err
+    name, marks = read_marks(path)
+    assert (name, len(marks)) == ("sm90", 36)
+    write_marks(tmp_path / "copy.toml", name, marks)
+    assert read_marks(tmp_path / "copy.toml") == (name, marks)
+    with pytest.raises(ReportError, match="belongs to sm90, this run was on cpu"):
+        check_ratchet(path, replace(report, environment={}))
+    path.write_text("schema = 1\narchitecture = 'sm90'\n[[mark]]\nkase = 1\n")
+    with pytest.raises(ReportError, match="no ratchet file"):
+        read_marks(path)
+
+
+def test_an_unmeasured_mark_is_no_pass() -> None:
+    report = synthetic_report(speeds=SPEEDS)
+    result = evaluate([Mark("gone", "flashmoe", "sdpa-flash", 1.0, "then")], report)
+    assert [check.verdict for check in result.checks] == [Verdict.SKIP]

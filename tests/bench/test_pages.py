@@ -1,0 +1,159 @@
+"""What people read: the page fetches nothing, and says the same with and without colour."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from flashmoe.bench.markdown import bench_markdown
+from flashmoe.bench.page import heat_level, render_page
+from flashmoe.bench.svg import (
+    DASHES,
+    MARKERS,
+    Point,
+    Series,
+    line_chart,
+    log_ticks,
+    nice_ticks,
+    roofline,
+    short,
+    swatch,
+)
+from tests.bench.synthetic import synthetic_report
+
+FETCHING = {"script", "link", "img", "iframe", "object", "embed", "source", "video", "audio", "base", "form"}
+VOID = {"meta", "br", "hr", "input"}
+
+
+class Reader(HTMLParser):
+    """Collects tags and attributes, and checks that tags close in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "action", "data", "xlink:href")
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+PAGES = {
+    "prefill": synthetic_report,
+    "latency, partial, one wrong": lambda: synthetic_report(
+        "latency", timing="graph", partial="interrupted", wrong="sdpa-cudnn"
+    ),
+    "one block": lambda: synthetic_report("decode", blocks=1),
+    "nothing measured": lambda: synthetic_report(speeds={"flashmoe": 1.0}, wrong="flashmoe"),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_fetch_nothing_and_are_well_formed(name: str) -> None:
+    page = render_page(PAGES[name]())
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.addresses == []
+    assert not FETCHING & set(reader.tags)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(chart)
+
+
+def test_the_page_holds_what_it_must() -> None:
+    page = render_page(synthetic_report())
+    assert page.count('<svg class="chart"') == 7  # three head dims, two masks, one roofline
+    assert page.count("prefers-color-scheme: dark") == 1
+    assert 'name="viewport"' in page
+    for words in ("How to repeat it", "--suite llm-prefill", "Roofline", "Invented GPU", "95% interval", "FASTER"):
+        assert words in page
+
+
+def test_the_latency_page_shows_microseconds_and_says_that_it_is_partial() -> None:
+    page = render_page(PAGES["latency, partial, one wrong"]())
+    assert "us a call" in page
+    assert "<strong>Partial:</strong> interrupted" in page
+    assert "WRONG: max error 0.7" in page
+
+
+def test_text_from_reports_is_escaped() -> None:
+    page = render_page(synthetic_report(partial="<script>alert(1)</script>"))
+    assert "<script" not in page
+
+
+def test_series_differ_without_colour() -> None:
+    looks = {re.sub(r"s\d", "", swatch(style)) for style in range(8)}
+    assert len(looks) == 8
+    assert len(set(DASHES)) == len(DASHES)
+    assert len(set(MARKERS)) == len(MARKERS)
+
+
+def test_every_heat_cell_carries_its_verdict_as_a_sign() -> None:
+    page = render_page(synthetic_report())
+    cells = re.findall(r'<td class="(?:up|down|even)\d?" title="(\w+) [^"]*">([\d.]+) <b>(.)</b>', page)
+    assert len(cells) == 72
+    signs = {"FASTER": "+", "SLOWER": "−", "SAME": "=", "AMBIGUOUS": "?"}
+    assert all(sign == signs[verdict] for verdict, _, sign in cells)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict", "level"),
+    [
+        (1.3, "FASTER", "up2"),
+        (1.1, "FASTER", "up1"),
+        (0.9, "SLOWER", "down1"),
+        (0.5, "SLOWER", "down2"),
+        (1.3, "AMBIGUOUS", "even"),
+        (1.0, "SAME", "even"),
+    ],
+)
+def test_only_a_shown_difference_is_coloured(ratio: float, verdict: str, level: str) -> None:
+    assert heat_level(ratio, verdict) == level
+
+
+def test_charts_stay_inside_their_frame() -> None:
+    points = tuple(Point(2.0**power, power, power - 0.5, power + 0.5) for power in range(5, 15))
+    for y_log in (False, True):
+        chart = line_chart("a < b", "x", "y", [Series("s", 0, points)], y_log=y_log)
+        ET.fromstring(chart)
+        assert "a &lt; b" in chart
+        numbers = [float(text) for text in re.findall(r'c[xy]="(-?[\d.]+)"', chart)]
+        assert numbers
+        assert all(0 <= number <= 420 for number in numbers)
+    assert line_chart("empty", "x", "y", [Series("s", 0, ())]) == ""
+    assert roofline("empty", 1.0, 1.0, []) == ""
+
+
+def test_ticks() -> None:
+    assert nice_ticks(782.0) == [0.0, 200.0, 400.0, 600.0, 800.0]
+    assert nice_ticks(0.0) == [0.0, 1.0]
+    assert log_ticks(4.0, 60.0) == [2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+    assert log_ticks(1.0, 100000.0) == [1.0, 10.0, 100.0, 1000.0, 10000.0, 100000.0]
+    assert [short(value) for value in (512, 1024, 16384, 0.05, 20000.0)] == ["512", "1K", "16K", "0.05", "20k"]
+
+
+def test_markdown_names_every_case_verdict_and_problem() -> None:
+    text = bench_markdown(PAGES["latency, partial, one wrong"]())
+    assert "PARTIAL: interrupted" in text
+    assert "| WRONG |" in text
+    assert "- FAIL f16-d64" in text
+    whole = bench_markdown(synthetic_report())
+    assert whole.count("bf16-d") >= 36
+    assert "36 FASTER" in whole
+    rows = [line for line in whole.splitlines() if line.startswith("| bf16")]
+    assert len({line.count("|") for line in rows}) == 1

@@ -1,0 +1,300 @@
+"""Runs on the CPU, with contenders made for the purpose: what is timed, what is not, what a stop leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe.bench import ceilings
+from flashmoe.bench.case import Case
+from flashmoe.bench.contenders import Contender, Prepared, choose, default_registry
+from flashmoe.bench.inputs import Inputs, make_inputs
+from flashmoe.bench.session import Options, Session
+from flashmoe.bench.suites import Suite, parse_suite
+from flashmoe.bench.telemetry import Telemetry
+from flashmoe.bench.verify import choose_pairs, make_reference, verify
+from flashmoe.errors import ArgumentError
+from flashmoe.report import Report, Verdict, read_report, write_report
+
+CASE = Case("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
+
+
+@pytest.fixture(autouse=True)
+def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small ceilings, and one thread: a busy machine then disturbs a sample less."""
+    monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 128})
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def plain(inputs: Inputs) -> torch.Tensor:
+    """Attention by its definition, causal aligned bottom-right."""
+    group = inputs.case.heads_q // inputs.case.heads_kv
+    k, v = (one.repeat_interleave(group, dim=1) for one in (inputs.k, inputs.v))
+    scores = inputs.q @ k.transpose(-1, -2) * inputs.scale
+    if inputs.case.causal:
+        rows, columns = scores.shape[-2:]
+        scores = scores.masked_fill(torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows + 1), float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def contender(
+    name: str, result: Callable[[Inputs], torch.Tensor], *, ours: bool = False, calls: list[str] | None = None
+) -> Contender:
+    def prepare(inputs: Inputs) -> Prepared:
+        def call() -> torch.Tensor:
+            if calls is not None:
+                calls.append(name)
+            return result(inputs)
+
+        return Prepared(call)
+
+    return Contender(name, name, ("cpu",), lambda _: "", prepare, ours=ours)
+
+
+def suite(contenders: list[str], **changes: Any) -> Suite:
+    table = {
+        "schema": 1,
+        "name": "test",
+        "devices": ["cpu"],
+        "repeats": 30,
+        "block": 3,
+        "baseline": contenders[-1],
+        "contenders": contenders,
+        "cases": [{"dtype": "f32", "head_dim": 16, "batch": 1, "heads": 2, "seq": [16, 33]}],
+    }
+    return parse_suite({**table, **changes}, "test")
+
+
+def run(suite: Suite, registry: list[Contender], **options: Any) -> tuple[Report, Session]:
+    session = Session(suite, Options("cpu", **options), {one.name: one for one in registry})
+    return session.run(lambda _: None), session
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_rule_accepts_plain_attention_and_refuses_a_shifted_row(dtype: str, causal: bool, layout: str) -> None:
+    case = Case(dtype, 2, 4, 2, 65, 65, 40, causal, layout)
+    inputs = make_inputs(case, "cpu", seed=3)
+    reference = make_reference(inputs)
+    expected = plain(Inputs(case, inputs.q.double(), inputs.k.double(), inputs.v.double()))
+    torch.testing.assert_close(
+        reference.out.double(), expected[[b for b, _ in reference.pairs], [h for _, h in reference.pairs]]
+    )
+    good = verify(Prepared(lambda: expected.to(inputs.q.dtype)), inputs, reference)
+    assert good.passed, good
+    shifted = expected.roll(1, dims=2).to(inputs.q.dtype)
+    assert not verify(Prepared(lambda: shifted), inputs, reference).passed
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda out: out[:, :, :, :-1], "expected"),
+        (lambda out: out.double(), "expected"),
+        (lambda out: out.clone().index_fill_(2, torch.tensor([64]), float("nan")), "NaN or Inf"),
+        (lambda out: out.clone().index_fill_(2, torch.tensor([64]), 0.0), "exceeds"),
+    ],
+)
+def test_what_a_wrong_result_is_told(spoil: Callable[[torch.Tensor], torch.Tensor], reason: str) -> None:
+    inputs = make_inputs(CASE, "cpu", seed=1)
+    outcome = verify(Prepared(lambda: spoil(plain(inputs))), inputs, make_reference(inputs))
+    assert not outcome.passed
+    assert reason in outcome.reason
+
+
+def test_a_wrong_log_sum_exp_is_refused() -> None:
+    inputs = make_inputs(CASE, "cpu", seed=1)
+    reference = make_reference(inputs)
+    right = reference.lse.reshape(2, 4, 65)
+    assert verify(Prepared(lambda: plain(inputs), lambda: right), inputs, reference).passed
+    wrong = verify(Prepared(lambda: plain(inputs), lambda: right + 0.001), inputs, reference)
+    assert "LSE" in wrong.reason
+
+
+def test_inputs_are_fresh_but_repeatable() -> None:
+    first, again, other = (make_inputs(CASE, "cpu", seed) for seed in (1, 1, 2))
+    assert torch.equal(first.q, again.q)
+    assert not torch.equal(first.q, other.q)
+    assert first.q.abs().sum() > 0
+
+
+def test_checked_pairs_reach_both_ends() -> None:
+    assert len(choose_pairs(2, 8, 10, 10**6)) == 16
+    some = choose_pairs(4, 8, 1000, 5000)
+    assert (some[0], some[-1], len(some)) == ((0, 0), (3, 7), 5)
+
+
+def test_a_wrong_result_is_never_timed() -> None:
+    calls: list[str] = []
+    planted = contender("ours", lambda inputs: plain(inputs) * 1.5, ours=True, calls=calls)
+    report, _ = run(suite(["ours", "base"]), [planted, contender("base", plain)])
+    assert calls == ["ours"]  # the check of the smallest problem, and nothing after it
+    assert report.verdict is Verdict.FAIL
+    assert report.data["cells"] == []
+    assert "wrong on the smallest problem" in report.data["partial"]
+
+
+def test_a_result_wrong_at_one_size_is_not_timed_there() -> None:
+    calls: list[str] = []
+
+    def from_33_on(inputs: Inputs) -> torch.Tensor:
+        out = plain(inputs)
+        return out.roll(1, dims=2) if inputs.case.seq_q == 33 else out
+
+    report, _ = run(
+        suite(["ours", "base"]), [contender("ours", from_33_on, ours=True, calls=calls), contender("base", plain)]
+    )
+    small, large = report.data["cells"]
+    assert small["samples_ns"]["ours"]
+    assert "ours" not in large["samples_ns"]
+    assert large["samples_ns"]["base"]
+    assert not large["comparisons"]
+    assert report.verdict is Verdict.FAIL
+    assert any("s33 ours" in check.name for check in report.checks if check.verdict is Verdict.FAIL)
+
+
+def test_a_contender_of_ours_that_raises_fails_and_a_foreign_one_is_skipped() -> None:
+    def refuse(_: Inputs) -> torch.Tensor:
+        raise RuntimeError("no kernel for this")
+
+    report, _ = run(suite(["odd", "base"]), [contender("odd", refuse), contender("base", plain)])
+    assert report.verdict is Verdict.PASS
+    assert report.data["cells"][0]["unsupported"] == {"odd": "RuntimeError: no kernel for this"}
+    assert any(check.verdict is Verdict.SKIP for check in report.checks)
+    report, _ = run(suite(["odd", "base"]), [contender("odd", refuse, ours=True), contender("base", plain)])
+    assert report.verdict is Verdict.FAIL
+
+
+def test_a_planted_slowdown_is_found_and_equal_contenders_are_not_told_apart() -> None:
+    def busy(inputs: Inputs) -> torch.Tensor:
+        end = time.perf_counter_ns() + 2_000_000
+        while time.perf_counter_ns() < end:
+            pass
+        return plain(inputs)
+
+    names = ["slow", "base"]
+    report, _ = run(suite(names), [contender("slow", busy, ours=True), contender("base", plain)])
+    assert {row["verdict"] for cell in report.data["cells"] for row in cell["comparisons"]} == {"SLOWER"}
+    for cell in report.data["cells"]:
+        assert cell["summaries"]["slow"]["samples"] == 30
+        assert all(len(block) == 3 for block in cell["samples_ns"]["slow"])
+
+
+def test_the_context_of_a_contender_surrounds_its_calls_alone() -> None:
+    inside: list[str] = []
+
+    def watched(name: str) -> Contender:
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            inside.append(name)
+            yield
+            inside.remove(name)
+
+        def prepare(inputs: Inputs) -> Prepared:
+            def call() -> torch.Tensor:
+                assert inside == [name]
+                return plain(inputs)
+
+            return Prepared(call)
+
+        return Contender(name, name, ("cpu",), lambda _: "", prepare, context)
+
+    report, _ = run(suite(["one", "two"]), [watched("one"), watched("two")])
+    assert report.verdict is Verdict.PASS
+    assert inside == []
+
+
+def test_an_interruption_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = 0
+
+    def read(_: Telemetry) -> None:
+        """Called after each block: ten in the first cell, then four in the second."""
+        nonlocal blocks
+        blocks += 1
+        if blocks == 14:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Telemetry, "read", read)
+    report, session = run(suite(["ours", "base"]), [contender("ours", plain, ours=True), contender("base", plain)])
+    assert session.stopped == "interrupted"
+    write_report(tmp_path / "partial.json", report)
+    again = read_report(tmp_path / "partial.json")
+    first, second = again.data["cells"]
+    assert first["summaries"]["ours"]["samples"] == 30
+    assert second["summaries"]["ours"]["samples"] == 12
+    assert second["comparisons"][0]["reason"] == "few-blocks"
+    assert again.data["partial"] == "interrupted"
+    assert json.loads((tmp_path / "partial.json").read_text())["schema"] == "flashmoe.report/1"
+
+
+def test_a_spent_budget_names_what_was_not_reached() -> None:
+    report, _ = run(suite(["one", "base"]), [contender("one", plain), contender("base", plain)], time_budget=1e-3)
+    assert report.data["cells"] == []
+    assert "time budget" in report.data["partial"]
+    assert sum("time budget" in check.found for check in report.checks) == 2
+
+
+def test_a_missing_extension_fails_unless_it_was_not_wanted() -> None:
+    gone = Contender(
+        "ours", "ours", ("cpu",), lambda _: "not built", lambda inputs: Prepared(lambda: plain(inputs)), ours=True
+    )
+    report, _ = run(suite(["ours", "base"]), [gone, contender("base", plain)])
+    assert report.verdict is Verdict.FAIL
+    assert "not built" in [check.found for check in report.checks]
+    report, _ = run(suite(["ours", "base"]), [gone, contender("base", plain)], baseline_only=True)
+    assert report.verdict is Verdict.PASS
+    with pytest.raises(ArgumentError, match="no contender that runs on cpu"):
+        run(suite(["ours"]), [gone], baseline_only=True)
+
+
+def test_the_registry_knows_every_backend() -> None:
+    registry = default_registry()
+    assert {"flashmoe", "flashmoe-sm80", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "sdpa-cpu"} <= set(
+        registry
+    )
+    names = [one.name for one in choose(registry, list(registry), "cpu", baseline_only=True)]
+    assert names == ["sdpa-math", "sdpa-cpu"]
+    with pytest.raises(ArgumentError, match=r"no contender 'sdpa-flsh'; known: flash-attn"):
+        choose(registry, ["sdpa-flsh"], "cuda", baseline_only=False)
+
+
+def test_a_forced_backend_is_really_forced() -> None:
+    registry = default_registry()
+    inputs = make_inputs(Case("f32", 1, 2, 2, 8, 8, 16, causal=False), "cpu", seed=0)
+    enabled = torch.backends.cuda.flash_sdp_enabled()
+    with registry["sdpa-math"].context():
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.math_sdp_enabled()
+        registry["sdpa-math"].prepare(inputs).call()
+    assert torch.backends.cuda.flash_sdp_enabled() == enabled
+
+
+def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
+    """As one whose calls cannot be captured into a CUDA graph: it gives a right result, then fails."""
+    calls = 0
+
+    def once(inputs: Inputs) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if inputs.case.seq_q == 16 and calls > 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return plain(inputs)
+
+    report, _ = run(suite(["odd", "base"]), [contender("odd", once), contender("base", plain)])
+    first, second = report.data["cells"]
+    assert "capturing" in first["unsupported"]["odd"]
+    assert first["summaries"]["base"]["samples"] == 30
+    assert second["summaries"]["odd"]["samples"] == 30

@@ -1,0 +1,129 @@
+"""Suite files: what they state, and what each mistake in one is answered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe.bench.presets import apply_preset, find_preset, load_presets
+from flashmoe.bench.suites import SuiteError, load_suite, parse_suite, suite_names
+
+GOOD: dict[str, Any] = {
+    "schema": 1,
+    "name": "mine",
+    "cases": [{"dtype": "f16", "head_dim": 64, "batch": 1, "heads": 8, "seq": [128, 256]}],
+}
+
+
+def with_case(**changes: Any) -> dict[str, Any]:
+    return {**GOOD, "cases": [{**GOOD["cases"][0], **changes}]}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {**GOOD, "cases": [{key: value for key, value in GOOD["cases"][0].items() if key != name}]}
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_suite_of_ours_reads(name: str) -> None:
+    suite = load_suite(name)
+    assert suite.name == name
+    assert suite.cases or suite.builds
+    assert {case.key for case in suite.quick().cases} <= {case.key for case in suite.cases}
+
+
+def test_the_expected_suites_exist() -> None:
+    assert set(suite_names()) == {"smoke", "science", "llm-prefill", "latency", "decode", "cpu", "build-cost"}
+
+
+def test_prefill_is_the_published_grid() -> None:
+    cases = load_suite("llm-prefill").cases
+    assert len(cases) == 36
+    assert {case.head_dim for case in cases} == {64, 128, 256}
+    assert {case.batch * case.seq_q for case in cases} == {16384}
+    assert {case.heads_q * case.head_dim for case in cases} == {2048}
+    assert sum(case.causal for case in cases) == 18
+
+
+def test_case_costs() -> None:
+    full = next(case for case in load_suite("llm-prefill").cases if case.seq_q == 512 and not case.causal)
+    assert full.flops == 4 * full.batch * full.heads_q * 512 * 512 * full.head_dim
+    causal = next(case for case in load_suite("llm-prefill").cases if case.seq_q == 512 and case.causal)
+    assert causal.flops * 2 == full.flops
+    decode = load_suite("decode").cases[0]
+    key_bytes = 2 * decode.batch * decode.heads_kv * decode.seq_k * decode.head_dim * 2
+    assert key_bytes < decode.bytes_moved < 1.01 * key_bytes
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({**GOOD, "schema": 2}, ("schema is 2",)),
+        ({**GOOD, "repeat": 3}, ("repeat is 3", "repeats")),
+        ({**GOOD, "cases": []}, ("at least one [[cases]]",)),
+        ({**GOOD, "timing": "stopwatch"}, ("'stopwatch'", "events, graph, wall")),
+        ({**GOOD, "devices": ["tpu"]}, ("'tpu'", "cpu, cuda")),
+        ({**GOOD, "repeats": 0}, ("repeats is 0", "at least 1")),
+        ({**GOOD, "repeats": True}, ("repeats is True",)),
+        ({**GOOD, "name": ""}, ("name is ''",)),
+        (with_case(dtype="fp8"), ("cases[1]", "'fp8'", "f16, bf16, f32")),
+        (with_case(head_dim=512), ("head_dim is 512", "at most 256")),
+        (with_case(heads_kv=3), ("heads_kv is 3", "divisor of 8")),
+        (with_case(heds=3), ("heds is 3", "heads")),
+        (with_case(causal="yes"), ("causal is 'yes'", "true or false")),
+        (with_case(tokens=16384), ("exactly one of batch and tokens",)),
+        (with_case(seq_q=1), ("seq, or seq_q and seq_k",)),
+        (without("seq"), ("seq",)),
+        (without("heads"), ("exactly one of heads and hidden",)),
+        (with_case(seq=[100, "200"]), ("'200'", "whole number")),
+    ],
+)
+def test_mistakes_are_named(table: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(SuiteError) as caught:
+        parse_suite(table, "mine.toml")
+    assert "mine.toml" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_causal_with_unequal_lengths_is_refused() -> None:
+    row = {"dtype": "f16", "head_dim": 64, "batch": 1, "heads": 8, "seq_q": 64, "seq_k": 128, "causal": True}
+    with pytest.raises(SuiteError, match="bottom-right"):
+        parse_suite({**GOOD, "cases": [row]}, "mine.toml")
+
+
+def test_a_product_that_explodes_is_refused() -> None:
+    with pytest.raises(SuiteError, match="at most 4096"):
+        parse_suite(with_case(seq=list(range(1, 6000))), "mine.toml")
+
+
+def test_own_file_and_unknown_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'schema = 1\nname = "mine"\n[[cases]]\ndtype = "f32"\nhead_dim = 40\nbatch = 2\nheads = 3\nseq = 7\n'
+    )
+    assert load_suite(str(path)).cases[0].key == "f32-d40-full-b2-h3-s7"
+    with pytest.raises(SuiteError, match=r"known suites are build-cost, cpu"):
+        load_suite("nothing")
+    path.write_text("schema = ")
+    with pytest.raises(SuiteError, match=r"mine\.toml is not TOML"):
+        load_suite(str(path))
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SuiteError, match=r"mine\.toml"):
+        load_suite(str(path))
+
+
+def test_presets_fit_a_suite_to_a_gpu() -> None:
+    assert {preset.name for preset in load_presets()} == {"T4", "L4", "A100", "H100"}
+    assert find_preset("auto", "NVIDIA H100 80GB HBM3").name == "H100"  # type: ignore[union-attr]
+    assert find_preset("auto", "NVIDIA L40S") is None  # not an L4
+    assert find_preset("t4", "anything").name == "T4"  # type: ignore[union-attr]
+    with pytest.raises(SuiteError, match="known: auto, T4"):
+        find_preset("V100", "")
+    small = apply_preset(load_suite("llm-prefill"), find_preset("T4", ""))
+    assert {case.dtype for case in small.cases} == {"f16"}
+    assert max(case.batch * case.seq_q for case in small.cases if case.batch > 1) <= 4096
+    assert "sdpa-flash" not in small.contenders
+    assert small.baseline == "sdpa-efficient"
+    assert small.baseline in small.contenders
