@@ -166,6 +166,16 @@ PartialResults allocate_partials(const AttentionArguments& arguments, attention:
   return partials;
 }
 
+// The counter that the blocks of a persistent kernel draw tiles from: zero at launch, of this launch alone (launches on other
+// streams, or another replay of a captured graph, may run at the same time).
+Tensor allocate_tile_counter(const AttentionArguments& arguments, attention::ForwardParams& params, CUstream stream) {
+  Tensor counter = empty({1}, aoti_torch_dtype_int32(), arguments.device_type, arguments.device_index);
+  params.tile_counter = static_cast<int32_t*>(counter.data());
+  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(params.tile_counter), 0, 1, stream),
+               "cuMemsetD32Async", "tile counter");
+  return counter;
+}
+
 void run(const AttentionArguments& arguments, attention::ForwardParams params, const Choice& choice, const Device& gpu) {
   const Kernel& kernel = *choice.forward;
   const ContextGuard guard(gpu.context);
@@ -178,6 +188,8 @@ void run(const AttentionArguments& arguments, attention::ForwardParams params, c
   const int64_t tiles =
       ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch) * params.num_splits;
   const int64_t resident = static_cast<int64_t>(gpu.num_multiprocessors) * kernel.min_blocks;
+  Tensor counter;
+  if (kernel.is_persistent && tiles > resident) counter = allocate_tile_counter(arguments, params, stream);
   const LaunchShape shape{kernel.is_persistent ? std::min(tiles, resident) : tiles, kernel.threads, kernel.shared_bytes};
   if (uses_tensor_maps(kernel)) {
     TensorMaps maps = make_tensor_maps(params, kernel);
