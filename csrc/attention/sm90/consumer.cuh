@@ -174,6 +174,7 @@ struct Consumer {
     for (--block; block >= full_blocks; --block) step<true>(output, probabilities, rows, tile, block);
     for (; block >= 0; --block) step<false>(output, probabilities, rows, tile, block);
 
+    ptx::warp_sync();  // the first lane releases the tile slot, too, which every lane has read
     release_query();
     wait_value();
     issue_output(output, probabilities, value_descriptor());
@@ -204,6 +205,8 @@ struct Consumer {
       attend(tile, blocks, own_blocks, output, rows);
       store_tile<Spec>(params, shared, out_map, tile, consumer, output, rows);
     }
+    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 
