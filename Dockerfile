@@ -12,7 +12,7 @@ ARG BASE_RUN=python:3.12-slim-bookworm@sha256:782412e85d0f0984994c290652577d4018
 # ---- base: an unprivileged user and a work folder
 FROM ${BASE_BUILD} AS base
 RUN useradd --create-home --uid 10001 flashmoe && install -d -o flashmoe -g flashmoe /home/flashmoe/src
-USER flashmoe
+USER 10001
 WORKDIR /home/flashmoe/src
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 UV_NO_PROGRESS=1 UV_LINK_MODE=copy
 # What making an environment needs, and no more: editing a kernel does not install torch again.
@@ -66,7 +66,7 @@ RUN for python in /home/flashmoe/src/.nox/env/*/bin/python; do \
       ln -s "$python" /usr/local/bin/flashmoe-python && \
       "$python" -m zipfile -e /opt/flashmoe/dist/*.whl "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
     done
-USER flashmoe
+USER 10001
 WORKDIR /results
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 MPLCONFIGDIR=/tmp/matplotlib
 ENTRYPOINT ["bench-entrypoint"]

@@ -276,10 +276,18 @@ def _create(folder: Path, python: Interpreter) -> None:
 def install_wheel(python: Path, wheel: Path) -> None:
     """Replace the flashmoe in an environment by this wheel file, by its hash, without touching anything else."""
     digest = sha256(wheel.read_bytes()).hexdigest()
-    requirement = python.parent.parent / "flashmoe-wheel.txt"
-    requirement.write_text(f"flashmoe @ {wheel.resolve().as_uri()} --hash=sha256:{digest}\n", encoding="utf-8")
-    extra = ["--no-deps", "--no-index", "--reinstall-package", "flashmoe"]
-    uv_install(python, requirement, what=f"installing {wheel.name}", shown=wheel.name, extra=extra)
+    folder = python.parent.parent
+    requirement = folder / "flashmoe-wheel.txt"
+    text = f"flashmoe @ {wheel.resolve().as_uri()} --hash=sha256:{digest}\n"
+    with exclusive(folder.with_name(f"{folder.name}.lock")):
+        if requirement.is_file() and requirement.read_text(encoding="utf-8") == text:
+            return
+        requirement.unlink(missing_ok=True)
+        pending = folder / "flashmoe-wheel.pending.txt"
+        pending.write_text(text, encoding="utf-8")
+        extra = ["--no-deps", "--no-index", "--reinstall-package", "flashmoe"]
+        uv_install(python, pending, what=f"installing {wheel.name}", shown=wheel.name, extra=extra)
+        pending.replace(requirement)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -110,38 +110,106 @@ struct LeftOperand {
   int64_t row_bytes;
 };
 
-// c [32, group] = sum over product pairs and steps of a [32, 32 steps] b [32 steps, group].
-// b: [planes][b_plane_steps][2] tiles, of which `steps` steps are used.
+// c [32 blocks, group] = sum over plane pairs and steps of a [32 blocks, 32 steps] b [32 steps, group], one step at a
+// time: the caller puts vector code between the steps, which then runs beside the tile unit (a step keeps that busy for
+// 64 to 128 cycles, but is only some 50 micro-operations of the 512 that the core looks ahead).
 template <int kPlanes, Product kProduct>
-inline void multiply_tiles(const LeftOperand& a, const uint32_t* b, int32_t b_plane_steps, int32_t steps, float* c) {
-  using Pairs = PlanePairs<kPlanes, kProduct>;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-#pragma GCC unroll 6
-  for (int product = 0; product < Pairs::kCount; ++product) {
-    const char* a_step = a.data + Pairs::kPairs[product].a * a.plane;
-    const uint32_t* b_step = b + int64_t{Pairs::kPairs[product].b} * b_plane_steps * 2 * kTileWords;
-    for (int32_t step = 0; step < steps; ++step) {
-      _tile_loadd(6, b_step, kTileBytesPerRow);
-      _tile_loadd(4, a_step, a.row_bytes);
-      _tile_loadd(7, b_step + kTileWords, kTileBytesPerRow);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(5, a_step + a.tile, a.row_bytes);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-      a_step += a.step;
-      b_step += 2 * kTileWords;
+class TileProduct {
+ public:
+  TileProduct() = default;
+  // b: [planes][b_plane_steps][2] tiles, of which `steps` steps are used. The next block of a lies two tiles further.
+  TileProduct(const LeftOperand& a, const uint32_t* b, int32_t b_plane_steps, int32_t steps, int32_t blocks, float* c)
+      : a_(a), b_(b), b_plane_words_(int64_t{b_plane_steps} * 2 * kTileWords), steps_(steps), blocks_(blocks), c_(c) {}
+
+  int32_t remaining_steps() const {
+    return (blocks_ * Pairs::kCount - pair_) * steps_ - step_;
+  }
+
+  // Does one step; nothing and false when all are done.
+  bool advance() {
+    if (blocks_ == 0) return false;
+    order_memory();
+    if (pair_ == 0 && step_ == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    const char* a = a_.data + Pairs::kPairs[pair_].a * a_.plane + step_ * a_.step;
+    const uint32_t* b = b_ + Pairs::kPairs[pair_].b * b_plane_words_ + int64_t{step_} * 2 * kTileWords;
+    _tile_loadd(6, b, kTileBytesPerRow);
+    _tile_loadd(4, a, a_.row_bytes);
+    _tile_loadd(7, b + kTileWords, kTileBytesPerRow);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a + a_.tile, a_.row_bytes);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    if (++step_ == steps_) {
+      step_ = 0;
+      if (++pair_ == Pairs::kCount) finish_block();
+    }
+    order_memory();
+    return true;
+  }
+
+  void finish() {
+    while (advance()) {
     }
   }
-  constexpr int64_t kRowBytes = kGroupRows * sizeof(float);
-  _tile_stored(0, c, kRowBytes);
-  _tile_stored(1, c + kTileRows, kRowBytes);
-  _tile_stored(2, c + kTileRows * kGroupRows, kRowBytes);
-  _tile_stored(3, c + kTileRows * kGroupRows + kTileRows, kRowBytes);
-}
+
+ private:
+  using Pairs = PlanePairs<kPlanes, kProduct>;
+
+  void finish_block() {
+    constexpr int64_t kRowBytes = kGroupRows * sizeof(float);
+    _tile_stored(0, c_, kRowBytes);
+    _tile_stored(1, c_ + kTileRows, kRowBytes);
+    _tile_stored(2, c_ + kTileRows * kGroupRows, kRowBytes);
+    _tile_stored(3, c_ + kTileRows * kGroupRows + kTileRows, kRowBytes);
+    pair_ = 0;
+    --blocks_;
+    a_.data += 2 * a_.tile;
+    c_ += 2 * kTileRows * kGroupRows;
+  }
+
+  LeftOperand a_{};
+  const uint32_t* b_ = nullptr;
+  int64_t b_plane_words_ = 0;
+  int32_t steps_ = 0;
+  int32_t blocks_ = 0;  // left to do, the current one included
+  float* c_ = nullptr;
+  int32_t pair_ = 0;
+  int32_t step_ = 0;
+};
+
+// The two products that run beside a group's softmax: the output of the group before, the scores of the group after.
+template <int kPlanes>
+class TileWork {
+ public:
+  TileWork() = default;
+  TileWork(const TileProduct<kPlanes, Product::kOutput>& output, const TileProduct<kPlanes, Product::kScores>& scores)
+      : output_(output), scores_(scores), steps_(output.remaining_steps() + scores.remaining_steps()) {}
+
+  // Called `slots` times, does its share of the steps each time.
+  void advance(int32_t slot, int32_t slots) {
+    const int32_t target = (steps_ * (slot + 1) + slots - 1) / slots;
+    for (; done_ < target; ++done_) {
+      if (!output_.advance()) scores_.advance();
+    }
+  }
+
+  void finish() {
+    output_.finish();
+    scores_.finish();
+  }
+
+ private:
+  TileProduct<kPlanes, Product::kOutput> output_;
+  TileProduct<kPlanes, Product::kScores> scores_;
+  int32_t steps_ = 0;
+  int32_t done_ = 0;
+};
 
 // Two values a lane to one word a lane and plane: plane i's 8 bits of `low` in the low half, of `high` in the high one.
 // The planes' sum is the value: exactly for three planes, rounded in the last of fewer.
@@ -164,119 +232,182 @@ inline void split_pair(__m512 low, __m512 high, __m512i (&words)[kPlanes]) {
   }
 }
 
-// fp32 x [32] to one row of 32 bf16 a plane.
-template <int kPlanes>
-inline void split_row(const float* x, __m512i (&rows)[kPlanes]) {
-  // Lanes of `even` and `odd`: elements 2i and 2i + 1, which share a word.
-  const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-  const __m512i even_index =
-      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd_index = _mm512_add_epi32(even_index, _mm512_set1_epi32(1));
-  split_pair<kPlanes>(_mm512_permutex2var_ps(a, even_index, b), _mm512_permutex2var_ps(a, odd_index, b), rows);
-}
-
-// Whether no element is Inf or NaN: 0 * x is not 0 for them. count is a multiple of the vector width.
+// 16 elements from p on as fp32 lanes, 32 as one row of bf16 a plane. *finite collects 0 * x, which is 0 for all but Inf
+// and NaN; one plane needs no such check: the tile unit propagates them itself.
 template <class T>
-inline bool rows_are_finite(const float* rows, int32_t count) {
-  if (Planes<T>::value == 1) return true;  // one plane: the tile unit propagates Inf and NaN itself
-  __m512 sum = Vector::zero();
-  for (int32_t i = 0; i < count; i += Vector::kWidth) sum = Vector::fma(Vector::load(rows + i), Vector::zero(), sum);
-  return !Vector::any_differs(sum, Vector::zero());
+inline __m512 load_checked(const T* p, __m512* finite) {
+  const __m512 x = Vector::load(p);
+  *finite = Vector::fma(x, Vector::zero(), *finite);
+  return x;
+}
+template <class T>
+inline void load_row_planes(const T* p, __m512i (&row)[Planes<T>::value], __m512* finite) {
+  const __m512 a = load_checked(p, finite), b = load_checked(p + 16, finite);
+  // Lanes: elements 2i and 2i + 1, which share a word.
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+  split_pair<Planes<T>::value>(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b), row);
+}
+inline void load_row_planes(const BFloat16* p, __m512i (&row)[1], __m512*) { row[0] = _mm512_loadu_si512(p); }
+
+inline bool is_zero(__m512 finite) { return !Vector::any_differs(finite, Vector::zero()); }
+
+// Rows of whole 32-element steps.
+template <class T>
+struct WholeRows {
+  const T* data;
+  int64_t stride;
+};
+
+// src [rows, head_dim] times factor (+1, -1 or 0: exact) as [whole_rows, padded_dim], zero past the ends: where it is if
+// it is whole there, else a copy in `buffer`.
+template <class T>
+inline WholeRows<T> make_whole(const T* src, int64_t stride, int32_t rows, int32_t whole_rows, int32_t head_dim,
+                               int32_t padded_dim, float factor, T* buffer) {
+  if (rows == whole_rows && head_dim == padded_dim && factor == 1.0f) return {src, stride};
+  memset(buffer, 0, static_cast<size_t>(whole_rows) * static_cast<size_t>(padded_dim) * sizeof(T));
+  for (int32_t row = 0; row < rows; ++row) {
+    T* dst = buffer + int64_t{row} * padded_dim;
+    memcpy(dst, src + row * stride, static_cast<size_t>(head_dim) * sizeof(T));
+    if (factor == 1.0f) continue;
+    for (int32_t i = 0; i < padded_dim; i += Vector::kWidth) {
+      Vector::store(dst + i, Vector::mul(Vector::load(dst + i), Vector::broadcast(factor)));
+    }
+  }
+  return {buffer, padded_dim};
 }
 
-// rows [kGroupRows, padded_dim] fp32 -> q_tiles [planes][steps][2] tiles of [16 pairs of head_dim, 16 queries].
-template <int kPlanes>
-inline void pack_q_tiles(const float* rows, int32_t padded_dim, uint32_t* q_tiles) {
+// q [kGroupRows, padded_dim] -> q_tiles [planes][steps][2] tiles of [16 pairs of head_dim, 16 queries]. Returns whether
+// all is finite.
+template <class T>
+inline bool pack_q_tiles(WholeRows<T> q, int32_t padded_dim, uint32_t* q_tiles) {
+  constexpr int kPlanes = Planes<T>::value;
   const int32_t steps = padded_dim / kStep;
+  __m512 finite = Vector::zero();
   for (int32_t step = 0; step < steps; ++step) {
     for (int32_t tile = 0; tile < 2; ++tile) {
       __m512i words[kPlanes][16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
         __m512i row[kPlanes];
-        split_row<kPlanes>(rows + int64_t{tile * kTileRows + i} * padded_dim + step * kStep, row);
+        load_row_planes(q.data + (tile * kTileRows + i) * q.stride + step * kStep, row, &finite);
 #pragma GCC unroll 3
         for (int plane = 0; plane < kPlanes; ++plane) words[plane][i] = row[plane];
       }
+#pragma GCC unroll 3
       for (int plane = 0; plane < kPlanes; ++plane) {
         Vector::transpose(words[plane]);
         uint32_t* dst = q_tiles + ((int64_t{plane} * steps + step) * 2 + tile) * kTileWords;
+#pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * 16, words[plane][i]);
       }
     }
   }
+  return is_zero(finite);
 }
 
-// One row of K as fp32 -> row `row` of k_planes [planes][kBlockKeys, padded_dim] bf16.
-template <int kPlanes>
-inline void store_k_row(const float* x, int32_t padded_dim, int32_t row, uint16_t* k_planes) {
-  for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
-    __m512i planes[kPlanes];
-    split_row<kPlanes>(x + dim, planes);
+// k [32 keys, padded_dim] -> k_planes [planes] of [32 keys, padded_dim] bf16, plane_elements apart. Returns whether all is
+// finite.
+template <class T>
+inline bool pack_k_step(WholeRows<T> k, int32_t padded_dim, int64_t plane_elements, uint16_t* k_planes) {
+  constexpr int kPlanes = Planes<T>::value;
+  __m512 finite = Vector::zero();
+  for (int32_t row = 0; row < kStep; ++row) {
+    for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
+      __m512i planes[kPlanes];
+      load_row_planes(k.data + row * k.stride + dim, planes, &finite);
+#pragma GCC unroll 3
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        _mm512_store_si512(k_planes + plane * plane_elements + int64_t{row} * padded_dim + dim, planes[plane]);
+      }
+    }
+  }
+  return is_zero(finite);
+}
+
+template <class T>
+inline bool whole_rows_are_finite(WholeRows<T> rows, int32_t count, int32_t padded_dim) {
+  __m512 finite = Vector::zero();
+  for (int32_t row = 0; row < count; ++row) {
+    for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
+      load_checked(rows.data + row * rows.stride + dim, &finite);
+    }
+  }
+  return is_zero(finite);
+}
+
+// v [32 keys, padded_dim] -> v_tiles [planes][padded_dim / 16] tiles of [16 of head_dim, 32 keys], planes plane_words
+// apart. Returns whether all is finite.
+template <class T>
+inline bool pack_v_step(WholeRows<T> v, int32_t padded_dim, int64_t plane_words, uint32_t* v_tiles) {
+  constexpr int kPlanes = Planes<T>::value;
+  __m512 finite = Vector::zero();
+  for (int32_t tile = 0; tile < padded_dim / kTileRows; ++tile) {
+    __m512i words[kPlanes][16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const T* pair = v.data + 2 * i * v.stride + tile * kTileRows;
+      __m512i word[kPlanes];
+      split_pair<kPlanes>(load_checked(pair, &finite), load_checked(pair + v.stride, &finite), word);
+#pragma GCC unroll 3
+      for (int plane = 0; plane < kPlanes; ++plane) words[plane][i] = word[plane];
+    }
 #pragma GCC unroll 3
     for (int plane = 0; plane < kPlanes; ++plane) {
-      _mm512_store_si512(k_planes + (int64_t{plane} * kBlockKeys + row) * padded_dim + dim, planes[plane]);
-    }
-  }
-}
-
-// v [keys, head_dim] -> v_tiles [planes][kBlockKeys / 32 steps][padded_dim / 16] tiles of [16 of head_dim, 32 keys], zero
-// past the ends. rows: [2, padded_dim]. Returns whether all is finite.
-template <class T>
-inline bool pack_v_tiles(const T* v, int64_t row_stride, int32_t keys, int32_t head_dim, int32_t padded_dim,
-                         float* rows, uint32_t* v_tiles) {
-  constexpr int kPlanes = Planes<T>::value;
-  const int32_t dim_tiles = padded_dim / kTileRows;
-  bool is_finite = true;
-  for (int32_t key = 0; key < keys; key += kStep) {
-    const int32_t step_keys = clamp(int64_t{keys} - key, 0, kStep);
-    for (int32_t row = 0; row < kStep; ++row) {
-      float* dst = rows + int64_t{row} * padded_dim;
-      if (row < step_keys) {
-        load_row(v + (key + row) * row_stride, head_dim, dst, Vector::broadcast(1.0f));
-      } else {
-        memset(dst, 0, static_cast<size_t>(padded_dim) * sizeof(float));
-      }
-    }
-    is_finite &= rows_are_finite<T>(rows, kStep * padded_dim);
-    for (int32_t tile = 0; tile < dim_tiles; ++tile) {
-      __m512i words[kPlanes][16];
+      Vector::transpose(words[plane]);
+      uint32_t* dst = v_tiles + plane * plane_words + int64_t{tile} * kTileWords;
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        const float* pair = rows + int64_t{2 * i} * padded_dim + tile * kTileRows;
-        __m512i word[kPlanes];
-        split_pair<kPlanes>(_mm512_loadu_ps(pair), _mm512_loadu_ps(pair + padded_dim), word);
-#pragma GCC unroll 3
-        for (int plane = 0; plane < kPlanes; ++plane) words[plane][i] = word[plane];
-      }
-      for (int plane = 0; plane < kPlanes; ++plane) {
-        Vector::transpose(words[plane]);
-        uint32_t* dst =
-            v_tiles + ((int64_t{plane} * (kBlockKeys / kStep) + key / kStep) * dim_tiles + tile) * kTileWords;
-        for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * 16, words[plane][i]);
-      }
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * 16, words[plane][i]);
     }
   }
-  return is_finite;
+  return is_zero(finite);
+}
+// bf16 needs no arithmetic: interleave two rows of keys, 32 of head_dim at once.
+inline bool pack_v_step(WholeRows<BFloat16> v, int32_t padded_dim, int64_t, uint32_t* v_tiles) {
+  for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
+    __m512i low[16], high[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const BFloat16* pair = v.data + 2 * i * v.stride + dim;
+      const __m512i a = _mm512_loadu_si512(pair), b = _mm512_loadu_si512(pair + v.stride);
+      low[i] = _mm512_unpacklo_epi16(a, b);
+      high[i] = _mm512_unpackhi_epi16(a, b);
+    }
+    Vector::transpose(low);
+    Vector::transpose(high);
+    uint32_t* dst = v_tiles + int64_t{dim / kTileRows} * kTileWords;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {  // word i of `low` held element 8 (i / 4) + i % 4 of head_dim, of `high` 4 more
+      const int row = i / 4 * 8 + i % 4;
+      _mm512_store_si512(dst + row * 16, low[i]);
+      _mm512_store_si512(dst + (row + 4) * 16, high[i]);
+    }
+  }
+  return true;
 }
 
 // Turns scores_t [keys, group] into weights, as p_tiles [planes][kBlockKeys / 32 steps][2] tiles of [16 pairs of keys,
-// 16 queries], and updates the state. keys is a multiple of 32.
+// 16 queries], and updates the state; `work` is done beside it. keys is a multiple of 32.
 template <class T>
 inline void softmax_to_tiles(const float* scores_t, int32_t keys, float scale_log2, GroupState state,
-                             uint32_t* p_tiles) {
+                             uint32_t* p_tiles, TileWork<Planes<T>::value>& work) {
   constexpr int kPlanes = Planes<T>::value;
   constexpr int kDegree = ExpDegree<T>::value;
   constexpr int64_t kPlaneWords = int64_t{kBlockKeys / kStep} * 2 * kTileWords;
+  constexpr int32_t kSlotPairs = 4;  // pairs of keys between two shares of `work`: some 150 micro-operations
+  const int32_t slots = kGroupVectors * keys / (2 * kSlotPairs);
   const __m512 scale = Vector::broadcast(scale_log2);
+  int32_t slot = 0;
   for (int c = 0; c < kGroupVectors; ++c) {
     const __m512 minus_shift = Vector::sub(Vector::zero(), update_max(scores_t, keys, scale_log2, state, c));
     __m512 sum0 = Vector::zero(), sum1 = Vector::zero();
     const float* s = scores_t + c * Vector::kWidth;
-    for (int32_t key = 0; key < keys; key += kStep) {
-      uint32_t* tile = p_tiles + (int64_t{key / kStep} * 2 + c) * kTileWords;
+    for (int32_t pair = 0; pair < keys / 2; pair += kSlotPairs) {
+      work.advance(slot++, slots);
+      uint32_t* words_of_pair =
+          p_tiles + (int64_t{pair / kTileRows} * 2 + c) * kTileWords + pair % kTileRows * Vector::kWidth;
 #pragma GCC unroll 4
-      for (int32_t pair = 0; pair < kTileRows; ++pair) {
+      for (int32_t i = 0; i < kSlotPairs; ++i) {
         const __m512 p0 = exp2<kDegree>(Vector::fma(Vector::load(s), scale, minus_shift));
         const __m512 p1 = exp2<kDegree>(Vector::fma(Vector::load(s + kGroupRows), scale, minus_shift));
         s += 2 * kGroupRows;
@@ -286,7 +417,7 @@ inline void softmax_to_tiles(const float* scores_t, int32_t keys, float scale_lo
         split_pair<kPlanes>(p0, p1, words);
 #pragma GCC unroll 3
         for (int plane = 0; plane < kPlanes; ++plane) {
-          _mm512_store_si512(tile + plane * kPlaneWords + pair * 16, words[plane]);
+          _mm512_store_si512(words_of_pair + plane * kPlaneWords + i * Vector::kWidth, words[plane]);
         }
       }
     }
@@ -299,12 +430,13 @@ struct AmxScratch {
   float* out_t;        // [groups, padded_dim, group]
   float* max_log2;     // [groups, group]
   float* sum;          // [groups, group]
-  float* alpha;        // [group]
+  float* alpha;        // [2, group]
   bool* q_is_finite;   // [groups]
-  float* scores_t;     // [kBlockKeys, group]
-  uint32_t* p_tiles;   // [planes][kBlockKeys / 32][2] tiles
-  float* product_t;    // [32, group]
+  float* scores_t;     // [2][kBlockKeys, group]
+  uint32_t* p_tiles;   // [2][planes][kBlockKeys / 32][2] tiles
+  float* product_t;    // [padded_dim, group]
   float* rows;         // [32, padded_dim]
+  void* whole;         // [kBlockKeys, padded_dim] of the element type, for rows that are not whole steps
   uint16_t* k_planes;  // [planes][kBlockKeys, padded_dim] bf16
   uint32_t* v_tiles;   // [planes][kBlockKeys / 32][padded_dim / 16] tiles
   float* fp32_rows;    // [kBlockKeys, padded_dim], for blocks with Inf or NaN
@@ -317,12 +449,13 @@ struct AmxScratch {
     out_t = arena.take<float>(int64_t{groups} * padded_dim * kGroupRows);
     max_log2 = arena.take<float>(int64_t{groups} * kGroupRows);
     sum = arena.take<float>(int64_t{groups} * kGroupRows);
-    alpha = arena.take<float>(kGroupRows);
+    alpha = arena.take<float>(2 * kGroupRows);
     q_is_finite = arena.take<bool>(groups);
-    scores_t = arena.take<float>(int64_t{kBlockKeys} * kGroupRows);
-    p_tiles = arena.take<uint32_t>(int64_t{planes} * (kBlockKeys / kStep) * 2 * kTileWords);
-    product_t = arena.take<float>(int64_t{2} * kTileRows * kGroupRows);
+    scores_t = arena.take<float>(2 * kScoresFloats);
+    p_tiles = arena.take<uint32_t>(2 * weights_words(planes));
+    product_t = arena.take<float>(int64_t{padded_dim} * kGroupRows);
     rows = arena.take<float>(int64_t{kGroupRows} * padded_dim);
+    whole = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
     k_planes = arena.take<uint16_t>(int64_t{planes} * kBlockKeys * padded_dim);
     v_tiles = arena.take<uint32_t>(int64_t{planes} * kBlockKeys * padded_dim / 2);
     fp32_rows = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
@@ -330,11 +463,13 @@ struct AmxScratch {
     bytes = arena.used();
   }
 
+  static constexpr int64_t kScoresFloats = int64_t{kBlockKeys} * kGroupRows;
+  static int64_t weights_words(int planes) { return int64_t{planes} * (kBlockKeys / kStep) * 2 * kTileWords; }
   static int64_t group_words(int planes, int32_t padded_dim) {
     return int64_t{planes} * (padded_dim / kStep) * 2 * kTileWords;
   }
-  GroupState state(int32_t group) const {
-    return {max_log2 + int64_t{group} * kGroupRows, sum + int64_t{group} * kGroupRows, alpha};
+  GroupState state(int32_t group, int buffer) const {
+    return {max_log2 + int64_t{group} * kGroupRows, sum + int64_t{group} * kGroupRows, alpha + buffer * kGroupRows};
   }
 };
 
@@ -352,11 +487,20 @@ class AmxForward {
         scratch_(memory, kPlanes, groups_, padded_dim_) {}
 
   void run() {
-    for (int32_t group = 0; group < groups_; ++group) begin_group(group);
-    const int32_t key_end = visible_end(task_);
+    for (int32_t group = 0; group < groups_; ++group) {
+      begin_group(group);
+      q_is_finite_ &= scratch_.q_is_finite[group];
+    }
+    // Whole steps, so that what a step holds does not depend on the task's height.
+    const int64_t visible_steps = (int64_t{visible_end(task_)} + kStep - 1) / kStep;
+    const int32_t key_end = clamp(visible_steps * kStep, 0, params_.seq_k);
     for (int32_t key = 0; key < key_end; key += kBlockKeys) {
       const Block block = load_block(key, clamp(int64_t{key_end} - key, 0, kBlockKeys));
-      for (int32_t group = 0; group < groups_; ++group) attend(group, block);
+      if (q_is_finite_ && (block.k_bad | block.v_bad) == 0) {
+        attend_overlapped(block);
+      } else {
+        attend_in_turn(block);
+      }
     }
     for (int32_t group = 0; group < groups_; ++group) end_group(group);
   }
@@ -368,8 +512,19 @@ class AmxForward {
     int32_t begin;
     int32_t keys;
     LeftOperand k;  // tiles: keys 0..15 and 16..31; 32 keys further: 2 * k.tile bytes
-    bool k_is_finite;
-    bool v_is_finite;
+    // Bit i: keys 32 i to 32 i + 31 hold Inf or NaN. By step, and not by block: the rows that a block is loaded for
+    // depend on the task's height, those of a step do not, and how a group is computed must not depend on it.
+    uint32_t k_bad;
+    uint32_t v_bad;
+  };
+
+  // A group that sees keys of the block, with the buffers that it uses.
+  struct Turn {
+    int32_t group;    // groups_ when there is none
+    int64_t diagonal;
+    VisibleKeys visible;
+    int32_t keys;     // visible.end rounded up to whole steps
+    int buffer;       // of scores_t, p_tiles, alpha
   };
 
   int32_t group_row(int32_t group) const { return task_.row_begin + group * kGroupRows; }
@@ -378,134 +533,192 @@ class AmxForward {
   uint32_t* q_tiles(int32_t group) const {
     return scratch_.q_tiles + group * AmxScratch::group_words(kPlanes, padded_dim_);
   }
+  T* whole() const { return static_cast<T*>(scratch_.whole); }
   float* out_t(int32_t group) const { return scratch_.out_t + int64_t{group} * padded_dim_ * kGroupRows; }
 
   void begin_group(int32_t group) {
-    const int32_t height = group_height(group);
-    memset(scratch_.rows, 0, static_cast<size_t>(kGroupRows) * static_cast<size_t>(padded_dim_) * sizeof(float));
-    for (int32_t row = 0; row < height; ++row) {
-      load_row(q_rows(group) + row * params_.q_stride.row, head_dim_, scratch_.rows + int64_t{row} * padded_dim_,
-               Vector::broadcast(scale_.q_factor));
-    }
-    scratch_.q_is_finite[group] = rows_are_finite<T>(scratch_.rows, kGroupRows * padded_dim_);
-    pack_q_tiles<kPlanes>(scratch_.rows, padded_dim_, q_tiles(group));
-    clear_state(scratch_.state(group));
+    const WholeRows<T> q = make_whole(q_rows(group), params_.q_stride.row, group_height(group), kGroupRows, head_dim_,
+                                      padded_dim_, scale_.q_factor, whole());
+    scratch_.q_is_finite[group] = pack_q_tiles(q, padded_dim_, q_tiles(group));
+    clear_state(scratch_.state(group, 0));
     memset(out_t(group), 0, static_cast<size_t>(padded_dim_) * kGroupRows * sizeof(float));
   }
 
   void end_group(int32_t group) {
     const int32_t row = group_row(group);
-    store_group(out_t(group), scratch_.state(group), group_height(group), head_dim_, padded_dim_, scratch_.rows,
+    store_group(out_t(group), scratch_.state(group, 0), group_height(group), head_dim_, padded_dim_, scratch_.rows,
                 operands_.out + row * params_.out_stride.row, params_.out_stride.row, operands_.lse + row);
   }
 
-  // K as a left operand: where it is if it is whole bf16 tiles there, else a padded copy in planes.
-  LeftOperand load_k(const T* k, int32_t keys, bool* is_finite) {
+  // K as a left operand: bf16 where it is if it is whole there, other types in planes.
+  LeftOperand load_k(const T* k, int32_t keys, uint32_t* bad) {
     const int64_t row_stride = params_.k_stride.row;
-    if (kPlanes == 1 && head_dim_ == padded_dim_ && keys % kStep == 0) {
-      *is_finite = true;
-      const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(T));
-      return {reinterpret_cast<const char*>(k), 0, kTileRows * row_bytes, kTileBytesPerRow, row_bytes};
+    const int32_t whole_keys = round_up(keys, kStep);
+    *bad = 0;
+    if (kPlanes == 1) {
+      const WholeRows<T> rows = make_whole(k, row_stride, keys, whole_keys, head_dim_, padded_dim_, 1.0f, whole());
+      const int64_t row_bytes = rows.stride * static_cast<int64_t>(sizeof(T));
+      return {reinterpret_cast<const char*>(rows.data), 0, kTileRows * row_bytes, kTileBytesPerRow, row_bytes};
     }
-    float* row_fp32 = scratch_.rows;
-    memset(row_fp32, 0, static_cast<size_t>(padded_dim_) * sizeof(float));
-    *is_finite = true;
-    for (int32_t row = 0; row < keys; ++row) {
-      load_row(k + row * row_stride, head_dim_, row_fp32, Vector::broadcast(1.0f));
-      *is_finite &= rows_are_finite<T>(row_fp32, padded_dim_);
-      store_k_row<kPlanes>(row_fp32, padded_dim_, row, scratch_.k_planes);
-    }
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      memset(scratch_.k_planes + (int64_t{plane} * kBlockKeys + keys) * padded_dim_, 0,
-             static_cast<size_t>(round_up(keys, kStep) - keys) * static_cast<size_t>(padded_dim_) * sizeof(uint16_t));
+    for (int32_t key = 0; key < keys; key += kStep) {
+      const WholeRows<T> rows = make_whole(k + key * row_stride, row_stride, clamp(int64_t{keys} - key, 0, kStep), kStep,
+                                           head_dim_, padded_dim_, 1.0f, whole());
+      const bool is_finite = pack_k_step(rows, padded_dim_, int64_t{kBlockKeys} * padded_dim_,
+                                         scratch_.k_planes + int64_t{key} * padded_dim_);
+      *bad |= static_cast<uint32_t>(!is_finite) << (key / kStep);
     }
     const int64_t row_bytes = padded_dim_ * static_cast<int64_t>(sizeof(uint16_t));
     return {reinterpret_cast<const char*>(scratch_.k_planes), kBlockKeys * row_bytes, kTileRows * row_bytes,
             kTileBytesPerRow, row_bytes};
   }
 
+  // V as tiles [planes][kBlockKeys / 32 steps][padded_dim / 16] of [16 of head_dim, 32 keys], zero past the ends.
+  // must_check: whether Inf and NaN are to be found even if the tile unit would propagate them.
+  uint32_t load_v(const T* v, int32_t keys, bool must_check) {
+    const int64_t row_stride = params_.v_stride.row;
+    const int64_t step_words = int64_t{padded_dim_ / kTileRows} * kTileWords;
+    uint32_t bad = 0;
+    for (int32_t key = 0; key < keys; key += kStep) {
+      const WholeRows<T> rows = make_whole(v + key * row_stride, row_stride, clamp(int64_t{keys} - key, 0, kStep), kStep,
+                                           head_dim_, padded_dim_, 1.0f, whole());
+      bool is_finite = pack_v_step(rows, padded_dim_, kBlockKeys / kStep * step_words,
+                                   scratch_.v_tiles + key / kStep * step_words);
+      if (kPlanes == 1 && must_check) is_finite = whole_rows_are_finite(rows, kStep, padded_dim_);
+      bad |= static_cast<uint32_t>(!is_finite) << (key / kStep);
+    }
+    return bad;
+  }
+
   Block load_block(int32_t begin, int32_t keys) {
     Block block;
     block.begin = begin;
     block.keys = keys;
-    block.k = load_k(operands_.k + begin * params_.k_stride.row, keys, &block.k_is_finite);
-    memset(scratch_.rows, 0, static_cast<size_t>(kGroupRows) * static_cast<size_t>(padded_dim_) * sizeof(float));
-    block.v_is_finite = pack_v_tiles(operands_.v + begin * params_.v_stride.row, params_.v_stride.row, keys, head_dim_,
-                                     padded_dim_, scratch_.rows, scratch_.v_tiles);
+    // V first: padded bf16 rows of K stay in whole().
+    const int64_t first_diagonal = int64_t{task_.row_begin} + params_.seq_k - params_.seq_q;
+    const VisibleKeys seen_by_first_group = visible_keys(task_.causal, first_diagonal, begin, keys);
+    block.v_bad = load_v(operands_.v + begin * params_.v_stride.row, keys, seen_by_first_group.full < keys);
+    block.k = load_k(operands_.k + begin * params_.k_stride.row, keys, &block.k_bad);
     return block;
   }
 
-  void attend(int32_t group, const Block& block) {
-    const int64_t diagonal = int64_t{group_row(group)} + params_.seq_k - params_.seq_q;
-    const VisibleKeys visible = visible_keys(task_.causal, diagonal, block.begin, block.keys);
-    if (visible.end == 0) return;
-    const GroupState state = scratch_.state(group);
-    const int32_t keys = round_up(visible.end, kStep);
-    if (block.k_is_finite && scratch_.q_is_finite[group]) {
-      tile_scores(group, block, keys);
-    } else {
-      vector_scores(group, block, visible.end);
+  bool scores_need_vectors(const Turn& turn, const Block& block) const {
+    return !scratch_.q_is_finite[turn.group] || (block.k_bad & steps_of(turn)) != 0;
+  }
+  bool output_needs_vectors(const Turn& turn, const Block& block) const {
+    return (block.v_bad & steps_of(turn)) != 0 && (kPlanes > 1 || turn.visible.full < turn.visible.end);
+  }
+  static uint32_t steps_of(const Turn& turn) { return (1u << (turn.keys / kStep)) - 1; }
+
+  // The first group from `group` on that sees a key of the block.
+  Turn next_turn(int32_t group, const Block& block, int buffer) const {
+    for (; group < groups_; ++group) {
+      const int64_t diagonal = int64_t{group_row(group)} + params_.seq_k - params_.seq_q;
+      const VisibleKeys visible = visible_keys(task_.causal, diagonal, block.begin, block.keys);
+      if (visible.end > 0) return {group, diagonal, visible, round_up(visible.end, kStep), buffer};
     }
-    mask_scores(scratch_.scores_t, visible, diagonal, block.begin);
-    if (!block.v_is_finite) {
-      vector_output(group, block, visible.end, state);
-      return;
+    return {groups_, 0, {0, 0}, 0, buffer};
+  }
+
+  // While a group's softmax runs, so do the output of the group before and the scores of the group after.
+  void attend_overlapped(const Block& block) {
+    Turn previous = {groups_, 0, {0, 0}, 0, 1};
+    Turn current = next_turn(0, block, 0);
+    scores_product(current, block).finish();
+    while (current.group < groups_) {
+      const Turn next = next_turn(current.group + 1, block, previous.buffer);
+      hide_scores(current, block);
+      TileWork<kPlanes> work(output_product(previous), scores_product(next, block));
+      softmax_to_tiles<T>(scores_t(current), current.keys, scale_.log2, state(current), p_tiles(current), work);
+      work.finish();
+      accumulate(previous);
+      previous = current;
+      current = next;
     }
-    for (int32_t key = visible.end; key < keys; ++key) {
-      for (int c = 0; c < kGroupVectors; ++c) {
-        Vector::store(scratch_.scores_t + int64_t{key} * kGroupRows + c * Vector::kWidth,
-                      Vector::broadcast(kMinusInfinity));
+    output_product(previous).finish();
+    accumulate(previous);
+  }
+
+  // One group after the other, Inf and NaN going by way of vectors. Rounds as attend_overlapped does.
+  void attend_in_turn(const Block& block) {
+    for (Turn turn = next_turn(0, block, 0); turn.group < groups_; turn = next_turn(turn.group + 1, block, 0)) {
+      if (scores_need_vectors(turn, block)) {
+        vector_scores(turn, block);
+      } else {
+        scores_product(turn, block).finish();
       }
+      hide_scores(turn, block);
+      if (output_needs_vectors(turn, block)) {
+        vector_output(turn, block);
+        continue;
+      }
+      TileWork<kPlanes> no_work;
+      softmax_to_tiles<T>(scores_t(turn), turn.keys, scale_.log2, state(turn), p_tiles(turn), no_work);
+      output_product(turn).finish();
+      accumulate(turn);
     }
-    softmax_to_tiles<T>(scratch_.scores_t, keys, scale_.log2, state, scratch_.p_tiles);
-    tile_output(group, keys, state);
   }
 
-  void tile_scores(int32_t group, const Block& block, int32_t keys) {
-    order_memory();
-    LeftOperand k = block.k;
-    for (int32_t key = 0; key < keys; key += kStep) {
-      multiply_tiles<kPlanes, Product::kScores>(k, q_tiles(group), padded_dim_ / kStep, padded_dim_ / kStep,
-                              scratch_.scores_t + int64_t{key} * kGroupRows);
-      k.data += 2 * k.tile;
-    }
-    order_memory();
+  float* scores_t(const Turn& turn) const { return scratch_.scores_t + turn.buffer * AmxScratch::kScoresFloats; }
+  uint32_t* p_tiles(const Turn& turn) const {
+    return scratch_.p_tiles + turn.buffer * AmxScratch::weights_words(kPlanes);
+  }
+  GroupState state(const Turn& turn) const { return scratch_.state(turn.group, turn.buffer); }
+
+  TileProduct<kPlanes, Product::kScores> scores_product(const Turn& turn, const Block& block) const {
+    if (turn.group == groups_) return {};
+    const int32_t steps = padded_dim_ / kStep;
+    return {block.k, q_tiles(turn.group), steps, steps, turn.keys / kStep, scores_t(turn)};
   }
 
-  void tile_output(int32_t group, int32_t keys, GroupState state) {
+  TileProduct<kPlanes, Product::kOutput> output_product(const Turn& turn) const {
+    if (turn.group == groups_) return {};
     const int32_t dim_tiles = padded_dim_ / kTileRows;
     constexpr int64_t kTileBytes = kTileWords * sizeof(uint32_t);
-    LeftOperand v = {reinterpret_cast<const char*>(scratch_.v_tiles), (kBlockKeys / kStep) * dim_tiles * kTileBytes,
-                     kTileBytes, dim_tiles * kTileBytes, kTileBytesPerRow};
-    const __m512 alpha[2] = {Vector::load(state.alpha), Vector::load(state.alpha + Vector::kWidth)};
-    for (int32_t dim = 0; dim < padded_dim_; dim += 2 * kTileRows) {
-      order_memory();
-      multiply_tiles<kPlanes, Product::kOutput>(v, scratch_.p_tiles, kBlockKeys / kStep, keys / kStep, scratch_.product_t);
-      order_memory();
-      v.data += 2 * v.tile;
-      float* out = out_t(group) + int64_t{dim} * kGroupRows;
-      for (int32_t i = 0; i < 2 * kTileRows * kGroupVectors; ++i) {
-        float* p = out + i * Vector::kWidth;
-        Vector::store(p, Vector::fma(Vector::load(p), alpha[i % 2],
-                                     Vector::load(scratch_.product_t + i * Vector::kWidth)));
+    const LeftOperand v = {reinterpret_cast<const char*>(scratch_.v_tiles),
+                           (kBlockKeys / kStep) * dim_tiles * kTileBytes, kTileBytes, dim_tiles * kTileBytes,
+                           kTileBytesPerRow};
+    return {v, p_tiles(turn), kBlockKeys / kStep, turn.keys / kStep, dim_tiles / 2, scratch_.product_t};
+  }
+
+  // out_t = out_t * alpha + product_t. A block's product starts from zero, which rounds less than a running sum.
+  void accumulate(const Turn& turn) const {
+    if (turn.group == groups_) return;
+    const float* alpha = state(turn).alpha;
+    const __m512 alphas[kGroupVectors] = {Vector::load(alpha), Vector::load(alpha + Vector::kWidth)};
+    float* out = out_t(turn.group);
+    const float* product = scratch_.product_t;
+    for (int32_t dim = 0; dim < padded_dim_; ++dim) {
+      for (int c = 0; c < kGroupVectors; ++c) {
+        Vector::store(out, Vector::fma(Vector::load(out), alphas[c], Vector::load(product)));
+        out += Vector::kWidth;
+        product += Vector::kWidth;
       }
+    }
+  }
+
+  // -inf for what the mask hides and for the rows that fill up the last step.
+  void hide_scores(const Turn& turn, const Block& block) const {
+    mask_scores(scores_t(turn), turn.visible, turn.diagonal, block.begin);
+    for (int32_t i = turn.visible.end * kGroupVectors; i < turn.keys * kGroupVectors; ++i) {
+      Vector::store(scores_t(turn) + int64_t{i} * Vector::kWidth, Vector::broadcast(kMinusInfinity));
     }
   }
 
   // The same by vectors, for blocks that hold Inf or NaN.
-  void vector_scores(int32_t group, const Block& block, int32_t keys) {
-    pack_group(q_rows(group), params_.q_stride.row, group_height(group), head_dim_, padded_dim_, scale_.q_factor,
-               scratch_.fp32_rows, scratch_.q_t);
-    convert_rows(operands_.k + block.begin * params_.k_stride.row, params_.k_stride.row, keys, head_dim_, padded_dim_,
-                 scratch_.fp32_rows);
-    compute_scores(scratch_.q_t, scratch_.fp32_rows, padded_dim_, keys, head_dim_, scratch_.scores_t);
+  void vector_scores(const Turn& turn, const Block& block) {
+    pack_group(q_rows(turn.group), params_.q_stride.row, group_height(turn.group), head_dim_, padded_dim_,
+               scale_.q_factor, scratch_.fp32_rows, scratch_.q_t);
+    convert_rows(operands_.k + block.begin * params_.k_stride.row, params_.k_stride.row, turn.visible.end, head_dim_,
+                 padded_dim_, scratch_.fp32_rows);
+    compute_scores(scratch_.q_t, scratch_.fp32_rows, padded_dim_, turn.visible.end, head_dim_, scores_t(turn));
   }
 
-  void vector_output(int32_t group, const Block& block, int32_t keys, GroupState state) {
-    convert_rows(operands_.v + block.begin * params_.v_stride.row, params_.v_stride.row, keys, head_dim_, padded_dim_,
-                 scratch_.fp32_rows);
-    softmax_in_place<ExpDegree<T>::value>(scratch_.scores_t, keys, scale_.log2, state);
-    accumulate_output(scratch_.scores_t, scratch_.fp32_rows, padded_dim_, keys, head_dim_, state.alpha, out_t(group));
+  void vector_output(const Turn& turn, const Block& block) {
+    convert_rows(operands_.v + block.begin * params_.v_stride.row, params_.v_stride.row, turn.visible.end, head_dim_,
+                 padded_dim_, scratch_.fp32_rows);
+    softmax_in_place<ExpDegree<T>::value>(scores_t(turn), turn.visible.end, scale_.log2, state(turn));
+    accumulate_visible_output(scores_t(turn), scratch_.fp32_rows, padded_dim_, turn.visible, turn.diagonal, block.begin,
+                              head_dim_, state(turn).alpha, out_t(turn.group));
   }
 
   const Task& task_;
@@ -516,6 +729,7 @@ class AmxForward {
   const int32_t groups_;
   const Scale scale_;
   const AmxScratch scratch_;
+  bool q_is_finite_ = true;
 };
 
 void run_amx(const Task& task, void* memory) {

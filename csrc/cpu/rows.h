@@ -29,13 +29,16 @@ inline void load_row(const T* src, int32_t count, float* dst, Vector::Float fact
   }
 }
 
+// The first `count` elements of src, times factor, as T.
 template <class T>
-inline void store_row(const float* src, int32_t count, T* dst) {
+inline void store_row(const float* src, int32_t count, Vector::Float factor, T* dst) {
   int32_t i = 0;
-  for (; i + Vector::kWidth <= count; i += Vector::kWidth) Vector::store(dst + i, Vector::load(src + i));
+  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
+    Vector::store(dst + i, Vector::mul(Vector::load(src + i), factor));
+  }
   if (i < count) {
     T tail[Vector::kWidth];
-    Vector::store(tail, Vector::load(src + i));
+    Vector::store(tail, Vector::mul(Vector::load(src + i), factor));
     memcpy(dst + i, tail, static_cast<size_t>(count - i) * sizeof(T));
   }
 }
@@ -63,21 +66,18 @@ inline void pack_group(const T* q, int64_t row_stride, int32_t rows, int32_t hea
 
 // out_t [padded_dim, group], times 1/sum, -> out [rows, head_dim] and lse [rows]. buffer: [kGroupRows, padded_dim].
 template <class T>
-inline void store_group(float* out_t, GroupState state, int32_t rows, int32_t head_dim, int32_t padded_dim,
+inline void store_group(const float* out_t, GroupState state, int32_t rows, int32_t head_dim, int32_t padded_dim,
                         float* buffer, T* out, int64_t row_stride, float* lse) {
+  float inverse[kGroupRows];
   for (int c = 0; c < kGroupVectors; ++c) {
-    const Vector::Float inverse = inverse_sum(state, c);
-    for (int32_t dim = 0; dim < head_dim; ++dim) {
-      float* p = out_t + int64_t{dim} * kGroupRows + c * Vector::kWidth;
-      Vector::store(p, Vector::mul(Vector::load(p), inverse));
-    }
+    Vector::store(inverse + c * Vector::kWidth, inverse_sum(state, c));
     for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
       Vector::transpose(out_t + int64_t{dim} * kGroupRows + c * Vector::kWidth, kGroupRows,
                         buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim);
     }
   }
   for (int32_t row = 0; row < rows; ++row) {
-    store_row(buffer + int64_t{row} * padded_dim, head_dim, out + row * row_stride);
+    store_row(buffer + int64_t{row} * padded_dim, head_dim, Vector::broadcast(inverse[row]), out + row * row_stride);
   }
   store_lse(state, rows, lse);
 }

@@ -1,3 +1,6 @@
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+#include <torch/csrc/stable/library.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -64,6 +67,25 @@ Tensor alias(const Tensor& tensor) {
   AtenTensorHandle handle = nullptr;
   check_shim(aoti_torch_new_tensor_handle(tensor.get(), &handle), "new_tensor_handle");
   return Tensor(handle);
+}
+
+bool is_scale_positive(const AttentionArguments& arguments) { return static_cast<float>(arguments.scale) > 0.0F; }
+
+// Kernels find the maximum of a row of q k^T before they scale it, which is the maximum after scaling only for a positive
+// scale. So a negative one moves its sign into the copied q; for zero, q becomes q - q: zero, or NaN where q is not finite.
+void make_scale_positive(AttentionArguments& arguments) {
+  if (arguments.scale < 0.0) {
+    StableIValue stack[1] = {torch::stable::detail::from(alias(arguments.q).release())};
+    check_shim(torch_call_dispatcher("aten::neg_", "", stack, TORCH_ABI_VERSION), "neg_");
+    arguments.q = Tensor(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+    arguments.scale = -arguments.scale;
+  }
+  if (!is_scale_positive(arguments)) {
+    AtenTensorHandle zeros = nullptr;
+    check_shim(aoti_torch_aten_subtract_Tensor(arguments.q.get(), arguments.q.get(), 1.0, &zeros), "subtract");
+    arguments.q = Tensor(zeros);
+    arguments.scale = 1.0;
+  }
 }
 
 Choice choose(const AttentionArguments& arguments, const attention::ForwardParams& params, const Device& gpu) {
@@ -144,6 +166,16 @@ PartialResults allocate_partials(const AttentionArguments& arguments, attention:
   return partials;
 }
 
+// The counter that the blocks of a persistent kernel draw tiles from: zero at launch, of this launch alone (launches on other
+// streams, or another replay of a captured graph, may run at the same time).
+Tensor allocate_tile_counter(const AttentionArguments& arguments, attention::ForwardParams& params, CUstream stream) {
+  Tensor counter = empty({1}, aoti_torch_dtype_int32(), arguments.device_type, arguments.device_index);
+  params.tile_counter = static_cast<int32_t*>(counter.data());
+  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(params.tile_counter), 0, 1, stream),
+               "cuMemsetD32Async", "tile counter");
+  return counter;
+}
+
 void run(const AttentionArguments& arguments, attention::ForwardParams params, const Choice& choice, const Device& gpu) {
   const Kernel& kernel = *choice.forward;
   const ContextGuard guard(gpu.context);
@@ -156,6 +188,8 @@ void run(const AttentionArguments& arguments, attention::ForwardParams params, c
   const int64_t tiles =
       ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch) * params.num_splits;
   const int64_t resident = static_cast<int64_t>(gpu.num_multiprocessors) * kernel.min_blocks;
+  Tensor counter;
+  if (kernel.is_persistent && tiles > resident) counter = allocate_tile_counter(arguments, params, stream);
   const LaunchShape shape{kernel.is_persistent ? std::min(tiles, resident) : tiles, kernel.threads, kernel.shared_bytes};
   if (uses_tensor_maps(kernel)) {
     TensorMaps maps = make_tensor_maps(params, kernel);
@@ -182,7 +216,7 @@ void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& 
     return is_loadable(tensor, kernel) ? alias(tensor) : padded_copy(tensor);
   };
   AttentionArguments aligned;
-  aligned.q = loadable(arguments.q);
+  aligned.q = is_scale_positive(arguments) ? loadable(arguments.q) : padded_copy(arguments.q);
   aligned.k = loadable(arguments.k);
   aligned.v = loadable(arguments.v);
   aligned.scale = arguments.scale;
@@ -191,6 +225,7 @@ void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& 
   aligned.torch_dtype = arguments.torch_dtype;
   aligned.device_type = arguments.device_type;
   aligned.device_index = arguments.device_index;
+  if (!is_scale_positive(aligned)) make_scale_positive(aligned);
   // A head_dim that is no whole number of 16-byte pieces pads all three inputs alike, and the output with them.
   const bool is_padded = aligned.q.sizes()[3] != arguments.q.sizes()[3];
   AttentionOutputs padded;
@@ -214,7 +249,8 @@ void attention_forward_cuda(const AttentionArguments& arguments, const Attention
   const attention::ForwardParams params = make_params(arguments, outputs);
   const Choice choice = choose(arguments, params, gpu);
   const Kernel& kernel = *choice.forward;
-  if (is_loadable(arguments.q, kernel) && is_loadable(arguments.k, kernel) && is_loadable(arguments.v, kernel)) {
+  if (is_scale_positive(arguments) && is_loadable(arguments.q, kernel) && is_loadable(arguments.k, kernel) &&
+      is_loadable(arguments.v, kernel)) {
     run(arguments, params, choice, gpu);
   } else {
     run_on_copies(arguments, outputs, choice, gpu);

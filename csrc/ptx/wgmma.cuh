@@ -57,9 +57,10 @@ __device__ __forceinline__ uint64_t make_smem_descriptor(const void* smem, int l
   return descriptor | kSwizzle128 << 62;
 }
 
-// The same operand `bytes` (a multiple of 16) further on.
+// The same operand `bytes` (a multiple of 16) further on. Shared addresses are short: the sum stays in the low word.
 __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor, int bytes) {
-  return descriptor + static_cast<uint64_t>(bytes >> 4);
+  const uint32_t low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
+  return (descriptor & 0xffffffff00000000ull) | low;
 }
 
 // d = a * b (scale_d == 0) or d += a * b (scale_d == 1). A: K-major (64 rows of k). B: kTransposeB false, K-major (kN

@@ -58,13 +58,20 @@ def _row(name: str, *, defined: bool, weak: bool) -> str:
 
 def _nm_rows(path: Path, options: list[str]) -> Iterable[str]:
     command = [find_nm(), "--format=posix", "--no-sort", *options, "--", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False,
-                            timeout=TIMEOUT_SECONDS, env={"LC_ALL": "C", "PATH": ""})
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        check=False,
+        timeout=TIMEOUT_SECONDS,
+        env={"LC_ALL": "C", "PATH": ""},
+    )
     if result.returncode:
         return [f"nm failed: {result.stderr.strip()[:200]}"]
     rows = []
     for line in result.stdout.splitlines():
-        match = re.match(r"(.+?) ([A-Za-z?-])(?: [0-9a-f]+)?(?: [0-9a-f]+)?\s*$", line)
+        match = re.match(r"(.*?) ([A-Za-z?-])(?: [0-9a-f]+)?(?: [0-9a-f]+)?\s*$", line)
         if match is None:
             rows.append(f"nm line not understood: {line[:120]}")
             continue
@@ -82,8 +89,15 @@ def demangle(names: Iterable[str]) -> dict[str, str]:
     tool = shutil.which("c++filt")
     if tool is None:
         return {**result, **{name: f"{name} (mangled: c++filt is not installed)" for name in mangled}}
-    run = subprocess.run([tool], input="\n".join(mangled) + "\n", capture_output=True, text=True, check=False,
-                         errors="backslashreplace", timeout=TIMEOUT_SECONDS)
+    run = subprocess.run(
+        [tool],
+        input="\n".join(mangled) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        errors="backslashreplace",
+        timeout=TIMEOUT_SECONDS,
+    )
     lines = run.stdout.splitlines()
     if run.returncode or len(lines) != len(mangled):
         return {**result, **{name: f"{name} (mangled: c++filt failed)" for name in mangled}}

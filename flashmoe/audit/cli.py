@@ -16,11 +16,19 @@ from flashmoe.report import write_report
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="a shared object, a wheel, or a folder that holds one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report to this file too")
-    parser.add_argument("--torch-version", metavar="X", help="the torch whose shims may be used (ours: 2.10.0; foreign: the installed one)")
+    parser.add_argument(
+        "--torch-version",
+        metavar="X",
+        help="the torch whose shims may be used (ours: 2.10.0; foreign: the installed one)",
+    )
     parser.add_argument("--foreign", action="store_true", help="judge it as a foreign extension, even if it is ours")
     parser.add_argument("--objects", type=Path, metavar="DIR", help="object files to search for duplicate definitions")
-    parser.add_argument("--source", type=Path, metavar="DIR", help="sources to search for declarations (default: csrc of the checkout)")
-    parser.add_argument("--targets", metavar="A,B", help="targets that it must hold (default: as its provenance declares, else all)")
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="sources to search for declarations (default: csrc of the checkout)"
+    )
+    parser.add_argument(
+        "--targets", metavar="A,B", help="targets that it must hold (default: as its provenance declares, else all)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashmoe.audit.elf import ElfFacts
+from flashmoe.audit.elf import ElfFacts, Symbol
 from flashmoe.audit.policy import Policy
 from flashmoe.audit.resolve import Resolver
 from flashmoe.audit.torch_libraries import InstalledTorch
@@ -53,8 +53,14 @@ def limited(checks: Sequence[Check]) -> list[Check]:
         return list(checks)
     rest = checks[MAX_LISTED:]
     worst = Verdict.FAIL if any(c.verdict is Verdict.FAIL for c in rest) else rest[0].verdict
-    last = Check(f"{checks[0].name.split(':', 1)[0]}: {len(rest)} more", worst, f"{len(rest)} more of this kind",
-                 checks[0].expected, checks[0].why, "the JSON report (--json) lists every name")
+    last = Check(
+        f"{checks[0].name.split(':', 1)[0]}: {len(rest)} more",
+        worst,
+        f"{len(rest)} more of this kind",
+        checks[0].expected,
+        checks[0].why,
+        "the JSON report (--json) lists every name",
+    )
     return [*checks[:MAX_LISTED], last]
 
 
@@ -63,3 +69,12 @@ def listing(names: Iterable[str], limit: int = 8) -> str:
     every = list(names)
     shown = ", ".join(every[:limit])
     return f"{shown} and {len(every) - limit} more" if len(every) > limit else shown
+
+
+def may_stay_open(context: Context, symbol: Symbol) -> bool:
+    """Weak references that are tested before use: C names, thread-local initialisers, transactional clones."""
+    return symbol.is_weak and (
+        symbol.name in context.policy.weak
+        or symbol.name.startswith(("_ZTH", "_ZGTt"))
+        or not symbol.name.startswith("_Z")
+    )

@@ -79,7 +79,7 @@ def read_cubin(content: bytes, name: str) -> CubinFacts:
 
 def _facts(elf: ELFFile) -> CubinFacts:
     symbols = list(elf.get_section_by_name(".symtab").iter_symbols())
-    shared = {index: dict(values) for index, values in _by_function(section_data(elf, ".nv.info") or b"").items()}
+    shared = _by_function(section_data(elf, ".nv.info") or b"")
     has_reserved = elf.get_section_by_name(_SHARED_RESERVED_SECTION) is not None
     kernels, functions = [], []
     for index, symbol in enumerate(symbols):
@@ -94,7 +94,7 @@ def _facts(elf: ELFFile) -> CubinFacts:
 
 
 def _kernel(elf: ELFFile, name: str, shared: dict[int, int], *, has_reserved: bool) -> KernelFacts:
-    own = {number: value for number, value in _attributes(section_data(elf, f".nv.info.{name}") or b"")}
+    own = dict(_attributes(section_data(elf, f".nv.info.{name}") or b""))
     code = elf.get_section_by_name(f".text.{name}")
     if code is None:
         msg = f"kernel {name} has launch attributes but no code"

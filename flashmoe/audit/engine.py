@@ -7,10 +7,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashmoe.audit.context import Context, failed, warned
+from flashmoe.audit.context import Context, failed, skipped, warned
 from flashmoe.audit.elf import ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe.audit.embedded import INDEX_SECTION, Binary, read_embedded
 from flashmoe.audit.errors import AuditError, EmptyInputError
@@ -22,8 +22,9 @@ from flashmoe.audit.package import check_loads
 from flashmoe.audit.policy import load_policy
 from flashmoe.audit.resolve import Resolver
 from flashmoe.audit.sources import default_source
-from flashmoe.audit.symbols import check_duplicates, check_run_time_names, check_symbols
+from flashmoe.audit.symbols import check_duplicates, check_symbols
 from flashmoe.audit.torch_libraries import installed_torch
+from flashmoe.audit.torch_symbols import check_run_time_names
 from flashmoe.audit.wheels import check_provenance, check_wheel, read_provenance
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
 from flashmoe.tables import Tables, load_tables
@@ -82,8 +83,13 @@ def audit(path: Path, options: Options | None = None, tables: Tables | None = No
 
 def input_check(error: AuditError) -> Check:
     """The failure that an unusable input is."""
-    return failed(f"{INPUT}{error.kind}", found=str(error), expected="an ELF shared object, or a wheel or folder that holds one",
-                  why="Nothing about it could be proved.", next_step=error.next_step)
+    return failed(
+        f"{INPUT}{error.kind}",
+        found=str(error),
+        expected="an ELF shared object, or a wheel or folder that holds one",
+        why="Nothing about it could be proved.",
+        next_step=error.next_step,
+    )
 
 
 def read_objects(folder: Path | None) -> tuple[ElfFacts, ...]:
@@ -106,7 +112,9 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
             return [Subject(path.name, ours=False, checks=(input_check(error),))]
         subjects, facts = [], {}
         for member in wheel.extensions:
-            subject = _guarded(member, wheel.root / member, options, tables, objects, wheel)
+            carried = PurePosixPath(member).parent.name.endswith(".libs")
+            work = _carried if carried else _guarded
+            subject = work(member, wheel.root / member, options, tables, objects, wheel)
             subjects.append(subject)
             if subject.facts is not None:
                 facts[member] = subject.facts
@@ -118,15 +126,39 @@ def _is_our_wheel(wheel: Wheel) -> bool:
     return wheel.path.name.startswith("flashmoe-")
 
 
-def _guarded(label: str, path: Path, options: Options, tables: Tables | None, objects: Sequence[ElfFacts], wheel: Wheel | None = None) -> Subject:
+def _guarded(
+    label: str,
+    path: Path,
+    options: Options,
+    tables: Tables | None,
+    objects: Sequence[ElfFacts],
+    wheel: Wheel | None = None,
+) -> Subject:
     try:
         return audit_library(label, path, options, tables, objects, wheel)
     except AuditError as error:
         return Subject(label, ours=False, checks=(input_check(error),))
 
 
+def _carried(
+    label: str, path: Path, options: Options, tables: Tables | None, objects: Sequence[ElfFacts], wheel: Wheel
+) -> Subject:
+    """A library that auditwheel grafted into the wheel: somebody else's, no extension; it must only be readable."""
+    try:
+        facts = read_elf(path)
+    except AuditError as error:
+        return Subject(label, ours=False, checks=(input_check(error),))
+    found = "a library that the wheel carries along, no extension: used to look up symbols, not judged itself"
+    return Subject(label, ours=False, checks=(skipped("carried library", found),), facts=facts)
+
+
 def audit_library(
-    label: str, path: Path, options: Options, tables: Tables | None = None, objects: Sequence[ElfFacts] = (), wheel: Wheel | None = None
+    label: str,
+    path: Path,
+    options: Options,
+    tables: Tables | None = None,
+    objects: Sequence[ElfFacts] = (),
+    wheel: Wheel | None = None,
 ) -> Subject:
     """All checks on one shared object. Raises AuditError when it cannot be read at all."""
     facts = read_elf(path)
@@ -167,20 +199,33 @@ def read_only_strings(path: Path) -> tuple[str, ...]:
     return tuple(m.group(1).decode() for m in re.finditer(rb"(?<![^\0])([A-Za-z_]\w+)(?=\0)", data))
 
 
-def audit_embedded(path: Path, options: Options, tables: Tables, wheel: Wheel | None) -> tuple[KernelAudit, tuple[Binary, ...]]:
+def audit_embedded(
+    path: Path, options: Options, tables: Tables, wheel: Wheel | None
+) -> tuple[KernelAudit, tuple[Binary, ...]]:
     """The device binaries inside one library of ours, against the table and the provenance."""
     record = find_provenance(path, wheel)
     declared = options.targets
     if declared is None and record is not None and isinstance(record.get("targets"), list):
         declared = tuple(record["targets"])
     if declared == ():
-        check = warned("targets", "a build for the CPU alone: it declares no GPU target", "every target of the table",
-                       "No GPU has a kernel in this file.", "for a release: `python -m flashmoe_build --archs all`")
+        check = warned(
+            "targets",
+            "a build for the CPU alone: it declares no GPU target",
+            "every target of the table",
+            "No GPU has a kernel in this file.",
+            "for a release: `python -m flashmoe_build --archs all`",
+        )
         return KernelAudit((check,), ()), ()
     try:
         binaries = read_embedded(path)
     except AuditError as error:
-        check = failed("embedded binaries", found=str(error), expected="cubins and their index", why="There is no kernel to launch.", next_step=error.next_step)
+        check = failed(
+            "embedded binaries",
+            found=str(error),
+            expected="cubins and their index",
+            why="There is no kernel to launch.",
+            next_step=error.next_step,
+        )
         return KernelAudit((check,), ()), ()
     found = audit_kernels(binaries, tables, declared)
     return KernelAudit((*found.checks, *check_provenance(record, path, binaries)), found.launches), binaries
@@ -200,8 +245,12 @@ def find_provenance(path: Path, wheel: Wheel | None) -> dict[str, Any] | None:
 
 def _subject_json(subject: Subject) -> dict[str, Any]:
     facts = subject.facts
-    row: dict[str, Any] = {"label": subject.label, "ours": subject.ours, "checks": len(subject.checks),
-                           "failures": sum(c.verdict is Verdict.FAIL for c in subject.checks)}
+    row: dict[str, Any] = {
+        "label": subject.label,
+        "ours": subject.ours,
+        "checks": len(subject.checks),
+        "failures": sum(c.verdict is Verdict.FAIL for c in subject.checks),
+    }
     if facts is None:
         return row
     return {
@@ -211,7 +260,10 @@ def _subject_json(subject: Subject) -> dict[str, Any]:
         "versions": {library: list(names) for library, names in facts.versions.items()},
         "undefined": sorted(s.name for s in facts.undefined),
         "exported": sorted(s.name for s in facts.exported),
-        "binaries": [{"name": b.name, "target": b.target, "kind": b.kind, "size": b.size, "sha256": b.actual_sha256} for b in subject.binaries],
+        "binaries": [
+            {"name": b.name, "target": b.target, "kind": b.kind, "size": b.size, "sha256": b.actual_sha256}
+            for b in subject.binaries
+        ],
         "launchability": [launch_row(launch) for launch in subject.launches],
     }
 
@@ -239,4 +291,3 @@ def exit_is_empty(report: Report) -> bool:
     """Whether nothing at all was there to check."""
     kinds = {c.name.rsplit(INPUT, 1)[-1] for c in report.checks if INPUT in c.name}
     return bool(report.checks) and all(INPUT in c.name for c in report.checks) and kinds <= {"empty", "unreadable"}
-

@@ -76,7 +76,9 @@ def unpack(path: Path, root: Path) -> Wheel:
     except OSError as error:
         msg = f"cannot read {path.name}: {error.strerror or error}"
         raise UnreadableError(msg, "make the file readable for this user") from error
-    except Exception as error:  # BadZipFile, zlib.error, NotImplementedError (compression), RuntimeError (encrypted), ...
+    except (
+        Exception
+    ) as error:  # BadZipFile, zlib.error, NotImplementedError (compression), RuntimeError (encrypted), ...
         msg = f"{path.name} is no sound wheel: {type(error).__name__}: {error}"
         raise DamagedWheelError(msg, "build or download the wheel again") from error
 

@@ -16,9 +16,16 @@ _PREFIXES = (
     "VTT for ",
     "guard variable for ",
 )
-_OPERATORS = (("operator()", "operator_call"), ("operator<<", "operator_shl"), ("operator>>", "operator_shr"),
-              ("operator->", "operator_arrow"), ("operator<=", "operator_le"), ("operator>=", "operator_ge"),
-              ("operator<", "operator_lt"), ("operator>", "operator_gt"))
+_OPERATORS = (
+    ("operator()", "operator_call"),
+    ("operator<<", "operator_shl"),
+    ("operator>>", "operator_shr"),
+    ("operator->", "operator_arrow"),
+    ("operator<=", "operator_le"),
+    ("operator>=", "operator_ge"),
+    ("operator<", "operator_lt"),
+    ("operator>", "operator_gt"),
+)
 HALF_TYPES = ("c10::Half", "at::Half", "__half", "half", "torch::headeronly::Half")
 BFLOAT_TYPES = ("c10::BFloat16", "at::BFloat16", "__nv_bfloat16", "nv_bfloat16", "torch::headeronly::BFloat16")
 _WORDS = tuple((w, "fp16") for w in HALF_TYPES) + tuple((w, "bf16") for w in BFLOAT_TYPES)

@@ -28,6 +28,7 @@ class Loads:
     what: str
     is_module: bool
     satisfied_by: str | None
+    optional: bool = False  # inside a try statement
 
 
 def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
@@ -37,26 +38,56 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     used = {load.satisfied_by for load in loads} | {n for f in facts.values() for n in f.needed}
     idle = [e for e in wheel.extensions if e not in used and PurePosixPath(e).name not in used]
     lost = [load for load in loads if load.satisfied_by is None]
-    checks = [_lost_check(name, load, idle or list(wheel.extensions)) for load in lost]
+    checks = [_lost_check(name, load, idle) for load in lost if idle or not load.optional]
     checks += _init_checks(wheel, facts)
     if OUR_LIBRARY in {PurePosixPath(e).name for e in wheel.extensions} or wheel.path.name.startswith("flashmoe-"):
         extra = [e for e in wheel.extensions if e != f"flashmoe/{OUR_LIBRARY}"]
         if extra or not wheel.extensions:
-            checks.append(failed(name, found=listing(wheel.extensions), expected=f"flashmoe/{OUR_LIBRARY} and no other", why="The package loads that one file.",
-                                 cause="the build named or placed the library differently", next_step=f"name it {OUR_LIBRARY} and put it into flashmoe/"))
+            checks.append(
+                failed(
+                    name,
+                    found=listing(wheel.extensions),
+                    expected=f"flashmoe/{OUR_LIBRARY} and no other",
+                    why="The package loads that one file.",
+                    cause="the build named or placed the library differently",
+                    next_step=f"name it {OUR_LIBRARY} and put it into flashmoe/",
+                )
+            )
     if checks:
         return checks
     if idle:
-        return [warned(name, f"no import and no load_library names {listing(idle, 4)}", "each extension loaded by name",
-                       "The name may be put together at run time, which a reader of sources cannot follow.", "import the package once to be sure")]
-    return [passed(name, listing(f"{load.source}:{load.line} loads {load.satisfied_by}" for load in loads if load.satisfied_by) or "needed by another library")]
+        return [
+            warned(
+                name,
+                f"no import and no load_library names {listing(idle, 4)}",
+                "each extension loaded by name",
+                "The name may be put together at run time, which a reader of sources cannot follow.",
+                "import the package once to be sure",
+            )
+        ]
+    return [
+        passed(
+            name,
+            listing(f"{load.source}:{load.line} loads {load.satisfied_by}" for load in loads if load.satisfied_by)
+            or "needed by another library",
+        )
+    ]
 
 
 def _lost_check(name: str, load: Loads, idle: list[str]) -> Check:
     kind = "module" if load.is_module else "file"
-    return failed(f"{name}: {load.what}", found=f"{load.source}:{load.line} loads {kind} `{load.what}`; the wheel holds {listing(idle, 4)}",
-                  expected=f"an extension named `{load.what}`", why="`import` fails with ModuleNotFoundError or a missing file, although the build succeeded.",
-                  cause=f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{load.what}`", next_step="use one name in the build and in the import")
+    if idle:
+        cause = f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{load.what}`"
+    else:
+        cause = f"nothing in the wheel is called `{load.what}`; it was left out, or is a generated file that was not written"
+    return failed(
+        f"{name}: {load.what}",
+        found=f"{load.source}:{load.line} loads {kind} `{load.what}`; the wheel holds {listing(idle, 4) or 'no such file'}",
+        expected=f"an extension named `{load.what}`",
+        why="`import` fails with ModuleNotFoundError or a missing file, although the build succeeded.",
+        cause=cause,
+        next_step="use one name in the build and in the import",
+    )
 
 
 def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
@@ -65,10 +96,23 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     for member, elf in facts.items():
         stem = PurePosixPath(member).name.split(".", 1)[0]
         inits = sorted(s.name for s in elf.exported if s.name.startswith("PyInit_"))
-        if inits and f"PyInit_{stem}" not in inits:
-            checks.append(failed(f"module name: {PurePosixPath(member).name}", found=f"it exports {listing(inits, 3)}", expected=f"PyInit_{stem}",
-                                 why="`import` fails: dynamic module does not define module export function.",
-                                 cause="compiled under another module name (TORCH_EXTENSION_NAME) than its file has", next_step=f"compile it as `{stem}`, or rename the file to {inits[0].removeprefix('PyInit_')}.so"))
+        named = {init.removeprefix("PyInit_") for init in inits}
+        quoted = any(
+            f"{quote}{word}{quote}" in text for text in wheel.sources.values() for word in named for quote in "'\""
+        )
+        if (
+            inits and stem not in named and not quoted
+        ):  # a loader may give the name: spec_from_file_location(name, path)
+            checks.append(
+                failed(
+                    f"module name: {PurePosixPath(member).name}",
+                    found=f"it exports {listing(inits, 3)}",
+                    expected=f"PyInit_{stem}",
+                    why="`import` fails: dynamic module does not define module export function.",
+                    cause="compiled under another module name (TORCH_EXTENSION_NAME) than its file has",
+                    next_step=f"compile it as `{stem}`, or rename the file to {inits[0].removeprefix('PyInit_')}.so",
+                )
+            )
     return checks
 
 
@@ -100,14 +144,26 @@ def _file_loads(wheel: Wheel, source: str, tree: ast.Module) -> Iterator[Loads]:
 def _module_loads(wheel: Wheel, source: str, tree: ast.Module) -> Iterator[Loads]:
     """Imports inside the wheel's own packages that are no Python module: what is left must be an extension."""
     folder = PurePosixPath(source).parent
+    tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for b in t.body for n in ast.walk(b)}
     for node in ast.walk(tree):
         for package, name in _imported(node, folder):
             target = package / name
             found = next((e for e in wheel.extensions if str(target) == e.split(".", 1)[0]), None)
             if found is not None:
                 yield Loads(source, getattr(node, "lineno", 0), name, is_module=True, satisfied_by=found)
-            elif _looks_like_extension(name) and f"{package}.py" not in wheel.names and not _is_python(wheel, package, name):
-                yield Loads(source, getattr(node, "lineno", 0), name, is_module=True, satisfied_by=None)
+            elif (
+                _looks_like_extension(name)
+                and f"{package}.py" not in wheel.names
+                and not _is_python(wheel, package, name)
+            ):
+                yield Loads(
+                    source,
+                    getattr(node, "lineno", 0),
+                    name,
+                    is_module=True,
+                    satisfied_by=None,
+                    optional=id(node) in tried,
+                )
 
 
 def _looks_like_extension(name: str) -> bool:
@@ -119,7 +175,7 @@ def _imported(node: ast.AST, folder: PurePosixPath) -> Iterator[tuple[PurePosixP
     if isinstance(node, ast.Import):
         for alias in node.names:
             parts = alias.name.split(".")
-            if parts[0] == folder.parts[0] if folder.parts else len(parts) == 1:
+            if len(parts) == 1 or (folder.parts and parts[0] == folder.parts[0]):
                 yield PurePosixPath(*parts[:-1]), parts[-1]
     elif isinstance(node, ast.ImportFrom):
         base = folder
@@ -138,17 +194,31 @@ def _imported(node: ast.AST, folder: PurePosixPath) -> Iterator[tuple[PurePosixP
 
 
 def _is_python(wheel: Wheel, package: PurePosixPath, name: str) -> bool:
-    """Whether ``package.name`` is a Python module, a folder of modules, or a name that a module defines."""
+    """Whether ``package.name`` is a Python module, a folder of modules, or a name that the package's module binds."""
     target = str(package / name)
     if f"{target}.py" in wheel.names or any(n.startswith(f"{target}/") for n in wheel.names):
         return True
-    for module in (f"{package}/__init__.py", f"{package}.py"):
-        text = wheel.sources.get(module)
-        if text is not None and re.search(rf"(?m)^\s*(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|\b{re.escape(name)}\b\s*(?::[^=\n]+)?=|(?:import|as)\s.*\b{re.escape(name)}\b", _without_own_import(text, name)):
+    text = wheel.sources.get(f"{package}/__init__.py")
+    return text is not None and _binds(text, name)
+
+
+def _binds(text: str, name: str) -> bool:
+    """Whether a package's __init__ binds ``name``, other than by taking it from the package itself."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return True
+    given: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name in (
+            name,
+            "__getattr__",
+        ):
             return True
-    return False
-
-
-def _without_own_import(text: str, name: str) -> str:
-    """The module without `from . import NAME`: a module does not define what it takes from itself."""
-    return re.sub(rf"(?m)^\s*from\s+\.\s+import\s+.*\b{re.escape(name)}\b.*$", "", text)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+        if isinstance(node, ast.Import) or (
+            isinstance(node, ast.ImportFrom) and not (node.level == 1 and node.module is None)
+        ):
+            given |= {alias.asname or alias.name for alias in node.names}
+    return bool({name, "*"} & given)

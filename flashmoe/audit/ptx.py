@@ -7,8 +7,25 @@ from dataclasses import dataclass
 
 from flashmoe.audit.errors import EmbeddedError
 
-_TYPE_BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
-               "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}
+_TYPE_BYTES = {
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "b128": 16,
+}
 _VARIABLE = re.compile(r"^\s*\.(shared|local)\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+[\w$]+((?:\[\d+\])*)", re.MULTILINE)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+[^,\[\)]*(?:\[(\d+)\])?")
 # An instruction on bf16 values: cvt.rn.bf16.f32, fma.rn.bf16x2, mma.sync...bf16.bf16; a bare .b16 register is none.
@@ -71,7 +88,9 @@ def _entry(match: re.Match[str], text: str) -> PtxEntry:
         for extent in re.findall(r"\d+", extents):
             amount *= int(extent)
         sizes[space] += amount
-    return PtxEntry(match.group(1), sizes["shared"], sizes["local"], threads, _parameters(head), bool(_BF16.search(body)))
+    return PtxEntry(
+        match.group(1), sizes["shared"], sizes["local"], threads, _parameters(head), bool(_BF16.search(body))
+    )
 
 
 def _block(text: str, opening: int) -> str:

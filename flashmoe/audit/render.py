@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from flashmoe.report import Check, Report, Verdict
 
 _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "cyan"}
-_HEADER = ("kernel", "target", "registers", "threads", "static", "dynamic", "blocks per multiprocessor")
+_MASKS = ("_causal", "_full")
+LEGEND = (
+    "each target: registers a thread, then blocks on a multiprocessor of each GPU that it covers, in arch.toml's order"
+)
 
 
-def kernel_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row for each kernel and target; the GPUs that the target covers stand side by side in the last column."""
-    grouped: dict[tuple[str, ...], list[str]] = {}
-    for subject in data.get("subjects", []):
-        for row in subject.get("launchability", []):
-            registers = "-" if row["registers"] is None else str(row["registers"])
-            key = (row["kernel"], row["target"], registers, str(row["threads"]), str(row["smem_static"]), str(row["smem_dynamic"]))
-            text = f"{row['gpu']} none" if row["problems"] else f"{row['gpu']} {row['blocks_per_sm']} ({row['limited_by']})"
-            grouped.setdefault(key, []).append(text)
-    return [(*key, ", ".join(texts)) for key, texts in sorted(grouped.items())]
+def kernel_table(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A header and one row for each unit, the targets side by side; masks are folded into the worse of the two."""
+    launches = [row for subject in data.get("subjects", []) for row in subject.get("launchability", [])]
+    if not launches:
+        return []
+    units: dict[str, list[Mapping[str, Any]]] = {}
+    for row in launches:
+        units.setdefault(_unit(row["kernel"]), []).append(row)
+    targets = sorted({row["target"] for row in launches})
+    rows = [("unit", "threads", "static", "dynamic", *targets)]
+    for unit, members in sorted(units.items()):
+        sizes = (str(max(row[key] for row in members)) for key in ("threads", "smem_static", "smem_dynamic"))
+        rows.append((unit, *sizes, *(_cell([row for row in members if row["target"] == target]) for target in targets)))
+    return rows
+
+
+def _unit(kernel: str) -> str:
+    name = kernel.removeprefix("flashmoe_")
+    return next((name.removesuffix(mask) for mask in _MASKS if name.endswith(mask)), name)
+
+
+def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    blocks: dict[str, int] = {}
+    for row in rows:
+        count = 0 if row["problems"] else row["blocks_per_sm"]
+        blocks[row["gpu"]] = min(count, blocks.get(row["gpu"], count))
+    registers = [row["registers"] for row in rows if row["registers"] is not None]
+    return f"{max(registers) if registers else '-'}: {' '.join(str(count) for count in blocks.values())}"
 
 
 def details(check: Check) -> list[tuple[str, str]]:
@@ -38,12 +61,13 @@ def plain(report: Report) -> Iterable[str]:
             continue
         yield f"{check.verdict}  {check.name}"
         yield from (f"        {word:9}{text}" for word, text in details(check))
-    rows = kernel_rows(report.data)
-    if rows:
-        table = [_HEADER, *rows]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_HEADER))]
-        yield ""
-        yield from ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
+    table = kernel_table(report.data)
+    if table:
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        yield from ("", LEGEND)
+        yield from (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        )
     yield ""
     yield summary(report)
 
@@ -80,12 +104,12 @@ def _show_rich(report: Report, out: TextIO) -> None:
         text = check.found if check.verdict is Verdict.PASS else "\n".join(f"{word}: {t}" for word, t in details(check))
         table.add_row(Text(str(check.verdict), style=_COLOURS[check.verdict]), Text(check.name), Text(text))
     console.print(table)
-    rows = kernel_rows(report.data)
+    rows = kernel_table(report.data)
     if rows:
-        kernels = Table(title="launchability (shared memory in bytes)")
-        for column in _HEADER:
+        kernels = Table(title="launchability", caption=LEGEND)
+        for column in rows[0]:
             kernels.add_column(column, overflow="fold")
-        for row in rows:
+        for row in rows[1:]:
             kernels.add_row(*(Text(cell) for cell in row))
         console.print(kernels)
     console.print(Text(summary(report), style=_COLOURS[report.verdict]))

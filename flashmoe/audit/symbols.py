@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 
 from flashmoe.audit.binutils import compare, demangle
-from flashmoe.audit.context import Context, failed, limited, listing, passed, skipped, warned
-from flashmoe.audit.elf import ElfFacts, Symbol, exported_names
-from flashmoe.audit.errors import AuditError, ShimDataError, ToolMissingError
-from flashmoe.audit.names import explain, is_torch, qualified_name, root
+from flashmoe.audit.context import Context, failed, limited, listing, may_stay_open, passed, warned
+from flashmoe.audit.elf import ElfFacts, Symbol
+from flashmoe.audit.errors import ToolMissingError
+from flashmoe.audit.names import explain, is_torch, qualified_name
 from flashmoe.audit.sources import find_mentions
-from flashmoe.audit.torch_libraries import SHIM, release, shims_for
+from flashmoe.audit.torch_libraries import SHIM
+from flashmoe.audit.torch_symbols import check_shims, check_torch_symbols
 from flashmoe.report import Check
 
 _LINKER_NAMES = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start"})
@@ -36,16 +36,27 @@ def check_readers(context: Context) -> list[Check]:
     try:
         differences = compare(context.facts)
     except ToolMissingError as error:
-        return [failed(name, found=str(error), expected="nm and pyelftools both read the file", why=why,
-                       next_step=error.next_step)]
+        return [
+            failed(
+                name,
+                found=str(error),
+                expected="nm and pyelftools both read the file",
+                why=why,
+                next_step=error.next_step,
+            )
+        ]
     if not differences:
         count = len(context.facts.dynamic) + len(context.facts.static or ())
         return [passed(name, f"nm and pyelftools see the same {count} symbols")]
     return [
-        failed(f"{name}: {d.table}", found=f"only nm: {listing(d.only_nm) or '-'}; only pyelftools: {listing(d.only_elf) or '-'}",
-               expected="the same names and kinds from both", why=why,
-               cause="the table is damaged, or was edited by a program that left it inconsistent",
-               next_step="link the file again; if it stays, compare `readelf -Ws` with `nm` and report it")
+        failed(
+            f"{name}: {d.table}",
+            found=f"only nm: {listing(d.only_nm) or '-'}; only pyelftools: {listing(d.only_elf) or '-'}",
+            expected="the same names and kinds from both",
+            why=why,
+            cause="the table is damaged, or was edited by a program that left it inconsistent",
+            next_step="link the file again; if it stays, compare `readelf -Ws` with `nm` and report it",
+        )
         for d in differences
     ]
 
@@ -55,10 +66,15 @@ def check_symbol_table(context: Context) -> list[Check]:
     if context.facts.static is not None:
         return [passed(name, f".symtab with {len(context.facts.static)} symbols")]
     return [
-        failed(name, found="stripped: there is no .symtab", expected="the file as the linker wrote it",
-               why="Hidden definitions cannot be seen: neither that header-only templates of torch stayed local, nor "
-               "which function nearly matches an undefined one.",
-               cause="strip, -s or -Wl,-s removed it", next_step="build without stripping and audit that file; strip a copy later")
+        failed(
+            name,
+            found="stripped: there is no .symtab",
+            expected="the file as the linker wrote it",
+            why="Hidden definitions cannot be seen: neither that header-only templates of torch stayed local, nor "
+            "which function nearly matches an undefined one.",
+            cause="strip, -s or -Wl,-s removed it",
+            next_step="build without stripping and audit that file; strip a copy later",
+        )
     ]
 
 
@@ -66,7 +82,9 @@ def check_undefined(context: Context) -> list[Check]:
     """Names that neither this file nor anything it needs defines: they fail at import, one by one."""
     missing = [s for s in context.facts.undefined if _is_missing(context, s)]
     if not missing:
-        return [passed("undefined symbols", f"{len(context.facts.undefined)} undefined, each given by a library it needs")]
+        return [
+            passed("undefined symbols", f"{len(context.facts.undefined)} undefined, each given by a library it needs")
+        ]
     candidates = _defined_names(context)
     names = demangle([s.name for s in missing])
     unread = context.resolver.unread(context.facts.needed)
@@ -79,14 +97,19 @@ def check_undefined(context: Context) -> list[Check]:
 
 
 def _unread_check(names: Sequence[str], unread: Sequence[str]) -> Check:
-    return failed("undefined symbols", found=f"{len(names)} could not be looked up: {listing(names)}", expected="every name found in a needed library",
-                  why="Whether the file can be imported is not proved.", cause=f"not on this machine: {', '.join(unread)}",
-                  next_step="install what brings these libraries, or audit the wheel that carries them")
+    return failed(
+        "undefined symbols",
+        found=f"{len(names)} could not be looked up: {listing(names)}",
+        expected="every name found in a needed library",
+        why="Whether the file can be imported is not proved.",
+        cause=f"not on this machine: {', '.join(unread)}",
+        next_step="install what brings these libraries, or audit the wheel that carries them",
+    )
 
 
 def _is_missing(context: Context, symbol: Symbol) -> bool:
     facts = context.facts
-    if _may_stay_open(context, symbol):
+    if may_stay_open(context, symbol):
         return False
     if symbol.version or is_torch(symbol.name) or SHIM.fullmatch(symbol.name):
         return False  # the version, torch and shim checks judge those
@@ -95,11 +118,6 @@ def _is_missing(context: Context, symbol: Symbol) -> bool:
     if symbol.name in facts.defined_names:
         return False
     return context.resolver.provider(symbol.name, facts.needed) is None
-
-
-def _may_stay_open(context: Context, symbol: Symbol) -> bool:
-    """Weak references that are tested before use: the C run time's hooks, and initialisers of thread-local variables."""
-    return symbol.is_weak and (symbol.name in context.policy.weak or symbol.name.startswith("_ZTH") or not symbol.name.startswith("_Z"))
 
 
 def _defined_names(context: Context) -> tuple[str, ...]:
@@ -116,149 +134,87 @@ def _undefined_check(context: Context, mangled: str, name: str, candidates: Sequ
         next_step = f"instantiate or rename so that both sides say `{name}`; defined now: {listing(near.defined, 4)}"
     else:
         cause, next_step = _nobody_defines(context, name)
-    return failed(f"undefined symbol: {name}", found=f"{name} is undefined" + (f" [{mangled}]" if mangled != name else ""),
-                  expected="every name defined here or exported by a needed library",
-                  why="The loader stops at it: `undefined symbol` at import.", cause=cause, next_step=next_step)
+    return failed(
+        f"undefined symbol: {name}",
+        found=f"{name} is undefined" + (f" [{mangled}]" if mangled != name else ""),
+        expected="every name defined here or exported by a needed library",
+        why="The loader stops at it: `undefined symbol` at import.",
+        cause=cause,
+        next_step=next_step,
+    )
 
 
 def _nobody_defines(context: Context, name: str) -> tuple[str, str]:
     function = qualified_name(name).rsplit("::", 1)[-1]
-    users = [f.path.name for f in context.objects if name in demangle(s.name for s in f.static or () if not s.defined).values()]
+    users = [
+        f.path.name
+        for f in context.objects
+        if name in demangle(s.name for s in f.static or () if not s.defined).values()
+    ]
     used = f"; used by {listing(users, 4)}" if users else ""
     if context.source is not None:
         mentions = find_mentions(context.source, function)
         declared = [m.place for m in mentions if not m.is_definition]
         defined = [m.place for m in mentions if m.is_definition]
         if declared and not defined:
-            return (f"`{function}` is declared in {listing(declared, 4)} and called, but no source defines it{used}",
-                    f"write the definition of `{function}` (declared in {declared[0]}), or remove the call")
+            return (
+                f"`{function}` is declared in {listing(declared, 4)} and called, but no source defines it{used}",
+                f"write the definition of `{function}` (declared in {declared[0]}), or remove the call",
+            )
         if defined:
-            return (f"`{function}` is defined in {listing(defined, 4)}, but that file was not compiled or linked, or does not "
-                    f"instantiate it{used}", f"add {defined[0].rsplit(':', 1)[0]} to the build, or instantiate the template there")
-    return (f"declared and called, and nothing that was linked defines it{used}",
-            f"`grep -rn '{function}'` in the sources (or --source DIR): write the definition or link the file that has it")
-
-
-def check_torch_symbols(context: Context) -> list[Check]:
-    """C++ names of torch: wanted from it, or given out under its name. Its C++ ABI changes with every release."""
-    wanted = [s.name for s in context.facts.undefined if is_torch(s.name)]
-    given = [s.name for s in context.facts.exported if is_torch(s.name)] if context.ours else []
-    if not wanted and not given:
-        local = sum(is_torch(n) for n in context.facts.defined_names)
-        return [passed("torch C++ symbols", f"none wanted, none exported ({local} header-only ones stayed local)")]
-    names = demangle([*wanted, *given])
-    checks = []
-    if wanted:
-        checks.append(
-            failed("torch C++ symbols", found=f"{len(wanted)} wanted: {listing(names[n] for n in wanted)}",
-                   expected="none: only the stable C shims (aoti_torch_*, torch_*)",
-                   why="C++ symbols of torch change between releases, so the file works with the torch it was built for alone.",
-                   cause=f"sources include torch's C++ headers (namespaces {', '.join(sorted({root(n) for n in wanted}))})",
-                   next_step="use torch/csrc/stable and torch/headeronly alone, and build with TORCH_TARGET_VERSION set"))
-    if given:
-        checks.append(
-            failed("torch C++ symbols exported", found=f"{len(given)} exported: {listing(names[n] for n in given)}",
-                   expected="header-only templates of torch stay local",
-                   why="Another library could bind to this copy, built from other headers.",
-                   cause="compiled without -fvisibility=hidden, or the version script exports too much",
-                   next_step="compile with -fvisibility=hidden and link with the version script"))
-    return [*checks, *_check_resolves(context, wanted)]
-
-
-def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
-    """Whether the installed torch has the C++ names that are wanted (F12: built for another torch)."""
-    name, torch = "resolves against the installed torch", context.torch
-    if not wanted or torch is None:
-        return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []
-    weak = {s.name for s in context.facts.undefined if _may_stay_open(context, s)}
-    lost = [n for n in wanted if n not in weak and not torch.providers(n)]
-    if not lost:
-        return [passed(name, f"all {len(wanted)} are exported by torch {torch.version}: it imports with this one")]
-    names = demangle(lost)
-    checks = []
-    for mangled in lost:
-        near = explain(names[mangled], _torch_candidates(context, names[mangled]))
-        checks.append(
-            failed(f"not in torch {torch.version}: {names[mangled]}", found=f"{names[mangled]} is undefined [{mangled}]",
-                   expected=f"exported by a library of torch {torch.version}",
-                   why="The loader stops at it: `undefined symbol` at import.",
-                   cause=(f"built against another torch than {torch.version}: here {near.cause}" if near is not None
-                          else f"built against another torch than {torch.version}, which has nothing of that name"),
-                   next_step="build it again with this torch, install the torch it was built for, or move it to the stable ABI"))
-    return limited(checks)
-
-
-def _torch_candidates(context: Context, demangled: str) -> tuple[str, ...]:
-    last = qualified_name(demangled).rsplit("::", 1)[-1]
-    part = f"{len(last)}{last}"
-    names = {n for path in context.torch.libraries.values() for n in exported_names(path) if part in n} if context.torch else set()
-    return tuple(demangle(names).values())
-
-
-def check_shims(context: Context) -> list[Check]:
-    """Each stable C shim: known for the target torch version, and exported by a library that is needed."""
-    name = "torch shims"
-    used = sorted(s.name for s in context.facts.undefined if SHIM.fullmatch(s.name))
-    if not used:
-        return [skipped(name, "uses none")] if not context.ours else [
-            failed(name, found="no shim is used", expected="aoti_torch_* or torch_* symbols",
-                   why="Without them no operator can be registered with torch.", cause="the registration was not linked in",
-                   next_step="link the object that registers the operators")]
-    try:
-        shims = shims_for(context.torch_version)
-    except ShimDataError as error:
-        return [failed(name, found=str(error), expected=f"the shims of torch {context.torch_version}",
-                       why="Nothing can be said about them otherwise.", next_step=error.next_step)]
-    unknown = [s for s in used if s not in shims.library]
-    checks = [
-        failed(f"unknown shim: {s}", found=f"{s} is undefined", expected=f"a shim of torch {release(shims.version)}",
-               why="The loader stops at it: `undefined symbol` at import.",
-               cause=f"torch {release(context.torch_version)} does not have it: a misspelt name, or one of a later torch",
-               next_step="use a shim that the target has, or raise the target torch version (--torch-version)") for s in unknown]
-    absent = sorted({shims.library[s] for s in used if s in shims.library} - set(context.facts.needed))
-    checks += [
-        failed(f"shim library: {library}", found=f"needed: {listing(context.facts.needed) or 'nothing'}",
-               expected=f"{library} in DT_NEEDED, which exports {listing((s for s in used if shims.library.get(s) == library), 3)}",
-               why="The loader resolves them only if something else has loaded that library for everyone.",
-               cause="linked without it, or with --as-needed before the objects", next_step=f"link with {library} after the objects")
-        for library in absent]
-    return limited(checks) or [passed(name, f"{len(used)} used, all exported by torch {shims.version}", "known and in DT_NEEDED")]
+            return (
+                f"`{function}` is defined in {listing(defined, 4)}, but that file was not compiled or linked{used}",
+                f"add {defined[0].rsplit(':', 1)[0]} to the build, or instantiate the template there",
+            )
+    return (
+        f"declared and called, and nothing that was linked defines it{used}",
+        f"`grep -rn '{function}'` in the sources (or --source DIR): write the definition or link the file that has it",
+    )
 
 
 def check_exports(context: Context) -> list[Check]:
     name = "exports"
     exported = sorted(s.name for s in context.facts.exported if s.name not in _LINKER_NAMES)
     if not context.ours:
-        return [passed(name, f"{len(exported)}: {listing(demangle(exported).values(), 4)}")] if exported else [
-            warned(name, "nothing is exported", "PyInit_<name>, or static registration", "Only static constructors can make it "
-                   "known to Python.", "load it with torch.ops.load_library")]
+        return (
+            [passed(name, f"{len(exported)}: {listing(demangle(exported).values(), 4)}")]
+            if exported
+            else [
+                warned(
+                    name,
+                    "nothing is exported",
+                    "PyInit_<name>, or static registration",
+                    "Only static constructors can make it known to Python.",
+                    "load it with torch.ops.load_library",
+                )
+            ]
+        )
     names = demangle(exported)
     extra = [n for n in exported if n not in context.policy.exports]
     lost = sorted(set(context.policy.exports) - set(exported))
     checks = [
-        failed(f"export: {names[n]}", found=f"{names[n]} is exported", expected=f"only {listing(sorted(context.policy.exports))}",
-               why="Every exported name is an interface, and can collide with another library's in the same process.",
-               cause="compiled without -fvisibility=hidden, or missing from the version script's local list",
-               next_step="hide it, or add it to flashmoe/audit/data/policy.toml with its reason") for n in extra]
-    checks += [failed(f"export: {n}", found="not exported", expected=f'extern "C" {n}', why=f"The package calls it: {context.policy.exports[n]}.",
-                      cause="not defined, or hidden by the version script", next_step="export it from the host sources") for n in lost]
-    return limited(checks) or [passed(name, f"{len(exported)} extern \"C\" names, nothing else")]
-
-
-def check_run_time_names(context: Context, strings: Sequence[str]) -> list[Check]:
-    """Shims that are looked up by name with dlsym: the symbol tables do not show them, the constants do."""
-    names = sorted({s for s in strings if re.fullmatch(r"aoti_torch_\w+", s)})
-    if not names:
-        return []
-    try:
-        known = shims_for(context.torch_version).library
-    except (ShimDataError, AuditError):
-        return []
-    unknown = [n for n in names if n not in known]
-    if unknown:
-        return [warned("shims looked up at run time", listing(unknown), f"shims of torch {context.torch_version}",
-                       "dlsym gives a null pointer for a name that the loaded torch does not have.", "make sure that the code has a way on without it")]
-    return [passed("shims looked up at run time", listing(names))]
+        failed(
+            f"export: {names[n]}",
+            found=f"{names[n]} is exported",
+            expected=f"only {listing(sorted(context.policy.exports))}",
+            why="Every exported name is an interface, and can collide with another library's in the same process.",
+            cause="compiled without -fvisibility=hidden, or missing from the version script's local list",
+            next_step="hide it, or add it to flashmoe/audit/data/policy.toml with its reason",
+        )
+        for n in extra
+    ]
+    checks += [
+        failed(
+            f"export: {n}",
+            found="not exported",
+            expected=f'extern "C" {n}',
+            why=f"The package calls it: {context.policy.exports[n]}.",
+            cause="not defined, or hidden by the version script",
+            next_step="export it from the host sources",
+        )
+        for n in lost
+    ]
+    return limited(checks) or [passed(name, f'{len(exported)} extern "C" names, nothing else')]
 
 
 def check_duplicates(objects: Sequence[ElfFacts]) -> list[Check]:
@@ -273,8 +229,16 @@ def check_duplicates(objects: Sequence[ElfFacts]) -> list[Check]:
     if not twice:
         return [passed(name, f"{len(places)} strong definitions in {len(objects)} object files, each once")]
     names = demangle(twice)
-    return limited([
-        failed(f"{name}: {names[symbol]}", found=f"defined in {' and in '.join(files)}", expected="one definition",
-               why="The linker refuses it, or takes the first and silently drops the other (static libraries, -z muldefs).",
-               cause="two sources hold the same function", next_step="keep one definition, in the header that both include or in one source")
-        for symbol, files in sorted(twice.items())])
+    return limited(
+        [
+            failed(
+                f"{name}: {names[symbol]}",
+                found=f"defined in {' and in '.join(files)}",
+                expected="one definition",
+                why="The linker refuses it, or takes the first and silently drops the other (static libraries, -z muldefs).",
+                cause="two sources hold the same function",
+                next_step="keep one definition, in the header that both include or in one source",
+            )
+            for symbol, files in sorted(twice.items())
+        ]
+    )

@@ -73,7 +73,8 @@ def run(command: Sequence[str], cwd: Path | None = None) -> str:
 
 def torch_library_folder() -> Path:
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.submodule_search_locations, "the tests of the audit link against torch: install it"
+    assert spec is not None, "the tests of the audit link against torch: install it"
+    assert spec.submodule_search_locations
     return Path(next(iter(spec.submodule_search_locations))) / "lib"
 
 
@@ -290,6 +291,17 @@ def _digest(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
+def edited_record(text: str) -> str:
+    """RECORD with another sha256 for flashmoe/__init__.py."""
+    return (
+        "\n".join(
+            f"flashmoe/__init__.py,sha256={_digest(b'other')},5" if line.startswith("flashmoe/__init__.py") else line
+            for line in text.splitlines()
+        )
+        + "\n"
+    )
+
+
 PACKAGE = {
     "flashmoe/__init__.py": "from flashmoe import _extension\n",
     "flashmoe/_extension.py": "import torch\nfrom pathlib import Path\ntorch.ops.load_library(str(Path(__file__).parent / 'libflashmoe.so'))\n",
@@ -324,7 +336,7 @@ def only_failure(report: Report, name: str) -> Check:
 
 
 def complete(check: Check) -> Check:
-    assert check.found and check.expected and check.why and check.next_step, check
+    assert all((check.found, check.expected, check.why, check.next_step)), check
     return check
 
 

@@ -121,6 +121,23 @@ def test_two_at_once_end_with_one_good_environment(project: Project) -> None:
     assert installed_version(results[0]) == "1.0"
 
 
+def test_a_wheel_replaces_the_installed_one_by_its_hash(project: Project) -> None:
+    python = project.prepare()
+
+    def version() -> str:
+        command = [str(python), "-c", "import flashmoe; print(flashmoe.VERSION)"]
+        return subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=True).stdout.strip()
+
+    for number in ("0.1", "0.2"):
+        make_wheel(project.root, "flashmoe", number)
+        environment.install_wheel(python, project.root / f"flashmoe-{number}-py3-none-any.whl")
+        assert version() == number
+    make_wheel(project.root, "flashmoe", "0.2", "VERSION = 'rebuilt'\n")
+    environment.install_wheel(python, project.root / "flashmoe-0.2-py3-none-any.whl")
+    assert version() == "rebuilt"
+    assert project.prepare() == python
+
+
 def test_a_lock_that_does_not_exist_lists_those_that_do(project: Project) -> None:
     with pytest.raises(LockError, match="no lock 'tset'; lockfiles/ has tiny"):
         prepare("tset", root=project.root, python=OWN)

@@ -1,9 +1,9 @@
 // A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the last to the
 // first (the masked ones are the last, so that the loop over full blocks ends the tile).
 //
-// Overlap inside the warpgroup: S of the next key block and O += P V of the current one are issued together; the softmax of
-// the next block runs while the tensor cores do P V. Overlap between warpgroups (kHasTurns): a warpgroup issues its two
-// products only in its turn, so that its softmax falls into the others' products.
+// S of the next key block and O += P V of the current one are issued together; the softmax of the next block then runs while
+// the tensor cores do P V, and while they work for the other warpgroups. Nothing makes the warpgroups take turns: named
+// barriers for that (FlashAttention-3's ping-pong) gained nothing here.
 #pragma once
 
 #include "attention/sm90/epilogue.cuh"
@@ -29,41 +29,45 @@ struct Consumer {
   const bool is_first_lane;
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
+  RingPosition<Spec::kNumQueryStages> query;
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
       : params(params_), shared(shared_), consumer(consumer_), is_first_lane(ptx::lane_index() == 0) {}
-
-  // Turn barrier w has 256 threads: warpgroup w waits at it, the one before it in the circle arrives. Warpgroup 0 starts.
-  __device__ __forceinline__ void wait_turn() const {
-    if constexpr (Spec::kHasTurns) ptx::named_barrier_sync(kFirstTurnBarrier + consumer, 256);
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (Spec::kHasTurns) {
-      const int next = consumer + 1 == Spec::kNumConsumers ? 0 : consumer + 1;
-      ptx::named_barrier_arrive(kFirstTurnBarrier + next, 256);
-    }
-  }
-  __device__ __forceinline__ void start_turns() const {
-    if constexpr (Spec::kHasTurns) {
-      if (consumer == 0) ptx::named_barrier_arrive(kFirstTurnBarrier, 256);
-    }
-  }
-  // Takes the turn that nobody will use, so that no barrier is left half full.
-  __device__ __forceinline__ void end_turns() const {
-    if constexpr (Spec::kHasTurns) {
-      if (consumer == 0) ptx::named_barrier_sync(kFirstTurnBarrier, 256);
-    }
-  }
 
   // One arrival a warp: its wgmma_wait says that its own part of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
 
+  __device__ __forceinline__ void wait_key() const { ptx::mbarrier_wait(shared.key_full(key.stage), key.parity); }
+  __device__ __forceinline__ void wait_value() const { ptx::mbarrier_wait(shared.value_full(value.stage), value.parity); }
+  __device__ __forceinline__ void release_key() {
+    release(shared.key_empty(key.stage));
+    key.advance();
+  }
+  __device__ __forceinline__ void release_value() {
+    release(shared.value_empty(value.stage));
+    value.advance();
+  }
+
+  __device__ __forceinline__ void release_query() {
+    release(shared.query_empty(query.stage, consumer));
+    query.advance();
+  }
+
+  __device__ __forceinline__ uint64_t query_descriptor() const {
+    return ptx::make_smem_descriptor(shared.query(query.stage, consumer), 0, 1024);
+  }
+  __device__ __forceinline__ uint64_t key_descriptor() const {
+    return ptx::make_smem_descriptor(shared.key(key.stage), 0, 1024);
+  }
+  __device__ __forceinline__ uint64_t value_descriptor() const {
+    return ptx::make_smem_descriptor(shared.value(value.stage), Spec::kKeySlabBytes, 1024);
+  }
+
   // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous.
-  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
-    const uint64_t q = ptx::make_smem_descriptor(shared.query(consumer), 0, 1024);
-    const uint64_t k = ptx::make_smem_descriptor(shared.key(key.index), 0, 1024);
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], uint64_t q, uint64_t k) const {
+    ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
       const int slab = step / 4;
@@ -76,9 +80,11 @@ struct Consumer {
   }
 
   // output[64 x kHeadDim] += P[64 x kBlockN] V[kBlockN x kHeadDim]; asynchronous.
-  __device__ __forceinline__ void issue_output(float (&output)[kOutputs],
-                                               const uint32_t (&probabilities)[kProbabilities]) const {
-    const uint64_t v = ptx::make_smem_descriptor(shared.value(value.index), Spec::kKeySlabBytes, 1024);
+  __device__ __forceinline__ void issue_output(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
+                                               uint64_t v) const {
+    ptx::wgmma_fence_operands(output);
+    ptx::wgmma_fence_operands(probabilities);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kBlockN / 16; ++step) {
       const uint32_t* a = &probabilities[4 * step];
@@ -97,113 +103,110 @@ struct Consumer {
     }
   }
 
-  // visible_end[r]: visible keys of this thread's row r, from key 0.
-  template <bool kIsMasked>
-  __device__ __forceinline__ void softmax_block(float (&scores)[kScores], RowState& rows, float (&rescale)[2], int block,
-                                                const int (&visible_end)[2]) const {
-    if constexpr (kIsMasked) {
-      const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-      const int visible[2] = {visible_end[0] - first_key, visible_end[1] - first_key};
-      mask_scores<Spec::kBlockN>(scores, visible);
-    }
-    online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, params.scale_log2);
+  __device__ __forceinline__ void mask_block(float (&scores)[kScores], const Tile& tile, int block) const {
+    const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+    const int visible[2] = {visible_keys<kIsCausal>(params, row) - first_key,
+                            visible_keys<kIsCausal>(params, row + 8) - first_key};
+    mask_scores<Spec::kBlockN>(scores, visible);
   }
 
   // In: P of key block `block` + 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
   template <bool kIsMasked>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
-                                       RowState& rows, int block, const int (&visible_end)[2]) {
+                                       RowState& rows, const Tile& tile, int block) {
     float scores[kScores];
-    ptx::mbarrier_wait(shared.key_full(key.index), key.parity);
-    wait_turn();
-    ptx::wgmma_fence_operands(output);
-    ptx::wgmma_fence_operands(probabilities);
-    ptx::wgmma_fence();
-    issue_scores(scores);
-    ptx::mbarrier_wait(shared.value_full(value.index), value.parity);
-    ptx::wgmma_fence();
-    issue_output(output, probabilities);
-    pass_turn();
+    wait_key();
+    issue_scores(scores, query_descriptor(), key_descriptor());
+    wait_value();
+    issue_output(output, probabilities, value_descriptor());
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
-    release(shared.key_empty(key.index));
-    key.advance();
+    release_key();
+    if constexpr (kIsMasked) mask_block(scores, tile, block);
     float rescale[2];
-    softmax_block<kIsMasked>(scores, rows, rescale, block, visible_end);
+    const bool moved = online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, params.scale_log2);
 
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
-    release(shared.value_empty(value.index));
-    value.advance();
+    release_value();
+    if (moved) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
+      for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
+    }
     pack_probabilities(probabilities, scores);
   }
 
-  // The whole tile but the epilogue. blocks >= 1.
-  __device__ __forceinline__ void attend(const Tile& tile, int blocks, float (&output)[kOutputs], RowState& rows) {
-    const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-    const int thread_row = first_row + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
-    const int visible_end[2] = {visible_keys<kIsCausal>(params, thread_row),
-                                visible_keys<kIsCausal>(params, thread_row + 8)};
-    const int full_blocks = visible_keys<kIsCausal>(params, first_row) / Spec::kBlockN;
+  // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp between the
+  // wait and the release; here nothing else would keep the first lane from releasing a buffer that others still wait for.
+  __device__ __forceinline__ void skip_block() {
+    wait_key();
+    ptx::warp_sync();
+    release_key();
+    wait_value();
+    ptx::warp_sync();
+    release_value();
+  }
 
+  // The whole tile but the epilogue: key blocks blocks - 1 down to 0, of which this warpgroup sees the first own_blocks.
+  __device__ __forceinline__ void attend(const Tile& tile, int blocks, int own_blocks, float (&output)[kOutputs],
+                                         RowState& rows) {
+    for (int block = blocks; block > own_blocks; --block) skip_block();
+
+    const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+    const int full_blocks = visible_keys<kIsCausal>(params, first_row) / Spec::kBlockN;
+    int block = own_blocks - 1;
     uint32_t probabilities[kProbabilities];
     {
       float scores[kScores];
       float rescale[2];
-      ptx::mbarrier_wait(shared.key_full(key.index), key.parity);
-      ptx::wgmma_fence();
-      issue_scores(scores);
+      wait_key();
+      issue_scores(scores, query_descriptor(), key_descriptor());
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
-      release(shared.key_empty(key.index));
-      key.advance();
-      softmax_block<true>(scores, rows, rescale, blocks - 1, visible_end);
+      release_key();
+      if (block >= full_blocks) mask_block(scores, tile, block);
+      online_softmax<Spec::kBlockN, true>(scores, rows, rescale, params.scale_log2);
       pack_probabilities(probabilities, scores);
     }
 
-    int block = blocks - 2;
-    for (; block >= full_blocks; --block) step<true>(output, probabilities, rows, block, visible_end);
-    for (; block >= 0; --block) step<false>(output, probabilities, rows, block, visible_end);
+    for (--block; block >= full_blocks; --block) step<true>(output, probabilities, rows, tile, block);
+    for (; block >= 0; --block) step<false>(output, probabilities, rows, tile, block);
 
-    if (Spec::kIsOutputSeparate) release(shared.query_empty(consumer));
-    ptx::mbarrier_wait(shared.value_full(value.index), value.parity);
-    ptx::wgmma_fence_operands(output);
-    ptx::wgmma_fence_operands(probabilities);
-    ptx::wgmma_fence();
-    issue_output(output, probabilities);
+    ptx::warp_sync();  // the first lane releases the tile slot, too, which every lane has read
+    release_query();
+    wait_value();
+    issue_output(output, probabilities, value_descriptor());
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
-    release(shared.value_empty(value.index));
-    value.advance();
+    release_value();
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
-    start_turns();
-    int query_parity = 0;
     while (true) {
-      ptx::mbarrier_wait(shared.query_full(consumer), query_parity);
-      query_parity ^= 1;
-      const Tile tile = read_tile(shared.tile(consumer));
+      ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
+      const Tile tile = read_tile(shared.tile(query.stage, consumer));
       if (tile.m_block < 0) break;
+      const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+      const int blocks = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM);
+      if (first_row >= params.seq_q) {
+        // Rows past the end: nothing to compute or to store.
+        ptx::warp_sync();
+        release_query();
+        for (int block = blocks; block > 0; --block) skip_block();
+        continue;
+      }
+      const int own_blocks = key_blocks<Spec, kIsCausal>(params, first_row + 64);
       float output[kOutputs];
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
-      const int blocks = key_blocks<Spec, kIsCausal>(params, tile.m_block);
-      if (blocks > 0) {
-        attend(tile, blocks, output, rows);
-      } else if (Spec::kIsOutputSeparate) {
-        release(shared.query_empty(consumer));
-      }
-      float inverse_sum[2];
-      float lse[2];
-      finish_softmax(rows, inverse_sum, lse, params.scale_log2);
-      store_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum, lse);
+      attend(tile, blocks, own_blocks, output, rows);
+      store_tile<Spec>(params, shared, out_map, tile, consumer, output, rows);
     }
-    end_turns();
+    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include "attention/params.h"
 #include "attention/sm90/schedule.cuh"
+#include "attention/sm90/softmax.cuh"
 #include "attention/sm90/spec.cuh"
 #include "common/convert.cuh"
 #include "ptx/barrier.cuh"
@@ -15,25 +16,21 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// Named barriers: 0 is the block's.
-constexpr int kFirstTurnBarrier = 1;    // one a consumer warpgroup (consumer.cuh)
-constexpr int kFirstOutputBarrier = 4;  // one a consumer warpgroup
+// Joins the 128 threads of one consumer warpgroup. Named barrier 0 is the block's.
+__device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier_sync(1 + consumer, 128); }
 
-__device__ __forceinline__ void sync_consumer(int consumer) {
-  ptx::named_barrier_sync(kFirstOutputBarrier + consumer, 128);
-}
-
-// The accumulator as 16-bit elements into [kNumSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is
-// stored at c ^ (r % 8). One stmatrix stores the 16 rows of the warp and 16 columns.
+// Slabs first_slab to first_slab + kNumOutputSlabs - 1 of the accumulator, as 16-bit elements, into
+// [kNumOutputSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One stmatrix
+// stores the 16 rows of the warp and 16 columns.
 template <typename Spec>
 __device__ __forceinline__ void store_output_shared(unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
-                                                    const float (&inverse_sum)[2]) {
+                                                    const float (&inverse_sum)[2], int first_slab) {
   const int lane = ptx::lane_index();
   const int row = ptx::warp_index() % 4 * 16 + lane % 16;
   unsigned char* row_smem = smem + row * 128;
 #pragma unroll
-  for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
-    const float* d = &output[8 * step];
+  for (int step = 0; step < Spec::kNumOutputSlabs * 4; ++step) {
+    const float* d = &output[32 * first_slab + 8 * step];
     const uint32_t words[4] = {
         pack<typename Spec::Element>(d[0] * inverse_sum[0], d[1] * inverse_sum[0]),
         pack<typename Spec::Element>(d[2] * inverse_sum[1], d[3] * inverse_sum[1]),
@@ -61,30 +58,29 @@ __device__ __forceinline__ void store_lse(const ForwardParams& params, const Til
 template <typename Spec>
 __device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& out_map, const Tile& tile, int consumer,
-                                           const float (&output)[Spec::kHeadDim / 2], const float (&inverse_sum)[2],
-                                           const float (&lse)[2]) {
+                                           const float (&output)[Spec::kHeadDim / 2], const RowState& rows) {
+  float inverse_sum[2];
+  float lse[2];
+  finish_softmax(rows, inverse_sum, lse, params.scale_log2);
+  store_lse<Spec>(params, tile, consumer, lse);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
   unsigned char* smem = shared.output(consumer);
-  // Hazards closed by this barrier: separate output, the last tile's store still reads it (the storing thread has waited);
-  // output in place of Q, another warp of this warpgroup still multiplies with Q.
-  if (Spec::kIsOutputSeparate && is_storing_thread) ptx::tma_store_wait_read<0>();
-  sync_consumer(consumer);
-  store_output_shared<Spec>(smem, output, inverse_sum);
-  store_lse<Spec>(params, tile, consumer, lse);
-  // All 64 rows are written, and visible to the copy engine, before it reads them.
-  ptx::fence_proxy_async_shared();
-  sync_consumer(consumer);
-  if (is_storing_thread) {
 #pragma unroll
-    for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      ptx::tma_store_4d(&out_map, smem + slab * Spec::kQuerySlabBytes, slab * 64,
-                        tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch);
-    }
-    ptx::tma_store_commit();
-    if (!Spec::kIsOutputSeparate) {
-      // The next Q may come once the store has read this one's place.
-      ptx::tma_store_wait_read<0>();
-      ptx::mbarrier_arrive(shared.query_empty(consumer));
+  for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kNumOutputSlabs) {
+    // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it.
+    if (is_storing_thread) ptx::tma_store_wait_read<0>();
+    sync_consumer(consumer);
+    store_output_shared<Spec>(smem, output, inverse_sum, first_slab);
+    // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+    ptx::fence_proxy_async_shared();
+    sync_consumer(consumer);
+    if (is_storing_thread) {
+#pragma unroll
+      for (int slab = 0; slab < Spec::kNumOutputSlabs; ++slab) {
+        ptx::tma_store_4d(&out_map, smem + slab * Spec::kQuerySlabBytes, (first_slab + slab) * 64,
+                          tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch);
+      }
+      ptx::tma_store_commit();
     }
   }
 }

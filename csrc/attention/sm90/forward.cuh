@@ -22,10 +22,12 @@ template <typename Spec>
 __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
   constexpr int kWarpsPerConsumer = 4;
 #pragma unroll
-  for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
-    ptx::mbarrier_init(shared.query_full(consumer), 1);
-    // In place of Q the output is stored: the storing thread alone says when it is gone.
-    ptx::mbarrier_init(shared.query_empty(consumer), Spec::kIsOutputSeparate ? kWarpsPerConsumer : 1);
+  for (int stage = 0; stage < Spec::kNumQueryStages; ++stage) {
+#pragma unroll
+    for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
+      ptx::mbarrier_init(shared.query_full(stage, consumer), 1);
+      ptx::mbarrier_init(shared.query_empty(stage, consumer), kWarpsPerConsumer);
+    }
   }
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {

@@ -24,14 +24,15 @@ __device__ __forceinline__ void load_keys(unsigned char* smem, const ptx::Tensor
 
 // The 64 rows of Q of one consumer warpgroup, and the tile they belong to. Rows past seq_q become zeros.
 template <typename Spec>
-__device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, const ptx::TensorMap& map, int consumer,
-                                           int parity, const Tile& tile) {
-  ptx::mbarrier_wait(shared.query_empty(consumer), parity ^ 1);
-  publish_tile(shared.tile(consumer), tile);
-  ptx::mbarrier_arrive_expect_tx(shared.query_full(consumer), Spec::kQueryBytes);
+__device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, const ptx::TensorMap& map,
+                                           const RingPosition<Spec::kNumQueryStages>& at, int consumer, const Tile& tile) {
+  ptx::Mbarrier* full = shared.query_full(at.stage, consumer);
+  ptx::mbarrier_wait(shared.query_empty(at.stage, consumer), at.parity ^ 1);
+  publish_tile(shared.tile(at.stage, consumer), tile);
+  ptx::mbarrier_arrive_expect_tx(full, Spec::kQueryBytes);
 #pragma unroll
   for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    ptx::tma_load_4d(shared.query(consumer) + slab * Spec::kQuerySlabBytes, &map, shared.query_full(consumer), slab * 64,
+    ptx::tma_load_4d(shared.query(at.stage, consumer) + slab * Spec::kQuerySlabBytes, &map, full, slab * 64,
                      tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch, ptx::CacheHint::kEvictFirst);
   }
 }
@@ -48,46 +49,44 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   const int heads_per_kv = params.heads_q / params.heads_kv;
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
-  int query_parity = 0;
+  RingPosition<Spec::kNumQueryStages> query;
 
   const auto load_key = [&](int block, int kv_head, int batch) {
-    load_keys<Spec>(shared.key(key.index), k_map, shared.key_full(key.index), shared.key_empty(key.index), key.parity,
+    load_keys<Spec>(shared.key(key.stage), k_map, shared.key_full(key.stage), shared.key_empty(key.stage), key.parity,
                     block * Spec::kBlockN, kv_head, batch);
     key.advance();
   };
   const auto load_value = [&](int block, int kv_head, int batch) {
-    load_keys<Spec>(shared.value(value.index), v_map, shared.value_full(value.index), shared.value_empty(value.index),
+    load_keys<Spec>(shared.value(value.stage), v_map, shared.value_full(value.stage), shared.value_empty(value.stage),
                     value.parity, block * Spec::kBlockN, kv_head, batch);
     value.advance();
   };
 
-  int index = ptx::block_index();
-  while (index < num_tiles) {
-    // Drawn a tile ahead: the answer arrives while this tile's loads are issued.
-    const int next_index = num_tiles > ptx::grid_size() ? next_tile_index(params, num_tiles) : num_tiles;
+  for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
+    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+    const int next_index = next_tile_index(params, num_tiles, index);
     const Tile tile = decode_tile<Spec, kIsCausal>(params, m_blocks, section_heads, index);
-    const int blocks = key_blocks<Spec, kIsCausal>(params, tile.m_block);
+    const int last_block = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM) - 1;
     const int kv_head = tile.head / heads_per_kv;
-    if (blocks > 0) load_key(blocks - 1, kv_head, tile.batch);
-    load_query<Spec>(shared, q_map, 0, query_parity, tile);
-    if (blocks > 0) load_value(blocks - 1, kv_head, tile.batch);
+    load_key(last_block, kv_head, tile.batch);
+    load_query<Spec>(shared, q_map, query, 0, tile);
+    load_value(last_block, kv_head, tile.batch);
 #pragma unroll
     for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) {
-      load_query<Spec>(shared, q_map, consumer, query_parity, tile);
+      load_query<Spec>(shared, q_map, query, consumer, tile);
     }
-    for (int block = blocks - 2; block >= 0; --block) {
+    for (int block = last_block - 1; block >= 0; --block) {
       load_key(block, kv_head, tile.batch);
       load_value(block, kv_head, tile.batch);
     }
-    query_parity ^= 1;
     index = next_index;
   }
 
 #pragma unroll
   for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
-    ptx::mbarrier_wait(shared.query_empty(consumer), query_parity ^ 1);
-    publish_tile(shared.tile(consumer), Tile{-1, 0, 0});
-    ptx::mbarrier_arrive(shared.query_full(consumer));
+    ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
+    publish_tile(shared.tile(query.stage, consumer), Tile{-1, 0, 0});
+    ptx::mbarrier_arrive(shared.query_full(query.stage, consumer));
   }
 }
 

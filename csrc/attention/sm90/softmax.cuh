@@ -28,36 +28,57 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (
   }
 }
 
-// Replaces the scores s by exp2((s - max) * scale_log2) and adds them to the sums. rescale[r]: what the old sum has been,
-// and the old output of row r must be, multiplied by. kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and
-// -inf - -inf is NaN. Unmasked tiles have no such row, and a NaN there comes from the inputs and must come through.
+// Replaces the scores s by exp2((s - max) * scale_log2) and adds them to the sums. Returns whether (in any lane of the warp)
+// the maximum moved; then the old output of row r must be multiplied by rescale[r], as the old sum has been.
+//
+// The maximum only guards against overflow, so a stale one serves as well: it moves when a new score would give an
+// exponential over 2^kMaxExponent, for all rows of the warp at once. After the first few tiles that is rare, and the rescaling of the
+// output, which nothing overlaps, is skipped. P up to 2^8 is as exact in fp16 and bf16 as P up to 1.
+//
+// kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and -inf - -inf is NaN. Unmasked tiles have no such row,
+// and a NaN there comes from the inputs and must come through.
 template <int kN, bool kMayBeEmpty>
-__device__ __forceinline__ void online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
+__device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                float scale_log2) {
+  constexpr float kMaxExponent = 8.0f;
+  float new_max[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float new_max = rows.max[r];
+    new_max[r] = rows.max[r];
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
-      new_max = ptx::max_ftz(new_max, ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      new_max[r] = ptx::max_ftz(new_max[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
     }
-    new_max = ptx::max_ftz(new_max, ptx::shuffle_xor(new_max, 1));
-    new_max = ptx::max_ftz(new_max, ptx::shuffle_xor(new_max, 2));
-    const float shift = (kMayBeEmpty && new_max == ptx::negative_infinity() ? 0.0f : new_max) * scale_log2;
-    rescale[r] = ptx::exp2_approx(ptx::fma_rn(rows.max[r], scale_log2, -shift));
-    rows.max[r] = new_max;
-    float sum = rows.sum[r] * rescale[r];
+    new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 1));
+    new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 2));
+  }
+  // False for the NaN of a row without keys.
+  const bool stays = (new_max[0] - rows.max[0]) * scale_log2 <= kMaxExponent &&
+                     (new_max[1] - rows.max[1]) * scale_log2 <= kMaxExponent;
+  const bool moved = ptx::vote_any(!stays);
+  if (moved) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float shift = (kMayBeEmpty && new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r]) * scale_log2;
+      rescale[r] = ptx::exp2_approx(ptx::fma_rn(rows.max[r], scale_log2, -shift));
+      rows.max[r] = new_max[r];
+      rows.sum[r] *= rescale[r];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float shift = (kMayBeEmpty && rows.max[r] == ptx::negative_infinity() ? 0.0f : rows.max[r]) * scale_log2;
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& score = scores[4 * j + 2 * r + c];
         score = ptx::exp2_approx(ptx::fma_rn(score, scale_log2, -shift));
-        sum += score;
+        rows.sum[r] += score;
       }
     }
-    rows.sum[r] = sum;
   }
+  return moved;
 }
 
 // After the last tile. inverse_sum[r] scales the output (0 for a row without a visible key); lse[r] is the natural

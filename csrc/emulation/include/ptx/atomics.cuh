@@ -1,0 +1,17 @@
+// Emulated: the signatures of csrc/ptx/atomics.cuh plus the call site; a test holds the two against each other.
+#pragma once
+
+#include "emulation/machine.h"
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+using emulation::Site;
+
+__device__ __forceinline__ int32_t atomic_add_global(int32_t* gmem, int32_t value, Site site = Site::here()) {
+  return emulation::atomic_add(gmem, value, site, "atomic_add_global");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

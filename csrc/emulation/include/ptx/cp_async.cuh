@@ -1,0 +1,30 @@
+// Emulated: the signatures of csrc/ptx/cp_async.cuh plus the call site; a test holds the two against each other.
+#pragma once
+
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+using emulation::Site;
+
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, int source_bytes,
+                                            Site site = Site::here()) {
+  emulation::copy_async(smem.address, gmem, 16, source_bytes, site, "cp_async_16");
+}
+
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, Site site = Site::here()) {
+  emulation::copy_async(smem.address, gmem, 16, 16, site, "cp_async_16");
+}
+
+__device__ __forceinline__ void cp_async_commit(Site site = Site::here()) {
+  emulation::copy_async_commit(site, "cp_async_commit");
+}
+
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait(Site site = Site::here()) {
+  emulation::copy_async_wait(kPending, site, "cp_async_wait");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,17 @@
+// Emulated: the signatures of csrc/ptx/fence.cuh plus the call site; a test holds the two against each other.
+#pragma once
+
+#include "emulation/machine.h"
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+using emulation::Site;
+
+__device__ __forceinline__ void fence_proxy_async_shared(Site site = Site::here()) {
+  emulation::fence_proxy_async(site, "fence_proxy_async_shared");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

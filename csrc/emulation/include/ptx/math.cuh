@@ -1,0 +1,40 @@
+// Emulated: the signatures of csrc/ptx/math.cuh; none needs a call site; a test holds the two against each other.
+#pragma once
+
+#include <cmath>
+
+#include "emulation/machine.h"
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+__device__ __forceinline__ uint32_t float_bits(float x) { return emulation::float_bits(x); }
+
+__device__ __forceinline__ float negative_infinity() { return emulation::bits_float(0xff800000u); }
+
+// The approximations of the GPU are within 2 units in the last place of these (rounded from double); they are not equal
+// to them bit for bit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  return emulation::flush_to_zero(static_cast<float>(std::exp2(static_cast<double>(emulation::flush_to_zero(x)))));
+}
+
+__device__ __forceinline__ float lg2_approx(float x) {
+  return emulation::flush_to_zero(static_cast<float>(std::log2(static_cast<double>(emulation::flush_to_zero(x)))));
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+  return emulation::flush_to_zero(static_cast<float>(1.0 / static_cast<double>(emulation::flush_to_zero(x))));
+}
+
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
+  return emulation::flush_to_zero(
+      std::fma(emulation::flush_to_zero(a), emulation::flush_to_zero(b), emulation::flush_to_zero(c)));
+}
+
+__device__ __forceinline__ float max_ftz(float a, float b) {
+  return std::fmax(emulation::flush_to_zero(a), emulation::flush_to_zero(b));
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,41 @@
+// Emulated: the signatures of csrc/ptx/shuffle.cuh plus the call site; a test holds the two against each other.
+#pragma once
+
+#include "emulation/machine.h"
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+using emulation::Site;
+
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask, Site site = Site::here()) {
+  return emulation::bits_float(emulation::shuffle_xor(emulation::float_bits(value), lane_mask, site, "shuffle_xor"));
+}
+
+__device__ __forceinline__ uint32_t shuffle_xor(uint32_t value, int lane_mask, Site site = Site::here()) {
+  return emulation::shuffle_xor(value, lane_mask, site, "shuffle_xor");
+}
+
+__device__ __forceinline__ float shuffle_index(float value, int lane, Site site = Site::here()) {
+  return emulation::bits_float(emulation::shuffle_index(emulation::float_bits(value), lane, site, "shuffle_index"));
+}
+
+__device__ __forceinline__ int shuffle_index(int value, int lane, Site site = Site::here()) {
+  return static_cast<int>(emulation::shuffle_index(static_cast<uint32_t>(value), lane, site, "shuffle_index"));
+}
+
+__device__ __forceinline__ bool vote_any(bool predicate, Site site = Site::here()) {
+  return emulation::vote(predicate, false, site, "vote_any");
+}
+
+__device__ __forceinline__ bool vote_all(bool predicate, Site site = Site::here()) {
+  return emulation::vote(predicate, true, site, "vote_all");
+}
+
+__device__ __forceinline__ bool elect_one(Site site = Site::here()) {
+  return emulation::elect(site, "elect_one");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,16 @@
+// Emulated: the signatures of csrc/ptx/stmatrix.cuh plus the call site; a test holds the two against each other.
+#pragma once
+
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+using emulation::Site;
+
+__device__ __forceinline__ void stmatrix_x4(void* smem_row, const uint32_t (&r)[4], Site site = Site::here()) {
+  emulation::store_matrix(smem_address(smem_row, site), r, 4, false, site, "stmatrix_x4");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

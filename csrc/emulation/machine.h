@@ -1,0 +1,74 @@
+// What the emulated instruction wrappers (include/ptx/) call. Every function works for the thread that runs now.
+// `what` is the wrapper's name, for reports.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "emulation/numerics.h"
+#include "emulation/site.h"
+
+namespace flashmoe {
+namespace emulation {
+
+// Identity.
+int thread_index();
+int block_index();
+int block_size();
+int grid_size();
+
+// Memory. The pointers that a kernel holds lead into address space without memory behind it, so an access that goes past
+// these functions stops with a report too. `smem` and `barrier` are shared addresses, as shared_address gives them.
+unsigned char* shared_window();
+uint32_t shared_address(const void* smem, const Site& site, const char* what);
+void load_shared(void* to, uint32_t smem, int bytes, const Site& site, const char* what);
+void store_shared(uint32_t smem, const void* from, int bytes, const Site& site, const char* what);
+void load_global(void* to, const void* gmem, int bytes, const Site& site, const char* what);
+void store_global(void* gmem, const void* from, int bytes, const Site& site, const char* what);
+int32_t atomic_add(int32_t* gmem, int32_t value, const Site& site, const char* what);
+
+// Barriers.
+constexpr int kWholeBlock = -1;
+void barrier(int id, int threads, bool waits, const Site& site, const char* what);
+void warp_barrier(const Site& site, const char* what);
+
+// Warp collectives.
+uint32_t shuffle_xor(uint32_t value, int lane_mask, const Site& site, const char* what);
+uint32_t shuffle_index(uint32_t value, int lane, const Site& site, const char* what);
+bool vote(bool predicate, bool all, const Site& site, const char* what);
+bool elect(const Site& site, const char* what);
+void load_matrix(uint32_t* r, uint32_t smem_row, int matrices, bool transposed, const Site& site, const char* what);
+void store_matrix(uint32_t smem_row, const uint32_t* r, int matrices, bool transposed, const Site& site, const char* what);
+// d[4] += a * b of m16n8k(k): k = 16 reads a[4], b[2]; k = 8 reads a[2], b[1].
+void matrix_product(float* d, const uint32_t* a, const uint32_t* b, int k, Format format, const Site& site,
+                    const char* what);
+
+// cp.async.
+void copy_async(uint32_t smem, const void* gmem, int bytes, int source_bytes, const Site& site, const char* what);
+void copy_async_commit(const Site& site, const char* what);
+void copy_async_wait(int pending, const Site& site, const char* what);
+
+// mbarrier and the copy engine. `tensor_map` points to the 128 bytes that emulation_encode_tensor_map wrote.
+void mbarrier_init(uint32_t barrier, int arrivals, const Site& site, const char* what);
+void mbarrier_init_fence(const Site& site, const char* what);
+void mbarrier_arrive(uint32_t barrier, int expect_bytes, const Site& site, const char* what);
+bool mbarrier_try_wait(uint32_t barrier, int phase_parity, const Site& site, const char* what);
+void fence_proxy_async(const Site& site, const char* what);
+void prefetch_tensor_map(const void* tensor_map, const Site& site, const char* what);
+void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier, int rank, const int* coordinates, const Site& site,
+                 const char* what);
+void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* coordinates, const Site& site,
+                  const char* what);
+void tensor_store_commit(const Site& site, const char* what);
+void tensor_store_wait(int pending, bool only_reads, const Site& site, const char* what);
+
+// wgmma: d[columns / 2] per thread; a == nullptr takes A from descriptor_a, else from the 4 registers at a.
+void wgmma_fence(const Site& site, const char* what);
+void wgmma_commit(const Site& site, const char* what);
+void wgmma_wait(int pending, const Site& site, const char* what);
+void wgmma_product(float* d, int columns, const uint32_t* a, uint64_t descriptor_a, uint64_t descriptor_b,
+                   bool transposed_b, int scale_d, Format format, const Site& site, const char* what);
+void set_max_registers(int registers, bool increase, const Site& site, const char* what);
+
+}  // namespace emulation
+}  // namespace flashmoe

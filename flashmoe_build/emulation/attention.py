@@ -1,0 +1,228 @@
+"""Runs one attention problem on an emulated forward kernel and checks the result."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from flashmoe.errors import InternalError
+from flashmoe.tables import Unit
+from flashmoe_build.emulation.build import Options, kernel_library
+from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
+from flashmoe_build.emulation.problem import Layout, Problem, disagreements, make_inputs, reference
+
+ELEMENT = 2  # bytes
+# Rows this many elements apart put the 32nd row past 2^31 elements.
+FAR_ROW = 2**26 + 8
+EMULATED_MULTIPROCESSORS = 3  # blocks of a persistent grid: few, so that each takes several tiles
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]  # noqa: RUF012
+
+
+class ForwardParams(ctypes.Structure):
+    """struct ForwardParams of csrc/attention/params.h; the library's own size is compared at load."""
+
+    _fields_ = [  # noqa: RUF012
+        *((name, ctypes.c_uint64) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial")),
+        ("tile_counter", ctypes.c_uint64),
+        *((f"{name}_stride", _Strides) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")),
+        ("num_splits", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("scale_log2", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor as the kernel sees it: address and element strides of (batch, head, row)."""
+
+    address: int
+    strides: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one emulated run."""
+
+    problem: Problem
+    symbol: str
+    report: LaunchReport
+    wrong: tuple[str, ...]
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def passed(self) -> bool:
+        return self.report.failure is None and not self.wrong
+
+    def explain(self) -> str:
+        """What failed, in words; empty when nothing did."""
+        failure = [] if self.report.failure is None else [str(self.report.failure)]
+        return "\n".join([*failure, *self.wrong])
+
+
+@lru_cache(maxsize=64)
+def load(path: Path) -> KernelLibrary:
+    library = KernelLibrary(path)
+    theirs, ours = library.function("emulation_params_bytes")(), ctypes.sizeof(ForwardParams)
+    if theirs != ours:
+        msg = f"ForwardParams has {theirs} bytes in params.h and {ours} in flashmoe_build/emulation/attention.py"
+        raise InternalError(msg)
+    return library
+
+
+def place(library: KernelLibrary, tensor: torch.Tensor, layout: Layout, name: str, *, output: bool = False) -> Placed:
+    """Maps a contiguous [batch, heads, rows, head_dim] tensor in the given layout. BSHD keeps the values of ``tensor`` in
+    [batch, rows, heads, head_dim] order, so the caller passes it with that memory."""
+    batch, heads, rows, dim = tensor.shape
+    if layout in (Layout.BHSD, Layout.BSHD):
+        stride = tensor.stride()
+        address = library.add_buffer(
+            tensor.data_ptr(), tensor.numel() * ELEMENT, writable=output, initialised=not output, name=name
+        )
+        return Placed(address, (stride[0], stride[1], stride[2]))
+    row_stride = FAR_ROW if layout is Layout.FAR else (dim + 7) // 8 * 8 + 8
+    strides = (heads * rows * row_stride, rows * row_stride, row_stride)
+    base = library.reserve(batch * strides[0] * ELEMENT)
+    for index in range(batch * heads * rows):
+        library.map_buffer(
+            base + index * row_stride * ELEMENT,
+            tensor.data_ptr() + index * dim * ELEMENT,
+            dim * ELEMENT,
+            writable=output,
+            initialised=not output,
+            name=f"{name} row {index % rows} of head {index // rows % heads} of batch {index // rows // heads}",
+        )
+    return Placed(base, strides)
+
+
+def _arranged(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    if layout is Layout.BSHD:
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return tensor.contiguous()
+
+
+def geometry(unit: Unit, problem: Problem) -> Geometry:
+    """Grid, threads, shared memory and registers at launch, as csrc/host/launch.cpp would choose them."""
+    row, shape = unit.row, problem.shape
+    tiles = math.ceil(shape.seq_q / row.block_m) * shape.heads_q * shape.batch * problem.splits
+    grid = min(tiles, EMULATED_MULTIPROCESSORS) if row.schedule == "persistent" else tiles
+    registers = min(255, 65536 // (row.threads * row.min_blocks) // 8 * 8)
+    return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), registers)
+
+
+@contextmanager
+def mapped(library: KernelLibrary) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        library.clear_buffers()
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Host memory that a forward kernel writes."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    out_partial: torch.Tensor
+    lse_partial: torch.Tensor
+    counter: torch.Tensor
+
+
+def _results(problem: Problem, like: torch.Tensor) -> _Results:
+    shape, splits = problem.shape, problem.splits
+    rows = (shape.batch, shape.heads_q, shape.seq_q)
+    nan = float("nan")
+    return _Results(
+        out=torch.full_like(like, nan),
+        lse=torch.full(rows, nan),
+        out_partial=torch.full((splits, *rows, shape.head_dim), nan),
+        lse_partial=torch.full((splits, *rows), nan),
+        counter=torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def _params(library: KernelLibrary, problem: Problem, tensors: tuple[torch.Tensor, ...], results: _Results) -> ForwardParams:
+    """Maps everything and fills the kernel's parameters."""
+    shape = problem.shape
+    names = ("q", "k", "v", "out")
+    placed = {
+        name: place(library, tensor, problem.layout, name, output=name == "out")
+        for name, tensor in zip(names, (*tensors, results.out), strict=True)
+    }
+
+    def add(tensor: torch.Tensor, name: str, *, initialised: bool = False) -> int:
+        return library.add_buffer(tensor.data_ptr(), tensor.numel() * 4, writable=True, initialised=initialised, name=name)
+
+    partial = (
+        {name: add(getattr(results, name), name) for name in ("out_partial", "lse_partial")} if problem.splits > 1 else {}
+    )
+    return ForwardParams(
+        **{name: item.address for name, item in placed.items()},
+        **{f"{name}_stride": _Strides(*item.strides) for name, item in placed.items()},
+        **partial,
+        lse=add(results.lse, "lse"),
+        tile_counter=add(results.counter, "tile_counter", initialised=True),
+        batch=shape.batch,
+        heads_q=shape.heads_q,
+        heads_kv=shape.heads_kv,
+        seq_q=shape.seq_q,
+        seq_k=shape.seq_k,
+        head_dim=shape.head_dim,
+        num_splits=problem.splits,
+        scale=problem.scale,
+        scale_log2=problem.scale * math.log2(math.e),
+    )
+
+
+def merge(results: _Results) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole output and log-sum-exp out of those of the splits, in fp64."""
+    lse = torch.logsumexp(results.lse_partial.double(), dim=0)
+    weights = torch.exp(results.lse_partial.double() - lse.masked_fill(torch.isinf(lse), 0.0))
+    return (weights[..., None] * results.out_partial.double()).sum(dim=0), lse
+
+
+def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
+    """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
+    library = load(kernel_library(unit, options))
+    symbol = dict(unit.entries)["causal" if problem.causal else "full"]
+    inputs = make_inputs(problem)
+    tensors = tuple(_arranged(t, problem.layout) for t in (inputs.q, inputs.k, inputs.v))
+    results = _results(problem, tensors[0])
+    with mapped(library):
+        params = _params(library, problem, tensors, results)
+        maps = _tensor_maps(library, params) if unit.row.family == "sm90" else None
+        base = 0 if maps is None else (ctypes.addressof(maps) + 63) // 64 * 64
+        arguments = (ctypes.addressof(params), *(() if maps is None else (base + 128 * i for i in range(4))))
+        report = library.launch(symbol, arguments, geometry(unit, problem), settings)
+    out, lse = merge(results) if problem.splits > 1 else (results.out, results.lse)
+    wrong = [] if report.failure else disagreements(problem, reference(problem, inputs), out, lse)
+    if not report.failure and int(results.counter[0]) != 0:
+        wrong.append(f"tile_counter is {int(results.counter[0])} after the launch; the next launch needs 0")
+    return Outcome(problem, symbol, report, tuple(wrong), out, lse)
+
+
+def _tensor_maps(library: KernelLibrary, params: ForwardParams) -> ctypes.Array[ctypes.c_char]:
+    """Four 128-byte tensor maps, at the first multiple of 64 in the returned memory."""
+    memory = ctypes.create_string_buffer(4 * 128 + 64)
+    base = (ctypes.addressof(memory) + 63) // 64 * 64
+    encode = library.function("emulation_encode_maps")
+    encode.restype = ctypes.c_char_p
+    encode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    problem = encode(ctypes.addressof(params), base)
+    if problem is not None:
+        msg = f"the host's tensor maps are refused: {problem.decode()}"
+        raise InternalError(msg)
+    return memory
+

@@ -1,0 +1,178 @@
+"""Compiles the machine once and every kernel unit into a shared library of its own, both cached by content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from flashmoe.errors import BuildError
+from flashmoe.tables import Unit
+from flashmoe_build.cache import content_key, include_closure
+from flashmoe_build.codegen import unit_source
+from flashmoe_build.jobs import job_count, run_all
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CSRC = REPOSITORY / "csrc"
+CACHE = REPOSITORY / "build" / "emulation"
+COMPILE_SECONDS = 300
+
+# Kernel arithmetic is not contracted into fused multiply-adds here; NVRTC contracts by default. Kernels that mean one
+# write fma_rn. Uninitialised locals hold a pattern (about -1.7e38 as a float), never what the stack happened to have.
+COMMON_FLAGS = ("-std=c++17", "-g", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas")
+KERNEL_FLAGS = ("-O2", "-fno-math-errno", "-ftrivial-auto-var-init=pattern", "-include", "emulation/prelude.h")
+MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+_MACHINE_LOCK = threading.Lock()
+ARCH_MACROS = {"sm75": "750", "sm80": "800", "sm90": "900"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile. ``sanitize``: "", "address", "undefined" or both with a comma. ``overlay``: a folder whose files
+    stand in for those of csrc (changed kernels)."""
+
+    sanitize: str = ""
+    overlay: Path | None = None
+
+    def flags(self) -> tuple[str, ...]:
+        if not self.sanitize:
+            return ()
+        return (f"-fsanitize={self.sanitize}", "-fno-omit-frame-pointer", "-DFLASHMOE_EMULATION_SANITIZE")
+
+    def roots(self) -> tuple[Path, ...]:
+        overlay = () if self.overlay is None else (self.overlay,)
+        return (CSRC / "emulation" / "include", *overlay, CSRC)
+
+
+def jobs() -> int:
+    """Compilations and test processes at once: MAX_JOBS, else at most two."""
+    return job_count(os.environ) if os.environ.get("MAX_JOBS") else min(2, job_count(os.environ))
+
+
+@lru_cache(maxsize=1)
+def compiler() -> tuple[str, str]:
+    """The host compiler and its version line."""
+    name = os.environ.get("CXX", "g++")
+    path = shutil.which(name)
+    if path is None:
+        msg = f"no {name} on PATH; install g++ 12 or later, or set CXX"
+        raise BuildError(msg)
+    version = subprocess.run([path, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()[0]
+    return path, version
+
+
+def _run(command: list[str], what: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's runtime
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=COMPILE_SECONDS, env=environment
+    )
+    if result.returncode != 0:
+        msg = f"{what} does not compile for the CPU:\n{result.stderr.strip()[-6000:]}\ncommand: {' '.join(command)}"
+        raise BuildError(msg)
+
+
+def _publish(command: list[str], output: Path, what: str) -> Path:
+    """Runs ``command`` with ``-o`` a temporary name, then moves the result in place: half a file is never found."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.{threading.get_ident()}")
+    _run([*command, "-o", str(temporary)], what)
+    temporary.replace(output)
+    return output
+
+
+def machine_objects(options: Options) -> tuple[Path, ...]:
+    """The machine's object files (csrc/emulation/*.cpp)."""
+    path, version = compiler()
+
+    def compile_one(source: Path) -> Path:
+        text = source.read_text(encoding="utf-8")
+        flags = (*COMMON_FLAGS, *MACHINE_FLAGS, *options.flags())
+        key = content_key(text, include_closure(text, [CSRC]), CSRC, {"flags": flags, "compiler": version})
+        output = CACHE / "machine" / f"{source.stem}-{key[:16]}.o"
+        if not output.is_file():
+            _publish([path, *flags, f"-I{CSRC}", "-c", str(source)], output, source.name)
+        return output
+
+    with _MACHINE_LOCK:  # the second of two kernels finds the objects that the first has made
+        return tuple(run_all(sorted((CSRC / "emulation").glob("*.cpp")), compile_one, jobs()))
+
+
+def library(name: str, text: str, arch: str, options: Options) -> Path:
+    """A shared library of one translation unit and the machine."""
+    path, version = compiler()
+    roots = options.roots()
+    objects = machine_objects(options)
+    flags = (*COMMON_FLAGS, *KERNEL_FLAGS, f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}", *options.flags())
+    facts = {"flags": flags, "compiler": version, "objects": [item.name for item in objects]}
+    # The force-included prelude is part of the key although the text does not name it.
+    named = '#include "emulation/prelude.h"\n' + text
+    files = include_closure(named, roots)
+    key = content_key(text, files, options.overlay or CSRC, facts)
+    output = CACHE / "kernels" / f"{name}-{key[:16]}.so"
+    if output.is_file():
+        return output
+    source = CACHE / "sources" / f"{name}-{key[:16]}.cpp"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(text, encoding="utf-8")
+    includes = [f"-I{root}" for root in roots]
+    command = [path, *flags, *includes, "-shared", str(source), *map(str, objects), "-Wl,-Bsymbolic"]
+    return _publish(command, output, name)
+
+
+def unit_text(unit: Unit) -> str:
+    """The unit that NVRTC compiles, unchanged, and a C entry for each kernel that takes its parameters by address."""
+    has_maps = unit.row.family == "sm90" and unit.row.operation == "attention_forward"
+    lines = [unit_source(unit)]
+    if has_maps:
+        lines += ['#include "attention/sm90/tensor_map.h"', 'extern "C" const char* emulation_encode_tensor_map(']
+        lines += ["    void*, int, int, uint64_t, const uint64_t*, const uint64_t*, const uint32_t*, int);", ""]
+    maps = "".join(f", *static_cast<const flashmoe::ptx::TensorMap*>(arguments[{i}])" for i in range(1, 5))
+    for _, symbol in unit.entries:
+        lines += [
+            f'extern "C" void emulation_entry_{symbol}(const void* const* arguments) {{',
+            "  const auto& params = *static_cast<const flashmoe::attention::ForwardParams*>(arguments[0]);",
+            f"  {symbol}(params{maps if has_maps else ''});",
+            "}",
+        ]
+    lines += ['extern "C" unsigned long emulation_params_bytes() {', "  return sizeof(flashmoe::attention::ForwardParams);"]
+    lines += ["}"]
+    if has_maps:
+        lines += [_ENCODE_MAPS]
+    return "\n".join(lines) + "\n"
+
+
+# The host's own description of the maps, encoded as the machine wants it. Returns null, or what is wrong.
+_ENCODE_MAPS = """\
+extern "C" const char* emulation_encode_maps(const void* params, void* maps) {
+  using flashmoe::attention::sm90::TensorMapArguments;
+  const auto described = flashmoe::attention::sm90::forward_tensor_maps(
+      *static_cast<const flashmoe::attention::ForwardParams*>(params), Spec::kBlockN);
+  const TensorMapArguments* const all[] = {&described.q, &described.k, &described.v, &described.out};
+  for (int i = 0; i < 4; ++i) {
+    const char* problem = emulation_encode_tensor_map(
+        static_cast<unsigned char*>(maps) + 128 * i, flashmoe::attention::sm90::kElementBytes,
+        flashmoe::attention::sm90::kTensorMapRank, reinterpret_cast<uint64_t>(all[i]->address), all[i]->dims,
+        all[i]->strides_bytes, all[i]->box, 128);
+    if (problem != nullptr) return problem;
+  }
+  return nullptr;
+}
+"""
+
+
+def kernel_library(unit: Unit, options: Options) -> Path:
+    """The emulated library of one unit; compiled when its content is new."""
+    return library(unit.name, unit_text(unit), unit.row.family, options)
+
+
+def fingerprint(paths: tuple[Path, ...]) -> str:
+    """A short hash of files, for reports."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

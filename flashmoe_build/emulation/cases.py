@@ -1,0 +1,128 @@
+"""Which kernels there are to emulate, and the small problems that each is run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashmoe.tables import Tables, Unit
+from flashmoe_build.emulation.attention import Outcome, run_forward
+from flashmoe_build.emulation.build import Options
+from flashmoe_build.emulation.combine import run_combine
+from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
+from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
+
+# Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
+FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel unit to emulate. Units that differ only in target share the source text and count once."""
+
+    label: str
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, a problem and a seed: what one emulated run needs."""
+
+    kernel: Kernel
+    problem: Problem
+    seed: int
+
+    @property
+    def identity(self) -> str:
+        p = self.problem
+        mask = "causal" if p.causal else "full"
+        splits = f"-s{p.splits}" if p.splits > 1 else ""
+        return f"{self.kernel.label}-{mask}-{p.shape}-{p.layout.value}-{p.values.value}{splits}-seed{self.seed}"
+
+    def command(self) -> str:
+        """The command that repeats the case."""
+        p = self.problem
+        parts = [
+            "python -m flashmoe_build.emulation",
+            f"--kernel {self.kernel.label}",
+            f"--mask {'causal' if p.causal else 'full'}",
+            f"--shape {p.shape}",
+            f"--layout {p.layout.value}",
+            f"--values {p.values.value}",
+            f"--splits {p.splits}" if p.splits > 1 else "",
+            f"--seed {self.seed}",
+        ]
+        return " ".join(part for part in parts if part)
+
+
+def kernels(tables: Tables) -> tuple[Kernel, ...]:
+    """Every distinct kernel of the table: same name and same numbers count once; a name with several tiles gets the
+    target of each in its label."""
+    distinct: dict[tuple[object, ...], Unit] = {}
+    for unit in tables.units():
+        row = unit.row
+        numbers = (row.block_m, row.block_n, row.stages, row.warps, row.min_blocks, tuple(sorted(row.options.items())))
+        distinct.setdefault((unit.name, *numbers), unit)
+    names = [unit.name for unit in distinct.values()]
+    return tuple(
+        Kernel(unit.name if names.count(unit.name) == 1 else f"{unit.name}.{unit.target.name}", unit)
+        for unit in distinct.values()
+    )
+
+
+def _split_counts(unit: Unit) -> tuple[int, ...]:
+    return (3, 2) if unit.row.options.get("split") else (1,)
+
+
+def problems(unit: Unit) -> Iterator[Problem]:
+    """The suite of one kernel: edges of its own tile, both masks, grouped heads, narrow head dims, every layout."""
+    if unit.row.operation == "attention_combine":
+        yield from _combine_problems(unit)
+        return
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.head_dim
+    narrow = dim - 24 if dim == 64 else dim - 32  # a multiple of 8 that ends inside a 64-column segment
+    splits = _split_counts(unit)
+    for causal in (mask == "causal" for mask in unit.row.masks):
+        sizes = (
+            # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
+            (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),  # one past a tile, both ways; tile index (F16)
+            (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),  # whole tiles, two batches
+            (65, 3 * n + 7, dim, 1, 1, 1, Layout.ROWS, Values.RISING),  # a maximum that moves from tile to tile
+            (3, n + 3, narrow, 2, 2, 1, Layout.ROWS, Values.LARGE),  # fewer columns than the kernel has
+            (m + 7, 5, dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),  # fewer keys than rows: causal rows without a key
+            (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),  # decode, grouped heads
+            (36, 40, dim, 1, 1, 1, Layout.FAR, Values.NORMAL),  # offsets past 2^31 elements
+        )
+        for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
+            shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
+            yield Problem(shape, unit.dtype, causal, layout, values, index, splits[index % len(splits)])
+
+
+def _combine_problems(unit: Unit) -> Iterator[Problem]:
+    for index, (head_dim, splits, rows, layout) in enumerate(
+        ((64, 2, 5, Layout.BHSD), (128, 32, 3, Layout.ROWS), (256, 7, 9, Layout.BSHD), (40, 3, 1, Layout.ROWS), (256, 1, 2, Layout.FAR))
+    ):
+        shape = Shape(2, 3, 1, rows, 64, head_dim)
+        yield Problem(shape, unit.dtype, False, layout, Values.NORMAL, index, splits)
+
+
+def suite(tables: Tables, selected: str = "", masks: tuple[bool, ...] = (False, True)) -> Iterator[Case]:
+    """Every case of every kernel whose label contains ``selected``."""
+    for kernel in kernels(tables):
+        if selected not in kernel.label:
+            continue
+        for seed, problem in enumerate(problems(kernel.unit)):
+            if problem.causal in masks:
+                yield Case(kernel, problem, seed)
+
+
+def settings_for(case: Case, **changes: object) -> Settings:
+    """The settings of a case: its seed, and the tensor cores of the kernel's family."""
+    core = TENSOR_CORES[FAMILY_CORES[case.kernel.unit.row.family]]
+    return Settings(**{"seed": case.seed, "core": core, **changes})  # type: ignore[arg-type]
+
+
+def run_case(case: Case, options: Options, **changes: object) -> Outcome:
+    """Runs one case on the emulated machine and checks the result."""
+    run = run_combine if case.kernel.unit.row.operation == "attention_combine" else run_forward
+    return run(case.kernel.unit, case.problem, settings_for(case, **changes), options)

@@ -1,0 +1,105 @@
+"""The command: exit codes, log output, terminal output, JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from audit_builders import Workshop, audit
+
+import flashmoe
+from flashmoe.audit.render import kernel_table, plain, show
+from flashmoe.errors import ExitCode
+from flashmoe.report import read_report
+from flashmoe.tables import Tables
+
+
+def environment() -> dict[str, str]:
+    """The flashmoe under test, from a folder where no other one lies."""
+    return {**os.environ, "PYTHONPATH": str(Path(flashmoe.__file__).parent.parent)}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "flashmoe", "audit", *arguments]
+    return subprocess.run(words, cwd="/", env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_pass_is_zero_and_writes_the_report(workshop: Workshop, tmp_path: Path) -> None:
+    path = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'})
+    done = command(str(path), "--json", str(tmp_path / "audit.json"))
+    assert done.returncode == ExitCode.OK, done.stdout + done.stderr
+    report = read_report(tmp_path / "audit.json")
+    assert (report.kind, report.verdict.value) == ("audit", "PASS")
+    assert report.data["subjects"][0]["sha256"]
+    assert str(tmp_path) not in json.dumps(report.to_json()), "no folder of this machine in a report"
+
+
+def test_failure_is_one_and_says_everything(workshop: Workshop) -> None:
+    done = command(
+        str(workshop.extension({"bind.cpp": 'extern "C" void launch(); extern "C" void PyInit__C() { launch(); }'}))
+    )
+    assert done.returncode == ExitCode.FAILED
+    for word in (
+        "FAIL  undefined symbol: launch",
+        "found    launch is undefined",
+        "expected ",
+        "why      ",
+        "Cause: ",
+        "next     ",
+    ):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("content", ["folder", "missing", "wheel"])
+def test_nothing_checked_is_three(workshop: Workshop, tmp_path: Path, content: str) -> None:
+    path = {"folder": tmp_path, "missing": tmp_path / "_C.so"}.get(content) or workshop.wheel(
+        {"a/__init__.py": ""}, name="a-1-py3-none-any.whl"
+    )
+    assert command(str(path)).returncode == ExitCode.NOTHING_CHECKED
+
+
+def test_unusable_file_is_one(tmp_path: Path) -> None:
+    (tmp_path / "_C.so").write_text("text")
+    done = command(str(tmp_path / "_C.so"))
+    assert (done.returncode, "FAIL  input: not-elf" in done.stdout) == (ExitCode.FAILED, True)
+
+
+def test_no_path_is_a_usage_error() -> None:
+    assert command().returncode == ExitCode.USAGE
+
+
+def test_torch_is_not_imported(sound: Path) -> None:
+    script = f"import sys; from pathlib import Path; from flashmoe.audit import audit; audit(Path({str(sound)!r})); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd="/", env=environment(), check=True, timeout=120)
+
+
+def test_log_has_the_launchability_table(sound: Path, tables: Tables) -> None:
+    report = audit(sound, tables=tables)
+    lines = list(plain(report))
+    assert lines[-1].startswith("audit of libflashmoe.so: PASS (")
+    header, *rows = kernel_table(report.data)
+    assert header == ("unit", "threads", "static", "dynamic", "compute_80", "sm_80", "sm_90a")
+    assert [row[0] for row in rows] == ["attention_forward_sm80_bf16_d64", "attention_forward_sm80_f16_d64"]
+    for row in rows:
+        assert row[1:4] == ("128", "0", "24576")
+        assert re.fullmatch(r"-: \d+ \d+ \d+ \d+ \d+ \d+", row[4]), "PTX: registers unknown, six GPUs"
+        assert re.fullmatch(r"\d+: \d+ \d+ \d+", row[5]), "sm_80, sm_86 and sm_89"
+        assert re.fullmatch(r"\d+: \d+", row[6])
+    assert all(any(cell in line for line in lines) for row in rows for cell in row)
+
+
+def test_terminal_output_names_every_check(sound: Path, tables: Tables) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    report, stream = audit(sound, tables=tables), Terminal()
+    show(report, stream)
+    assert "launchability" in stream.getvalue()
+    assert "PASS" in stream.getvalue()

@@ -1,0 +1,177 @@
+"""The sessions: what nox lists, what they pass on, and the two programs that only they use."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe.report import Check, Report, Verdict, write_report
+from flashmoe_build import lint, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+NOXFILE = ROOT / "noxfile.py"
+FRESH_REPORT = Report("build", (Check("device code", Verdict.PASS, "84 binaries"),), seconds=61.2)
+
+
+def noxfile_function(name: str) -> object:
+    """One plain function of the noxfile, without running nox."""
+    tree = ast.parse(NOXFILE.read_text(encoding="utf-8"))
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    module = ast.Module(body=[*wanted], type_ignores=[])
+    space: dict[str, object] = {"ROOT": ROOT, "Sequence": list, "Path": Path}
+    exec(compile(module, "noxfile", "exec"), space)
+    return space[name]
+
+
+def test_nox_lists_every_session_with_what_it_does() -> None:
+    command = [sys.executable, "-m", "nox", "--noxfile", str(NOXFILE), "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    listed = dict(re.findall(r"^[*-] (\w+) -> (.*)$", done.stdout, re.MULTILINE))
+    assert {"main", "build", "symbols", "smoke", "test", "bench", "lint", "lock", "doctor", "docs"} <= set(listed)
+    assert all(listed.values())
+
+
+def test_test_paths_do_not_depend_on_the_folder() -> None:
+    absolute = noxfile_function("absolute_paths")
+    given = ["-k", "tests", "tests/lock/test_pins.py::test_x", "-x", "nothing/here", "/dev/null"]
+    expected = [*given]
+    expected[1] = str(ROOT / "tests")
+    expected[2] = str(ROOT / "tests/lock/test_pins.py::test_x")
+    assert absolute(given) == expected  # type: ignore[operator]
+
+
+def summarise(folder: Path, *stages: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flashmoe_build.summary", str(folder), *stages]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_table_comes_from_the_reports(tmp_path: Path) -> None:
+    write_report(tmp_path / "build.json", FRESH_REPORT)
+    smoke = Report("smoke", (Check("cpu", Verdict.PASS), Check("cuda", Verdict.SKIP)), seconds=3.0)
+    write_report(tmp_path / "smoke.json", smoke)
+    done = summarise(tmp_path, "build", "smoke")
+    assert done.returncode == 0, done.stderr
+    assert "build  PASS        61.2  1 PASS" in done.stdout
+    assert "smoke  PASS         3.0  1 PASS, 1 SKIP" in done.stdout
+
+
+def test_a_stage_without_a_report_is_a_failure(tmp_path: Path) -> None:
+    write_report(tmp_path / "build.json", FRESH_REPORT)
+    done = summarise(tmp_path, "build", "symbols")
+    assert done.returncode == 1
+    assert "symbols  NOT RUN" in done.stdout
+
+
+def test_a_failed_stage_is_a_failure_with_its_reason(tmp_path: Path) -> None:
+    bad = Check("spill", Verdict.FAIL, "12 bytes", next_step="change the tile")
+    write_report(tmp_path / "build.json", Report("build", (bad,)))
+    done = summarise(tmp_path, "build")
+    assert done.returncode == 1
+    assert "FAIL spill: 12 bytes; next: change the tile" in done.stdout
+
+
+def test_nothing_checked_is_a_failure(tmp_path: Path) -> None:
+    write_report(tmp_path / "smoke.json", Report("smoke", (Check("cuda", Verdict.SKIP),)))
+    assert summarise(tmp_path, "smoke").returncode == 1
+
+
+def test_a_damaged_report_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "build.json").write_text("{", encoding="utf-8")
+    done = summarise(tmp_path, "build")
+    assert done.returncode == 1
+    assert "build.json is not JSON" in done.stderr
+
+
+def test_many_problems_are_cut_with_their_number() -> None:
+    checks = tuple(Check(f"n{index}", Verdict.WARN, "x") for index in range(9))
+    text = summary.render([summary.row_of("audit", Report("audit", checks))])
+    assert "audit: 4 more in build/reports/audit.json" in text
+    assert "9 WARN" in text
+
+
+def test_every_checker_runs_even_when_one_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    good = lint.run_checker(lint.Checker("good", (sys.executable, "-c", "print('fine')")), tmp_path)
+    bad = lint.run_checker(lint.Checker("bad", (sys.executable, "-c", "raise SystemExit(3)"), "mend it"), tmp_path)
+    gone = lint.run_checker(lint.Checker("gone", (str(tmp_path / "gone"),)), tmp_path)
+    assert [check.verdict for check in (good, bad, gone)] == [Verdict.PASS, Verdict.FAIL, Verdict.FAIL]
+    assert (bad.found, bad.next_step) == ("exit status 3", "mend it")
+    assert "fine" in capfd.readouterr().out
+
+
+def test_checkers_look_at_what_is_there(tmp_path: Path) -> None:
+    names = [checker.name for checker in lint.checkers(tmp_path, tmp_path)]
+    assert not {"hadolint", "zizmor"} & set(names)
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n", encoding="utf-8")
+    (tmp_path / ".github" / "workflows").mkdir(parents=True)
+    (tmp_path / "nox").write_text("#!/bin/sh\n", encoding="utf-8")
+    found = {checker.name: checker.command for checker in lint.checkers(tmp_path, tmp_path)}
+    assert found["hadolint"][1:] == ("Dockerfile",)
+    assert "zizmor" in found
+    assert found["shellcheck"][1:] == ("nox",)
+
+
+def test_the_launcher_and_ci_are_checked_as_shell() -> None:
+    names = [str(path.relative_to(ROOT)) for path in lint.shell_scripts(ROOT)]
+    assert names[:2] == ["nox", ".ci/run"]
+
+
+def test_an_unknown_checker_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint.main(["rufff"]) == 2
+    assert "no checker 'rufff'; known: ruff, format, mypy" in capsys.readouterr().err
+
+
+def run_pytest(tmp_path: Path, body: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A test run of its own with this project's conftest and one test file."""
+    (tmp_path / "conftest.py").write_text(
+        (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "test_it.py").write_text(body, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n", encoding="utf-8")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLASHMOE_", "COV", "PYTEST"))}
+    package = str(Path(summary.__file__).parents[1])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    environ = {**kept, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
+    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+
+
+GPU_TEST = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): raise AssertionError\ndef test_cpu(): pass\n"
+
+
+def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_TEST_REPORT=str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GPU: 1 tests did not run: this machine has no CUDA GPU" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("1 passed, 1 skipped")
+    data = json.loads(report.read_text(encoding="utf-8"))
+    assert data["verdict"] == "PASS"
+    assert (data["data"]["passed"], data["data"]["gpu_not_run"]) == (1, 1)
+
+
+def test_a_run_that_must_have_a_gpu_fails_without(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_REQUIRE_GPU="1")
+    assert done.returncode == 1
+    assert "FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU" in done.stderr
+
+
+def test_only_gpu_tests_without_a_gpu_is_no_pass(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    body = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): pass\n"
+    run_pytest(tmp_path, body, FLASHMOE_TEST_REPORT=str(report))
+    assert json.loads(report.read_text(encoding="utf-8"))["verdict"] == "FAIL"
+
+
+def test_the_checkouts_package_is_not_tested_by_mistake(tmp_path: Path) -> None:
+    source = tmp_path / "source" / "flashmoe"
+    source.mkdir(parents=True)
+    (source / "__init__.py").touch()
+    done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_TEST_INSTALLED="1", PYTHONPATH=str(source.parent))
+    assert done.returncode == 2
+    assert "the installed flashmoe is meant to be tested" in done.stdout + done.stderr
