@@ -225,3 +225,15 @@ def image(session: nox.Session) -> None:
 def image_test(session: nox.Session) -> None:
     """Run the built images and check what they promise (-- words for pytest)."""
     program(session, locked(session, "container"), "flashmoe_build.containers.image_test", *session.posargs)
+
+
+@nox.session
+def reproduce(session: nox.Session) -> None:
+    """Build HEAD twice in worlds that differ and compare every byte (-- --archs 90a)."""
+    program(session, locked(session, "build"), "flashmoe_build.reproduce", *session.posargs)
+
+
+@nox.session
+def compat(session: nox.Session) -> None:
+    """The newest wheel under every torch and Python that it claims (-- --quick for the two ends)."""
+    program(session, sys.executable, "flashmoe_build.compat", newest_wheel(session), *session.posargs)

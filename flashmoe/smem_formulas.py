@@ -19,6 +19,24 @@ def _mma_sync(
     return (("Q tile", block_m * head_dim * element), ("K tiles", stages * tile), ("V tiles", stages * tile))
 
 
+def _sm90(
+    head_dim: int, block_m: int, block_n: int, stages: int, warps: int, element: int, options: Mapping[str, int]
+) -> Items:
+    """csrc/attention/sm90/spec.cuh: 64-column slabs, each a multiple of 1024 bytes; barriers and tile words at the end."""
+    consumers = block_m // 64
+    slab = 64 * 64 * element  # of the 64 rows of one consumer warpgroup
+    query_tiles = options["query_stages"] * consumers
+    keys = stages * block_n * head_dim * element
+    return (
+        ("Q tiles", query_tiles * (head_dim // 64) * slab),
+        ("K tiles", keys),
+        ("V tiles", keys),
+        ("output slabs", consumers * options["output_slabs"] * slab),
+        ("tile words", query_tiles * 16),
+        ("mbarriers", (2 * query_tiles + 4 * stages) * 8),
+    )
+
+
 def _combine(
     head_dim: int, block_m: int, block_n: int, stages: int, warps: int, element: int, options: Mapping[str, int]
 ) -> Items:
@@ -30,6 +48,7 @@ def _combine(
 FORMULAS: Mapping[str, Callable[[int, int, int, int, int, int, Mapping[str, int]], Items]] = {
     "sm75": _mma_sync,
     "sm80": _mma_sync,
+    "sm90": _sm90,
     "attention_combine": _combine,
 }
 

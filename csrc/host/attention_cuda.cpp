@@ -88,7 +88,32 @@ void make_scale_positive(AttentionArguments& arguments) {
   }
 }
 
-Choice choose(const AttentionArguments& arguments, const attention::ForwardParams& params, const Device& gpu) {
+// What a kernel is launched with. It need not be what the caller asked for, as long as the result is the same.
+struct Problem {
+  attention::ForwardParams params;
+  Mask mask;
+};
+
+// A single query row sees every key, so with grouped heads the query heads of one key head serve as the rows of one
+// tile: its keys are read once instead of once a query head.
+Problem make_problem(const AttentionArguments& arguments, const AttentionOutputs& outputs) {
+  Problem problem{make_params(arguments, outputs), arguments.is_causal ? Mask::kCausal : Mask::kFull};
+  attention::ForwardParams& params = problem.params;
+  if (params.seq_q == 1 && params.heads_q > params.heads_kv) {
+    const int32_t group = params.heads_q / params.heads_kv;
+    for (attention::Strides* stride : {&params.q_stride, &params.out_stride}) {
+      stride->row = stride->head;
+      stride->head *= group;
+    }
+    params.heads_q = params.heads_kv;
+    params.seq_q = group;
+    problem.mask = Mask::kFull;
+  }
+  return problem;
+}
+
+Choice choose(const AttentionArguments& arguments, const Problem& problem, const Device& gpu) {
+  const attention::ForwardParams& params = problem.params;
   const char* forced = std::getenv("FLASHMOE_KERNEL");
   SelectorInput input{};
   input.capability = gpu.capability;
@@ -96,7 +121,7 @@ Choice choose(const AttentionArguments& arguments, const attention::ForwardParam
   input.gpu_name = gpu.name.c_str();
   input.forced_family = forced != nullptr && forced[0] != '\0' ? forced : nullptr;
   input.dtype = arguments.dtype;
-  input.mask = arguments.is_causal ? Mask::kCausal : Mask::kFull;
+  input.mask = problem.mask;
   input.head_dim = params.head_dim;
   input.batch = params.batch;
   input.heads_q = params.heads_q;
@@ -166,7 +191,18 @@ PartialResults allocate_partials(const AttentionArguments& arguments, attention:
   return partials;
 }
 
-void run(const AttentionArguments& arguments, attention::ForwardParams params, const Choice& choice, const Device& gpu) {
+// The counter that the blocks of a persistent kernel draw tiles from: zero at launch, of this launch alone (launches on other
+// streams, or another replay of a captured graph, may run at the same time).
+Tensor allocate_tile_counter(const AttentionArguments& arguments, attention::ForwardParams& params, CUstream stream) {
+  Tensor counter = empty({1}, aoti_torch_dtype_int32(), arguments.device_type, arguments.device_index);
+  params.tile_counter = static_cast<int32_t*>(counter.data());
+  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(params.tile_counter), 0, 1, stream),
+               "cuMemsetD32Async", "tile counter");
+  return counter;
+}
+
+void run(const AttentionArguments& arguments, const Problem& problem, const Choice& choice, const Device& gpu) {
+  attention::ForwardParams params = problem.params;
   const Kernel& kernel = *choice.forward;
   const ContextGuard guard(gpu.context);
   const CUstream stream = current_stream(arguments.device_index);
@@ -178,6 +214,8 @@ void run(const AttentionArguments& arguments, attention::ForwardParams params, c
   const int64_t tiles =
       ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch) * params.num_splits;
   const int64_t resident = static_cast<int64_t>(gpu.num_multiprocessors) * kernel.min_blocks;
+  Tensor counter;
+  if (kernel.is_persistent && tiles > resident) counter = allocate_tile_counter(arguments, params, stream);
   const LaunchShape shape{kernel.is_persistent ? std::min(tiles, resident) : tiles, kernel.threads, kernel.shared_bytes};
   if (uses_tensor_maps(kernel)) {
     TensorMaps maps = make_tensor_maps(params, kernel);
@@ -219,7 +257,7 @@ void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& 
   AttentionOutputs padded;
   padded.out = is_padded ? like(outputs.out, padded_sizes(outputs.out)) : alias(outputs.out);
   padded.lse = alias(outputs.lse);
-  run(aligned, make_params(aligned, padded), choice, gpu);
+  run(aligned, make_problem(aligned, padded), choice, gpu);
   if (is_padded) {
     const Tensor view = view_of(padded.out, outputs.out.sizes(), padded.out.strides());
     check_shim(aoti_torch_copy_(outputs.out.get(), view.get(), /*non_blocking=*/0), "copy_");
@@ -234,12 +272,12 @@ void attention_forward_cuda(const AttentionArguments& arguments, const Attention
     fill_without_keys(arguments, outputs, gpu);
     return;
   }
-  const attention::ForwardParams params = make_params(arguments, outputs);
-  const Choice choice = choose(arguments, params, gpu);
+  const Problem problem = make_problem(arguments, outputs);
+  const Choice choice = choose(arguments, problem, gpu);
   const Kernel& kernel = *choice.forward;
   if (is_scale_positive(arguments) && is_loadable(arguments.q, kernel) && is_loadable(arguments.k, kernel) &&
       is_loadable(arguments.v, kernel)) {
-    run(arguments, params, choice, gpu);
+    run(arguments, problem, choice, gpu);
   } else {
     run_on_copies(arguments, outputs, choice, gpu);
   }

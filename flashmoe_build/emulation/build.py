@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +27,7 @@ COMPILE_SECONDS = 300
 COMMON_FLAGS = ("-std=c++17", "-g", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas")
 KERNEL_FLAGS = ("-O2", "-fno-math-errno", "-ftrivial-auto-var-init=pattern", "-include", "emulation/prelude.h")
 MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+_MACHINE_LOCK = threading.Lock()
 ARCH_MACROS = {"sm75": "750", "sm80": "800", "sm90": "900"}
 
 
@@ -65,7 +67,10 @@ def compiler() -> tuple[str, str]:
 
 
 def _run(command: list[str], what: str) -> None:
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's runtime
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=COMPILE_SECONDS, env=environment
+    )
     if result.returncode != 0:
         msg = f"{what} does not compile for the CPU:\n{result.stderr.strip()[-6000:]}\ncommand: {' '.join(command)}"
         raise BuildError(msg)
@@ -74,7 +79,7 @@ def _run(command: list[str], what: str) -> None:
 def _publish(command: list[str], output: Path, what: str) -> Path:
     """Runs ``command`` with ``-o`` a temporary name, then moves the result in place: half a file is never found."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.{threading.get_ident()}")
     _run([*command, "-o", str(temporary)], what)
     temporary.replace(output)
     return output
@@ -93,7 +98,8 @@ def machine_objects(options: Options) -> tuple[Path, ...]:
             _publish([path, *flags, f"-I{CSRC}", "-c", str(source)], output, source.name)
         return output
 
-    return tuple(run_all(sorted((CSRC / "emulation").glob("*.cpp")), compile_one, jobs()))
+    with _MACHINE_LOCK:  # the second of two kernels finds the objects that the first has made
+        return tuple(run_all(sorted((CSRC / "emulation").glob("*.cpp")), compile_one, jobs()))
 
 
 def library(name: str, text: str, arch: str, options: Options) -> Path:

@@ -1,9 +1,9 @@
 // A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the last to the
 // first (the masked ones are the last, so that the loop over full blocks ends the tile).
 //
-// Overlap inside the warpgroup: S of the next key block and O += P V of the current one are issued together; the softmax of
-// the next block runs while the tensor cores do P V. Overlap between warpgroups (kHasTurns): a warpgroup issues its two
-// products only in its turn, so that its softmax falls into the others' products.
+// S of the next key block and O += P V of the current one are issued together; the softmax of the next block then runs while
+// the tensor cores do P V, and while they work for the other warpgroups. Nothing makes the warpgroups take turns: named
+// barriers for that (FlashAttention-3's ping-pong) gained nothing here.
 #pragma once
 
 #include "attention/sm90/epilogue.cuh"
@@ -33,28 +33,6 @@ struct Consumer {
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
       : params(params_), shared(shared_), consumer(consumer_), is_first_lane(ptx::lane_index() == 0) {}
-
-  // Turn barrier w has 256 threads: warpgroup w waits at it, the one before it in the circle arrives. Warpgroup 0 starts.
-  __device__ __forceinline__ void wait_turn() const {
-    if constexpr (Spec::kHasTurns) ptx::named_barrier_sync(kFirstTurnBarrier + consumer, 256);
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (Spec::kHasTurns) {
-      const int next = consumer + 1 == Spec::kNumConsumers ? 0 : consumer + 1;
-      ptx::named_barrier_arrive(kFirstTurnBarrier + next, 256);
-    }
-  }
-  __device__ __forceinline__ void start_turns() const {
-    if constexpr (Spec::kHasTurns) {
-      if (consumer == 0) ptx::named_barrier_arrive(kFirstTurnBarrier, 256);
-    }
-  }
-  // Takes the turn that nobody will use, so that no barrier is left half full.
-  __device__ __forceinline__ void end_turns() const {
-    if constexpr (Spec::kHasTurns) {
-      if (consumer == 0) ptx::named_barrier_sync(kFirstTurnBarrier, 256);
-    }
-  }
 
   // One arrival a warp: its wgmma_wait says that its own part of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
@@ -139,11 +117,9 @@ struct Consumer {
                                        RowState& rows, const Tile& tile, int block) {
     float scores[kScores];
     wait_key();
-    wait_turn();
     issue_scores(scores, query_descriptor(), key_descriptor());
     wait_value();
     issue_output(output, probabilities, value_descriptor());
-    pass_turn();
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
@@ -162,23 +138,21 @@ struct Consumer {
     pack_probabilities(probabilities, scores);
   }
 
-  // Passes over a key block that only rows of other warpgroups see. Turns are taken all the same: the warpgroups must agree
-  // on their number.
-  __device__ __forceinline__ void skip_block(bool takes_turn) {
+  // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp between the
+  // wait and the release; here nothing else would keep the first lane from releasing a buffer that others still wait for.
+  __device__ __forceinline__ void skip_block() {
     wait_key();
+    ptx::warp_sync();
     release_key();
     wait_value();
+    ptx::warp_sync();
     release_value();
-    if (takes_turn) {
-      wait_turn();
-      pass_turn();
-    }
   }
 
   // The whole tile but the epilogue: key blocks blocks - 1 down to 0, of which this warpgroup sees the first own_blocks.
   __device__ __forceinline__ void attend(const Tile& tile, int blocks, int own_blocks, float (&output)[kOutputs],
                                          RowState& rows) {
-    for (int block = blocks; block > own_blocks; --block) skip_block(true);
+    for (int block = blocks; block > own_blocks; --block) skip_block();
 
     const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
     const int full_blocks = visible_keys<kIsCausal>(params, first_row) / Spec::kBlockN;
@@ -200,6 +174,7 @@ struct Consumer {
     for (--block; block >= full_blocks; --block) step<true>(output, probabilities, rows, tile, block);
     for (; block >= 0; --block) step<false>(output, probabilities, rows, tile, block);
 
+    ptx::warp_sync();  // the first lane releases the tile slot, too, which every lane has read
     release_query();
     wait_value();
     issue_output(output, probabilities, value_descriptor());
@@ -209,7 +184,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
-    start_turns();
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
       const Tile tile = read_tile(shared.tile(query.stage, consumer));
@@ -218,8 +192,9 @@ struct Consumer {
       const int blocks = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM);
       if (first_row >= params.seq_q) {
         // Rows past the end: nothing to compute or to store.
+        ptx::warp_sync();
         release_query();
-        for (int block = blocks; block > 0; --block) skip_block(block > 1);
+        for (int block = blocks; block > 0; --block) skip_block();
         continue;
       }
       const int own_blocks = key_blocks<Spec, kIsCausal>(params, first_row + 64);
@@ -230,7 +205,8 @@ struct Consumer {
       attend(tile, blocks, own_blocks, output, rows);
       store_tile<Spec>(params, shared, out_map, tile, consumer, output, rows);
     }
-    end_turns();
+    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 

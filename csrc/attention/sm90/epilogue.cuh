@@ -16,13 +16,8 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// Named barriers: 0 is the block's.
-constexpr int kFirstTurnBarrier = 1;    // one a consumer warpgroup (consumer.cuh)
-constexpr int kFirstOutputBarrier = 4;  // one a consumer warpgroup
-
-__device__ __forceinline__ void sync_consumer(int consumer) {
-  ptx::named_barrier_sync(kFirstOutputBarrier + consumer, 128);
-}
+// Joins the 128 threads of one consumer warpgroup. Named barrier 0 is the block's.
+__device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier_sync(1 + consumer, 128); }
 
 // Slabs first_slab to first_slab + kNumOutputSlabs - 1 of the accumulator, as 16-bit elements, into
 // [kNumOutputSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One stmatrix

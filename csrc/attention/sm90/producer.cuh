@@ -63,8 +63,8 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   };
 
   for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
-    // Drawn a tile ahead: the answer arrives while this tile's loads are issued.
-    const int next_index = num_tiles > ptx::grid_size() ? next_tile_index(params, num_tiles) : num_tiles;
+    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+    const int next_index = next_tile_index(params, num_tiles, index);
     const Tile tile = decode_tile<Spec, kIsCausal>(params, m_blocks, section_heads, index);
     const int last_block = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM) - 1;
     const int kv_head = tile.head / heads_per_kv;

@@ -68,13 +68,18 @@ __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_b
   }
 }
 
-// The next tile index of this block after its first, block_index(). Blocks draw from the counter, so that one that got
-// short tiles takes more of them. Every block draws until it gets a number past the end: num_tiles draws in all, and who
-// draws the last puts the counter back to zero for the next launch.
-__device__ __forceinline__ int next_tile_index(const ForwardParams& params, int num_tiles) {
+// The tile index after `index` of this block, whose first is block_index(); num_tiles or more ends its work.
+//
+// Without a counter, rounds of one tile a block, forth and back: a block that had the longest tile of a round gets the
+// shortest of the next. With one, blocks draw from it. Every block draws until it gets a number past the end, num_tiles draws
+// in all, and who draws the last puts the counter back to zero for the next launch.
+__device__ __forceinline__ int next_tile_index(const ForwardParams& params, int num_tiles, int index) {
+  const int blocks = ptx::grid_size();
+  if (num_tiles <= blocks) return num_tiles;
+  if (params.tile_counter == nullptr) return index + 2 * (blocks - index % blocks) - 1;
   const int drawn = ptx::atomic_add_global(params.tile_counter, 1);
   if (drawn == num_tiles - 1) ptx::st_global_32(params.tile_counter, 0);
-  return drawn + ptx::grid_size();
+  return drawn + blocks;
 }
 
 __device__ __forceinline__ void publish_tile(unsigned char* slot, const Tile& tile) {

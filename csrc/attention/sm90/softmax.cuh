@@ -40,7 +40,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                float scale_log2) {
-  constexpr float kMaxExponent = DEV_THRESHOLD;
+  constexpr float kMaxExponent = 8.0f;
   float new_max[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

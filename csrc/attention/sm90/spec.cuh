@@ -12,9 +12,8 @@ namespace sm90 {
 //   kNumStages         K tiles, and V tiles, in shared memory
 //   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is there before this tile ends
 //   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes
-//   kHasTurns          consumer warpgroups take turns at the tensor cores (ping-pong)
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_, bool kHasTurns_>
+          int kNumQueryStages_, int kNumOutputSlabs_>
 struct ForwardSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -24,7 +23,6 @@ struct ForwardSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumQueryStages = kNumQueryStages_;
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
-  static constexpr bool kHasTurns = kHasTurns_;
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -35,7 +33,6 @@ struct ForwardSpec {
   static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
   static_assert(kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
-  static_assert(!kHasTurns || kNumConsumers >= 2, "one warpgroup has nobody to take turns with");
 
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;

@@ -1,0 +1,36 @@
+"""Every kernel of the table, on the CPU: the edges of its own tile, both masks, every memory layout.
+
+A failing case prints the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from flashmoe.tables import load_tables
+from flashmoe_build.emulation.build import Options
+from flashmoe_build.emulation.cases import Case, kernels, run_case, suite
+from flashmoe_build.emulation.machine import AsyncPolicy
+
+CASES = list(suite(load_tables()))
+
+
+def test_every_family_of_the_table_is_emulated() -> None:
+    families = {row.family for row in load_tables().kernels}
+    assert {case.kernel.unit.row.family for case in CASES} == families
+    assert {case.kernel.label for case in CASES} == {kernel.label for kernel in kernels(load_tables())}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.identity)
+def test_kernel(case: Case) -> None:
+    outcome = run_case(case, Options())
+    assert outcome.passed, f"{outcome.explain()}\nrepeat: {case.command()}"
+
+
+@pytest.mark.parametrize("policy", [AsyncPolicy.LAZY, AsyncPolicy.EAGER, AsyncPolicy.RANDOM])
+def test_timing_does_not_change_a_bit(policy: AsyncPolicy) -> None:
+    """Whatever the interleaving and the moment at which copies land, the same inputs give the same bits."""
+    first_of_each = {case.kernel.unit.row.family: case for case in reversed(CASES)}
+    for case in first_of_each.values():
+        outcomes = [run_case(case, Options(), policy=policy, seed=seed) for seed in (101, 202, 303)]
+        assert all(outcome.passed for outcome in outcomes)
+        assert all(outcome.out.equal(outcomes[0].out) and outcome.lse.equal(outcomes[0].lse) for outcome in outcomes)
