@@ -153,6 +153,24 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def gate(session: nox.Session) -> None:
+    """Climb from the environment to the baseline and stop where something is wrong (-- --budget-minutes 15 --rate 0.60)."""
+    program(session, locked(session, "test"), "flashmoe", "gate", *session.posargs)
+
+
+@nox.session
+def profile(session: nox.Session) -> None:
+    """Say where the time of a kernel goes (-- --case KEY, -- --compare A.json B.json)."""
+    program(session, locked(session, "test"), "flashmoe", "profile", *session.posargs)
+
+
+@nox.session
+def bisect(session: nox.Session) -> None:
+    """Find the first commit that fails a gate (-- GOOD BAD --gate symbols|correctness|speed)."""
+    program(session, locked(session, "test"), "flashmoe", "bisect", *session.posargs)
+
+
+@nox.session
 def test(session: nox.Session) -> None:
     """Build if needed, install the wheel, run the tests against it (-- any pytest arguments)."""
     python = installed(session, wheel_file(session))
