@@ -88,9 +88,10 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 
 
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    targets = (
-        arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
-    )
+    targets = list(arguments)
+    if not any(not word.startswith("-") for word in arguments):
+        objects = ROOT / "build" / "objects"  # of the newest wheel: two definitions of one name show only here
+        targets += [str(newest_wheel(session)), *(("--objects", str(objects)) if objects.is_dir() else ())]
     program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
 
 
