@@ -88,9 +88,10 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 
 
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    targets = (
-        arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
-    )
+    targets = list(arguments)
+    if not any(not word.startswith("-") for word in arguments):
+        objects = ROOT / "build" / "objects"  # of the newest wheel: two definitions of one name show only here
+        targets += [str(newest_wheel(session)), *(("--objects", str(objects)) if objects.is_dir() else ())]
     program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
 
 
@@ -150,6 +151,24 @@ def smoke(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time attention against torch's backends (-- --help)."""
     run_bench(session, session.posargs or FULL_BENCH)
+
+
+@nox.session
+def gate(session: nox.Session) -> None:
+    """Climb from the environment to the baseline and stop where something is wrong (-- --budget-minutes 15 --rate 0.60)."""
+    program(session, locked(session, "test"), "flashmoe", "gate", *session.posargs)
+
+
+@nox.session
+def profile(session: nox.Session) -> None:
+    """Say where the time of a kernel goes (-- --case KEY, -- --compare A.json B.json)."""
+    program(session, locked(session, "test"), "flashmoe", "profile", *session.posargs)
+
+
+@nox.session
+def bisect(session: nox.Session) -> None:
+    """Find the first commit that fails a gate (-- GOOD BAD --gate symbols|correctness|speed)."""
+    program(session, locked(session, "test"), "flashmoe", "bisect", *session.posargs)
 
 
 @nox.session
