@@ -45,7 +45,7 @@ def differences(pinned: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 def judged(output: str) -> BuildError:
     """debootstrap's failure as an error: an archive out of reach is a fact of this machine, a bad signature is not."""
-    if re.search(r"Couldn't download|Failed getting release|Could not connect|Invalid Release file", output):
+    if re.search(r"Couldn't download|Failed getting release|Could not connect", output):
         last = next((line for line in reversed(output.splitlines()) if line.startswith("E:")), output[-300:])
         return OutOfReach(f"the Debian archive cannot be reached ({last.strip()}); set FLASHMOE_DEBIAN_MIRROR to one that can")
     return BuildError(output)

@@ -146,14 +146,14 @@ def _network(environment: Mapping[str, str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.image", description=__doc__)
-    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=list(TARGETS), help="default: all")
+    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=[], help="default: all")
     parser.add_argument(
         "--base", help=f"base image for every stage (for example {BASE_TAG}); default: the pinned digests"
     )
     parser.add_argument("--archs", default=os.environ.get("FLASHMOE_ARCHS", "all"))
     options = parser.parse_args(arguments)
     try:
-        report = build_images(options.targets, base=options.base, archs=options.archs)
+        report = build_images(options.targets or list(TARGETS), base=options.base, archs=options.archs)
     except OutOfReach as error:
         print(f"no image was built: {error}", file=sys.stderr)
         return ExitCode.NOTHING_CHECKED
