@@ -44,7 +44,14 @@ def test_every_gpu_gets_its_own_machine_code_and_best_family(choose: Chooser, gp
 
 @pytest.mark.parametrize(
     ("capability", "target"),
-    [(87, "sm_86"), (101, "compute_80"), (103, "compute_80"), (121, "compute_80"), (130, "compute_80"), (91, "compute_80")],
+    [
+        (87, "sm_86"),
+        (101, "compute_80"),
+        (103, "compute_80"),
+        (121, "compute_80"),
+        (130, "compute_80"),
+        (91, "compute_80"),
+    ],
 )
 def test_gpu_that_the_table_lacks(choose: Chooser, capability: int, target: str) -> None:
     """Older machine code of the same major version, else PTX; arch-specific code never."""
@@ -54,12 +61,16 @@ def test_gpu_that_the_table_lacks(choose: Chooser, capability: int, target: str)
 
 
 def test_bf16_below_8_0(choose: Chooser) -> None:
-    with pytest.raises(Exception, match=r"flashmoe:dtype: BF16 needs compute capability 8\.0; this is 7\.5; use float16"):
+    with pytest.raises(
+        Exception, match=r"flashmoe:dtype: BF16 needs compute capability 8\.0; this is 7\.5; use float16"
+    ):
         choose(75, bf16=True)
 
 
 def test_no_kernel_for_this_gpu(choose_of_hopper_build: Chooser) -> None:
-    text = r"flashmoe:gpu: no kernel for a GPU \(compute capability 8\.0\) in this build, which holds sm_90a; rebuild with"
+    text = (
+        r"flashmoe:gpu: no kernel for a GPU \(compute capability 8\.0\) in this build, which holds sm_90a; rebuild with"
+    )
     with pytest.raises(Exception, match=text):
         choose_of_hopper_build(80)
     with pytest.raises(Exception, match=r"flashmoe:gpu: .*compute capability 10\.0"):
@@ -83,7 +94,9 @@ def test_forced_family_that_does_not_exist(choose: Chooser) -> None:
 
 
 def test_forced_family_that_does_not_run_here(choose: Chooser) -> None:
-    with pytest.raises(Exception, match=r"flashmoe:argument: FLASHMOE_KERNEL=sm90: this family has no kernel for float16"):
+    with pytest.raises(
+        Exception, match=r"flashmoe:argument: FLASHMOE_KERNEL=sm90: this family has no kernel for float16"
+    ):
         choose(80, forced="sm90")
     with pytest.raises(Exception, match=r"FLASHMOE_KERNEL=sm75: this family has no kernel for bfloat16"):
         choose(90, forced="sm75", bf16=True)
