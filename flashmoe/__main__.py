@@ -14,6 +14,10 @@ COMMANDS = {
     "audit": ("flashmoe.audit.cli", "prove the symbols and resources of an extension or a wheel"),
     "smem": ("flashmoe.smem", "what a kernel tile costs in shared memory, on which GPU it fits"),
     "bench": ("flashmoe.bench.cli", "time attention against torch's backends"),
+    "gate": ("flashmoe.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
+    "profile": ("flashmoe.profile.cli", "where the time of a kernel goes, and the rule that says so"),
+    "history": ("flashmoe.gate.history", "what the gate found for each commit; the last known good"),
+    "bisect": ("flashmoe.gate.bisect", "find the first commit that fails a gate"),
 }
 
 

@@ -14,6 +14,8 @@ from flashmoe.smem_formulas import FORMULAS
 from flashmoe.tables import Gpu, KernelRow, Tables
 
 OPERATION = "attention_forward"
+WARP = 32
+SCHEDULERS = 4  # of a multiprocessor
 REGISTER_UNIT = 256  # registers are given to a warp in units of 256
 MAX_BLOCK_N = 256
 MMA_ROWS = 16  # rows of Q that one warp works on at a time (mma m16n8)
@@ -28,6 +30,30 @@ class Limit:
 
     resource: str
     blocks: int
+
+
+def warp_registers(registers: int) -> int:
+    """Registers that one warp is given for ``registers`` a thread."""
+    return _round_up(registers * WARP, REGISTER_UNIT)
+
+
+def block_limits(gpu: Gpu, *, threads: int, smem: int, registers: int | None) -> tuple[Limit, ...]:
+    """Blocks that each resource admits on a multiprocessor, the tightest first. ``smem`` in bytes, all of a block's.
+
+    Shared memory comes in units of 128 bytes (256 on compute capability 7.5); each scheduler has its own quarter of the
+    registers, so what is left over in one quarter helps no warp of another.
+    """
+    unit = 256 if gpu.compute_capability < (8, 0) else 128
+    warps = max(1, _round_up(threads, WARP) // WARP)
+    found = [
+        Limit("shared memory", gpu.smem_per_sm // (_round_up(smem, unit) + gpu.smem_reserved or unit)),
+        Limit("threads", gpu.max_threads_per_sm // (warps * WARP)),
+        Limit("blocks", gpu.max_blocks_per_sm),
+    ]
+    if registers:
+        per_scheduler = gpu.registers_per_sm // SCHEDULERS // warp_registers(registers)
+        found.append(Limit("registers", per_scheduler * SCHEDULERS // warps))
+    return tuple(sorted(found, key=lambda item: item.blocks))
 
 
 @dataclass(frozen=True)
@@ -59,17 +85,7 @@ class Layout:
     @property
     def limits(self) -> tuple[Limit, ...]:
         """Per resource, the tightest first."""
-        gpu = self.gpu
-        unit = 256 if gpu.compute_capability < (8, 0) else 128  # granularity of a block's shared memory
-        found = [
-            Limit("shared memory", gpu.smem_per_sm // (_round_up(self.total, unit) + gpu.smem_reserved or unit)),
-            Limit("threads", gpu.max_threads_per_sm // self.row.threads),
-            Limit("blocks", gpu.max_blocks_per_sm),
-        ]
-        if self.registers is not None:
-            block = _round_up(self.registers * 32, REGISTER_UNIT) * self.row.warps
-            found.append(Limit("registers", gpu.registers_per_sm // block))
-        return tuple(sorted(found, key=lambda item: item.blocks))
+        return block_limits(self.gpu, threads=self.row.threads, smem=self.total, registers=self.registers)
 
     @property
     def blocks_per_sm(self) -> int:

@@ -18,6 +18,7 @@ namespace cpu {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 256;
+constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max() - 1024;  // so that the end of a block is an int32_t too
 // A tall task packs each block of K and V once for many rows; a low one balances. At 256 rows the packing is under a
 // tenth of the time, and the state of a task (rows x head_dim x 4 bytes, thrice) stays inside a 1 MiB L2 cache.
 constexpr int32_t kMaxTaskRows = 256;
@@ -34,8 +35,8 @@ void check(bool condition, const char* what, int64_t value) {
 void validate(const attention::ForwardParams& params, int num_threads) {
   check(params.batch >= 0, "batch must not be negative", params.batch);
   check(params.heads_q >= 0, "heads_q must not be negative", params.heads_q);
-  check(params.seq_q >= 0, "seq_q must not be negative", params.seq_q);
-  check(params.seq_k >= 0, "seq_k must not be negative", params.seq_k);
+  check(params.seq_q >= 0 && params.seq_q <= kMaxRows, "seq_q must be in 0..2^31-1025", params.seq_q);
+  check(params.seq_k >= 0 && params.seq_k <= kMaxRows, "seq_k must be in 0..2^31-1025", params.seq_k);
   check(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim, "head_dim must be in 1..256", params.head_dim);
   check(params.heads_q == 0 || (params.heads_kv > 0 && params.heads_q % params.heads_kv == 0),
         "heads_kv must divide heads_q", params.heads_kv);

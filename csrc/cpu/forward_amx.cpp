@@ -83,22 +83,17 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// All eight tiles 16 x 64 bytes, for the lifetime of this object; whoever uses tiles next configures its own.
-class TileSession {
- public:
-  TileSession() {
-    TileConfig config;
-    for (int tile = 0; tile < 8; ++tile) {
-      config.bytes_per_row[tile] = kTileBytesPerRow;
-      config.rows[tile] = kTileRows;
-    }
-    order_memory();
-    _tile_loadconfig(&config);
+// All eight tiles 16 x 64 bytes; whoever uses tiles next configures its own. (A guard object would bring exception
+// tables into a translation unit that throws nothing.)
+inline void configure_tiles() {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.bytes_per_row[tile] = kTileBytesPerRow;
+    config.rows[tile] = kTileRows;
   }
-  ~TileSession() { _tile_release(); }
-  TileSession(const TileSession&) = delete;
-  TileSession& operator=(const TileSession&) = delete;
-};
+  order_memory();
+  _tile_loadconfig(&config);
+}
 
 // A left operand: two tiles of 16 rows for each step. Tile t of step s of plane p starts at
 // data + p * plane + t * tile + s * step (bytes), its rows row_bytes apart.
@@ -306,19 +301,31 @@ inline bool pack_q_tiles(WholeRows<T> q, int32_t padded_dim, uint32_t* q_tiles) 
   return is_zero(finite);
 }
 
-// k [keys, padded_dim] -> k_planes [planes][kBlockKeys, padded_dim] bf16. Returns whether all is finite.
+// k [32 keys, padded_dim] -> k_planes [planes] of [32 keys, padded_dim] bf16, plane_elements apart. Returns whether all is
+// finite.
 template <class T>
-inline bool pack_k_planes(WholeRows<T> k, int32_t keys, int32_t padded_dim, uint16_t* k_planes) {
+inline bool pack_k_step(WholeRows<T> k, int32_t padded_dim, int64_t plane_elements, uint16_t* k_planes) {
   constexpr int kPlanes = Planes<T>::value;
   __m512 finite = Vector::zero();
-  for (int32_t row = 0; row < keys; ++row) {
+  for (int32_t row = 0; row < kStep; ++row) {
     for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
       __m512i planes[kPlanes];
       load_row_planes(k.data + row * k.stride + dim, planes, &finite);
 #pragma GCC unroll 3
       for (int plane = 0; plane < kPlanes; ++plane) {
-        _mm512_store_si512(k_planes + (int64_t{plane} * kBlockKeys + row) * padded_dim + dim, planes[plane]);
+        _mm512_store_si512(k_planes + plane * plane_elements + int64_t{row} * padded_dim + dim, planes[plane]);
       }
+    }
+  }
+  return is_zero(finite);
+}
+
+template <class T>
+inline bool whole_rows_are_finite(WholeRows<T> rows, int32_t count, int32_t padded_dim) {
+  __m512 finite = Vector::zero();
+  for (int32_t row = 0; row < count; ++row) {
+    for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
+      load_checked(rows.data + row * rows.stride + dim, &finite);
     }
   }
   return is_zero(finite);
@@ -479,10 +486,12 @@ class AmxForward {
       begin_group(group);
       q_is_finite_ &= scratch_.q_is_finite[group];
     }
-    const int32_t key_end = visible_end(task_);
+    // Whole steps, so that what a step holds does not depend on the task's height.
+    const int64_t visible_steps = (int64_t{visible_end(task_)} + kStep - 1) / kStep;
+    const int32_t key_end = clamp(visible_steps * kStep, 0, params_.seq_k);
     for (int32_t key = 0; key < key_end; key += kBlockKeys) {
       const Block block = load_block(key, clamp(int64_t{key_end} - key, 0, kBlockKeys));
-      if (block.is_finite) {
+      if (q_is_finite_ && (block.k_bad | block.v_bad) == 0) {
         attend_overlapped(block);
       } else {
         attend_in_turn(block);
@@ -498,9 +507,10 @@ class AmxForward {
     int32_t begin;
     int32_t keys;
     LeftOperand k;  // tiles: keys 0..15 and 16..31; 32 keys further: 2 * k.tile bytes
-    bool k_is_finite;
-    bool v_is_finite;
-    bool is_finite;  // and Q is
+    // Bit i: keys 32 i to 32 i + 31 hold Inf or NaN. By step, and not by block: the rows that a block is loaded for
+    // depend on the task's height, those of a step do not, and how a group is computed must not depend on it.
+    uint32_t k_bad;
+    uint32_t v_bad;
   };
 
   // A group that sees keys of the block, with the buffers that it uses.
@@ -536,44 +546,63 @@ class AmxForward {
   }
 
   // K as a left operand: bf16 where it is if it is whole there, other types in planes.
-  LeftOperand load_k(const T* k, int32_t keys, bool* is_finite) {
+  LeftOperand load_k(const T* k, int32_t keys, uint32_t* bad) {
+    const int64_t row_stride = params_.k_stride.row;
     const int32_t whole_keys = round_up(keys, kStep);
-    const WholeRows<T> rows =
-        make_whole(k, params_.k_stride.row, keys, whole_keys, head_dim_, padded_dim_, 1.0f, whole());
+    *bad = 0;
     if (kPlanes == 1) {
-      *is_finite = true;
+      const WholeRows<T> rows = make_whole(k, row_stride, keys, whole_keys, head_dim_, padded_dim_, 1.0f, whole());
       const int64_t row_bytes = rows.stride * static_cast<int64_t>(sizeof(T));
       return {reinterpret_cast<const char*>(rows.data), 0, kTileRows * row_bytes, kTileBytesPerRow, row_bytes};
     }
-    *is_finite = pack_k_planes(rows, whole_keys, padded_dim_, scratch_.k_planes);
+    for (int32_t key = 0; key < keys; key += kStep) {
+      const WholeRows<T> rows = make_whole(k + key * row_stride, row_stride, clamp(int64_t{keys} - key, 0, kStep), kStep,
+                                           head_dim_, padded_dim_, 1.0f, whole());
+      const bool is_finite = pack_k_step(rows, padded_dim_, int64_t{kBlockKeys} * padded_dim_,
+                                         scratch_.k_planes + int64_t{key} * padded_dim_);
+      *bad |= static_cast<uint32_t>(!is_finite) << (key / kStep);
+    }
     const int64_t row_bytes = padded_dim_ * static_cast<int64_t>(sizeof(uint16_t));
     return {reinterpret_cast<const char*>(scratch_.k_planes), kBlockKeys * row_bytes, kTileRows * row_bytes,
             kTileBytesPerRow, row_bytes};
   }
 
   // V as tiles [planes][kBlockKeys / 32 steps][padded_dim / 16] of [16 of head_dim, 32 keys], zero past the ends.
-  bool load_v(const T* v, int32_t keys) {
+  // must_check: whether Inf and NaN are to be found even if the tile unit would propagate them.
+  uint32_t load_v(const T* v, int32_t keys, bool must_check) {
+    const int64_t row_stride = params_.v_stride.row;
     const int64_t step_words = int64_t{padded_dim_ / kTileRows} * kTileWords;
-    bool is_finite = true;
+    uint32_t bad = 0;
     for (int32_t key = 0; key < keys; key += kStep) {
-      const WholeRows<T> rows =
-          make_whole(v + key * params_.v_stride.row, params_.v_stride.row, clamp(int64_t{keys} - key, 0, kStep), kStep,
-                     head_dim_, padded_dim_, 1.0f, reinterpret_cast<T*>(scratch_.rows));
-      is_finite &= pack_v_step(rows, padded_dim_, kBlockKeys / kStep * step_words,
-                               scratch_.v_tiles + key / kStep * step_words);
+      const WholeRows<T> rows = make_whole(v + key * row_stride, row_stride, clamp(int64_t{keys} - key, 0, kStep), kStep,
+                                           head_dim_, padded_dim_, 1.0f, whole());
+      bool is_finite = pack_v_step(rows, padded_dim_, kBlockKeys / kStep * step_words,
+                                   scratch_.v_tiles + key / kStep * step_words);
+      if (kPlanes == 1 && must_check) is_finite = whole_rows_are_finite(rows, kStep, padded_dim_);
+      bad |= static_cast<uint32_t>(!is_finite) << (key / kStep);
     }
-    return is_finite;
+    return bad;
   }
 
   Block load_block(int32_t begin, int32_t keys) {
     Block block;
     block.begin = begin;
     block.keys = keys;
-    block.k = load_k(operands_.k + begin * params_.k_stride.row, keys, &block.k_is_finite);
-    block.v_is_finite = load_v(operands_.v + begin * params_.v_stride.row, keys);
-    block.is_finite = q_is_finite_ && block.k_is_finite && block.v_is_finite;
+    // V first: padded bf16 rows of K stay in whole().
+    const int64_t first_diagonal = int64_t{task_.row_begin} + params_.seq_k - params_.seq_q;
+    const VisibleKeys seen_by_first_group = visible_keys(task_.causal, first_diagonal, begin, keys);
+    block.v_bad = load_v(operands_.v + begin * params_.v_stride.row, keys, seen_by_first_group.full < keys);
+    block.k = load_k(operands_.k + begin * params_.k_stride.row, keys, &block.k_bad);
     return block;
   }
+
+  bool scores_need_vectors(const Turn& turn, const Block& block) const {
+    return !scratch_.q_is_finite[turn.group] || (block.k_bad & steps_of(turn)) != 0;
+  }
+  bool output_needs_vectors(const Turn& turn, const Block& block) const {
+    return (block.v_bad & steps_of(turn)) != 0 && (kPlanes > 1 || turn.visible.full < turn.visible.end);
+  }
+  static uint32_t steps_of(const Turn& turn) { return (1u << (turn.keys / kStep)) - 1; }
 
   // The first group from `group` on that sees a key of the block.
   Turn next_turn(int32_t group, const Block& block, int buffer) const {
@@ -607,13 +636,13 @@ class AmxForward {
   // One group after the other, Inf and NaN going by way of vectors. Rounds as attend_overlapped does.
   void attend_in_turn(const Block& block) {
     for (Turn turn = next_turn(0, block, 0); turn.group < groups_; turn = next_turn(turn.group + 1, block, 0)) {
-      if (block.k_is_finite && scratch_.q_is_finite[turn.group]) {
-        scores_product(turn, block).finish();
-      } else {
+      if (scores_need_vectors(turn, block)) {
         vector_scores(turn, block);
+      } else {
+        scores_product(turn, block).finish();
       }
       hide_scores(turn, block);
-      if (!block.v_is_finite) {
+      if (output_needs_vectors(turn, block)) {
         vector_output(turn, block);
         continue;
       }
@@ -683,8 +712,8 @@ class AmxForward {
     convert_rows(operands_.v + block.begin * params_.v_stride.row, params_.v_stride.row, turn.visible.end, head_dim_,
                  padded_dim_, scratch_.fp32_rows);
     softmax_in_place<ExpDegree<T>::value>(scores_t(turn), turn.visible.end, scale_.log2, state(turn));
-    accumulate_output(scores_t(turn), scratch_.fp32_rows, padded_dim_, turn.visible.end, head_dim_, state(turn).alpha,
-                      out_t(turn.group));
+    accumulate_visible_output(scores_t(turn), scratch_.fp32_rows, padded_dim_, turn.visible, turn.diagonal, block.begin,
+                              head_dim_, state(turn).alpha, out_t(turn.group));
   }
 
   const Task& task_;
@@ -699,15 +728,19 @@ class AmxForward {
 };
 
 void run_amx(const Task& task, void* memory) {
-  const TileSession tiles;
+  configure_tiles();
   switch (task.type) {
     case ScalarType::kFloat32:
-      return AmxForward<float>(task, memory).run();
+      AmxForward<float>(task, memory).run();
+      break;
     case ScalarType::kFloat16:
-      return AmxForward<Half>(task, memory).run();
+      AmxForward<Half>(task, memory).run();
+      break;
     case ScalarType::kBFloat16:
-      return AmxForward<BFloat16>(task, memory).run();
+      AmxForward<BFloat16>(task, memory).run();
+      break;
   }
+  _tile_release();
 }
 
 size_t amx_scratch_bytes(ScalarType type, int32_t head_dim, int32_t rows) {

@@ -132,6 +132,39 @@ inline void accumulate_output(const float* p_t, const float* v, int64_t v_stride
   }
 }
 
+inline bool rows_are_finite(const float* rows, int64_t stride, int32_t count, int32_t head_dim) {
+  Vector::Float sum = Vector::zero();  // of 0 * x, which is not 0 for Inf and NaN
+  float tail = 0.0f;
+  for (int32_t row = 0; row < count; ++row, rows += stride) {
+    int32_t i = 0;
+    for (; i + Vector::kWidth <= head_dim; i += Vector::kWidth) {
+      sum = Vector::fma(Vector::load(rows + i), Vector::zero(), sum);
+    }
+    for (; i < head_dim; ++i) tail += rows[i] * 0.0f;
+  }
+  return tail == 0.0f && !Vector::any_differs(sum, Vector::zero());
+}
+
+// As accumulate_output, but a key that the causal mask hides from a row leaves it alone, where 0 * V would make NaN of
+// Inf or NaN in V. For blocks on the diagonal that hold such: slow.
+inline void accumulate_visible_output(const float* p_t, const float* v, int64_t v_stride, VisibleKeys visible,
+                                      int64_t diagonal, int32_t key_begin, int32_t head_dim, const float* alpha,
+                                      float* out_t) {
+  accumulate_output(p_t, v, v_stride, visible.full, head_dim, alpha, out_t);
+  for (int32_t key = visible.full; key < visible.end; ++key) {
+    const int32_t first_lane = static_cast<int32_t>(key_begin + key - diagonal);
+    for (int32_t dim = 0; dim < head_dim; ++dim) {
+      for (int c = 0; c < kGroupVectors; ++c) {
+        float* p = out_t + int64_t{dim} * kGroupRows + c * Vector::kWidth;
+        const Vector::Float weight = Vector::load(p_t + int64_t{key} * kGroupRows + c * Vector::kWidth);
+        const Vector::Float before = Vector::load(p);
+        const Vector::Float after = Vector::fma(weight, Vector::broadcast(v[key * v_stride + dim]), before);
+        Vector::store(p, Vector::from_lane(first_lane - c * Vector::kWidth, after, before));
+      }
+    }
+  }
+}
+
 // Turns scores_t into weights, in place, and updates the state.
 template <int kDegree>
 inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, GroupState state) {
@@ -271,8 +304,14 @@ void forward_simd(const Task& task, void* memory) {
       compute_scores(scratch.q_t + group * group_floats, k.data, k.stride, visible.end, head_dim, scratch.scores_t);
       mask_scores(scratch.scores_t, visible, diagonal, key);
       softmax_in_place<ExpDegree<T>::value>(scratch.scores_t, visible.end, scale.log2, state);
-      accumulate_output(scratch.scores_t, v.data, v.stride, visible.end, head_dim, state.alpha,
-                        scratch.out_t + group * group_floats);
+      float* out_t = scratch.out_t + group * group_floats;
+      if (visible.full == visible.end || rows_are_finite(v.data + visible.full * v.stride, v.stride,
+                                                         visible.end - visible.full, head_dim)) {
+        accumulate_output(scratch.scores_t, v.data, v.stride, visible.end, head_dim, state.alpha, out_t);
+      } else {
+        accumulate_visible_output(scratch.scores_t, v.data, v.stride, visible, diagonal, key, head_dim, state.alpha,
+                                  out_t);
+      }
     }
   }
 

@@ -88,7 +88,32 @@ void make_scale_positive(AttentionArguments& arguments) {
   }
 }
 
-Choice choose(const AttentionArguments& arguments, const attention::ForwardParams& params, const Device& gpu) {
+// What a kernel is launched with. It need not be what the caller asked for, as long as the result is the same.
+struct Problem {
+  attention::ForwardParams params;
+  Mask mask;
+};
+
+// A single query row sees every key, so with grouped heads the query heads of one key head serve as the rows of one
+// tile: its keys are read once instead of once a query head.
+Problem make_problem(const AttentionArguments& arguments, const AttentionOutputs& outputs) {
+  Problem problem{make_params(arguments, outputs), arguments.is_causal ? Mask::kCausal : Mask::kFull};
+  attention::ForwardParams& params = problem.params;
+  if (params.seq_q == 1 && params.heads_q > params.heads_kv) {
+    const int32_t group = params.heads_q / params.heads_kv;
+    for (attention::Strides* stride : {&params.q_stride, &params.out_stride}) {
+      stride->row = stride->head;
+      stride->head *= group;
+    }
+    params.heads_q = params.heads_kv;
+    params.seq_q = group;
+    problem.mask = Mask::kFull;
+  }
+  return problem;
+}
+
+Choice choose(const AttentionArguments& arguments, const Problem& problem, const Device& gpu) {
+  const attention::ForwardParams& params = problem.params;
   const char* forced = std::getenv("FLASHMOE_KERNEL");
   SelectorInput input{};
   input.capability = gpu.capability;
@@ -96,7 +121,7 @@ Choice choose(const AttentionArguments& arguments, const attention::ForwardParam
   input.gpu_name = gpu.name.c_str();
   input.forced_family = forced != nullptr && forced[0] != '\0' ? forced : nullptr;
   input.dtype = arguments.dtype;
-  input.mask = arguments.is_causal ? Mask::kCausal : Mask::kFull;
+  input.mask = problem.mask;
   input.head_dim = params.head_dim;
   input.batch = params.batch;
   input.heads_q = params.heads_q;
@@ -176,7 +201,8 @@ Tensor allocate_tile_counter(const AttentionArguments& arguments, attention::For
   return counter;
 }
 
-void run(const AttentionArguments& arguments, attention::ForwardParams params, const Choice& choice, const Device& gpu) {
+void run(const AttentionArguments& arguments, const Problem& problem, const Choice& choice, const Device& gpu) {
+  attention::ForwardParams params = problem.params;
   const Kernel& kernel = *choice.forward;
   const ContextGuard guard(gpu.context);
   const CUstream stream = current_stream(arguments.device_index);
@@ -231,7 +257,7 @@ void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& 
   AttentionOutputs padded;
   padded.out = is_padded ? like(outputs.out, padded_sizes(outputs.out)) : alias(outputs.out);
   padded.lse = alias(outputs.lse);
-  run(aligned, make_params(aligned, padded), choice, gpu);
+  run(aligned, make_problem(aligned, padded), choice, gpu);
   if (is_padded) {
     const Tensor view = view_of(padded.out, outputs.out.sizes(), padded.out.strides());
     check_shim(aoti_torch_copy_(outputs.out.get(), view.get(), /*non_blocking=*/0), "copy_");
@@ -246,12 +272,12 @@ void attention_forward_cuda(const AttentionArguments& arguments, const Attention
     fill_without_keys(arguments, outputs, gpu);
     return;
   }
-  const attention::ForwardParams params = make_params(arguments, outputs);
-  const Choice choice = choose(arguments, params, gpu);
+  const Problem problem = make_problem(arguments, outputs);
+  const Choice choice = choose(arguments, problem, gpu);
   const Kernel& kernel = *choice.forward;
   if (is_scale_positive(arguments) && is_loadable(arguments.q, kernel) && is_loadable(arguments.k, kernel) &&
       is_loadable(arguments.v, kernel)) {
-    run(arguments, params, choice, gpu);
+    run(arguments, problem, choice, gpu);
   } else {
     run_on_copies(arguments, outputs, choice, gpu);
   }

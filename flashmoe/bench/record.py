@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashmoe.bench.runner import Cell
 from flashmoe.bench.summary import CeilingRates, speed_word, summarise_cell
 from flashmoe.bench.telemetry import summarise
 from flashmoe.bench.thresholds import load_thresholds
 from flashmoe.report import Check, Verdict
+
+if TYPE_CHECKING:  # torch: reading and comparing reports needs none
+    from flashmoe.bench.runner import Cell
 
 DATA_SCHEMA = "flashmoe.bench/1"
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +16,7 @@ from flashmoe.bench.contenders import Contender, choose, package_versions
 from flashmoe.bench.plan import MIN_SAMPLES, share_of_budget
 from flashmoe.bench.record import DATA_SCHEMA, cell_checks, cell_record, effective_baseline
 from flashmoe.bench.runner import Cell, Settings, check_cell, run_cell
+from flashmoe.bench.stopping import stop_signals
 from flashmoe.bench.suites import Suite
 from flashmoe.bench.summary import CeilingRates, aggregate
 from flashmoe.bench.telemetry import Telemetry
@@ -200,20 +197,3 @@ def remaining_text(elapsed: float, done: int, left: int, budget: float | None) -
     if budget is not None:
         guess = min(guess, max(0.0, budget - elapsed))
     return f"about {guess:.0f} s left" if left else "done"
-
-
-@contextmanager
-def stop_signals() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does. Handlers exist in the main thread only; elsewhere nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashmoe
 
-from .reference import DTYPES, Problem, assert_ran_here, check_attention, make_inputs, visible
+from .reference import CLOSE, DTYPES, LSE_TOLERANCE, Problem, assert_ran_here, check_attention, make_inputs, visible
 
 
 def _inputs(
@@ -65,8 +65,9 @@ def test_nan_in_a_query_stays_in_its_row(device: str) -> None:
         assert lse[0, 1, 33].isnan()
         others = torch.ones_like(lse, dtype=torch.bool)
         others[0, 1, 33] = False
-        assert torch.equal(out[others], clean[others])
-        assert torch.equal(lse[others], clean_lse[others])
+        # close, not equal: a backend may take another path for a block that holds a NaN
+        torch.testing.assert_close(out[others], clean[others], rtol=0, atol=CLOSE[dtype])
+        torch.testing.assert_close(lse[others], clean_lse[others], rtol=0, atol=LSE_TOLERANCE)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
@@ -76,12 +77,11 @@ def test_bad_key_reaches_exactly_the_rows_that_see_it(bad: float, device: str) -
         clean = flashmoe.attention(q, k, v, causal=causal)
         k[0, 0, 100, 0] = bad
         q[0, 0, :, 0] = 1.0  # the score is +inf, not -inf, where the key is inf
-        q[0, 1] = q[0, 1]
         touched = visible(70, 130, device)[:, 100] if causal else torch.ones(70, dtype=torch.bool, device=device)
         out = flashmoe.attention(q, k, v, causal=causal)
         assert out[0, 0, touched].isnan().all()
         assert out[0, 0, ~touched].isfinite().all()
-        assert torch.equal(out[0, 1], clean[0, 1])
+        torch.testing.assert_close(out[0, 1], clean[0, 1], rtol=0, atol=CLOSE[dtype])
 
 
 def test_key_with_score_minus_infinity_has_no_weight(device: str) -> None:
@@ -104,8 +104,8 @@ def test_bad_value_stays_in_its_column(bad: float, device: str) -> None:
         out = flashmoe.attention(q, k, v)
         assert not out[0, 1, :, 9].isfinite().any()
         columns = [column for column in range(64) if column != 9]
-        assert torch.equal(out[..., columns], clean[..., columns])
-        assert torch.equal(out[0, 0], clean[0, 0])
+        torch.testing.assert_close(out[..., columns], clean[..., columns], rtol=0, atol=CLOSE[dtype])
+        torch.testing.assert_close(out[0, 0], clean[0, 0], rtol=0, atol=CLOSE[dtype])
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(2, 1), (65, 64), (130, 5), (200, 136), (300, 44)])

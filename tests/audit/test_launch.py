@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe.audit.launch import Launch, Need, launchability, warp_registers
+from flashmoe.audit.launch import Launch, Need, launchability
+from flashmoe.occupancy import warp_registers
 from flashmoe.tables import load_tables
 
 

@@ -95,7 +95,12 @@ def test_f3_hidden_definition_is_seen_in_the_object_files(workshop: Workshop) ->
 
 
 def test_f4_two_objects_define_the_same_function(workshop: Workshop, sound: Path, tables: Tables) -> None:
-    wrapper = "namespace flashmoe { void launch(int n) { volatile int x = n; (void)x; } inline void twice_is_fine() {} void use%d() { twice_is_fine(); } }"
+    wrapper = """
+    static __attribute__((noinline)) int local_is_fine(int n) { volatile int x = n; return x; }
+    template <class T> __attribute__((noinline)) int weak_is_fine(T n) { volatile T x = n; return x; }
+    namespace flashmoe { void launch(int n) { volatile int x = n; (void)x; } }
+    int use%d() { return local_is_fine(1) + weak_is_fine(2); }
+    """
     folder, _ = workshop.objects({"a.cpp": wrapper % 1, "b.cpp": wrapper % 2})
     check = only_failure(
         audit(sound, Options(objects=folder), tables), "object files: duplicate definitions: flashmoe::launch(int)"
@@ -105,6 +110,15 @@ def test_f4_two_objects_define_the_same_function(workshop: Workshop, sound: Path
 
 def test_objects_folder_without_objects_fails(sound: Path, tables: Tables, tmp_path: Path) -> None:
     assert "holds no object file" in named(audit(sound, Options(objects=tmp_path), tables), "input: empty").found
+
+
+def test_our_library_judged_as_a_foreign_one(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
+    """--foreign: only what holds for any extension; the kernels inside are not looked at."""
+    path = workshop.library(rows, exports=EXPORTS.replace("flashmoe_last_kernel; ", ""))
+    assert named(audit(path, tables=tables), "export: flashmoe_last_kernel")
+    report = audit(path, Options(foreign=True), tables)
+    assert report.verdict is Verdict.PASS
+    assert not any("kernel" in check.name for check in report.checks)
 
 
 def test_f12_built_for_another_torch(workshop: Workshop) -> None:

@@ -50,27 +50,32 @@ def suite_file(folder: Path, lengths: str) -> str:
     return str(path)
 
 
-def test_a_run_leaves_three_files_and_they_compare(tmp_path: Path, program_environment: dict[str, str]) -> None:
+def test_a_run_leaves_three_files_and_they_compare(
+    tmp_path: Path,
+    program_environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     suite = suite_file(tmp_path, "[16, 64]")
     outputs = ("--json", "a.json", "--markdown", "a.md", "--html", "a.html")
     done = bench(tmp_path, program_environment, "--suite", suite, "--baseline-only", *outputs)
     assert done.returncode == 0, done.stderr
     report = read_report(tmp_path / "a.json")
     assert [cell["summaries"]["sdpa-cpu"]["samples"] for cell in report.data["cells"]] == [30] * 4
+    assert report.data["cells"][0]["case"]["key"] == "f32-d32-full-b1-h2-s16"
     assert report.command[-len(outputs) :] == outputs
-    assert [cell["case"]["key"] for cell in report.data["cells"]][0] == "f32-d32-full-b1-h2-s16"
     assert "sdpa-math / sdpa-cpu" in (tmp_path / "a.md").read_text()
     assert "</html>" in (tmp_path / "a.html").read_text()
     assert str(tmp_path.parent) not in json.dumps(report.environment)
-    same = bench(
-        tmp_path, program_environment, "--compare", "a.json", "a.json", "--fail-on", "not-same", "--json", "c.json"
-    )
-    assert same.returncode in (ExitCode.OK, ExitCode.NOTHING_CHECKED), same.stdout  # the latter: all too noisy to say
-    assert "FASTER" not in same.stdout
-    assert "SLOWER" not in same.stdout
+
+    monkeypatch.chdir(tmp_path)
+    code = main(["bench", "--compare", "a.json", "a.json", "--fail-on", "not-same", "--json", "c.json"])
+    text = capsys.readouterr().out
+    assert code in (ExitCode.OK, ExitCode.NOTHING_CHECKED), text  # the latter: all too noisy to say
+    assert "FASTER" not in text
+    assert "SLOWER" not in text
     assert read_report(tmp_path / "c.json").kind == "bench-compare"
-    drawn = bench(tmp_path, program_environment, "--render", "a.json", "--html", "again.html")
-    assert drawn.returncode == 0
+    assert main(["bench", "--render", "a.json", "--html", "again.html"]) == 0
     assert (tmp_path / "again.html").read_text() == (tmp_path / "a.html").read_text()
 
 

@@ -1,0 +1,205 @@
+"""``nox -s compat``: one wheel file under every torch that it claims, and under every CPython that each of them has.
+
+Each cell is an environment of its own with that torch from the package index (these are not in the lock: the point is what
+is out there), the wheel under test, and the operator's tests on the CPU. One cell below the floor shows that the import
+says so plainly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from flashmoe.errors import ExitCode, FlashmoeError, LockError
+from flashmoe.progress import Progress
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_build.environment import find_uv
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOOR = Version("2.10")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+TOOLS = ("pytest", "pytest-timeout", "pytest-cov", "hypothesis", "numpy")
+TESTS = "tests/attention"
+INSTALL_LIMIT = 1800  # seconds
+TEST_LIMIT = 900
+CLOSING = re.compile(r"(\d+) passed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One environment: a torch, a Python, and what came of the wheel in it."""
+
+    torch: str
+    python: str
+    verdict: Verdict
+    found: str
+    passed: int
+    install_seconds: float
+    test_seconds: float
+
+
+def known_versions(output: str, floor: Version = FLOOR) -> tuple[list[str], str]:
+    """(releases from the floor on, oldest first; the newest release below it) from `pip index versions torch`."""
+    match = re.search(r"Available versions: (.*)", output)
+    if match is None:
+        msg = f"`pip index versions torch` gave no list: {output.strip()[-300:]!r}; is the package index reachable?"
+        raise LockError(msg)
+    versions = sorted({Version(word) for word in match[1].split(", ") if "+" not in word})
+    releases = [version for version in versions if not version.is_prerelease]
+    below = [version for version in releases if version < floor]
+    return [str(version) for version in releases if version >= floor], str(below[-1]) if below else ""
+
+
+def discover() -> tuple[list[str], str]:
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return known_versions(done.stdout + done.stderr)
+
+
+def local_pythons() -> dict[str, str]:
+    """{minor version: interpreter} of what uv finds on this machine; nothing is downloaded."""
+    found = {}
+    for minor in PYTHONS:
+        command = [find_uv(), "python", "find", "--no-python-downloads", minor]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode == 0:
+            found[minor] = done.stdout.strip()
+    return found
+
+
+def _uv(arguments: Sequence[str], what: str) -> str:
+    """Run uv under a progress line; returns what it said when it failed, or nothing."""
+    with Progress(what):
+        done = subprocess.run(
+            [find_uv(), *arguments], capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT
+        )
+    return "" if done.returncode == 0 else (done.stderr.strip() or f"uv ended with {done.returncode}")
+
+
+def run_cell(torch: str, minor: str, interpreter: str, wheel: Path, scratch: Path, *, refused: bool) -> Cell:
+    """Install and test one cell; an interpreter that this torch has no wheel for is a SKIP with uv's reason."""
+    label = f"torch {torch}, Python {minor}"
+    folder = scratch / f"{torch}-{minor}"
+    shutil.rmtree(folder, ignore_errors=True)
+    python = folder / "bin" / "python"
+    begun = time.monotonic()
+    problem = _uv(["venv", "-q", "--no-project", "--python", interpreter, str(folder)], label)
+    install = ["pip", "install", "-q", "--python", str(python), "--only-binary", ":all:"]
+    problem = problem or _uv([*install, f"torch=={torch}", *TOOLS], f"{label}: installing")
+    problem = problem or _uv([*install, "--no-deps", str(wheel)], f"{label}: installing the wheel")
+    installed = time.monotonic() - begun
+    if problem:
+        shutil.rmtree(folder, ignore_errors=True)
+        return Cell(torch, minor, Verdict.SKIP, problem.splitlines()[-1][:200], 0, round(installed, 1), 0.0)
+    begun = time.monotonic()
+    verdict, found, passed = _refusal(python, torch) if refused else _tests(python, label)
+    seconds = time.monotonic() - begun
+    shutil.rmtree(folder, ignore_errors=True)
+    return Cell(torch, minor, verdict, found, passed, round(installed, 1), round(seconds, 1))
+
+
+def _refusal(python: Path, torch: str) -> tuple[Verdict, str, int]:
+    code = "import flashmoe; flashmoe.attention"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False, timeout=TEST_LIMIT, cwd="/")
+    found = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no error"
+    plain = f"needs torch >= {FLOOR}; found {torch}" in found
+    return (Verdict.PASS if done.returncode != 0 and plain else Verdict.FAIL), f"refused: {found}"[:300], 0
+
+
+def _tests(python: Path, label: str) -> tuple[Verdict, str, int]:
+    outside = ROOT / "build" / "run" / "compat"
+    outside.mkdir(parents=True, exist_ok=True)
+    command = [str(python), "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-q", "--no-cov"]
+    command += ["-p", "no:cacheprovider", "-m", "not gpu and not slow", str(ROOT / TESTS)]
+    command += ["-W", "default"]  # a newer torch deprecates calls inside itself; under the locked one warnings are errors
+    environment = {**os.environ, "FLASHMOE_TEST_INSTALLED": "1"}
+    lines: list[str] = []
+    with (
+        Progress(f"{label}: tests") as progress,
+        subprocess.Popen(
+            command, cwd=outside, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            progress.note(line.strip()[:80])
+    closing = next((line.strip(" =\n") for line in reversed(lines) if CLOSING.search(line)), "")
+    passed = int(match[1]) if (match := CLOSING.search(closing)) else 0
+    if process.returncode == 0 and passed:
+        return Verdict.PASS, closing, passed
+    failures = [line.strip() for line in lines if line.startswith(("FAILED", "ERROR"))][:5]
+    return Verdict.FAIL, "; ".join([closing or f"exit {process.returncode}", *failures])[:1500], passed
+
+
+def wanted_cells(versions: Sequence[str], pythons: Sequence[str], *, quick: bool) -> list[tuple[str, str]]:
+    """Every torch with the lowest and the highest Python here; ``quick``: the lowest and the newest torch alone."""
+    chosen = sorted({versions[0], versions[-1]}, key=Version) if quick else versions
+    ends = sorted({pythons[0], pythons[-1]}, key=Version)
+    return [(torch, python) for torch in chosen for python in ends]
+
+
+def compat(wheel: Path, scratch: Path, *, quick: bool, only: Sequence[str]) -> Report:
+    started, clock = utc_now(), time.monotonic()
+    versions, below = discover()
+    if only:
+        versions = [version for version in versions if version in only]
+    pythons = local_pythons()
+    if not versions or not pythons:
+        msg = f"nothing to try: torch versions {versions}, Pythons {sorted(pythons)}"
+        raise LockError(msg)
+    cells = []
+    minors = sorted(pythons, key=Version)
+    for torch, minor in wanted_cells(versions, minors, quick=quick):
+        cells.append(run_cell(torch, minor, pythons[minor], wheel, scratch, refused=False))
+        print(f"{cells[-1].verdict} torch {torch}, Python {minor}: {cells[-1].found}", flush=True)
+        if cells[-1].verdict is Verdict.SKIP and not quick:  # a newer Python than this torch has: the next lower one
+            for lower in reversed(minors[1:-1]):
+                cells.append(run_cell(torch, lower, pythons[lower], wheel, scratch, refused=False))
+                print(f"{cells[-1].verdict} torch {torch}, Python {lower}: {cells[-1].found}", flush=True)
+                if cells[-1].verdict is not Verdict.SKIP:
+                    break
+    if below and not only:
+        cells.append(run_cell(below, minors[0], pythons[minors[0]], wheel, scratch, refused=True))
+        print(f"{cells[-1].verdict} torch {below}: {cells[-1].found}", flush=True)
+    checks = tuple(Check(f"torch {cell.torch}, Python {cell.python}", cell.verdict, cell.found) for cell in cells)
+    data = {
+        "wheel": wheel.name,
+        "wheel_sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "cells": [asdict(cell) for cell in cells],
+    }
+    return Report(
+        "compat", checks, data, host_environment(), tuple(sys.argv[1:]), started, round(time.monotonic() - clock, 1)
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.compat", description=__doc__)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the lowest and the newest torch only")
+    parser.add_argument("--torch", action="append", default=[], help="this version only (may be repeated)")
+    options = parser.parse_args(arguments)
+    try:
+        report = compat(options.wheel.resolve(), ROOT / "build" / "compat", quick=options.quick, only=options.torch)
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    write_report(ROOT / "build" / "reports" / "compat.json", report)
+    tried = [check for check in report.checks if check.verdict is not Verdict.SKIP]
+    print(f"compat {report.verdict}: {len(tried)} environments, wheel sha256 {report.data['wheel_sha256']}")
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,166 @@
+"""A planted regression is bisected to its commit, on the CPU, in a small repository made for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe.gate.step import speed_word
+from flashmoe.report import read_report
+from tests.bench.synthetic import synthetic_report
+
+CHECK = """
+import json, sys
+import product
+ok = product.answer() == 42
+check = {"name": "answer", "verdict": "PASS" if ok else "FAIL", "found": str(product.answer()), "expected": "42",
+         "why": "", "next_step": ""}
+report = {"schema": "flashmoe.report/1", "kind": "t", "checks": [check], "data": {}, "environment": {}, "command": [],
+          "started": "", "seconds": 0.0}
+json.dump(report, open(sys.argv[1], "w"))
+sys.exit(0 if ok else 1)
+"""
+COMPILE = """
+import json, sys
+import product
+check = {"name": "compiles", "verdict": "PASS", "found": "", "expected": "", "why": "", "next_step": ""}
+json.dump({"schema": "flashmoe.report/1", "kind": "t", "checks": [check], "data": {}, "environment": {}, "command": [],
+           "started": "", "seconds": 0.0}, open(sys.argv[1], "w"))
+"""
+LADDER = """
+schema = 1
+[[rung]]
+name = "build"
+command = ["{python}", "{root}/compile.py", "{report}"]
+[[rung]]
+name = "correctness"
+command = ["{python}", "{root}/check.py", "{report}"]
+"""
+
+
+class Repository:
+    """Commits of ``product.py``: right ones, one that does not build, and the first wrong one."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        self.git("init", "-q", "-b", "main")
+        (root / "check.py").write_text(CHECK)
+        (root / "compile.py").write_text(COMPILE)
+        self.commits: list[str] = []
+
+    def git(self, *words: str) -> str:
+        identity = ["-c", "user.name=Test", "-c", "user.email=test@example.invalid", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *identity, *words], cwd=self.root, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(self, text: str, message: str) -> str:
+        (self.root / "product.py").write_text(f"{text}\n# {len(self.commits)}\n")
+        self.git("add", "-A")
+        self.git("commit", "-qm", message)
+        self.commits.append(self.git("rev-parse", "HEAD"))
+        return self.commits[-1]
+
+
+RIGHT, WRONG, BROKEN = "def answer(): return 42", "def answer(): return 41", "def answer( return"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    made = Repository(tmp_path / "toy")
+    for number, text in enumerate([RIGHT, RIGHT, RIGHT, BROKEN, RIGHT, RIGHT, WRONG, WRONG, WRONG]):
+        made.commit(text, f"change {number}")
+    (tmp_path / "ladder.toml").write_text(LADDER)
+    return made
+
+
+def bisect(repository: Repository, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    folder = repository.root.parent
+    options = [
+        "--root",
+        str(repository.root),
+        "--ladder",
+        str(folder / "ladder.toml"),
+        "--reports",
+        str(folder / "out"),
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", "flashmoe", "bisect", *words, *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    import flashmoe
+
+    return {**os.environ, "PYTHONPATH": str(Path(flashmoe.__file__).resolve().parents[1])}
+
+
+def test_the_first_bad_commit_is_found(repository: Repository, environment: dict[str, str]) -> None:
+    done = bisect(repository, environment, repository.commits[0], "main")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = read_report(repository.root.parent / "out" / "bisect.json")
+    assert report.data["first_bad"] == repository.commits[6]
+    assert report.data["last_good"] == repository.commits[5]
+    assert "change 6" in done.stdout
+    neighbours = report.data["neighbours"]
+    assert {name: row["verdict"] for name, row in neighbours.items()} == {
+        repository.commits[5]: "PASS",
+        repository.commits[6]: "FAIL",
+    }
+    assert repository.git("worktree", "list").count("\n") == 0  # the worktree is gone
+    assert repository.git("status", "--porcelain") == ""
+    assert repository.git("rev-parse", "HEAD") == repository.commits[-1]
+
+
+def test_a_commit_that_does_not_build_is_skipped(repository: Repository, environment: dict[str, str]) -> None:
+    done = bisect(repository, environment, repository.commits[2], repository.commits[6])
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = read_report(repository.root.parent / "out" / "bisect.json")
+    assert report.data["first_bad"] == repository.commits[6]
+    words = {row["commit"]: row["word"] for row in report.data["tried"]}
+    assert words.get(repository.commits[3], "skip") == "skip"
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        (6, 8, "was called good, but the gate says bad"),
+        (0, 5, "was called bad, but the gate says good"),
+        (6, 0, "no ancestor"),
+    ],
+)
+def test_ends_that_are_not_as_named_are_refused(
+    repository: Repository, environment: dict[str, str], good: int, bad: int, words: str
+) -> None:
+    done = bisect(repository, environment, repository.commits[good], repository.commits[bad])
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert repository.git("worktree", "list").count("\n") == 0
+
+
+def test_a_speed_gate_needs_its_case_and_a_rung_must_exist(repository: Repository, environment: dict[str, str]) -> None:
+    assert "--case KEY" in bisect(repository, environment, "main~1", "main", "--gate", "speed").stderr
+    assert "no rung 'taste'" in bisect(repository, environment, "main~1", "main", "--gate", "taste").stderr
+    assert "nothing-here" in bisect(repository, environment, "nothing-here", "main").stderr
+
+
+@pytest.mark.parametrize(("speed", "word"), [(0.8, "good"), (0.7, "bad"), (0.9, "good")])
+def test_the_speed_gate_compares_one_case_with_the_good_commit(speed: float, word: str) -> None:
+    good = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5})
+    here = synthetic_report(speeds={"flashmoe": speed, "sdpa-flash": 0.5}, seed=3)
+    case = good.data["cells"][11]["case"]["key"]
+    assert speed_word(here, good, case) == word
+    assert speed_word(here, good, "no such case") == "skip"
+    wrong = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5}, wrong="flashmoe")
+    assert speed_word(wrong, good, case) in ("bad", "skip")
