@@ -197,6 +197,18 @@ def test(session: nox.Session) -> None:
 
 
 @nox.session
+def emulate(session: nox.Session) -> None:
+    """Run the CUDA kernels on the CPU (-- --kernel sm90 --seeds 8; -- --help; docs/emulation.md)."""
+    program(
+        session,
+        locked(session, "build"),
+        "flashmoe_build.emulation",
+        *("--json", REPORTS / "emulation.json"),
+        *session.posargs,
+    )
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Every checker of sources, types, shell scripts, locks and generated text."""
     program(session, locked(session, "lint"), "flashmoe_build.lint", *session.posargs)

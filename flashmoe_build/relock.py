@@ -32,7 +32,7 @@ from flashmoe_build.lock import (
     recorded_digest,
 )
 
-ORDER = ("launcher", "build", "test", "lint", "container")  # test is constrained by build, the last two by both
+ORDER = ("launcher", "build", "test", "bench", "lint", "container")  # test is constrained by build, the rest by both
 OPTIONS = (
     "--universal",
     "--python-version=3.10",
