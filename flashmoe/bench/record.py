@@ -110,6 +110,23 @@ def _warning(record: Mapping[str, Any], name: str, baseline: str) -> str:
     return ""
 
 
+def quiet_check(device: str, load: float, cores: int, gpu_busy: float | None) -> Check | None:
+    """A warning when the machine was doing other work as the run began; None when it was quiet."""
+    limits = load_thresholds().machine
+    why = "others take time from both sides of a ratio, unequally; intervals grow and a verdict may be about them"
+    if device == "cpu" and load > limits.cpu_load * cores:
+        expected = f"at most {limits.cpu_load * cores:g} on {cores} cores"
+        return Check(
+            "quiet machine", Verdict.WARN, f"load {load:.1f} before the run", expected, why, "repeat when it is idle"
+        )
+    if gpu_busy is not None and gpu_busy > limits.gpu_busy:
+        expected = f"at most {limits.gpu_busy:.0%}"
+        return Check(
+            "quiet machine", Verdict.WARN, f"GPU busy {gpu_busy:.0%} before the run", expected, why, "use it alone"
+        )
+    return None
+
+
 def effective_baseline(names: Sequence[str], ours: set[str], wanted: str) -> str:
     """The suite's baseline where it takes part, else the first contender that is not ours."""
     if wanted in names:
