@@ -54,6 +54,7 @@ class CompareThresholds:
     normalised_margin: float
     absolute_margin: float
     same_margin: float
+    busy_margin: float
 
 
 @dataclass(frozen=True)
