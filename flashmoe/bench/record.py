@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # torch: reading and comparing reports needs none
     from flashmoe.bench.runner import Cell
 
 DATA_SCHEMA = "flashmoe.bench/1"
+QUIET = "quiet machine"
 
 
 def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRates | None) -> dict[str, Any]:
@@ -116,14 +117,10 @@ def quiet_check(device: str, load: float, cores: int, gpu_busy: float | None) ->
     why = "others take time from both sides of a ratio, unequally; intervals grow and a verdict may be about them"
     if device == "cpu" and load > limits.cpu_load * cores:
         expected = f"at most {limits.cpu_load * cores:g} on {cores} cores"
-        return Check(
-            "quiet machine", Verdict.WARN, f"load {load:.1f} before the run", expected, why, "repeat when it is idle"
-        )
+        return Check(QUIET, Verdict.WARN, f"load {load:.1f} before the run", expected, why, "repeat when it is idle")
     if gpu_busy is not None and gpu_busy > limits.gpu_busy:
         expected = f"at most {limits.gpu_busy:.0%}"
-        return Check(
-            "quiet machine", Verdict.WARN, f"GPU busy {gpu_busy:.0%} before the run", expected, why, "use it alone"
-        )
+        return Check(QUIET, Verdict.WARN, f"GPU busy {gpu_busy:.0%} before the run", expected, why, "use it alone")
     return None
 
 
