@@ -22,7 +22,7 @@ from flashmoe.tables import Tables, Unit, load_tables
 from flashmoe_build.cache import Cache
 from flashmoe_build.device import _run_worker, compile_unit, options_for
 from flashmoe_build.emulation import on_gpu
-from flashmoe_build.emulation.attention import ForwardParams, _Strides, geometry, run_forward
+from flashmoe_build.emulation.attention import ForwardParams, Strides, geometry, run_forward
 from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
 from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.problem import Problem, Shape, Values, make_inputs
@@ -63,7 +63,7 @@ def record_forward(unit: Unit, problem: Problem, cubin: bytes) -> dict[str, Any]
         raise BuildError(outcome.explain())
     inputs, s = make_inputs(problem), problem.shape
     query, key = (
-        _Strides(h * r * s.head_dim, r * s.head_dim, s.head_dim)
+        Strides(h * r * s.head_dim, r * s.head_dim, s.head_dim)
         for h, r in ((s.heads_q, s.seq_q), (s.heads_kv, s.seq_k))
     )
     params = ForwardParams(
@@ -85,8 +85,12 @@ def record_forward(unit: Unit, problem: Problem, cubin: bytes) -> dict[str, Any]
         "pointers": [(getattr(ForwardParams, n).offset, n) for n in ("q", "k", "v", "out", "lse", "tile_counter")],
         "maps": _maps(unit, problem) if unit.row.family == "sm90" else [],
         "tensors": {
-            "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": torch.full_like(inputs.q, float("nan")),
-            "lse": torch.full_like(outcome.lse, float("nan")), "tile_counter": torch.zeros(1, dtype=torch.int32),
+            "q": inputs.q,
+            "k": inputs.k,
+            "v": inputs.v,
+            "out": torch.full_like(inputs.q, float("nan")),
+            "lse": torch.full_like(outcome.lse, float("nan")),
+            "tile_counter": torch.zeros(1, dtype=torch.int32),
         },
         "expected": {"out": outcome.out, "lse": outcome.lse},
     }
@@ -152,8 +156,12 @@ def record_probe(emulated: KernelLibrary, name: str, cubin: bytes) -> dict[str, 
     if report.failure is not None:
         raise BuildError(str(report.failure))
     return {
-        "name": name, "symbol": name, "cubin": cubin,
-        "grid": launch.grid, "threads": launch.threads, "shared": launch.shared_bytes,
+        "name": name,
+        "symbol": name,
+        "cubin": cubin,
+        "grid": launch.grid,
+        "threads": launch.threads,
+        "shared": launch.shared_bytes,
         "params": bytes(ProbeParams(count=count)),
         "pointers": [(getattr(ProbeParams, key).offset, key) for key in (*given, "d")],
         "maps": [],
