@@ -191,12 +191,12 @@ struct Consumer {
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
       const Tile tile = read_tile(shared.tile(query.stage, consumer));
+      ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
       const int blocks = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM);
       if (first_row >= params.seq_q) {
         // Rows past the end: nothing to compute or to store.
-        ptx::warp_sync();
         release_query();
         for (int block = blocks; block > 0; --block) skip_block();
         continue;
