@@ -216,6 +216,12 @@ def base_image(session: nox.Session) -> None:
 
 
 @nox.session
+def image_pins(session: nox.Session) -> None:
+    """Write the digests that the Dockerfile's bases have in their registry now (-- --check)."""
+    program(session, locked(session, "container"), "flashmoe_build.containers.pins", *session.posargs)
+
+
+@nox.session
 def image(session: nox.Session) -> None:
     """Build the container images (-- --base flashmoe-base:bookworm, test, bench)."""
     program(session, sys.executable, "flashmoe_build.containers.image", *session.posargs)
@@ -224,7 +230,16 @@ def image(session: nox.Session) -> None:
 @nox.session
 def image_test(session: nox.Session) -> None:
     """Run the built images and check what they promise (-- words for pytest)."""
-    program(session, locked(session, "container"), "flashmoe_build.containers.image_test", *session.posargs)
+    outside = ("--build-python", locked(session, "build"))
+    program(session, locked(session, "container"), "flashmoe_build.containers.image_test", *outside, *session.posargs)
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Hold the newest wheel, or the one given, against its provenance (-- --rebuild)."""
+    named = any(word.endswith(".whl") for word in session.posargs)
+    wheel = [] if named else [newest_wheel(session)]
+    program(session, locked(session, "build"), "flashmoe", "verify", *wheel, *session.posargs)
 
 
 @nox.session

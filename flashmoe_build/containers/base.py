@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe_build.containers.engine import OutOfReach, engine, run
+from flashmoe_build.containers.engine import OutOfReachError, engine, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / "docker" / "base-packages.txt"
@@ -47,7 +47,9 @@ def judged(output: str) -> BuildError:
     """debootstrap's failure as an error: an archive out of reach is a fact of this machine, a bad signature is not."""
     if re.search(r"Couldn't download|Failed getting release|Could not connect", output):
         last = next((line for line in reversed(output.splitlines()) if line.startswith("E:")), output[-300:])
-        return OutOfReach(f"the Debian archive cannot be reached ({last.strip()}); set FLASHMOE_DEBIAN_MIRROR to one that can")
+        return OutOfReachError(
+            f"the Debian archive cannot be reached ({last.strip()}); set FLASHMOE_DEBIAN_MIRROR to one that can"
+        )
     return BuildError(output)
 
 
@@ -55,10 +57,10 @@ def bootstrap(folder: Path) -> None:
     """Unpack and configure the packages in ``folder``; needs root."""
     if os.geteuid() != 0:
         msg = "making a base image needs root (debootstrap makes devices and users); run this session as root"
-        raise OutOfReach(msg)
+        raise OutOfReachError(msg)
     if shutil.which("debootstrap") is None or not KEYRING.is_file():
         msg = "debootstrap or Debian's keyring is missing; apt-get install debootstrap debian-archive-keyring"
-        raise OutOfReach(msg)
+        raise OutOfReachError(msg)
     command = ["debootstrap", "--variant=minbase", f"--keyring={KEYRING}", "--force-check-gpg"]
     command += [f"--include={','.join(PACKAGES)}", SUITE, str(folder)]
     command += [os.environ["FLASHMOE_DEBIAN_MIRROR"]] if os.environ.get("FLASHMOE_DEBIAN_MIRROR") else []
@@ -134,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         make(update=options.update)
-    except OutOfReach as error:
+    except OutOfReachError as error:
         print(f"no base image was made: {error}", file=sys.stderr)
         return ExitCode.NOTHING_CHECKED
     except FlashmoeError as error:
