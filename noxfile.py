@@ -88,9 +88,10 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 
 
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    targets = (
-        arguments if any(not word.startswith("-") for word in arguments) else [*arguments, str(newest_wheel(session))]
-    )
+    targets = list(arguments)
+    if not any(not word.startswith("-") for word in arguments):
+        objects = ROOT / "build" / "objects"  # of the newest wheel: two definitions of one name show only here
+        targets += [str(newest_wheel(session)), *(("--objects", str(objects)) if objects.is_dir() else ())]
     program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
 
 
@@ -153,6 +154,24 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def gate(session: nox.Session) -> None:
+    """Climb from the environment to the baseline and stop where something is wrong (-- --budget-minutes 15 --rate 0.60)."""
+    program(session, locked(session, "test"), "flashmoe", "gate", *session.posargs)
+
+
+@nox.session
+def profile(session: nox.Session) -> None:
+    """Say where the time of a kernel goes (-- --case KEY, -- --compare A.json B.json)."""
+    program(session, locked(session, "test"), "flashmoe", "profile", *session.posargs)
+
+
+@nox.session
+def bisect(session: nox.Session) -> None:
+    """Find the first commit that fails a gate (-- GOOD BAD --gate symbols|correctness|speed)."""
+    program(session, locked(session, "test"), "flashmoe", "bisect", *session.posargs)
+
+
+@nox.session
 def test(session: nox.Session) -> None:
     """Build if needed, install the wheel, run the tests against it (-- any pytest arguments)."""
     python = installed(session, wheel_file(session))
@@ -161,6 +180,8 @@ def test(session: nox.Session) -> None:
         arguments.append(str(ROOT / "tests"))
     environ = {
         "FLASHMOE_TEST_INSTALLED": "1",
+        # Threads that wait by spinning make a machine with other work to do ten times slower; timings are not taken here.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "FLASHMOE_TEST_REPORT": str(REPORTS / "test.json"),
         "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data"),
     }
@@ -173,6 +194,18 @@ def test(session: nox.Session) -> None:
             env=environ,
             external=True,
         )
+
+
+@nox.session
+def emulate(session: nox.Session) -> None:
+    """Run the CUDA kernels on the CPU (-- --kernel sm90 --seeds 8; -- --help; docs/emulation.md)."""
+    program(
+        session,
+        locked(session, "build"),
+        "flashmoe_build.emulation",
+        *("--json", REPORTS / "emulation.json"),
+        *session.posargs,
+    )
 
 
 @nox.session

@@ -87,6 +87,7 @@ def build_library(
     table = generated / "kernel_table.cpp"
     table.write_text(kernel_table_source(tables, placed), encoding="utf-8")
     sources = host_sources(root, table)
+    _drop_stale_objects(out / "objects", sources)
     with Progress("host code", len(sources) + 1) as progress:
 
         def work(source: Path) -> Path:
@@ -94,6 +95,18 @@ def build_library(
 
         objects = run_all(sources, work, jobs)
         return _link(objects, generated, root=root, out=out, toolchain=toolchain, progress=progress)
+
+
+def _object_name(source: Path) -> str:
+    return f"{source.parent.name}_{source.stem}.o"
+
+
+def _drop_stale_objects(folder: Path, sources: Sequence[Path]) -> None:
+    """Objects of sources that are gone, which the audit would otherwise take for part of the library."""
+    wanted = {_object_name(source) for source in sources}
+    for path in folder.glob("*.o"):
+        if path.name not in wanted:
+            path.unlink()
 
 
 def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, progress: Progress) -> Path:
@@ -107,7 +120,7 @@ def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache
         "cuda": toolchain.cuda_headers_version,
     }
     key = content_key(text, includes, csrc, {**facts, "name": source.name})
-    target = out / "objects" / f"{source.parent.name}_{source.stem}.o"
+    target = out / "objects" / _object_name(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     known = cache.load(key, ".o")
     if known is None:

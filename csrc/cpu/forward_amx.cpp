@@ -83,22 +83,17 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// All eight tiles 16 x 64 bytes, for the lifetime of this object; whoever uses tiles next configures its own.
-class TileSession {
- public:
-  TileSession() {
-    TileConfig config;
-    for (int tile = 0; tile < 8; ++tile) {
-      config.bytes_per_row[tile] = kTileBytesPerRow;
-      config.rows[tile] = kTileRows;
-    }
-    order_memory();
-    _tile_loadconfig(&config);
+// All eight tiles 16 x 64 bytes; whoever uses tiles next configures its own. (A guard object would bring exception
+// tables into a translation unit that throws nothing.)
+inline void configure_tiles() {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.bytes_per_row[tile] = kTileBytesPerRow;
+    config.rows[tile] = kTileRows;
   }
-  ~TileSession() { _tile_release(); }
-  TileSession(const TileSession&) = delete;
-  TileSession& operator=(const TileSession&) = delete;
-};
+  order_memory();
+  _tile_loadconfig(&config);
+}
 
 // A left operand: two tiles of 16 rows for each step. Tile t of step s of plane p starts at
 // data + p * plane + t * tile + s * step (bytes), its rows row_bytes apart.
@@ -733,15 +728,19 @@ class AmxForward {
 };
 
 void run_amx(const Task& task, void* memory) {
-  const TileSession tiles;
+  configure_tiles();
   switch (task.type) {
     case ScalarType::kFloat32:
-      return AmxForward<float>(task, memory).run();
+      AmxForward<float>(task, memory).run();
+      break;
     case ScalarType::kFloat16:
-      return AmxForward<Half>(task, memory).run();
+      AmxForward<Half>(task, memory).run();
+      break;
     case ScalarType::kBFloat16:
-      return AmxForward<BFloat16>(task, memory).run();
+      AmxForward<BFloat16>(task, memory).run();
+      break;
   }
+  _tile_release();
 }
 
 size_t amx_scratch_bytes(ScalarType type, int32_t head_dim, int32_t rows) {

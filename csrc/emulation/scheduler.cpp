@@ -255,7 +255,7 @@ const char* failure_name(FailureKind kind) {
   static const char* const names[] = {
       "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference",
       "race",             "global_race",   "proxy_fence_missing", "divergent_collective", "barrier_misuse",
-      "mbarrier_misuse",  "transaction_count", "tensor_map",      "descriptor",       "wgmma_misuse",
+      "mbarrier_misuse",  "phase_lapped",  "transaction_count", "tensor_map",      "descriptor",       "wgmma_misuse",
       "accumulator_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
   return names[static_cast<int>(kind)];
 }

@@ -57,10 +57,15 @@ __device__ __forceinline__ uint64_t make_smem_descriptor(const void* smem, int l
   return descriptor | kSwizzle128 << 62;
 }
 
-// The same operand `bytes` (a multiple of 16) further on. Shared addresses are short: the sum stays in the low word.
+// The same operand `bytes` (a multiple of 16) further on. The sum stays in the low word; the moves, and not a 64-bit addition,
+// make the compiler see that, which matters: the tensor cores wait for descriptors.
 __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor, int bytes) {
-  const uint32_t low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
-  return (descriptor & 0xffffffff00000000ull) | low;
+  uint32_t low, high;
+  uint64_t result;
+  asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(descriptor));
+  low += static_cast<uint32_t>(bytes >> 4);
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(low), "r"(high));
+  return result;
 }
 
 // d = a * b (scale_d == 0) or d += a * b (scale_d == 1). A: K-major (64 rows of k). B: kTransposeB false, K-major (kN

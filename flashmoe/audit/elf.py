@@ -248,33 +248,41 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
         )
 
 
-@lru_cache(maxsize=256)
-def needed_names(path: Path) -> tuple[str, ...]:
-    """DT_NEEDED of a library of which nothing else is wanted; empty when it cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            return tuple(_dynamic_tags(require_pyelftools()(stream)).get("DT_NEEDED", ()))
-    except ToolMissingError:
-        raise
-    except Exception:  # as in read_elf; exported_names reports the damage
-        return ()
+@dataclass(frozen=True)
+class Provided:
+    """What the loader takes from a library: the names it exports, and the libraries that it needs in turn."""
+
+    exports: frozenset[str]
+    needed: tuple[str, ...]
 
 
-@lru_cache(maxsize=64)
-def exported_names(path: Path) -> frozenset[str]:
-    """The names that a shared library exports; the file may be large, and its other tables are not read."""
+def provided(path: Path) -> Provided:
+    """Read once while the file stays as it is; the file may be large, and its other tables are not read."""
+    state = path.stat()
+    return _provided(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=128)
+def _provided(path: Path, _changed: int, _size: int) -> Provided:
     try:
         with path.open("rb") as stream:
             elf = require_pyelftools()(stream)
             section = elf.get_section_by_name(".dynsym")
             table, strings = section.data(), elf.get_section(section["sh_link"]).data()
+            needed = tuple(_dynamic_tags(elf).get("DT_NEEDED", ()))
     except ToolMissingError:
         raise
     except Exception as error:  # as in read_elf
         msg = f"cannot read the dynamic symbols of {path.name} ({type(error).__name__}: {error})"
         raise DamagedElfError(msg, "install that library again") from error
-    return frozenset(
+    names = (
         strings[offset : strings.index(b"\0", offset)].decode("utf-8", "backslashreplace")
         for offset, info, _, place, _, _ in _SYMBOL.iter_unpack(table)
         if place != _UNDEFINED and info >> 4 != 0
     )
+    return Provided(frozenset(names), needed)
+
+
+def exported_names(path: Path) -> frozenset[str]:
+    """The names that a shared library exports."""
+    return provided(path).exports

@@ -25,7 +25,7 @@ from flashmoe.audit.sources import default_source
 from flashmoe.audit.symbols import check_duplicates, check_symbols
 from flashmoe.audit.torch_libraries import installed_torch
 from flashmoe.audit.torch_symbols import check_run_time_names
-from flashmoe.audit.wheels import check_provenance, check_wheel, read_provenance
+from flashmoe.audit.wheels import check_provenance, check_tables, check_wheel, read_provenance
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
 from flashmoe.tables import Tables, load_tables
 
@@ -118,8 +118,10 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
             subjects.append(subject)
             if subject.facts is not None:
                 facts[member] = subject.facts
-        whole = (*check_wheel(wheel, facts), *check_loads(wheel, facts))
-        return [Subject(path.name, ours=_is_our_wheel(wheel) and not options.foreign, checks=whole), *subjects]
+        whole = [*check_wheel(wheel, facts), *check_loads(wheel, facts)]
+        if _is_our_wheel(wheel) and not options.foreign:
+            whole += check_tables(wheel, tables or load_tables())
+        return [Subject(path.name, ours=_is_our_wheel(wheel) and not options.foreign, checks=tuple(whole)), *subjects]
 
 
 def _is_our_wheel(wheel: Wheel) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashmoe.audit.elf import exported_names, needed_names
+from flashmoe.audit.elf import exported_names, provided
 from flashmoe.audit.torch_libraries import InstalledTorch
 
 SYSTEM_FOLDERS = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
@@ -40,7 +40,7 @@ class Resolver:
             path = self.find(soname) if soname not in found else None
             if path is not None:
                 found[soname] = path
-                waiting += needed_names(path)
+                waiting += provided(path).needed
         return found
 
     def unread(self, needed: tuple[str, ...]) -> tuple[str, ...]:

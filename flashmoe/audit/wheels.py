@@ -18,7 +18,9 @@ from flashmoe.audit.elf import ElfFacts
 from flashmoe.audit.embedded import Binary
 from flashmoe.audit.inputs import Wheel
 from flashmoe.audit.policy import version_key
+from flashmoe.errors import TableError
 from flashmoe.report import Check
+from flashmoe.tables import Tables, load_tables
 
 # Libraries that torch brings or the driver installs: no wheel may carry them, and no platform tag covers them.
 OUTSIDE = (
@@ -227,6 +229,36 @@ def check_record(wheel: Wheel) -> list[Check]:
             )
         ]
     return [passed(name, f"{len(rows)} members, every sha256 right")]
+
+
+def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
+    """The tables in our wheel against those that its kernels are audited against."""
+    name, folder = "tables", wheel.root / "flashmoe" / "_tables"
+    members = {f"flashmoe/_tables/{file}": file for file in ("arch.toml", "kernels.toml")}
+    why = "The package reads its limits, shapes and docs from them; the kernels were compiled from them."
+    again = "build the wheel again from this checkout, or audit it with the flashmoe that built it"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for member, file in members.items():
+            (folder / file).write_bytes(wheel.other[member])
+        held = load_tables(folder)
+    except (KeyError, TableError) as error:
+        found = f"no {error}" if isinstance(error, KeyError) else str(error)
+        cause = "left out of the wheel, or edited"
+        return [failed(name, found=found, expected=listing(members), why=why, cause=cause, next_step=again)]
+    if held == expected:
+        return [passed(name, f"{len(held.kernels)} rows, {len(held.targets)} targets, equal to those audited against")]
+    rows = len(set(map(repr, held.kernels)) ^ set(map(repr, expected.kernels)))
+    return [
+        failed(
+            name,
+            found=f"other tables: {rows} kernel rows differ",
+            expected="the tables of the flashmoe that audits it",
+            why=why,
+            cause="the wheel was built from other sources",
+            next_step=again,
+        )
+    ]
 
 
 def read_provenance(content: bytes) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 
 from flashmoe.bench.record import DATA_SCHEMA
-from flashmoe.bench.statistics import Array, Interval, log_ratios, trimmed_mean
+from flashmoe.bench.statistics import Array, Interval, log_ratios, seeded, trimmed_mean
 from flashmoe.bench.thresholds import CompareThresholds, StatisticsSettings, load_thresholds
 from flashmoe.bench.verdict import ADVICE, Decision, Reason, Speed
 from flashmoe.errors import ReportError
@@ -122,7 +122,7 @@ def _difference(a: Array, b: Array, confidence: float, settings: StatisticsSetti
             n_resamples=settings.resamples,
             method="percentile",
             vectorized=True,
-            random_state=np.random.default_rng(settings.seed),
+            **seeded(settings.seed),
         )
     low, high = result.confidence_interval
     return value, Interval(math.exp(low), math.exp(high), "percentile")

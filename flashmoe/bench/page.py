@@ -55,26 +55,33 @@ def _device(report: Report) -> str:
     return str(gpu.get("name") or report.environment.get("processor") or "unknown device")
 
 
-def _groups(cells: Cells, timings: set[str]) -> dict[str, list[Mapping[str, Any]]]:
-    """Cells that share a chart: all but the sequence lengths and the batch alike."""
+def _groups(cells: Cells, timings: set[str], *, decode: bool) -> dict[str, list[Mapping[str, Any]]]:
+    """Cells that share a chart: all but the sequence lengths alike (and the batch, which prefill grids trade for length)."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in cells:
-        if cell["timing"] in timings and cell["summaries"]:
-            case = case_from_json(cell["case"])
+        case = case_from_json(cell["case"])
+        if cell["timing"] in timings and cell["summaries"] and (case.seq_q != case.seq_k) == decode:
             heads = f", {case.heads_q} on {case.heads_kv} heads" if case.heads_q != case.heads_kv else ""
-            query = "" if case.seq_q == case.seq_k else f", {case.seq_q} queries"
-            groups.setdefault(f"{case.dtype}, D = {case.head_dim}, {case.mask}{heads}{query}", []).append(cell)
+            queries = f", B = {case.batch}, {case.seq_q} of Q" if decode else ""
+            groups.setdefault(f"{case.dtype}, D = {case.head_dim}, {case.mask}{heads}{queries}", []).append(cell)
     return groups
 
 
 def rate_charts(cells: Cells, styles: Mapping[str, int], factor: float, unit: str) -> list[tuple[str, str]]:
-    """TFLOP/s (GFLOP/s on a CPU) against the sequence length, one chart for each dtype, head dim and mask."""
+    """TFLOP/s (GFLOP/s on a CPU) against the sequence length; GB/s where few queries read many keys."""
 
-    def value(summary: Mapping[str, Any]) -> tuple[float, float, float]:
+    def speed(summary: Mapping[str, Any]) -> tuple[float, float, float]:
         low, high = summary["tflops_interval"] or (summary["tflops"], summary["tflops"])
         return factor * summary["tflops"], factor * low, factor * high
 
-    return _charts(_groups(cells, {"events", "wall"}), styles, value, unit, y_log=False)
+    def bandwidth(summary: Mapping[str, Any]) -> tuple[float, float, float]:
+        low, high = summary["tflops_interval"] or (summary["tflops"], summary["tflops"])
+        scale = summary["gbps"] / summary["tflops"]
+        return summary["gbps"], scale * low, scale * high
+
+    timings = {"events", "wall"}
+    charts = _charts(_groups(cells, timings, decode=False), styles, speed, unit, y_log=False)
+    return charts + _charts(_groups(cells, timings, decode=True), styles, bandwidth, "GB/s", y_log=False)
 
 
 def time_charts(cells: Cells, styles: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -85,7 +92,8 @@ def time_charts(cells: Cells, styles: Mapping[str, int]) -> list[tuple[str, str]
         median = summary["median_us"]
         return median, median if low is None else low, median if high is None else high
 
-    return _charts(_groups(cells, {"graph"}), styles, value, "us a call", y_log=True)
+    groups = _groups(cells, {"graph"}, decode=False) | _groups(cells, {"graph"}, decode=True)
+    return _charts(groups, styles, value, "us a call", y_log=True)
 
 
 def _charts(

@@ -8,6 +8,7 @@ does in time. The sign-based test rests on that alone; the bootstrap interval sa
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ def bootstrap_interval(
             n_resamples=settings.resamples,
             method="BCa",
             vectorized=True,
-            random_state=np.random.default_rng(settings.seed),
+            **seeded(settings.seed),
         )
     low, high = (float(bound) for bound in result.confidence_interval)
     if math.isfinite(low) and math.isfinite(high):
@@ -144,6 +145,12 @@ def bootstrap_interval(
     tail = 100.0 * (1.0 - confidence) / 2.0
     low, high = (float(bound) for bound in np.percentile(result.bootstrap_distribution, [tail, 100.0 - tail]))
     return Interval(low, high, "percentile"), float(result.standard_error)
+
+
+def seeded(seed: int) -> dict[str, Any]:
+    """scipy's argument for a random generator: ``rng`` since 1.15, ``random_state`` before."""
+    word = "rng" if "rng" in inspect.signature(stats.bootstrap).parameters else "random_state"
+    return {word: np.random.default_rng(seed)}
 
 
 def signed_rank_p(logs: Array) -> float:

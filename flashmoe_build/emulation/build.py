@@ -139,7 +139,10 @@ def unit_text(unit: Unit) -> str:
             f"  {symbol}(params{maps if has_maps else ''});",
             "}",
         ]
-    lines += ['extern "C" unsigned long emulation_params_bytes() {', "  return sizeof(flashmoe::attention::ForwardParams);"]
+    lines += [
+        'extern "C" unsigned long emulation_params_bytes() {',
+        "  return sizeof(flashmoe::attention::ForwardParams);",
+    ]
     lines += ["}"]
     if has_maps:
         lines += [_ENCODE_MAPS]

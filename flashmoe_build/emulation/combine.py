@@ -35,7 +35,9 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
     symbol = unit.entries[0][1]
     shape, row = problem.shape, unit.row
     partial, lse_partial = make_partials(problem)
-    out = torch.full((shape.batch, shape.heads_q, shape.seq_q, shape.head_dim), float("nan"), dtype=DTYPES[problem.dtype])
+    out = torch.full(
+        (shape.batch, shape.heads_q, shape.seq_q, shape.head_dim), float("nan"), dtype=DTYPES[problem.dtype]
+    )
     lse = torch.full((shape.batch, shape.heads_q, shape.seq_q), float("nan"))
     with mapped(library):
 
@@ -58,7 +60,7 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
             head_dim=shape.head_dim,
             num_splits=problem.splits,
             scale=problem.scale,
-            scale_log2=problem.scale * math.log2(math.e),
+            scale_log2=problem.scale_log2,
         )
         rows = shape.batch * shape.heads_q * shape.seq_q
         geometry = Geometry(math.ceil(rows / row.block_m), row.threads, row.smem_bytes(unit.dtype), 255)

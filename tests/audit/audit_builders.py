@@ -308,11 +308,14 @@ PACKAGE = {
 }
 
 
-def package_files(library: Path, name: str = "libflashmoe.so") -> dict[str, bytes | str]:
+def package_files(library: Path, name: str = "libflashmoe.so", kernels: str = KERNELS_TOML) -> dict[str, bytes | str]:
+    """What our wheel holds, with ``library`` under ``name`` and the small kernel table."""
     return {
         **PACKAGE,
         f"flashmoe/{name}": library.read_bytes(),
         "flashmoe/provenance.json": (library.parent / "provenance.json").read_bytes(),
+        "flashmoe/_tables/arch.toml": (ROOT / "csrc" / "arch.toml").read_bytes(),
+        "flashmoe/_tables/kernels.toml": kernels,
     }
 
 

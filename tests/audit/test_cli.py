@@ -94,6 +94,17 @@ def test_log_has_the_launchability_table(sound: Path, tables: Tables) -> None:
     assert all(any(cell in line for line in lines) for row in rows for cell in row)
 
 
+def test_table_shows_where_nothing_fits() -> None:
+    """The worse of the two masks counts, and a kernel that cannot be launched has no block."""
+    common = {"target": "sm_80", "threads": 128, "smem_static": 0, "smem_dynamic": 122880, "local_memory": 0}
+    rows = [
+        {**common, "kernel": "flashmoe_k_full", "gpu": "sm80", "registers": 100, "blocks_per_sm": 2, "problems": []},
+        {**common, "kernel": "flashmoe_k_causal", "gpu": "sm80", "registers": 168, "blocks_per_sm": 1, "problems": []},
+        {**common, "kernel": "flashmoe_k_full", "gpu": "sm86", "registers": 100, "blocks_per_sm": 3, "problems": ["x"]},
+    ]
+    assert kernel_table({"subjects": [{"launchability": rows}]})[1] == ("k", "128", "0", "122880", "168: 1 0")
+
+
 def test_terminal_output_names_every_check(sound: Path, tables: Tables) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

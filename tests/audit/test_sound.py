@@ -73,3 +73,19 @@ def test_real_library_on_the_cxx_abi_is_refused_but_resolves() -> None:
     assert [check.name for check in failures(report)] == ["torch C++ symbols"]
     assert "at::MapAllocator" in failures(report)[0].found
     assert any(c.name == "resolves against the installed torch" and c.verdict is Verdict.PASS for c in report.checks)
+
+
+def test_symbol_of_an_indirectly_needed_library_is_found(workshop: Workshop) -> None:
+    """The loader searches what the needed libraries need in turn; so does the audit, and not further."""
+    leaf = workshop.extension(
+        {"leaf.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so"
+    )
+    middle_source = {"middle.cpp": 'extern "C" int leaf(); extern "C" int middle() { return leaf(); }'}
+    middle = workshop.extension(middle_source, link=["-Wl,-soname,libmiddle.so", str(leaf)], name="libmiddle.so")
+    source = 'extern "C" int leaf(); extern "C" int middle(); extern "C" int PyInit__C() { return leaf() + middle(); }'
+    path = workshop.extension({"bind.cpp": source}, link=[str(middle), "-Wl,--allow-shlib-undefined"])
+    for library in (leaf, middle):
+        (path.parent / library.name).write_bytes(library.read_bytes())
+    assert audit(path).verdict is Verdict.PASS
+    (path.parent / "libleaf.so").write_bytes(middle.read_bytes())
+    assert [check.name for check in failures(audit(path))] == ["undefined symbol: leaf"]

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from audit_builders import HOST, PACKAGE, Row, Workshop, audit, edited_record, failures, named, package_files
+import pytest
+from audit_builders import (
+    HOST,
+    KERNELS_TOML,
+    PACKAGE,
+    Row,
+    Workshop,
+    audit,
+    edited_record,
+    failures,
+    named,
+    package_files,
+)
 
 from flashmoe.report import Verdict
 from flashmoe.tables import Tables
@@ -190,3 +202,24 @@ def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
     assert [c.verdict for c in report.checks if c.name.endswith("carried library")] == [Verdict.SKIP]
     damaged = {**files, "flash_science.libs/libdep-1234.so": "text"}
     assert named(audit(workshop.wheel(damaged, name=LOCAL)), "libdep-1234.so: input: not-elf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("stages = 1", "stages = 2"), "other tables: 2 kernel rows differ"),
+        (("schema = 1", "schema = 7"), "kernels.toml has schema 7"),
+        (("[[kernel]]", "[[kernel"), "kernels.toml is not TOML"),
+    ],
+)
+def test_wheel_with_other_tables(
+    workshop: Workshop, sound: Path, tables: Tables, change: tuple[str, str], message: str
+) -> None:
+    path = workshop.wheel(package_files(sound, kernels=KERNELS_TOML.replace(*change)))
+    assert message in named(audit(path, tables=tables), ": tables").found
+
+
+def test_wheel_without_tables(workshop: Workshop, sound: Path, tables: Tables) -> None:
+    files = package_files(sound)
+    del files["flashmoe/_tables/arch.toml"]
+    assert "arch.toml" in named(audit(workshop.wheel(files), tables=tables), ": tables").found

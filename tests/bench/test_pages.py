@@ -157,3 +157,9 @@ def test_markdown_names_every_case_verdict_and_problem() -> None:
     assert "36 FASTER" in whole
     rows = [line for line in whole.splitlines() if line.startswith("| bf16")]
     assert len({line.count("|") for line in rows}) == 1
+
+
+def test_decoding_is_shown_in_bytes() -> None:
+    page = render_page(synthetic_report("decode"))
+    assert page.count('aria-label="bf16, D = 128, full, 32 on 8 heads, B = ') == 3
+    assert "GB/s</text>" in page

@@ -32,8 +32,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (
 // the maximum moved; then the old output of row r must be multiplied by rescale[r], as the old sum has been.
 //
 // The maximum only guards against overflow, so a stale one serves as well: it moves when a new score would give an
-// exponential over 2^kMaxExponent, for all rows of the warp at once. After the first few tiles that is rare, and the rescaling of the
-// output, which nothing overlaps, is skipped. P up to 2^8 is as exact in fp16 and bf16 as P up to 1.
+// exponential over 2^kMaxExponent, for all rows of the warp at once. After the first few tiles that is rare; then neither the
+// maximum over the quad is taken nor the output rescaled, which nothing would overlap. P up to 2^8 is as exact in fp16 and bf16 as P up to 1.
 //
 // kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and -inf - -inf is NaN. Unmasked tiles have no such row,
 // and a NaN there comes from the inputs and must come through.
@@ -41,7 +41,7 @@ template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                float scale_log2) {
   constexpr float kMaxExponent = 8.0f;
-  float new_max[2];
+  float new_max[2];  // of this thread's columns; of the whole row only where it matters
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     new_max[r] = rows.max[r];
@@ -49,8 +49,6 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
     for (int j = 0; j < kN / 8; ++j) {
       new_max[r] = ptx::max_ftz(new_max[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
     }
-    new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 1));
-    new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 2));
   }
   // False for the NaN of a row without keys.
   const bool stays = (new_max[0] - rows.max[0]) * scale_log2 <= kMaxExponent &&
@@ -59,6 +57,8 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
   if (moved) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 1));
+      new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 2));
       const float shift = (kMayBeEmpty && new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r]) * scale_log2;
       rescale[r] = ptx::exp2_approx(ptx::fma_rn(rows.max[r], scale_log2, -shift));
       rows.max[r] = new_max[r];

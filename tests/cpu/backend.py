@@ -1,0 +1,134 @@
+"""csrc/cpu built alone with g++, and called through ctypes on torch's own thread pool."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "csrc" / "cpu"
+# What the build compiles these files with, as far as code generation goes.
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
+ISAS = ("baseline", "avx2", "avx512", "amx")
+SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+MESSAGE_BYTES = 1024
+
+
+class Strides(ctypes.Structure):
+    """flashmoe::attention::Strides."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "row")]
+
+
+class Params(ctypes.Structure):
+    """flashmoe::attention::ForwardParams."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial", "counter")],
+        *[(name, Strides) for name in ("q_stride", "k_stride", "v_stride", "out_stride")],
+        *[(name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "splits")],
+        *[(name, ctypes.c_float) for name in ("scale", "scale_log2")],
+    ]
+
+
+class BackendError(RuntimeError):
+    """A C++ exception, by its text."""
+
+
+def build(folder: Path) -> Path:
+    """Compile every file of csrc/cpu and the shim, two at a time; returns the shared library. Objects stay in ``folder``."""
+    sources = [*sorted(SOURCES.glob("*.cpp")), Path(__file__).with_name("shim.cpp")]
+    compiler = os.environ.get("CXX", "g++")
+    pending = [
+        [compiler, *FLAGS, f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+        for source in sources
+    ]
+    while pending:
+        running = [subprocess.Popen(command) for command in pending[:2]]
+        pending = pending[2:]
+        for process in running:
+            if process.wait() != 0:
+                msg = f"{process.args!r} failed"
+                raise RuntimeError(msg)
+    library = folder / "libcpu.so"
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    subprocess.run([compiler, "-shared", "-Wl,--no-undefined", "-o", str(library), *objects], check=True)
+    return library
+
+
+def _strides(tensor: Tensor) -> Strides:
+    batch, head, row, last = tensor.stride()
+    assert last == 1 or tensor.shape[-1] <= 1
+    return Strides(batch, head, row)
+
+
+class Backend:
+    """The library. Outputs are poisoned with NaN before each call, so that what is not written is seen."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.cpu_supported_isas.restype = ctypes.c_char_p
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        self._parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
+        self._message = ctypes.create_string_buffer(MESSAGE_BYTES)
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise BackendError(self._message.value.decode())
+
+    @property
+    def supported(self) -> list[str]:
+        names: bytes = self._library.cpu_supported_isas()
+        return names.decode().split(", ")
+
+    def set_isa(self, name: str | None) -> None:
+        encoded = None if name is None else name.encode()
+        self._check(self._library.cpu_set_isa(encoded, self._message, ctypes.c_size_t(MESSAGE_BYTES)))
+
+    def selected_isa(self) -> str:
+        self._check(self._library.cpu_selected_isa(self._message, ctypes.c_size_t(MESSAGE_BYTES)))
+        return self._message.value.decode()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        scale: float | None = None,
+        *,
+        threads: int = 2,
+        out: Tensor | None = None,
+        **changes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse). ``out``: where to write, any strides. ``changes``: fields of Params to spoil."""
+        batch, heads, seq_q, head_dim = q.shape
+        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format) if out is None else out
+        lse = torch.full((batch, heads, seq_q), torch.nan)
+        params = Params(
+            *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
+            None,
+            None,
+            None,
+            *(_strides(tensor) for tensor in (q, k, v, out)),
+            *(batch, heads, k.shape[1], seq_q, k.shape[2], head_dim, 1),
+            scale=head_dim**-0.5 if scale is None else scale,
+        )
+        for name, value in changes.items():
+            setattr(params, name, value)
+        status = self._library.cpu_forward(
+            ctypes.byref(params),
+            SCALAR_TYPES[q.dtype],
+            int(causal),
+            self._parallel_for,
+            threads,
+            self._message,
+            ctypes.c_size_t(MESSAGE_BYTES),
+        )
+        self._check(status)
+        return out, lse

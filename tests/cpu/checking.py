@@ -1,0 +1,54 @@
+"""Comparison with fp64, references computed once for all instruction sets."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tests.attention.reference import (
+    LSE_TOLERANCE,
+    Problem,
+    make_inputs,
+    plain_attention,
+    reference,
+    tolerance,
+)
+
+from .backend import Backend
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@cache
+def expected_results(problem: Problem, dtype: torch.dtype, kind: str, bshd: bool) -> tuple[Tensor, Tensor, float]:
+    """(out, lse) in fp64 and what out may be off by."""
+    q, k, v = make_inputs(problem, "cpu", dtype, kind, bshd=bshd)
+    out, lse = reference(q, k, v, problem.causal)
+    plain, _ = plain_attention(q, k, v, problem.causal)
+    return out, lse, tolerance(out, plain)
+
+
+def check(
+    backend: Backend, problem: Problem, dtype: torch.dtype, kind: str = "normal", *, bshd: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Run the problem and hold it against the reference, by KERNELS' rule."""
+    q, k, v = make_inputs(problem, "cpu", dtype, kind, bshd=bshd)
+    out, lse = backend.forward(q, k, v, problem.causal)
+    expected, expected_lse, limit = expected_results(problem, dtype, kind, bshd)
+    error = (out.double() - expected).abs().max().item()
+    assert error <= limit, f"max error {error:.3e} over {limit:.3e}: {problem}, {dtype}, {kind}"
+    compare_lse(lse, expected_lse)
+    return out, lse
+
+
+def compare_lse(lse: Tensor, expected: Tensor) -> None:
+    """Exactly -inf where the reference is; elsewhere within 2e-4, or 2e-4 of the largest for large scores."""
+    hidden = expected == -math.inf
+    assert torch.equal(lse == -math.inf, hidden)
+    seen = expected[~hidden]
+    if seen.numel() > 0:
+        difference = (lse.double()[~hidden] - seen).abs().max().item()
+        assert difference <= LSE_TOLERANCE * max(1.0, seen.abs().max().item())

@@ -1,0 +1,34 @@
+"""The backend, built once a session, and one run of a test for each instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from .backend import ISAS, Backend, build
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the objects and libcpu.so."""
+    return build(tmp_path_factory.mktemp("cpu")).parent
+
+
+@pytest.fixture(scope="session")
+def library(built: Path) -> Backend:
+    return Backend(built / "libcpu.so")
+
+
+@pytest.fixture(params=ISAS)
+def backend(library: Backend, request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The library with one instruction set forced; a test of one that this machine lacks is reported as not run."""
+    if request.param not in library.supported:
+        pytest.skip(f"not run: this machine has no {request.param} (it has {', '.join(library.supported)})")
+    torch.manual_seed(0)
+    library.set_isa(request.param)
+    assert library.selected_isa() == request.param
+    yield library
+    library.set_isa(None)

@@ -1,0 +1,51 @@
+"""The same bits for any number of workers, threads and repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.attention.reference import Problem, make_inputs
+
+from .backend import Backend
+from .checking import DTYPES
+
+WORKERS = (1, 2, 5, 64)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("spoil", ["nothing", "q", "k", "v"])
+def test_same_bits(backend: Backend, threads: int, causal: bool, spoil: str) -> None:
+    """Few workers get tall tasks, many get low ones; a NaN or Inf sends some blocks another way. Neither may be seen."""
+    for dtype in DTYPES:
+        inputs = dict(zip("qkv", make_inputs(Problem(300, 333, 72, 2, 1, causal=causal), "cpu", dtype), strict=True))
+        if spoil != "nothing":
+            inputs[spoil][0, 0, 70, 3] = torch.nan
+            inputs[spoil][0, 0, 200, 7] = torch.inf
+        results = [backend.forward(**inputs, causal=causal, threads=workers) for workers in WORKERS]
+        first_out, first_lse = results[0]
+        for workers, (out, lse) in zip(WORKERS, results, strict=True):
+            assert torch.equal(out.view(_bits(out)), first_out.view(_bits(out))), f"{workers} workers, {dtype}"
+            assert torch.equal(lse.view(torch.int32), first_lse.view(torch.int32)), f"{workers} workers, {dtype}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.dtype:
+    return torch.int32 if tensor.dtype == torch.float32 else torch.int16
+
+
+def test_repetitions(backend: Backend, threads: int) -> None:
+    inputs = make_inputs(Problem(130, 130, 64, 4, 4, causal=True), "cpu", torch.bfloat16)
+    first, _ = backend.forward(*inputs, causal=True, threads=threads)
+    for _ in range(40):
+        out, _ = backend.forward(*inputs, causal=True, threads=threads)
+        assert torch.equal(out, first)

@@ -1,0 +1,175 @@
+"""Every instruction set against fp64: head dims, lengths, masks, grouped heads, strides, extreme values."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from tests.attention.reference import Problem, make_inputs, plain_attention, tolerance, visible
+
+from .backend import Backend, BackendError
+from .checking import DTYPES, check, compare_lse
+
+HEAD_DIMS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 40, 59, 63, 64, 65, 80, 96, 111, 127, 128, 160, 192, 224, 255, 256)
+LENGTHS = (
+    *((1, 1), (1, 239), (3, 799), (4, 4), (32, 32), (33, 31), (64, 64), (65, 65), (113, 203), (128, 128), (129, 127)),
+    *((192, 192), (256, 256), (257, 300), (512, 512), (799, 3), (1023, 1024), (1024, 1023)),
+)
+BOTH = (False, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_dims(backend: Backend, dtype: torch.dtype) -> None:
+    for head_dim, causal in product(HEAD_DIMS, BOTH):
+        check(backend, Problem(65, 70, head_dim, causal=causal), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lengths(backend: Backend, dtype: torch.dtype) -> None:
+    for (seq_q, seq_k), causal in product(LENGTHS, BOTH):
+        check(backend, Problem(seq_q, seq_k, 64, 1, 1, causal=causal), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long(backend: Backend, dtype: torch.dtype) -> None:
+    check(backend, Problem(2048, 2048, 40, 1, 1, causal=True), dtype)
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(2, 2), (4, 2), (8, 1), (6, 2)])
+def test_grouped_heads_and_batch(backend: Backend, heads_q: int, heads_kv: int) -> None:
+    for dtype, causal in product(DTYPES, BOTH):
+        check(backend, Problem(33, 97, 40, heads_q, heads_kv, batch=3, causal=causal), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_strides(backend: Backend, head_dim: int) -> None:
+    """[B, S, H, D] by transpose in and out, and rows and heads far apart in a larger tensor."""
+    for dtype, causal in product(DTYPES, BOTH):
+        problem = Problem(70, 150, head_dim, 4, 2, batch=2, causal=causal)
+        plain_out, plain_lse = check(backend, problem, dtype, bshd=True)
+        q, k, v = make_inputs(problem, "cpu", dtype, bshd=True)
+        store = torch.full((2, 70, 4, 2 * head_dim + 3), 7.0, dtype=dtype)
+        out = store[..., 1 : head_dim + 1].transpose(1, 2)
+        wide = torch.full((2, 2, 300, head_dim + 5), math.nan, dtype=dtype)
+        wide[:, :, ::2, 3 : head_dim + 3] = k
+        _, lse = backend.forward(q, wide[:, :, ::2, 3 : head_dim + 3], v, causal, out=out)
+        assert torch.equal(out, plain_out)
+        assert torch.equal(lse, plain_lse)
+        assert (store[..., :1] == 7.0).all()
+        assert (store[..., head_dim + 1 :] == 7.0).all()
+
+
+@pytest.mark.parametrize("kind", ["shifted", "logits", "outlier"])
+def test_kinds_of_values(backend: Backend, kind: str) -> None:
+    for dtype, causal in product(DTYPES, BOTH):
+        check(backend, Problem(113, 203, 64, causal=causal), dtype, kind)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25, 1.0, 1e-30, 3.0])
+def test_scales(backend: Backend, scale: float) -> None:
+    for dtype in DTYPES:
+        q, k, v = make_inputs(Problem(33, 140, 40), "cpu", dtype)
+        out, lse = backend.forward(q, k, v, scale=scale)
+        expected, expected_lse = plain_attention(q.double(), k.double(), v.double(), False, scale)
+        plain, _ = plain_attention(q, k, v, False, scale)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance(expected, plain))
+        compare_lse(lse, expected_lse)
+
+
+def test_rows_without_keys(backend: Backend) -> None:
+    for dtype, (seq_q, seq_k) in product(DTYPES, ((2, 1), (65, 1), (200, 64), (300, 137))):
+        out, lse = check(backend, Problem(seq_q, seq_k, 40, causal=True), dtype)
+        assert (out[:, :, : seq_q - seq_k] == 0).all()
+        assert (lse[:, :, : seq_q - seq_k] == -math.inf).all()
+
+
+@pytest.mark.parametrize("causal", BOTH)
+def test_no_keys(backend: Backend, causal: bool) -> None:
+    for dtype in DTYPES:
+        out, lse = backend.forward(*make_inputs(Problem(5, 0, 64, batch=2), "cpu", dtype), causal)
+        assert torch.equal(out, torch.zeros_like(out))
+        assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(("batch", "heads", "seq_q"), [(0, 2, 5), (2, 0, 5), (2, 2, 0)])
+def test_nothing_to_write(backend: Backend, batch: int, heads: int, seq_q: int) -> None:
+    q = torch.zeros(batch, heads, seq_q, 64)
+    k = torch.zeros(batch, heads, 7, 64)
+    out, lse = backend.forward(q, k, k)
+    assert out.numel() == lse.numel() == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_bad_value_reaches_the_rows_that_see_it(backend: Backend, bad: float, head_dim: int) -> None:
+    """Also on the diagonal, where a weight of 0 times Inf would make NaN of rows that do not see the key."""
+    for dtype, causal, key in product(DTYPES, BOTH, (3, 100, 139)):
+        q, k, v = make_inputs(Problem(140, 140, head_dim), "cpu", dtype)
+        clean, clean_lse = backend.forward(q, k, v, causal)
+        v[0, 1, key, 5] = bad
+        out, lse = backend.forward(q, k, v, causal)
+        touched = visible(140, 140, "cpu")[:, key] if causal else torch.ones(140, dtype=torch.bool)
+        column = out[0, 1, :, 5]
+        wanted = torch.full_like(column[touched], bad)
+        assert torch.equal(column[touched].isnan(), wanted.isnan())
+        assert math.isnan(bad) or torch.equal(column[touched], wanted)
+        close = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 2e-2}
+        torch.testing.assert_close(column[~touched], clean[0, 1, ~touched, 5], **close)
+        others = [i for i in range(head_dim) if i != 5]
+        torch.testing.assert_close(out[..., others], clean[..., others], **close)
+        torch.testing.assert_close(lse, clean_lse)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_bad_score(backend: Backend, bad: float, where: str) -> None:
+    """As fp64 has it: NaN where it has NaN, close elsewhere. Inf times a negative number makes a weight of 0."""
+    for dtype, causal in product(DTYPES, BOTH):
+        inputs = dict(zip("qkv", make_inputs(Problem(70, 140, 64), "cpu", dtype), strict=True))
+        inputs[where][0, 0, 37, 9] = bad
+        out, lse = backend.forward(**inputs, causal=causal)
+        expected, _ = plain_attention(*(t.double() for t in inputs.values()), causal)
+        assert torch.equal(out.isnan(), expected.isnan())
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance, equal_nan=True)
+        assert torch.equal(lse.isfinite(), expected.isfinite().all(-1))
+
+
+def test_scores_far_apart(backend: Backend) -> None:
+    """Weights that underflow, and a maximum that rises in every block of keys, by far more than a float's range."""
+    for dtype in DTYPES:
+        q = torch.ones(1, 1, 40, 64, dtype=dtype)
+        k = (torch.arange(600.0) * 2).view(1, 1, 600, 1).expand(1, 1, 600, 64).to(dtype).contiguous()
+        v = torch.randn(1, 1, 600, 64).to(dtype)
+        for causal, sign in product(BOTH, (1, -1)):
+            out, lse = backend.forward(q, k * sign, v, causal)
+            expected, expected_lse = plain_attention(q.double(), (k * sign).double(), v.double(), causal)
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3 if dtype is torch.float32 else 3e-2)
+            compare_lse(lse, expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"head_dim": 0}, "head_dim must be in 1..256, got 0"),
+        ({"head_dim": 257}, "head_dim must be in 1..256, got 257"),
+        ({"heads_kv": 3}, "heads_kv must divide heads_q, got 3"),
+        ({"heads_kv": 0}, "heads_kv must divide heads_q, got 0"),
+        ({"batch": -1}, "batch must not be negative, got -1"),
+        ({"seq_q": -5}, "seq_q must be in"),
+        ({"seq_k": 2**31 - 1}, "seq_k must be in"),
+    ],
+)
+def test_sizes_out_of_range(library: Backend, changes: dict[str, int], text: str) -> None:
+    q, k, v = make_inputs(Problem(5, 5, 64, 4, 4), "cpu", torch.float32)
+    with pytest.raises(BackendError, match=text):
+        library.forward(q, k, v, **changes)
+
+
+def test_no_thread(library: Backend) -> None:
+    q, k, v = make_inputs(Problem(5, 5), "cpu", torch.float32)
+    with pytest.raises(BackendError, match="num_threads must be at least 1, got 0"):
+        library.forward(q, k, v, threads=0)

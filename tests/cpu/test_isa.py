@@ -1,0 +1,93 @@
+"""Choosing an instruction set, and that none leaks out of its translation unit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .backend import ISAS, SOURCES, Backend, BackendError
+
+FLAG_OF_ISA = {"avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
+FLAG_OF_ISA["amx"] = (*FLAG_OF_ISA["avx512"], "amx_tile", "amx_bf16")
+
+
+def cpu_flags() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return set(next(line for line in lines if line.startswith("flags")).split(":")[1].split())
+
+
+def test_supported_set_is_the_machines(library: Backend) -> None:
+    flags = cpu_flags()
+    expected = [isa for isa in ISAS if flags.issuperset(FLAG_OF_ISA.get(isa, ()))]
+    assert library.supported == expected
+    library.set_isa(None)
+    assert library.selected_isa() == os.environ.get("FLASHMOE_CPU_ISA", expected[-1])
+
+
+@pytest.mark.parametrize("name", ["sse9", "AVX2", "avx", " avx2"])
+def test_unknown_name(library: Backend, name: str) -> None:
+    before = library.selected_isa()
+    with pytest.raises(BackendError, match=f"'{name}'.*supported here: {', '.join(library.supported)}"):
+        library.set_isa(name)
+    assert library.selected_isa() == before
+
+
+@pytest.mark.parametrize("isa", ["baseline", "sse9"])
+def test_environment_variable(built: Path, isa: str) -> None:
+    """Read at the first use, in a process of its own."""
+    program = (
+        "import ctypes, sys\n"
+        "library, text = ctypes.CDLL(sys.argv[1]), ctypes.create_string_buffer(500)\n"
+        "status = library.cpu_selected_isa(text, ctypes.c_size_t(500))\n"
+        "print(status, text.value.decode())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(built / "libcpu.so")],
+        env={**os.environ, "FLASHMOE_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if isa == "baseline":
+        assert result.stdout == "0 baseline\n"
+    else:
+        assert re.match(
+            r"1 FLASHMOE_CPU_ISA: instruction set 'sse9' is unknown .*supported here: baseline", result.stdout
+        )
+
+
+def symbols(path: Path) -> list[tuple[str, str]]:
+    """(type letter, demangled name) of nm."""
+    text = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
+    return [(line[17], line[19:]) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("forward_*.cpp")))
+def test_wide_code_stays_in_its_object(built: Path, source: str) -> None:
+    """A weak function compiled here could be the copy that the linker keeps for a CPU without these instructions."""
+    leaving = [(kind, name) for kind, name in symbols(built / f"{source}.o") if kind not in "tbdrU"]
+    assert len(leaving) == 1
+    kind, name = leaving[0]
+    assert kind in "DR"
+    assert re.fullmatch(r"flashmoe::cpu::k\w+Kernel", name)
+
+
+def test_only_the_wide_objects_have_wide_code(built: Path) -> None:
+    def uses(path: Path, register: str) -> bool:
+        text = subprocess.run(["objdump", "-d", str(path)], capture_output=True, text=True, check=True).stdout
+        return re.search(rf"%{register}\d", text) is not None
+
+    found = {
+        path.stem: {register for register in ("ymm", "zmm", "tmm") if uses(path, register)}
+        for path in sorted(built.glob("*.o"))
+    }
+    assert found.pop("forward_amx") == {"ymm", "zmm", "tmm"}
+    assert found.pop("forward_avx512") == {"ymm", "zmm"}
+    assert found.pop("forward_avx2") == {"ymm"}
+    assert set(found) == {"attention", "forward_sse2", "isa", "shim"}
+    assert set().union(*found.values()) == set()
