@@ -85,6 +85,9 @@ def wheel_outside(python: Path, targets: Sequence[str], scratch: Path) -> tuple[
 def compare_wheels(inside: tuple[str, Mapping[str, Any]], outside: tuple[str, Mapping[str, Any]]) -> list[Check]:
     """Device binaries are the same whatever the host compiler; every byte is where that is the same, too."""
     (digest, record), (other_digest, other) = inside, outside
+    if record["commit"] != other["commit"]:
+        found = f"the image is of commit {record['commit'][:12]}, this checkout of {other['commit'][:12]}"
+        return [Check("image of this commit", Verdict.FAIL, found, "the same commit", next_step="nox -s image")]
     cubins, others = ({(b["name"], b["target"]): b["sha256"] for b in r["binaries"]} for r in (record, other))
     differing = sorted(key for key in {*cubins, *others} if cubins.get(key) != others.get(key))
     checks = [
@@ -177,7 +180,7 @@ def check_sigterm(images: Images) -> Check:
                     broken.append(path.name)
             except ValueError:
                 broken.append(path.name)
-    good = not broken and seconds < 55 and status != 137
+    good = not broken and seconds < 55 and status not in (0, 137) and "stopped by a signal" in output
     return Check(
         "SIGTERM ends it cleanly",
         Verdict.PASS if good else Verdict.FAIL,
