@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.engine import OutOfReachError, engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,10 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED
-    print("\n".join(changes) or "every base has the digest that its tag has now")
     if changes and not options.check:
         DOCKERFILE.write_text(text, encoding="utf-8")
-    return ExitCode.FAILED if changes and options.check else ExitCode.OK
+    verdict = Verdict.FAIL if changes and options.check else Verdict.PASS
+    found = "; ".join(changes) or "every base has the digest that its tag has now"
+    report = Report(
+        "image_pins", (Check("digests of the bases", verdict, found),), {}, host_environment(), (), utc_now()
+    )
+    write_report(ROOT / "build" / "reports" / "image_pins.json", report)
+    print(found)
+    return report.exit_code
 
 
 if __name__ == "__main__":

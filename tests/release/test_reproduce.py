@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -120,4 +119,4 @@ def test_a_build_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     with pytest.raises(BuildError, match="no compiler"):
         reproduce("80", 2, tmp_path / "scratch", root=root)
-    assert not [name for name in os.listdir(tmp_path) if name.startswith("flashmoe-reproduce-")]
+    assert not list(tmp_path.rglob("flashmoe-reproduce-*"))
