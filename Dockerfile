@@ -46,10 +46,10 @@ ENTRYPOINT ["docker/test-entrypoint"]
 
 # ---- runtime: the benchmark's environment without what only compilers need, with bytecode (the root may be read-only)
 FROM toolchain AS runtime
-RUN rm -rf .nox/env/build-* .nox/env/test-* && \
+RUN rm -rf .nox/env/build-* .nox/env/test-* .nox/env/*.lock && \
     find .nox/env/bench-* -name '*.a' -delete && \
     find .nox/env/bench-* -type d -name include -path '*/site-packages/*' -prune -exec rm -rf {} + && \
-    .nox/env/bench-*/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash .nox/env/bench-*/lib
+    python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash .nox/env/bench-*/lib
 
 # ---- bench: `docker run --rm [--gpus all] -v "$PWD/results:/results" flashmoe-bench`
 FROM ${BASE_RUN} AS bench
