@@ -3,10 +3,9 @@
 // leaves it; Q^T is packed once a task, V^T once a block of keys.
 //
 // Types of more digits than bf16 are cut into planes of 8 significant bits, x = x0 + x1 + x2, and the products of
-// planes that matter are added: fp16 in two planes (exact) and three or four products, fp32 in three planes (exact) and six
-// products, smallest first; what is left out is 2^-16 and 2^-24 of the whole. Six bf16 products are still twice as fast
-// as one fp32 multiplication in vectors. Inf - Inf would arise between planes, so a block with Inf or NaN in it goes
-// through the vector code of forward_simd.h.
+// planes that matter are added, smallest first: fp16 in two planes (exact), three or four products; fp32 in three planes
+// (exact), six products; what is left out is 2^-16 and 2^-24 of the whole. Inf - Inf would arise between planes, so a
+// block with Inf or NaN in it goes through the vector code of forward_simd.h.
 //
 // The target is set here, not by compiler flags, so that all files of this folder are compiled alike; it must come
 // before the intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
@@ -107,8 +106,8 @@ struct LeftOperand {
 };
 
 // c [32 blocks, group] = sum over plane pairs and steps of a [32 blocks, 32 steps] b [32 steps, group], one step at a
-// time: the caller puts vector code between the steps, which then runs beside the tile unit (a step keeps that busy for
-// 64 to 128 cycles, but is only some 50 micro-operations of the 512 that the core looks ahead).
+// time: the caller puts vector code between the steps, so that neither waits for the other's latency (worth 8% at bf16
+// and fp32, nothing at fp16, where it was measured; there the two units share issue slots, so it cannot hide more).
 template <int kPlanes, Product kProduct>
 class TileProduct {
  public:
