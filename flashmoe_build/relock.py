@@ -32,7 +32,7 @@ from flashmoe_build.lock import (
     recorded_digest,
 )
 
-ORDER = ("launcher", "build", "test", "lint", "container")  # test is constrained by build, the last two by both
+ORDER = ("launcher", "build", "test", "bench", "lint", "container")  # test is constrained by build, the rest by both
 OPTIONS = (
     "--universal",
     "--python-version=3.10",
@@ -62,6 +62,8 @@ class Change:
             return f"{self.lock}: added {self.name} {', '.join(self.after)}"
         if not self.after:
             return f"{self.lock}: removed {self.name} {', '.join(self.before)}"
+        if self.before == self.after:
+            return f"{self.lock}: {self.name} {', '.join(self.before)}, other markers or hashes"
         return f"{self.lock}: {self.name} {', '.join(self.before)} -> {', '.join(self.after)}"
 
 
@@ -93,7 +95,7 @@ def _versions(rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> tuple[str, ..
 def check(folder: Path) -> list[str]:
     """What is wrong with the locks as they lie there, without a network. Empty when nothing is."""
     problems = []
-    shared: dict[str, tuple[str, object]] = {}
+    shared: dict[tuple[str, str], tuple[str, Pin]] = {}
     for lock in ORDER:
         text, source = read_text(folder / f"{lock}.txt"), folder / f"{lock}.in"
         if recorded_digest(text) != input_digest(source, options_of(lock)):
@@ -101,17 +103,27 @@ def check(folder: Path) -> list[str]:
         problems += [f"{lock}.txt names a location: {line.strip()}" for line in text.splitlines() if "://" in line]
         pins = parse_lock(text, f"{lock}.txt")
         for python in PYTHONS:
+            environment = marker_environment(f"{python}.0")
             try:
-                check_lock(read_inputs(source), pins, marker_environment(f"{python}.0"))
+                check_lock(read_inputs(source), pins, environment)
             except LockError as error:
                 problems.append(f"for Python {python}: {error}")
-        if lock == "launcher":
-            continue
-        for name, rows in _by_name(pins).items():
-            first, known = shared.setdefault(name, (lock, rows))
-            if known != rows:
-                problems.append(f"{name} differs between {first}.txt and {lock}.txt; run `nox -s lock`")
-    return problems
+            if lock != "launcher":
+                applied = [pin for pin in pins if pin.applies(environment)]
+                problems += _disagreements(lock, python, applied, shared)
+    return list(dict.fromkeys(problems))
+
+
+def _disagreements(
+    lock: str, python: str, pins: Sequence[Pin], shared: dict[tuple[str, str], tuple[str, Pin]]
+) -> list[str]:
+    """Pins of ``lock`` that differ from an earlier lock's pin of the same package; adds the new ones to ``shared``."""
+    found = []
+    for pin in pins:
+        first, known = shared.setdefault((python, pin.name), (lock, pin))
+        if (known.version, sorted(known.hashes)) != (pin.version, sorted(pin.hashes)):
+            found.append(f"{pin.name} differs between {first}.txt and {lock}.txt; run `nox -s lock`")
+    return found
 
 
 def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:

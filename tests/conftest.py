@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     stats = terminalreporter.stats
     counts = {key: len(stats.get(key, [])) for key in ("passed", "failed", "error", "skipped", "xfailed")}
     not_run = [item for item in stats.get("skipped", []) if NO_GPU in str(item.longrepr)]
+    others = [item for item in stats.get("skipped", []) if item not in not_run]
+    for reason, number in sorted(Counter(skip_reason(item) for item in others).items()):
+        terminalreporter.write_line(f"SKIP: {number} not run: {reason}")
     ran = sum("gpu" in item.keywords for key in ("passed", "failed") for item in stats.get(key, []))
     if not_run:
         terminalreporter.write_line(f"GPU: {len(not_run)} tests did not run: this machine has no CUDA GPU")
@@ -54,6 +58,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if os.environ.get("FLASHMOE_TEST_REPORT"):
         elapsed = time.monotonic() - config.stash[STARTED]
         write_report(Path(os.environ["FLASHMOE_TEST_REPORT"]), counts, ran, len(not_run), elapsed)
+
+
+def skip_reason(report: pytest.TestReport) -> str:
+    """Without the file and line in front, so that equal reasons are counted together."""
+    longrepr = report.longrepr
+    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    return text.removeprefix("Skipped: ")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -11,6 +11,7 @@ namespace {
 
 // What the thread knows goes into the view that others will take over; its next accesses get a newer clock.
 void release(Fiber& fiber, View& into) {
+  fiber.view.passed[static_cast<size_t>(fiber.thread)] = own_clock(fiber);
   into.join(fiber.view, fiber.block->agents.size());
   ++own_clock(fiber);
 }
@@ -161,8 +162,22 @@ namespace {
 
 constexpr int kMaxTransactionBytes = (1 << 20) - 1;
 
-void end_phase_if_complete(Mbarrier& barrier) {
+// A parity names every other phase. Phase n may end only when every thread that waits for phase n - 1 has done so: a late
+// one would take n - 1 for unfinished and wait for n + 1.
+void check_waits(const Mbarrier& barrier, const Site& site, const char* what) {
+  for (const Access& wait : barrier.waits) {
+    if (barrier.gathered.seen[wait.agent] >= wait.clock || barrier.gathered.passed[wait.agent] >= wait.clock) continue;
+    fail(FailureKind::kPhaseLapped, site, what,
+         "phase %u of the mbarrier at shared byte %u ends, and nothing orders that after thread %u's wait for phase %d, %s: "
+         "a thread that polled later would wait for another phase",
+         barrier.phase, barrier.offset, wait.agent, static_cast<int>(barrier.phase) - 1, site_text(wait.site).c_str());
+  }
+}
+
+void end_phase_if_complete(Mbarrier& barrier, const Site& site, const char* what) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
+  if (machine.launch.check_races) check_waits(barrier, site, what);
+  barrier.waits.clear();
   ++barrier.phase;
   barrier.pending = barrier.arrivals;
   barrier.gathered.seen[barrier.agent] = barrier.phase;
@@ -241,7 +256,7 @@ void mbarrier_arrive(uint32_t address, int expect_bytes, const Site& site, const
   release(fiber, barrier.gathered);
   barrier.bytes += expect_bytes;
   --barrier.pending;
-  end_phase_if_complete(barrier);
+  end_phase_if_complete(barrier, site, what);
 }
 
 bool mbarrier_try_wait(uint32_t address, int phase_parity, const Site& site, const char* what) {
@@ -252,6 +267,7 @@ bool mbarrier_try_wait(uint32_t address, int phase_parity, const Site& site, con
     fail(FailureKind::kMbarrierMisuse, site, what, "phase parity %d; it is 0 or 1", phase_parity);
   }
   if ((barrier.phase & 1) != static_cast<uint32_t>(phase_parity)) {
+    barrier.waits.push_back({own_clock(fiber), static_cast<uint16_t>(fiber.thread), site_number(site, what)});
     acquire(fiber, barrier.done);
     return true;
   }
@@ -270,7 +286,7 @@ void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint3
          bytes, issue_phase, barrier.phase, state_text(barrier).c_str());
   }
   barrier.bytes -= bytes;
-  end_phase_if_complete(barrier);
+  end_phase_if_complete(barrier, site, what);
 }
 
 void fence_proxy_async(const Site&, const char*) {

@@ -6,6 +6,21 @@
 namespace flashmoe {
 namespace emulation {
 
+namespace {
+
+// Every lane knows now how far the others have come; nothing is said of their memory accesses.
+void note_passed(Warp& warp) {
+  for (Fiber* lane : warp.lanes) {
+    for (const Fiber* other : warp.lanes) {
+      const size_t thread = static_cast<size_t>(other->thread);
+      lane->view.passed[thread] = other->view.seen[thread];
+    }
+  }
+  for (Fiber* lane : warp.lanes) ++own_clock(*lane);
+}
+
+}  // namespace
+
 void gather(const char* what, const Site& site, void* argument, bool (*action)(Warp& warp)) {
   Fiber& fiber = *machine.current;
   Warp& warp = *fiber.warp;
@@ -33,6 +48,7 @@ void gather(const char* what, const Site& site, void* argument, bool (*action)(W
     return;
   }
   warp.gathered = 0;
+  note_passed(warp);
   const bool finished = action(warp);
   machine.current = &fiber;  // actions speak for one lane after the other
   for (Fiber* lane : warp.lanes) {

@@ -20,6 +20,7 @@ enum class FailureKind {
   kDivergentCollective,
   kBarrierMisuse,
   kMbarrierMisuse,
+  kPhaseLapped,
   kTransactionCount,
   kTensorMap,
   kDescriptor,

@@ -32,8 +32,9 @@ struct Fiber;
 // ---- happens-before ------------------------------------------------------------------------------------------------
 // An agent is something that accesses memory in an order of its own: a thread, the cp.async copies of a thread, the
 // copies that complete on an mbarrier, the products of a warpgroup, the bulk stores of a thread. Each counts its own
-// clock. A view says, for every agent, up to which clock its accesses are known to be over (`seen`), and up to which
-// clock they are also behind a generic-to-async proxy fence (`fenced`).
+// clock. A view says, for every agent, up to which clock its accesses are known to be over (`seen`), up to which clock
+// they are also behind a generic-to-async proxy fence (`fenced`), and how far a thread has certainly come in its program
+// (`passed`: what is seen, and what a warp collective tells of its lanes without ordering memory).
 enum class AgentKind : uint8_t { kThread, kCopies, kMbarrier, kProducts, kStores };
 
 struct Agent {
@@ -42,9 +43,9 @@ struct Agent {
 };
 
 struct View {
-  std::vector<uint32_t> seen, fenced;
+  std::vector<uint32_t> seen, fenced, passed;
 
-  void reset(size_t agents) { seen.assign(agents, 0), fenced.assign(agents, 0); }
+  void reset(size_t agents) { seen.assign(agents, 0), fenced.assign(agents, 0), passed.assign(agents, 0); }
   void join(const View& other, size_t agents);
 };
 
@@ -140,6 +141,7 @@ struct Mbarrier {
   Access init;
   View gathered, done;
   std::vector<Fiber*> waiting;
+  std::vector<Access> waits;  // threads that have waited for the newest completed phase, at which of their clocks
 };
 
 // ---- asynchronous units --------------------------------------------------------------------------------------------

@@ -154,11 +154,14 @@ int add_agent(Block& block, AgentKind kind, int owner) {
 void View::join(const View& other, size_t agents) {
   uint32_t* a = seen.data();
   uint32_t* b = fenced.data();
+  uint32_t* e = passed.data();
   const uint32_t* c = other.seen.data();
   const uint32_t* d = other.fenced.data();
+  const uint32_t* f = other.passed.data();
   for (size_t i = 0; i < agents; ++i) {
     a[i] = a[i] > c[i] ? a[i] : c[i];
     b[i] = b[i] > d[i] ? b[i] : d[i];
+    e[i] = e[i] > f[i] ? e[i] : f[i];
   }
 }
 

@@ -112,6 +112,31 @@ Problem make_problem(const AttentionArguments& arguments, const AttentionOutputs
   return problem;
 }
 
+// resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
+const FamilyList& families_for(const SelectorInput& input) {
+  constexpr int64_t kHeadDims = kMaxHeadDim / kAlignElements + 1;  // kernels differ at multiples of this only
+  struct Memory {
+    int32_t capability = 0;
+    KernelList loadable;
+    std::array<FamilyList, 2 * 2 * kHeadDims> families;
+    std::array<bool, 2 * 2 * kHeadDims> is_known{};
+  };
+  thread_local Memory memory;
+  if (memory.capability != input.capability) {
+    memory.loadable = loadable_kernels(input.capability, kernel_table());
+    memory.is_known.fill(false);
+    memory.capability = input.capability;
+  }
+  const int64_t mask = input.mask == Mask::kCausal ? 1 : 0;
+  const int64_t dtype = input.dtype == Dtype::kBFloat16 ? 1 : 0;
+  const auto slot = static_cast<std::size_t>((2 * mask + dtype) * kHeadDims + ceil_div(input.head_dim, kAlignElements));
+  if (!memory.is_known[slot]) {
+    memory.families[slot] = resolve_families(input, memory.loadable, kernel_table());
+    memory.is_known[slot] = true;
+  }
+  return memory.families[slot];
+}
+
 Choice choose(const AttentionArguments& arguments, const Problem& problem, const Device& gpu) {
   const attention::ForwardParams& params = problem.params;
   const char* forced = std::getenv("FLASHMOE_KERNEL");
@@ -128,13 +153,7 @@ Choice choose(const AttentionArguments& arguments, const Problem& problem, const
   input.heads_kv = params.heads_kv;
   input.seq_q = params.seq_q;
   input.seq_k = params.seq_k;
-  thread_local int32_t list_capability = 0;
-  thread_local KernelList list;
-  if (list_capability != gpu.capability) {
-    list = loadable_kernels(gpu.capability, kernel_table());
-    list_capability = gpu.capability;
-  }
-  return select_forward(input, list, kernel_table());
+  return select_forward(input, families_for(input), kernel_table());
 }
 
 // No key at all: the output is zero and the log-sum-exp of nothing is -inf.
@@ -201,35 +220,45 @@ Tensor allocate_tile_counter(const AttentionArguments& arguments, attention::For
   return counter;
 }
 
+LaunchShape forward_shape(const attention::ForwardParams& params, const Kernel& kernel, const Device& gpu) {
+  const int64_t tiles = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch) *
+                        params.num_splits;
+  const int64_t resident = static_cast<int64_t>(gpu.num_multiprocessors) * kernel.min_blocks;
+  return {kernel.is_persistent ? std::min(tiles, resident) : tiles, tiles, kernel.threads, kernel.shared_bytes};
+}
+
+void launch_forward(attention::ForwardParams& params, const Kernel& kernel, CUfunction function,
+                    const LaunchShape& shape, CUstream stream) {
+  if (uses_tensor_maps(kernel)) {
+    TensorMaps maps = make_tensor_maps(params, kernel);
+    std::array<void*, 5> arguments{&params, &maps.q, &maps.k, &maps.v, &maps.out};
+    launch(kernel, function, shape, stream, arguments.data());
+  } else {
+    std::array<void*, 1> arguments{&params};
+    launch(kernel, function, shape, stream, arguments.data());
+  }
+}
+
 void run(const AttentionArguments& arguments, const Problem& problem, const Choice& choice, const Device& gpu) {
   attention::ForwardParams params = problem.params;
+  params.num_splits = choice.num_splits;
   const Kernel& kernel = *choice.forward;
   const ContextGuard guard(gpu.context);
   const CUstream stream = current_stream(arguments.device_index);
   CUfunction function = load_kernel(kernel, gpu, arguments.device_index);
-  params.num_splits = choice.num_splits;
-  PartialResults partials;
-  if (choice.num_splits > 1) partials = allocate_partials(arguments, params);
-  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
-  const int64_t tiles =
-      ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch) * params.num_splits;
-  const int64_t resident = static_cast<int64_t>(gpu.num_multiprocessors) * kernel.min_blocks;
+  const LaunchShape shape = forward_shape(params, kernel, gpu);
   Tensor counter;
-  if (kernel.is_persistent && tiles > resident) counter = allocate_tile_counter(arguments, params, stream);
-  const LaunchShape shape{kernel.is_persistent ? std::min(tiles, resident) : tiles, kernel.threads, kernel.shared_bytes};
-  if (uses_tensor_maps(kernel)) {
-    TensorMaps maps = make_tensor_maps(params, kernel);
-    std::array<void*, 5> kernel_arguments{&params, &maps.q, &maps.k, &maps.v, &maps.out};
-    launch(kernel, function, shape, stream, kernel_arguments.data());
-  } else {
-    std::array<void*, 1> kernel_arguments{&params};
-    launch(kernel, function, shape, stream, kernel_arguments.data());
-  }
+  if (kernel.is_persistent && shape.tiles > shape.grid) counter = allocate_tile_counter(arguments, params, stream);
+  PartialResults partials;
+  if (choice.combine != nullptr) partials = allocate_partials(arguments, params);
+  launch_forward(params, kernel, function, shape, stream);
   if (choice.combine != nullptr) {
     const Kernel& combine = *choice.combine;
-    const LaunchShape second{ceil_div(rows, combine.block_m), combine.threads, combine.shared_bytes};
-    std::array<void*, 1> kernel_arguments{&params};
-    launch(combine, load_kernel(combine, gpu, arguments.device_index), second, stream, kernel_arguments.data());
+    const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
+    const int64_t blocks = ceil_div(rows, combine.block_m);
+    std::array<void*, 1> pointers{&params};
+    launch(combine, load_kernel(combine, gpu, arguments.device_index),
+           {blocks, blocks, combine.threads, combine.shared_bytes}, stream, pointers.data());
     set_last_kernel(kernel.symbol);
   }
 }

@@ -10,7 +10,8 @@ namespace flashmoe {
 namespace host {
 
 struct LaunchShape {
-  int64_t grid = 0;  // thread blocks, one dimension
+  int64_t grid = 0;   // thread blocks, one dimension
+  int64_t tiles = 0;  // what they work on; more than blocks for a persistent kernel
   int32_t threads = 0;
   int32_t shared_bytes = 0;
 };

@@ -70,21 +70,31 @@ int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
   return std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits}));
 }
 
-// Variants for problems with fewer query tiles than multiprocessors; an empty choice where none applies.
-Choice choose_for_few_tiles(const SelectorInput& input, const char* family, const KernelList& kernels) {
-  Choice choice;
-  const Kernel* split = find("attention_forward", family, "split", input.mask, input, kernels);
-  const Kernel* combine = find("attention_combine", family, "", Mask::kNone, input, kernels);
-  if (split != nullptr && combine != nullptr) {
-    const int64_t splits = wanted_splits(input, *split);
-    if (splits > 1) return {split, combine, static_cast<int32_t>(splits)};
+// Kernels for problems with fewer query tiles than multiprocessors; an empty choice where none applies.
+Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& family) {
+  if (family.split != nullptr && family.combine != nullptr) {
+    const int64_t splits = wanted_splits(input, *family.split);
+    if (splits > 1) return {family.split, family.combine, static_cast<int32_t>(splits)};
   }
-  const Kernel* small = find("attention_forward", family, "m64", input.mask, input, kernels);
-  const Kernel* plain = find("attention_forward", family, "", input.mask, input, kernels);
-  if (small != nullptr && plain != nullptr && query_tiles(input, *plain) < input.num_multiprocessors) {
-    choice.forward = small;
+  Choice choice;
+  if (family.small != nullptr && query_tiles(input, *family.standard) < input.num_multiprocessors) {
+    choice.forward = family.small;
   }
   return choice;
+}
+
+// A row of a 128-row tile costs this much of one of the standard, taller tile: it reads keys and values more often
+// (H100, head dims 64 and 128, large problems: 1.02 to 1.18).
+constexpr double kShortTileCost = 1.15;
+
+// The family's standard kernel, or its 128-row variant where that leaves fewer multiprocessors idle in the last wave or
+// fewer rows empty.
+const Kernel* choose_tile(const SelectorInput& input, const FamilyKernels& family) {
+  if (family.shorter == nullptr || family.shorter->head_dim != family.standard->head_dim) return family.standard;
+  const auto cost = [&input](const Kernel& kernel) {
+    return static_cast<double>(ceil_div(query_tiles(input, kernel), input.num_multiprocessors) * kernel.block_m);
+  };
+  return cost(*family.shorter) * kShortTileCost < cost(*family.standard) ? family.shorter : family.standard;
 }
 
 std::string targets_held(const KernelTable& table) {
@@ -149,23 +159,34 @@ KernelList loadable_kernels(int32_t capability, const KernelTable& table) {
   return best;
 }
 
-Choice select_forward(const SelectorInput& input, const KernelList& kernels, const KernelTable& table) {
-  if (input.forced_family != nullptr) check_forced(input, table);
+FamilyList resolve_families(const SelectorInput& input, const KernelList& loadable, const KernelTable& table) {
+  FamilyList result;
   const GpuFamilies* gpu = families_of(input.capability, table);
-  const auto is_allowed = [&input](const char* family) {
-    return input.forced_family == nullptr || equal(family, input.forced_family);
+  for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
+    const char* family = gpu->families[position];
+    const auto forward = [&](const char* variant) {
+      return find("attention_forward", family, variant, input.mask, input, loadable);
+    };
+    const FamilyKernels kernels{family,          forward(""),      forward("m128"),
+                                forward("m64"), forward("split"), find("attention_combine", family, "", Mask::kNone, input, loadable)};
+    if (kernels.standard != nullptr) result.push_back(kernels);
+  }
+  return result;
+}
+
+Choice select_forward(const SelectorInput& input, const FamilyList& families, const KernelTable& table) {
+  const auto is_allowed = [&input](const FamilyKernels& family) {
+    return input.forced_family == nullptr || equal(family.family, input.forced_family);
   };
-  for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
-    if (!is_allowed(gpu->families[position])) continue;
-    const Choice choice = choose_for_few_tiles(input, gpu->families[position], kernels);
+  for (const FamilyKernels& family : families) {
+    if (!is_allowed(family)) continue;
+    const Choice choice = choose_for_few_tiles(input, family);
     if (choice.forward != nullptr) return choice;
   }
-  for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
-    if (!is_allowed(gpu->families[position])) continue;
-    Choice choice;
-    choice.forward = find("attention_forward", gpu->families[position], "", input.mask, input, kernels);
-    if (choice.forward != nullptr) return choice;
+  for (const FamilyKernels& family : families) {
+    if (is_allowed(family)) return {choose_tile(input, family), nullptr, 1};
   }
+  if (input.forced_family != nullptr) check_forced(input, table);
   refuse(input, table);
 }
 

@@ -31,6 +31,18 @@ struct Choice {
 
 using KernelList = std::vector<const Kernel*>;
 
+// One family's kernels for a dtype, mask and head dim; null where it has none.
+struct FamilyKernels {
+  const char* family;
+  const Kernel* standard;  // never null
+  const Kernel* shorter;   // "m128": for the last wave
+  const Kernel* small;     // "m64": for fewer query tiles than multiprocessors
+  const Kernel* split;     // the keys of a query tile divided over several blocks ...
+  const Kernel* combine;   // ... and their partial results added up
+};
+
+using FamilyList = std::vector<FamilyKernels>;  // best first
+
 // Whether a GPU of this capability can load the binary: machine code runs on its own major version from its minor
 // version on, arch-specific code on exactly its capability, PTX on everything from its capability on.
 bool can_load(const DeviceBinary& binary, int32_t capability);
@@ -39,10 +51,13 @@ bool can_load(const DeviceBinary& binary, int32_t capability);
 // minor version, then PTX).
 KernelList loadable_kernels(int32_t capability, const KernelTable& table);
 
-// `kernels`: loadable_kernels(input.capability, table).
+// The families that serve (capability, dtype, mask, head_dim) of `input`; the rest of it is not looked at.
+FamilyList resolve_families(const SelectorInput& input, const KernelList& loadable, const KernelTable& table);
+
+// `families`: resolve_families of this input.
 // Throws code `gpu` when no embedded kernel runs on this GPU, `dtype` for bf16 below compute capability 8.0, and
 // `argument` for a forced family that does not exist or does not run here.
-Choice select_forward(const SelectorInput& input, const KernelList& kernels, const KernelTable& table);
+Choice select_forward(const SelectorInput& input, const FamilyList& families, const KernelTable& table);
 
 }  // namespace host
 }  // namespace flashmoe

@@ -160,7 +160,13 @@ def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool,
     if library is None or not has_torch:
         return Probe()
     paths = [str(PACKAGE.parent), *filter(None, [environ.get("PYTHONPATH")])]
-    inner = {**environ, "PYTHONPATH": os.pathsep.join(paths), LIBRARY_VARIABLE: str(library)}
+    # Threads that wait by spinning would make six tiny problems take seconds on a busy machine.
+    inner = {
+        "OMP_WAIT_POLICY": "passive",
+        **environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        LIBRARY_VARIABLE: str(library),
+    }
     clock = time.monotonic()
     try:
         done = subprocess.run(

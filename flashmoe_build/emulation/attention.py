@@ -24,17 +24,19 @@ FAR_ROW = 2**26 + 8
 EMULATED_MULTIPROCESSORS = 3  # blocks of a persistent grid: few, so that each takes several tiles
 
 
-class _Strides(ctypes.Structure):
-    _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]  # noqa: RUF012
+class Strides(ctypes.Structure):
+    """struct Strides of csrc/attention/params.h: elements."""
+
+    _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
 
 
 class ForwardParams(ctypes.Structure):
     """struct ForwardParams of csrc/attention/params.h; the library's own size is compared at load."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_uint64) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial")),
         ("tile_counter", ctypes.c_uint64),
-        *((f"{name}_stride", _Strides) for name in ("q", "k", "v", "out")),
+        *((f"{name}_stride", Strides) for name in ("q", "k", "v", "out")),
         *((name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")),
         ("num_splits", ctypes.c_int32),
         ("scale", ctypes.c_float),
@@ -153,7 +155,9 @@ def _results(problem: Problem, like: torch.Tensor) -> _Results:
     )
 
 
-def _params(library: KernelLibrary, problem: Problem, tensors: tuple[torch.Tensor, ...], results: _Results) -> ForwardParams:
+def _params(
+    library: KernelLibrary, problem: Problem, tensors: tuple[torch.Tensor, ...], results: _Results
+) -> ForwardParams:
     """Maps everything and fills the kernel's parameters."""
     shape = problem.shape
     names = ("q", "k", "v", "out")
@@ -163,14 +167,18 @@ def _params(library: KernelLibrary, problem: Problem, tensors: tuple[torch.Tenso
     }
 
     def add(tensor: torch.Tensor, name: str, *, initialised: bool = False) -> int:
-        return library.add_buffer(tensor.data_ptr(), tensor.numel() * 4, writable=True, initialised=initialised, name=name)
+        return library.add_buffer(
+            tensor.data_ptr(), tensor.numel() * 4, writable=True, initialised=initialised, name=name
+        )
 
     partial = (
-        {name: add(getattr(results, name), name) for name in ("out_partial", "lse_partial")} if problem.splits > 1 else {}
+        {name: add(getattr(results, name), name) for name in ("out_partial", "lse_partial")}
+        if problem.splits > 1
+        else {}
     )
     return ForwardParams(
         **{name: item.address for name, item in placed.items()},
-        **{f"{name}_stride": _Strides(*item.strides) for name, item in placed.items()},
+        **{f"{name}_stride": Strides(*item.strides) for name, item in placed.items()},
         **partial,
         lse=add(results.lse, "lse"),
         tile_counter=add(results.counter, "tile_counter", initialised=True),
@@ -182,7 +190,7 @@ def _params(library: KernelLibrary, problem: Problem, tensors: tuple[torch.Tenso
         head_dim=shape.head_dim,
         num_splits=problem.splits,
         scale=problem.scale,
-        scale_log2=problem.scale * math.log2(math.e),
+        scale_log2=problem.scale_log2,
     )
 
 
@@ -225,4 +233,3 @@ def _tensor_maps(library: KernelLibrary, params: ForwardParams) -> ctypes.Array[
         msg = f"the host's tensor maps are refused: {problem.decode()}"
         raise InternalError(msg)
     return memory
-

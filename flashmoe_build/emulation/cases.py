@@ -85,7 +85,16 @@ def problems(unit: Unit) -> Iterator[Problem]:
     for causal in (mask == "causal" for mask in unit.row.masks):
         sizes = (
             # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
-            (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),  # one past a tile, both ways; tile index (F16)
+            (
+                m + 1,
+                2 * n + 1,
+                dim,
+                2,
+                1,
+                1,
+                Layout.BSHD,
+                Values.SHIFTED,
+            ),  # one past a tile, both ways; tile index (F16)
             (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),  # whole tiles, two batches
             (65, 3 * n + 7, dim, 1, 1, 1, Layout.ROWS, Values.RISING),  # a maximum that moves from tile to tile
             (3, n + 3, narrow, 2, 2, 1, Layout.ROWS, Values.LARGE),  # fewer columns than the kernel has
@@ -100,7 +109,13 @@ def problems(unit: Unit) -> Iterator[Problem]:
 
 def _combine_problems(unit: Unit) -> Iterator[Problem]:
     for index, (head_dim, splits, rows, layout) in enumerate(
-        ((64, 2, 5, Layout.BHSD), (128, 32, 3, Layout.ROWS), (256, 7, 9, Layout.BSHD), (40, 3, 1, Layout.ROWS), (256, 1, 2, Layout.FAR))
+        (
+            (64, 2, 5, Layout.BHSD),
+            (128, 32, 3, Layout.ROWS),
+            (256, 7, 9, Layout.BSHD),
+            (40, 3, 1, Layout.ROWS),
+            (256, 1, 2, Layout.FAR),
+        )
     ):
         shape = Shape(2, 3, 1, rows, 64, head_dim)
         yield Problem(shape, unit.dtype, False, layout, Values.NORMAL, index, splits)

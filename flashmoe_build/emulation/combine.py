@@ -8,7 +8,7 @@ import math
 import torch
 
 from flashmoe.tables import Unit
-from flashmoe_build.emulation.attention import ForwardParams, Outcome, _Strides, load, mapped, place
+from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, load, mapped, place
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, Reference, disagreements
@@ -35,7 +35,9 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
     symbol = unit.entries[0][1]
     shape, row = problem.shape, unit.row
     partial, lse_partial = make_partials(problem)
-    out = torch.full((shape.batch, shape.heads_q, shape.seq_q, shape.head_dim), float("nan"), dtype=DTYPES[problem.dtype])
+    out = torch.full(
+        (shape.batch, shape.heads_q, shape.seq_q, shape.head_dim), float("nan"), dtype=DTYPES[problem.dtype]
+    )
     lse = torch.full((shape.batch, shape.heads_q, shape.seq_q), float("nan"))
     with mapped(library):
 
@@ -46,7 +48,7 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
         placed = place(library, out, problem.layout, "out", output=True)
         params = ForwardParams(
             out=placed.address,
-            out_stride=_Strides(*placed.strides),
+            out_stride=Strides(*placed.strides),
             lse=add(lse, "lse", writable=True),
             out_partial=add(partial, "out_partial", writable=False),
             lse_partial=add(lse_partial, "lse_partial", writable=False),
@@ -58,7 +60,7 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
             head_dim=shape.head_dim,
             num_splits=problem.splits,
             scale=problem.scale,
-            scale_log2=problem.scale * math.log2(math.e),
+            scale_log2=problem.scale_log2,
         )
         rows = shape.batch * shape.heads_q * shape.seq_q
         geometry = Geometry(math.ceil(rows / row.block_m), row.threads, row.smem_bytes(unit.dtype), 255)

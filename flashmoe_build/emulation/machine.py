@@ -41,7 +41,7 @@ TENSOR_CORES: Mapping[str, TensorCore] = {
 class _Launch(ctypes.Structure):
     """struct Launch of csrc/emulation/internal.h."""
 
-    _fields_ = [  # noqa: RUF012 - ctypes wants a plain list
+    _fields_ = [
         ("entry", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("name", ctypes.c_char_p),
@@ -108,7 +108,7 @@ class LaunchReport:
 
     kernel: str
     seed: int
-    seconds: float
+    seconds: float  # of one core
     async_policy: str
     statistics: Mapping[str, int] = field(default_factory=dict)
     failure: Failure | None = None

@@ -75,6 +75,10 @@ class Problem:
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.shape.head_dim)
 
+    @property
+    def scale_log2(self) -> float:
+        return self.scale * math.log2(math.e)
+
 
 @dataclass(frozen=True)
 class Inputs:

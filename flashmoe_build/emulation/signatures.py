@@ -8,7 +8,9 @@ from pathlib import Path
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DIRECTIVE = re.compile(r"^\s*#(?:[^\n]*\\\n)*[^\n]*$", re.MULTILINE)
 _SITE = re.compile(r",?\s*Site site(?: = Site::here\(\))?(?=\))")
-_FUNCTION = re.compile(r"(template\s*<[^<>]*>\s*)?(static\s+)?__device__\s+__forceinline__\s+([^{};]*?\))\s*(const)?\s*[{;:]")
+_FUNCTION = re.compile(
+    r"(template\s*<[^<>]*>\s*)?(static\s+)?__device__\s+__forceinline__\s+([^{};]*?\))\s*(const)?\s*[{;:]"
+)
 
 
 def _plain(text: str) -> str:

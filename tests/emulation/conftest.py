@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
 from flashmoe_build.emulation.build import Options, library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 
@@ -105,12 +105,10 @@ class Machine:
     def _add(self, tensor: torch.Tensor, name: str, *, writable: bool) -> int:
         assert tensor.is_contiguous()
         size = tensor.numel() * tensor.element_size()
-        return self.library.add_buffer(
-            tensor.data_ptr(), size, writable=writable, initialised=not writable, name=name
-        )
+        return self.library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=not writable, name=name)
 
 
 @pytest.fixture(scope="session")
-def machine() -> Iterator[Machine]:
+def machine() -> Machine:
     path = library("machine_test", KERNELS.read_text(encoding="utf-8"), "sm90", Options())
-    yield Machine(path)
+    return Machine(path)

@@ -6,10 +6,12 @@ A failing case prints the command that repeats it.
 from __future__ import annotations
 
 import pytest
+
 from flashmoe.tables import load_tables
-from flashmoe_build.emulation.build import Options
+from flashmoe_build.emulation.build import Options, jobs, kernel_library
 from flashmoe_build.emulation.cases import Case, kernels, run_case, suite
 from flashmoe_build.emulation.machine import AsyncPolicy
+from flashmoe_build.jobs import run_all
 
 CASES = list(suite(load_tables()))
 
@@ -18,6 +20,12 @@ def test_every_family_of_the_table_is_emulated() -> None:
     families = {row.family for row in load_tables().kernels}
     assert {case.kernel.unit.row.family for case in CASES} == families
     assert {case.kernel.label for case in CASES} == {kernel.label for kernel in kernels(load_tables())}
+
+
+@pytest.mark.timeout(1200)  # g++ on every kernel, when nothing is cached
+def test_every_kernel_compiles() -> None:
+    units = [kernel.unit for kernel in kernels(load_tables())]
+    assert len(run_all(units, lambda unit: kernel_library(unit, Options()), jobs())) == len(units)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.identity)

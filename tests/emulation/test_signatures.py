@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from flashmoe_build.emulation.build import CSRC
 from flashmoe_build.emulation.signatures import functions
 

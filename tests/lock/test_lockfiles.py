@@ -85,13 +85,7 @@ def test_a_comment_in_an_input_changes_nothing(copy: Path) -> None:
 
 def test_a_pin_that_differs_between_locks_is_found(copy: Path) -> None:
     edit(copy / "test.txt", "ninja==1.13.2", "ninja==1.13.1")
-    assert (
-        check(copy)
-        == [
-            "ninja differs between build.txt and test.txt; run `nox -s lock`",
-            "ninja differs between build.txt and lint.txt; run `nox -s lock`",
-        ][:1]
-    )
+    assert "ninja differs between build.txt and test.txt; run `nox -s lock`" in check(copy)
 
 
 def test_a_registry_in_a_lock_is_found(copy: Path) -> None:
@@ -120,6 +114,7 @@ def test_a_changed_hash_alone_is_a_change() -> None:
     before = parse_lock(f"a==1 --hash={HASH}", "x")
     after = parse_lock("a==1 --hash=sha256:" + "cd" * 32, "x")
     assert diff("x.txt", before, after) == (Change("x.txt", "a", ("1",), ("1",)),)
+    assert str(diff("x.txt", before, after)[0]) == "x.txt: a 1, other markers or hashes"
 
 
 def test_check_is_a_program_with_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

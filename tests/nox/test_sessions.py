@@ -141,7 +141,7 @@ def run_pytest(tmp_path: Path, body: str, **environ: str) -> subprocess.Complete
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
 
 
-GPU_TEST = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): raise AssertionError\ndef test_cpu(): pass\n"
+GPU_TEST = "import pytest\ndef test_skip(): pytest.skip('no such tool')\n@pytest.mark.gpu\ndef test_gpu(): raise AssertionError\ndef test_cpu(): pass\n"
 
 
 def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
@@ -149,7 +149,8 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_TEST_REPORT=str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "GPU: 1 tests did not run: this machine has no CUDA GPU" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("1 passed, 1 skipped")
+    assert done.stdout.splitlines()[-1].startswith("1 passed, 2 skipped")
+    assert "SKIP: 1 not run: no such tool" in done.stdout
     data = json.loads(report.read_text(encoding="utf-8"))
     assert data["verdict"] == "PASS"
     assert (data["data"]["passed"], data["data"]["gpu_not_run"]) == (1, 1)

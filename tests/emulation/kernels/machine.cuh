@@ -163,6 +163,31 @@ __device__ inline void named_barriers(const Params& p) {
   }
 }
 
+// One thread fills, a warp empties, `size` rounds, with nothing but mbarriers. One lane arrives for its warp, so the others'
+// waits must come before.
+__device__ inline void phases(const Params& p) {
+  Mbarrier* full = reinterpret_cast<Mbarrier*>(dynamic_shared_memory());
+  Mbarrier* empty = full + 1;
+  if (thread_index() == 0) {
+    mbarrier_init(full, 1);
+    mbarrier_init(empty, 1);
+  }
+  barrier_sync_block();
+  for (int round = 0; round < p.size; ++round) {
+    if (warp_index() == 0) {
+      if (lane_index() != 0) return;
+      mbarrier_wait(empty, round % 2 ^ 1);
+      mbarrier_arrive(full);
+    } else {
+      mbarrier_wait(full, round % 2);
+      if (p.fault != 1) warp_sync();
+      if (p.fault == 2) shuffle_xor(1u, 1);
+      if (lane_index() == 0) mbarrier_arrive(empty);
+    }
+  }
+  if (warp_index() == 1) st_global_32(p.out + 4 * lane_index(), 1);
+}
+
 __device__ inline void registers(const Params& p) {
   if (warp_index() / 4 == 0) {
     if (p.fault != 1) setmaxnreg_dec<24>();
@@ -334,6 +359,7 @@ MACHINE_TEST(copy_ring, machine_test::copy_ring(p))
 MACHINE_TEST(product_f16, machine_test::warp_product<__half>(p))
 MACHINE_TEST(product_bf16, machine_test::warp_product<__nv_bfloat16>(p))
 MACHINE_TEST(named_barriers, machine_test::named_barriers(p))
+MACHINE_TEST(phases, machine_test::phases(p))
 MACHINE_TEST(registers, machine_test::registers(p))
 MACHINE_TEST(draw, machine_test::draw(p))
 PIPELINE_TEST(pipeline_f16, __half, false)

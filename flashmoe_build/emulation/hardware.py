@@ -1,0 +1,216 @@
+"""Records emulated launches, with their cubins, for a replay on a GPU (on_gpu.py): the agreement of the two.
+
+python -m flashmoe_build.emulation.hardware FOLDER [--kernel TEXT]
+python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with an sm_90 GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import ctypes
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashmoe.errors import BuildError, ExitCode
+from flashmoe.tables import Tables, Unit, load_tables
+from flashmoe_build.cache import Cache
+from flashmoe_build.device import _run_worker, compile_unit, options_for
+from flashmoe_build.emulation import on_gpu
+from flashmoe_build.emulation.attention import ForwardParams, Strides, geometry, run_forward
+from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
+from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
+from flashmoe_build.emulation.problem import Problem, Shape, Values, make_inputs
+from flashmoe_build.toolchain import find_toolchain
+
+TARGET = "sm_90a"
+PROBE = REPOSITORY / "tests" / "emulation" / "kernels" / "probe.cuh"
+PROBE_COUNT = 256
+
+
+def problems(unit: Unit) -> list[Problem]:
+    """Two problems a mask: ordinary scores over several tiles, and a maximum that keeps moving."""
+    dim = unit.row.head_dim
+    return [
+        Problem(Shape(1, 2, 1, seq_q, seq_k, dim), unit.dtype, mask == "causal", values=values, data_seed=7)
+        for mask in unit.row.masks
+        for seq_q, seq_k, values in ((193, 257, Values.NORMAL), (65, 199, Values.RISING))
+    ]
+
+
+def _maps(unit: Unit, problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+    """The four tensor maps of the sm90 kernels on contiguous tensors (csrc/attention/sm90/tensor_map.h)."""
+    s = problem.shape
+
+    def content(rows: int, heads: int, box_rows: int) -> dict[str, Any]:
+        row = 2 * s.head_dim
+        strides = [row if rows > 1 else 16, row * rows if heads > 1 else 16, row * rows * heads if s.batch > 1 else 16]
+        return {"dims": [s.head_dim, rows, heads, s.batch], "strides": strides, "box": [64, box_rows, 1, 1]}
+
+    query, key = content(s.seq_q, s.heads_q, 64), content(s.seq_k, s.heads_kv, unit.row.block_n)
+    return [("q", query), ("k", key), ("v", key), ("out", query)]
+
+
+def record_forward(unit: Unit, problem: Problem, cubin: bytes) -> dict[str, Any]:
+    """One launch of a forward kernel, and what the emulation makes of it with an H100's tensor cores."""
+    outcome = run_forward(unit, problem, Settings(core=TENSOR_CORES["h100"]), Options())
+    if not outcome.passed:
+        raise BuildError(outcome.explain())
+    inputs, s = make_inputs(problem), problem.shape
+    query, key = (
+        Strides(h * r * s.head_dim, r * s.head_dim, s.head_dim)
+        for h, r in ((s.heads_q, s.seq_q), (s.heads_kv, s.seq_k))
+    )
+    params = ForwardParams(
+        **{f"{name}_stride": query if name in ("q", "out") else key for name in ("q", "k", "v", "out")},
+        **{name: getattr(s, name) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")},
+        num_splits=1,
+        scale=problem.scale,
+        scale_log2=problem.scale_log2,
+    )
+    launch = geometry(unit, problem)
+    return {
+        "name": f"{unit.name}-{'causal' if problem.causal else 'full'}-{problem.values.value}",
+        "symbol": outcome.symbol,
+        "cubin": cubin,
+        "grid": launch.grid,
+        "threads": launch.threads,
+        "shared": launch.shared_bytes,
+        "params": bytes(params),
+        "pointers": [(getattr(ForwardParams, n).offset, n) for n in ("q", "k", "v", "out", "lse", "tile_counter")],
+        "maps": _maps(unit, problem) if unit.row.family == "sm90" else [],
+        "tensors": {
+            "q": inputs.q,
+            "k": inputs.k,
+            "v": inputs.v,
+            "out": torch.full_like(inputs.q, float("nan")),
+            "lse": torch.full_like(outcome.lse, float("nan")),
+            "tile_counter": torch.zeros(1, dtype=torch.int32),
+        },
+        "expected": {"out": outcome.out, "lse": outcome.lse},
+    }
+
+
+class ProbeParams(ctypes.Structure):
+    """probe::Params of tests/emulation/kernels/probe.cuh."""
+
+    _fields_ = [*((name, ctypes.c_uint64) for name in "abcd"), ("count", ctypes.c_int32)]
+
+
+def probe_inputs(name: str) -> dict[str, torch.Tensor]:
+    """Inputs whose exponents differ widely, so that every bit of the alignment shows."""
+    generator = torch.Generator().manual_seed(23)
+
+    def spread(*shape: int, width: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * torch.exp2(
+            torch.rand(shape, generator=generator) * width - width / 2
+        )
+
+    if name in ("probe_exp2", "probe_lg2", "probe_rcp"):
+        values = torch.randn(65536, generator=generator) * 12
+        return {"c": values if name == "probe_exp2" else values.abs() + 1e-6}
+    dtype = torch.bfloat16 if "bf16" in name else torch.float16
+    rows, columns, depth = (64, 64, 16) if "wgmma" in name else (16, 8, 8 if "k8" in name else 16)
+    return {
+        "a": spread(PROBE_COUNT, rows, depth, width=8).to(dtype),
+        "b": spread(PROBE_COUNT, columns, depth, width=8).to(dtype),
+        "c": spread(PROBE_COUNT, rows, columns, width=12),
+    }
+
+
+PROBES = {
+    **dict.fromkeys(("probe_mma_f16", "probe_mma_bf16", "probe_mma_k8_f16"), 32),
+    **dict.fromkeys(("probe_wgmma_f16", "probe_wgmma_bf16", "probe_exp2", "probe_lg2", "probe_rcp"), 128),
+}
+
+
+def probe_library() -> KernelLibrary:
+    text = PROBE.read_text(encoding="utf-8")
+    entries = "\n".join(
+        f'extern "C" void emulation_entry_{name}(const void* const* arguments) '
+        f"{{ {name}(*static_cast<const probe::Params*>(arguments[0])); }}"
+        for name in PROBES
+    )
+    return KernelLibrary(library("probe", f"{text}\n{entries}\n", "sm90", Options()))
+
+
+def record_probe(emulated: KernelLibrary, name: str, cubin: bytes) -> dict[str, Any]:
+    """One instruction on many inputs, by the emulation with an H100's tensor cores."""
+    given = probe_inputs(name)
+    out = torch.zeros_like(given["c"])
+    count = given["c"].numel() if "a" not in given else PROBE_COUNT
+    params = ProbeParams(count=count)
+    emulated.clear_buffers()
+    for key, tensor in {**given, "d": out}.items():
+        size = tensor.numel() * tensor.element_size()
+        address = emulated.add_buffer(tensor.data_ptr(), size, writable=key == "d", initialised=key != "d", name=key)
+        setattr(params, key, address)
+    launch = Geometry(4, PROBES[name], 64 * 128, 128)
+    report = emulated.launch(name, (ctypes.addressof(params),), launch, Settings(core=TENSOR_CORES["h100"]))
+    emulated.clear_buffers()
+    if report.failure is not None:
+        raise BuildError(str(report.failure))
+    return {
+        "name": name,
+        "symbol": name,
+        "cubin": cubin,
+        "grid": launch.grid,
+        "threads": launch.threads,
+        "shared": launch.shared_bytes,
+        "params": bytes(ProbeParams(count=count)),
+        "pointers": [(getattr(ProbeParams, key).offset, key) for key in (*given, "d")],
+        "maps": [],
+        "tensors": {**given, "d": torch.zeros_like(given["c"])},
+        "expected": {"d": out},
+    }
+
+
+def probe_cubin(unit: Unit) -> bytes:
+    """The probes for the GPU; ``unit`` lends its target."""
+    toolchain = find_toolchain()
+    options = [option for option in options_for(unit) if "warn" not in option]
+    answer = _run_worker(unit, PROBE.read_text(encoding="utf-8"), options, REPOSITORY / "csrc", toolchain)
+    return base64.b64decode(answer["output"])
+
+
+def gpu_units(tables: Tables, selected: str) -> list[Unit]:
+    """Forward kernels, one block a tile of keys, that an H100 runs."""
+    return [
+        unit
+        for unit in tables.units((TARGET,))
+        if selected in unit.name and unit.row.operation == "attention_forward" and not unit.row.options.get("split")
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.emulation.hardware", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kernel", default="", metavar="TEXT", help="kernels whose name contains TEXT (all)")
+    arguments = parser.parse_args(words)
+    units = gpu_units(load_tables(), arguments.kernel)
+    if not units:
+        print(f"no kernel for {TARGET} matches {arguments.kernel!r}", file=sys.stderr)
+        return ExitCode.NOTHING_CHECKED
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(on_gpu.__file__, arguments.folder / "on_gpu.py")
+    cubin = probe_cubin(units[0])
+    emulated = probe_library()
+    for name in PROBES:
+        torch.save(record_probe(emulated, name, cubin), arguments.folder / f"{name}.pt")
+    cache = Cache(CACHE / "cubins")
+    for unit in units:
+        compiled = compile_unit(unit, root=REPOSITORY, toolchain=find_toolchain(), cache=cache)
+        for problem in problems(unit):
+            record = record_forward(unit, problem, compiled.output)
+            torch.save(record, arguments.folder / f"{record['name']}.pt")
+            print(record["name"], flush=True)
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

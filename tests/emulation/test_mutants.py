@@ -1,0 +1,44 @@
+"""The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants`` (docs/results/mutations.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe.errors import TableError
+from flashmoe.tables import load_tables
+from flashmoe_build.emulation.mutants import Kill, Mutant, hunt, load_mutants, markdown, patched
+
+MUTANTS = load_mutants()
+FAST = [mutant for mutant in MUTANTS if mutant.fast]
+
+
+def test_there_are_enough_and_every_family_has_some() -> None:
+    assert len(MUTANTS) >= 30
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    units = {unit.name: unit.row.family for unit in load_tables().units()}
+    assert {units[name] for mutant in MUTANTS for name in mutant.kernels} == set(units.values())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_anchor_stands_exactly_once(mutant: Mutant) -> None:
+    assert patched(mutant).count(mutant.replacement) >= 1
+    known = {unit.name for unit in load_tables().units()}
+    assert set(mutant.kernels) <= known
+
+
+def test_a_stale_anchor_is_an_error() -> None:
+    stale = Mutant("stale", "", "attention/tile.cuh", "this text is not in the file", "", ("x",))
+    with pytest.raises(TableError, match="stands 0 times"):
+        patched(stale)
+
+
+@pytest.mark.parametrize("mutant", FAST, ids=lambda mutant: mutant.name)
+def test_bug_is_found(mutant: Mutant) -> None:
+    kill = hunt(mutant)
+    assert kill.killed, f"{mutant.what}: survived {kill.runs} runs; {kill.by} {kill.detail}"
+
+
+def test_a_survivor_is_not_called_killed() -> None:
+    assert not Kill("a", "", "", "", 9, 1.0).killed
+    assert not Kill("a", "does not compile", "", "", 1, 1.0).killed
+    assert "**survived**" in markdown([FAST[0]], [Kill(FAST[0].name, "", "", "", 9, 1.0)])

@@ -1,0 +1,121 @@
+"""The kernel selector, compiled by itself with the real table, so that its choices for every GPU are tested without one."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from flashmoe.tables import load_tables  # noqa: E402
+from flashmoe_build.codegen import PlacedBinary, kernel_table_source  # noqa: E402
+from flashmoe_build.toolchain import find_toolchain  # noqa: E402
+
+HARNESS = """
+#include <cstdio>
+#include <cstring>
+#include <exception>
+
+#include "host/select.h"
+
+extern "C" const unsigned char flashmoe_binaries[1] = {0};
+extern "C" const char flashmoe_index[1] = {0};
+
+using namespace flashmoe::host;
+
+// Writes "symbol target splits" of the choice, or the error's text, to `answer`; returns 0 or 1.
+extern "C" int choose(int capability, int multiprocessors, const char* forced, int is_bf16, int is_causal, int head_dim,
+                      const long long* sizes, char* answer, int length) {
+  SelectorInput input{capability, multiprocessors, "a GPU", forced, is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16,
+                      is_causal ? Mask::kCausal : Mask::kFull, head_dim, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+  try {
+    const KernelTable& table = kernel_table();
+    const FamilyList families = resolve_families(input, loadable_kernels(capability, table), table);
+    const Choice choice = select_forward(input, families, table);
+    std::snprintf(answer, length, "%s %s %d", choice.forward->symbol, table.binaries[choice.forward->binary].target,
+                  choice.num_splits);
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(answer, length, "%s", error.what());
+    return 1;
+  }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    symbol: str
+    target: str
+    splits: int
+
+
+class RefusedError(Exception):
+    """The selector's error, by its text."""
+
+
+Chooser = Callable[..., Choice]
+
+
+def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
+    tables = load_tables()
+    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units(targets)]
+    (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
+    (folder / "harness.cpp").write_text(HARNESS)
+    library = folder / "select.so"
+    sources = [str(folder / "table.cpp"), str(folder / "harness.cpp"), str(ROOT / "csrc" / "host" / "select.cpp")]
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([find_toolchain().cxx, *flags, *sources, "-o", str(library)], check=True, timeout=120)
+    function = ctypes.CDLL(str(library)).choose
+
+    def choose(
+        capability: int,
+        *,
+        head_dim: int = 128,
+        batch: int = 4,
+        heads: int = 32,
+        kv_heads: int | None = None,
+        seq_q: int = 4096,
+        seq_k: int = 4096,
+        causal: bool = False,
+        bf16: bool = False,
+        forced: str | None = None,
+        multiprocessors: int = 132,
+    ) -> Choice:
+        sizes = (ctypes.c_longlong * 5)(batch, heads, kv_heads or heads, seq_q, seq_k)
+        answer = ctypes.create_string_buffer(4096)
+        name = forced.encode() if forced is not None else None
+        status = function(capability, multiprocessors, name, bf16, causal, head_dim, sizes, answer, len(answer))
+        text = answer.value.decode()
+        if status != 0:
+            raise RefusedError(text)
+        symbol, target, splits = text.split()
+        return Choice(symbol, target, int(splits))
+
+    return choose
+
+
+@pytest.fixture(scope="session")
+def choose(tmp_path_factory: pytest.TempPathFactory) -> Chooser:
+    """With every target of the table."""
+    return compile_chooser(tmp_path_factory.mktemp("select"), None)
+
+
+@pytest.fixture(scope="session")
+def choose_of_hopper_build(tmp_path_factory: pytest.TempPathFactory) -> Chooser:
+    """With the targets of FLASHMOE_ARCHS=90a."""
+    return compile_chooser(tmp_path_factory.mktemp("select90"), ("sm_90a",))
+
+
+@pytest.fixture(scope="session")
+def choose_of_cpu_build(tmp_path_factory: pytest.TempPathFactory) -> Chooser:
+    """With FLASHMOE_ARCHS=none."""
+    return compile_chooser(tmp_path_factory.mktemp("select0"), ())
