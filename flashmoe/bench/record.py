@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # torch: reading and comparing reports needs none
     from flashmoe.bench.runner import Cell
 
 DATA_SCHEMA = "flashmoe.bench/1"
+QUIET = "quiet machine"
 
 
 def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRates | None) -> dict[str, Any]:
@@ -108,6 +109,19 @@ def _warning(record: Mapping[str, Any], name: str, baseline: str) -> str:
     if name != baseline and peaks.get(baseline) and peaks.get(name, 0) > speed.peak_memory * peaks[baseline]:
         return f"peak memory {peaks[name] / peaks[baseline]:.1f}x of {baseline}, above {speed.peak_memory:g}x"
     return ""
+
+
+def quiet_check(device: str, load: float, cores: int, gpu_busy: float | None) -> Check | None:
+    """A warning when the machine was doing other work as the run began; None when it was quiet."""
+    limits = load_thresholds().machine
+    why = "others take time from both sides of a ratio, unequally; intervals grow and a verdict may be about them"
+    if device == "cpu" and load > limits.cpu_load * cores:
+        expected = f"at most {limits.cpu_load * cores:g} on {cores} cores"
+        return Check(QUIET, Verdict.WARN, f"load {load:.1f} before the run", expected, why, "repeat when it is idle")
+    if gpu_busy is not None and gpu_busy > limits.gpu_busy:
+        expected = f"at most {limits.gpu_busy:.0%}"
+        return Check(QUIET, Verdict.WARN, f"GPU busy {gpu_busy:.0%} before the run", expected, why, "use it alone")
+    return None
 
 
 def effective_baseline(names: Sequence[str], ours: set[str], wanted: str) -> str:

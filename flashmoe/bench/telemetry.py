@@ -79,6 +79,16 @@ class Telemetry:
             self.reason = f"NVML: {error}"
             return None
 
+    def busy(self) -> float | None:
+        """Share of the last second in which a kernel ran on the GPU; None where NVML does not tell."""
+        if self._handle is None:
+            return None
+        try:
+            return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100.0
+        except Exception as error:  # as above
+            self.reason = f"NVML: {error}"
+            return None
+
     def limits(self) -> dict[str, Any]:
         """Power limit in watts and the driver's version, where NVML tells."""
         if self._handle is None:

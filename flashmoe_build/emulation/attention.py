@@ -24,7 +24,9 @@ FAR_ROW = 2**26 + 8
 EMULATED_MULTIPROCESSORS = 3  # blocks of a persistent grid: few, so that each takes several tiles
 
 
-class _Strides(ctypes.Structure):
+class Strides(ctypes.Structure):
+    """struct Strides of csrc/attention/params.h: elements."""
+
     _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
 
 
@@ -34,7 +36,7 @@ class ForwardParams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial")),
         ("tile_counter", ctypes.c_uint64),
-        *((f"{name}_stride", _Strides) for name in ("q", "k", "v", "out")),
+        *((f"{name}_stride", Strides) for name in ("q", "k", "v", "out")),
         *((name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")),
         ("num_splits", ctypes.c_int32),
         ("scale", ctypes.c_float),
@@ -176,7 +178,7 @@ def _params(
     )
     return ForwardParams(
         **{name: item.address for name, item in placed.items()},
-        **{f"{name}_stride": _Strides(*item.strides) for name, item in placed.items()},
+        **{f"{name}_stride": Strides(*item.strides) for name, item in placed.items()},
         **partial,
         lse=add(results.lse, "lse"),
         tile_counter=add(results.counter, "tile_counter", initialised=True),

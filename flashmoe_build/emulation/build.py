@@ -24,7 +24,16 @@ COMPILE_SECONDS = 300
 
 # Kernel arithmetic is not contracted into fused multiply-adds here; NVRTC contracts by default. Kernels that mean one
 # write fma_rn. Uninitialised locals hold a pattern (about -1.7e38 as a float), never what the stack happened to have.
-COMMON_FLAGS = ("-std=c++17", "-g", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas")
+# Call sites are named relative to the repository.
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-g",
+    "-fPIC",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-Wno-unknown-pragmas",
+    f"-fmacro-prefix-map={REPOSITORY}/=",
+)
 KERNEL_FLAGS = ("-O2", "-fno-math-errno", "-ftrivial-auto-var-init=pattern", "-include", "emulation/prelude.h")
 MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
 _MACHINE_LOCK = threading.Lock()

@@ -159,7 +159,9 @@ def main(words: Sequence[str] | None = None) -> int:
     seconds = time.monotonic() - begin
     failed = sum(check.verdict is Verdict.FAIL for check in checks)
     rate = totals["multiply_adds"] / max(1, totals["launch_microseconds"])
-    print(f"{len(checks)} runs, {failed} failed, {seconds:.0f} s; {rate:.0f} million emulated multiply-adds a second")
+    print(
+        f"{len(checks)} runs, {failed} failed, {seconds:.0f} s; {rate:.0f} million emulated multiply-adds a second and core"
+    )
     report = Report(
         "emulation",
         tuple(checks),

@@ -8,7 +8,7 @@ import math
 import torch
 
 from flashmoe.tables import Unit
-from flashmoe_build.emulation.attention import ForwardParams, Outcome, _Strides, load, mapped, place
+from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, load, mapped, place
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, Reference, disagreements
@@ -48,7 +48,7 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
         placed = place(library, out, problem.layout, "out", output=True)
         params = ForwardParams(
             out=placed.address,
-            out_stride=_Strides(*placed.strides),
+            out_stride=Strides(*placed.strides),
             lse=add(lse, "lse", writable=True),
             out_partial=add(partial, "out_partial", writable=False),
             lse_partial=add(lse_partial, "lse_partial", writable=False),

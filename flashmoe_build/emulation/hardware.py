@@ -1,7 +1,7 @@
 """Records emulated launches, with their cubins, for a replay on a GPU (on_gpu.py): the agreement of the two.
 
-    python -m flashmoe_build.emulation.hardware FOLDER [--kernel TEXT]
-    python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with an sm_90 GPU
+python -m flashmoe_build.emulation.hardware FOLDER [--kernel TEXT]
+python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with an sm_90 GPU
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashmoe.tables import Tables, Unit, load_tables
 from flashmoe_build.cache import Cache
 from flashmoe_build.device import _run_worker, compile_unit, options_for
 from flashmoe_build.emulation import on_gpu
-from flashmoe_build.emulation.attention import ForwardParams, _Strides, geometry, run_forward
+from flashmoe_build.emulation.attention import ForwardParams, Strides, geometry, run_forward
 from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
 from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.problem import Problem, Shape, Values, make_inputs
@@ -62,7 +62,10 @@ def record_forward(unit: Unit, problem: Problem, cubin: bytes) -> dict[str, Any]
     if not outcome.passed:
         raise BuildError(outcome.explain())
     inputs, s = make_inputs(problem), problem.shape
-    query, key = (_Strides(h * r * s.head_dim, r * s.head_dim, s.head_dim) for h, r in ((s.heads_q, s.seq_q), (s.heads_kv, s.seq_k)))
+    query, key = (
+        Strides(h * r * s.head_dim, r * s.head_dim, s.head_dim)
+        for h, r in ((s.heads_q, s.seq_q), (s.heads_kv, s.seq_k))
+    )
     params = ForwardParams(
         **{f"{name}_stride": query if name in ("q", "out") else key for name in ("q", "k", "v", "out")},
         **{name: getattr(s, name) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")},
@@ -82,8 +85,12 @@ def record_forward(unit: Unit, problem: Problem, cubin: bytes) -> dict[str, Any]
         "pointers": [(getattr(ForwardParams, n).offset, n) for n in ("q", "k", "v", "out", "lse", "tile_counter")],
         "maps": _maps(unit, problem) if unit.row.family == "sm90" else [],
         "tensors": {
-            **{"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": torch.full_like(inputs.q, float("nan"))},
-            **{"lse": torch.full_like(outcome.lse, float("nan")), "tile_counter": torch.zeros(1, dtype=torch.int32)},
+            "q": inputs.q,
+            "k": inputs.k,
+            "v": inputs.v,
+            "out": torch.full_like(inputs.q, float("nan")),
+            "lse": torch.full_like(outcome.lse, float("nan")),
+            "tile_counter": torch.zeros(1, dtype=torch.int32),
         },
         "expected": {"out": outcome.out, "lse": outcome.lse},
     }
@@ -92,7 +99,7 @@ def record_forward(unit: Unit, problem: Problem, cubin: bytes) -> dict[str, Any]
 class ProbeParams(ctypes.Structure):
     """probe::Params of tests/emulation/kernels/probe.cuh."""
 
-    _fields_ = [*((name, ctypes.c_uint64) for name in "abcd"), ("count", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [*((name, ctypes.c_uint64) for name in "abcd"), ("count", ctypes.c_int32)]
 
 
 def probe_inputs(name: str) -> dict[str, torch.Tensor]:
@@ -100,7 +107,9 @@ def probe_inputs(name: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(23)
 
     def spread(*shape: int, width: float) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * torch.exp2(torch.rand(shape, generator=generator) * width - width / 2)
+        return torch.randn(shape, generator=generator) * torch.exp2(
+            torch.rand(shape, generator=generator) * width - width / 2
+        )
 
     if name in ("probe_exp2", "probe_lg2", "probe_rcp"):
         values = torch.randn(65536, generator=generator) * 12
@@ -147,8 +156,12 @@ def record_probe(emulated: KernelLibrary, name: str, cubin: bytes) -> dict[str, 
     if report.failure is not None:
         raise BuildError(str(report.failure))
     return {
-        **{"name": name, "symbol": name, "cubin": cubin},
-        **{"grid": launch.grid, "threads": launch.threads, "shared": launch.shared_bytes},
+        "name": name,
+        "symbol": name,
+        "cubin": cubin,
+        "grid": launch.grid,
+        "threads": launch.threads,
+        "shared": launch.shared_bytes,
         "params": bytes(ProbeParams(count=count)),
         "pointers": [(getattr(ProbeParams, key).offset, key) for key in (*given, "d")],
         "maps": [],

@@ -108,7 +108,7 @@ class LaunchReport:
 
     kernel: str
     seed: int
-    seconds: float
+    seconds: float  # of one core
     async_policy: str
     statistics: Mapping[str, int] = field(default_factory=dict)
     failure: Failure | None = None

@@ -1,6 +1,6 @@
 """Planted bugs: textual patches of kernel sources, each of which the emulated suite must find.
 
-    python -m flashmoe_build.emulation.mutants [--only TEXT] [--json PATH] [--markdown PATH]
+python -m flashmoe_build.emulation.mutants [--only TEXT] [--json PATH] [--markdown PATH]
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def hunt(mutant: Mutant) -> Kill:
         try:
             outcome = run_case(case, options)
         except BuildError as error:
-            return Kill(mutant.name, "does not compile", str(error)[:2000], case.identity, runs, time.monotonic() - begin)
+            return Kill(
+                mutant.name, "does not compile", str(error)[:2000], case.identity, runs, time.monotonic() - begin
+            )
         if not outcome.passed:
             failure = outcome.report.failure
             by = "wrong result" if failure is None else failure.kind

@@ -58,7 +58,16 @@ class Driver:
         box, ones = (ctypes.c_uint32 * 4)(*content["box"]), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
         status = self.cuda.cuTensorMapEncodeTiled(
             *(ctypes.byref(aligned), 9 if is_bf16 else 6, 4, ctypes.c_void_p(address)),
-            *(dims, strides, box, ones, 0, 3, 3, 0),  # no interleave, 128-byte swizzle, 256-byte L2 promotion, zero fill
+            *(
+                dims,
+                strides,
+                box,
+                ones,
+                0,
+                3,
+                3,
+                0,
+            ),  # no interleave, 128-byte swizzle, 256-byte L2 promotion, zero fill
         )
         self.check(status, "cuTensorMapEncodeTiled")
         return aligned
@@ -116,7 +125,9 @@ def main() -> int:
         for name, row in result.items():
             if isinstance(row, dict):
                 share = row["bitwise_equal"] / row["values"]
-                print(f"{result['name']} {name}: {share:.4%} equal bits, max {row['max_ulp']} ulp, {row['max_abs']:.2e}")
+                print(
+                    f"{result['name']} {name}: {share:.4%} equal bits, max {row['max_ulp']} ulp, {row['max_abs']:.2e}"
+                )
     report = {"device": torch.cuda.get_device_name(), "results": results}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

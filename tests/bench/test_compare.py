@@ -14,7 +14,7 @@ from flashmoe.bench.ratchet import Mark, architecture, check_ratchet, evaluate, 
 from flashmoe.bench.statistics import Interval
 from flashmoe.bench.thresholds import load_thresholds
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.report import Report, Verdict, write_report
+from flashmoe.report import Check, Report, Verdict, write_report
 from tests.bench.synthetic import synthetic_report
 
 SPEEDS = {"flashmoe": 0.8, "sdpa-flash": 0.5}
@@ -96,6 +96,18 @@ def test_nothing_in_common_is_no_pass() -> None:
 def test_changes_between_runs_need_the_whole_interval(interval: tuple[float, float], blocks: int, verdict: str) -> None:
     limits = load_thresholds().compare
     assert decide_change(Interval(*interval, "percentile"), blocks, 8, 0.02, limits).verdict.value == verdict
+
+
+def test_a_busy_machine_shows_only_large_changes() -> None:
+    warning = Check("quiet machine", Verdict.WARN, "load 13 before the run")
+    a = synthetic_report(speeds=SPEEDS, seed=1)
+    busy = replace(a, checks=(*a.checks, warning))
+    slower = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.65}, seed=2)
+    assert verdicts(compare_reports(busy, a)) == {"AMBIGUOUS"}
+    assert {row["reason"] for row in compare_reports(busy, slower).data["changes"]} == {"busy-machine"}
+    assert "SLOWER" in verdicts(compare_reports(a, slower))
+    far = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.3}, seed=2)
+    assert "FASTER" in verdicts(compare_reports(far, busy))
 
 
 def test_damaged_and_foreign_reports_are_refused(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def test_pipeline(machine: Machine, seed: int, name: str, dtype: torch.dtype, fa
         (11, {"accumulator_touched"}),
         (12, {"race", "async_at_exit", "accumulator_touched", "wrong result"}),
         (13, {"deadlock"}),
-        (14, {"race", "mbarrier_misuse", "deadlock", "transaction_count"}),
+        (14, {"race", "mbarrier_misuse", "phase_lapped", "deadlock", "transaction_count"}),
         (16, {"wrong result"}),
         (17, {"proxy_fence_missing"}),
         (18, {"race", "uninitialised_read"}),

@@ -97,7 +97,10 @@ def test_tensor_core_product_is_the_model(numerics: ctypes.CDLL, name: str, dtyp
     d = (torch.randn(8, 8, generator=generator) * 4).contiguous()
     a[0, :5] = 0
     d[0, 0] = 0
-    expected = [[model(core.block, core.extra_bits, d[i, j].item(), a[i].tolist(), b[:, j].tolist()) for j in range(8)] for i in range(8)]
+    expected = [
+        [model(core.block, core.extra_bits, d[i, j].item(), a[i].tolist(), b[:, j].tolist()) for j in range(8)]
+        for i in range(8)
+    ]
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (d, a, b)]
     numerics.product(core.block, core.extra_bits, k, *pointers)
     assert torch.equal(d, torch.tensor(expected))
