@@ -279,6 +279,24 @@ def image_test(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu_test(session: nox.Session) -> None:
+    """Run the test image, by digest, on this machine's GPU (-- --gpu sm90 --image NAME@sha256:...)."""
+    program(session, locked(session, "build"), "flashmoe_build.containers.gpu", *session.posargs)
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """Write CI's jobs for GPUs from csrc/arch.toml (-- --check)."""
+    program(session, locked(session, "container"), "flashmoe_build.workflows", *session.posargs)
+
+
+@nox.session
+def ci_summary(session: nox.Session) -> None:
+    """CI's last job: the verdict over all others, from NEEDS."""
+    program(session, locked(session, "container"), "flashmoe_build.workflows", "--summary")
+
+
+@nox.session
 def verify(session: nox.Session) -> None:
     """Hold the newest wheel, or the one given, against its provenance (-- --rebuild)."""
     named = any(word.endswith(".whl") for word in session.posargs)
