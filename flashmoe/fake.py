@@ -13,6 +13,7 @@ from flashmoe import checks
 def register() -> None:
     """Called once by ``_extension.load``."""
     torch.library.register_fake("flashmoe::flash_attention_forward", flash_attention_forward)
+    torch.library.register_fake("flashmoe::_flash_attention_inference", flash_attention_inference)
 
 
 def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -21,6 +22,11 @@ def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causa
     batch, heads, rows, _ = q.shape
     out = q.new_empty_strided(q.shape, output_strides(q.shape, q.stride()))
     return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+def flash_attention_inference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """As :func:`flash_attention_forward`, without lse."""
+    return flash_attention_forward(q, k, v, scale, causal)[0]
 
 
 def output_strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

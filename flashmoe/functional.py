@@ -17,6 +17,7 @@ from flashmoe.errors import DifferentiationError
 
 _extension.load()
 _operator = torch.ops.flashmoe.flash_attention_forward.default
+_inference_operator = torch.ops.flashmoe._flash_attention_inference.default
 
 
 @overload
@@ -62,6 +63,9 @@ def attention(
         out, lse = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
     else:
         try:
+            if not return_lse and _is_plain(q, k, v):
+                only: Tensor = _inference_operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+                return only
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
             cause = checks.explain(error, q, k, v, scale, causal)
@@ -69,6 +73,16 @@ def attention(
                 raise
             raise cause from error
     return (out, lse) if return_lse else out
+
+
+def _is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing but the output is wanted: no gradient, no torch.func transform, no mode that looks at operators."""
+    return not (
+        (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ def register() -> None:
     """Called once by ``_extension.load``."""
     library = torch.library.Library("flashmoe", "FRAGMENT")
     for device_type, key in _AUTOCAST_KEYS:
-        library.impl("flash_attention_forward", _autocast_rule(device_type, key), key)
+        for name in ("flash_attention_forward", "_flash_attention_inference"):
+            library.impl(name, _autocast_rule(name, device_type, key), key)
     torch.library.register_vmap("flashmoe::flash_attention_forward", _vmap_forward, lib=library)
     _registrations.append(library)  # a Library drops its registrations when it is collected
 
@@ -29,16 +30,16 @@ def autocast_dtype(tensor: Tensor, device_type: str, target: torch.dtype) -> tor
     return target if eligible else tensor.dtype
 
 
-def _autocast_rule(device_type: str, key: str) -> Any:
+def _autocast_rule(name: str, device_type: str, key: str) -> Any:
+    operator = getattr(torch.ops.flashmoe, name).default
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Any:
         """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
         target = torch.get_autocast_dtype(device_type)
         q, k, v = (t.to(autocast_dtype(t, device_type, target)) for t in (q, k, v))
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            result: tuple[Tensor, Tensor] = torch.ops.flashmoe.flash_attention_forward.default(q, k, v, scale, causal)
-        return result
+            return operator(q, k, v, scale, causal)
 
     return cast_and_call
 

@@ -24,7 +24,8 @@ struct ForwardParams {
   const void* k;    // [batch, heads_kv, seq_k, head_dim]
   const void* v;    // [batch, heads_kv, seq_k, head_dim]
   void* out;        // [batch, heads_q,  seq_q, head_dim]
-  float* lse;       // [batch, heads_q,  seq_q], contiguous, natural logarithm; -inf for a fully masked row
+  float* lse;       // [batch, heads_q,  seq_q], contiguous, natural logarithm; -inf for a fully masked row.
+                    // CUDA kernels: null where nobody wants it
   float* out_partial;  // [num_splits, batch, heads_q, seq_q, head_dim] fp32, contiguous; null when num_splits == 1
   float* lse_partial;  // [num_splits, batch, heads_q, seq_q] fp32, contiguous; null when num_splits == 1
   int32_t* tile_counter;  // one zeroed counter for persistent schedules; null for the others

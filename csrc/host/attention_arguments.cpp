@@ -133,14 +133,16 @@ void check_arguments(AttentionArguments& arguments) {
   }
 }
 
-AttentionOutputs allocate_outputs(const AttentionArguments& arguments) {
+AttentionOutputs allocate_outputs(const AttentionArguments& arguments, bool with_lse) {
   const int64_t* sizes = arguments.q.sizes();
   const Sizes4 strides = output_strides(sizes, arguments.q.strides());
   AttentionOutputs outputs;
   outputs.out = empty_strided(4, sizes, strides.data(), arguments.torch_dtype, arguments.device_type,
                               arguments.device_index);
-  outputs.lse = empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
-                      arguments.device_index);
+  if (with_lse) {
+    outputs.lse = empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
+                        arguments.device_index);
+  }
   return outputs;
 }
 
@@ -152,7 +154,7 @@ attention::ForwardParams make_params(const AttentionArguments& arguments, const 
   params.k = arguments.k.data();
   params.v = arguments.v.data();
   params.out = outputs.out.data();
-  params.lse = static_cast<float*>(outputs.lse.data());
+  params.lse = outputs.lse.get() != nullptr ? static_cast<float*>(outputs.lse.data()) : nullptr;
   params.q_stride = row_strides(arguments.q);
   params.k_stride = row_strides(arguments.k);
   params.v_stride = row_strides(arguments.v);

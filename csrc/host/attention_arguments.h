@@ -25,14 +25,14 @@ struct AttentionArguments {
 
 struct AttentionOutputs {
   Tensor out;  // [batch, heads_q, seq_q, head_dim], q's order of strides
-  Tensor lse;  // [batch, heads_q, seq_q] fp32
+  Tensor lse;  // [batch, heads_q, seq_q] fp32; empty where nobody wants it
 };
 
 // Throws with a code and a message on the first rule that the arguments break.
 void check_arguments(AttentionArguments& arguments);
 
 // Uninitialised outputs of the right shape, dtype and device.
-AttentionOutputs allocate_outputs(const AttentionArguments& arguments);
+AttentionOutputs allocate_outputs(const AttentionArguments& arguments, bool with_lse);
 
 // Sizes, strides and pointers; no split, no counter.
 attention::ForwardParams make_params(const AttentionArguments& arguments, const AttentionOutputs& outputs);

@@ -167,6 +167,7 @@ void fill_without_keys(const AttentionArguments& arguments, const AttentionOutpu
   const auto bytes = static_cast<std::size_t>(rows * sizes[3] * kElementBytes);
   check_driver(driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(outputs.out.data()), 0, bytes, stream),
                "cuMemsetD8Async", "output of ", rows, " rows");
+  if (outputs.lse.get() == nullptr) return;
   check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(outputs.lse.data()), kMinusInfinity,
                                          static_cast<std::size_t>(rows), stream),
                "cuMemsetD32Async", "log-sum-exp of ", rows, " rows");
@@ -279,7 +280,7 @@ void run_on_copies(const AttentionArguments& arguments, const AttentionOutputs& 
   const bool is_padded = aligned.q.sizes()[3] != arguments.q.sizes()[3];
   AttentionOutputs padded;
   padded.out = is_padded ? like(outputs.out, padded_sizes(outputs.out)) : alias(outputs.out);
-  padded.lse = alias(outputs.lse);
+  if (outputs.lse.get() != nullptr) padded.lse = alias(outputs.lse);
   run(aligned, make_problem(aligned, padded), choice, gpu);
   if (is_padded) {
     const Tensor view = view_of(padded.out, outputs.out.sizes(), padded.out.strides());

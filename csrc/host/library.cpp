@@ -15,14 +15,15 @@ namespace flashmoe {
 namespace host {
 namespace {
 
-// flash_attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor, Tensor)
-// The stack holds five arguments on entry, whose tensors we then own, and two owned results on return.
-template <void (*kBackend)(const AttentionArguments&, const AttentionOutputs&)>
+// (Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor lse), or out alone.
+// The stack holds five arguments on entry, whose tensors we then own, and the owned results on return.
+template <void (*kBackend)(const AttentionArguments&, const AttentionOutputs&), bool kWithLse>
 void boxed_attention_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   using torch::stable::detail::to;
-  if (num_arguments != 5 || num_outputs != 2) {
-    fail(ErrorCode::kInternal, "flash_attention_forward was called with ", num_arguments, " arguments for ",
-         num_outputs, " results; 5 and 2 are registered");
+  constexpr uint64_t kNumOutputs = kWithLse ? 2 : 1;
+  if (num_arguments != 5 || num_outputs != kNumOutputs) {
+    fail(ErrorCode::kInternal, "attention was called with ", num_arguments, " arguments for ", num_outputs,
+         " results; 5 and ", kNumOutputs, " are registered");
   }
   AttentionArguments arguments;
   arguments.q = Tensor(to<AtenTensorHandle>(stack[0]));
@@ -31,12 +32,12 @@ void boxed_attention_forward(StableIValue* stack, uint64_t num_arguments, uint64
   arguments.scale = to<double>(stack[3]);
   arguments.is_causal = to<bool>(stack[4]);
   check_arguments(arguments);
-  AttentionOutputs outputs = allocate_outputs(arguments);
+  AttentionOutputs outputs = allocate_outputs(arguments, kWithLse);
   set_last_kernel("");
   const int64_t* sizes = outputs.out.sizes();
   if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) kBackend(arguments, outputs);
   stack[0] = torch::stable::detail::from(outputs.out.release());
-  stack[1] = torch::stable::detail::from(outputs.lse.release());
+  if constexpr (kWithLse) stack[1] = torch::stable::detail::from(outputs.lse.release());
 }
 
 }  // namespace
@@ -46,16 +47,23 @@ void boxed_attention_forward(StableIValue* stack, uint64_t num_arguments, uint64
 STABLE_TORCH_LIBRARY(flashmoe, library) {
   library.def(
       "flash_attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor lse)");
+  // Without lse there is one allocation less, and without an autograd rule in Python a call costs half the CPU time.
+  // flashmoe.attention calls it where no gradient can be wanted.
+  library.def("_flash_attention_inference(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
   library.impl("flash_attention_forward",
-               &flashmoe::host::boxed_attention_forward<flashmoe::host::attention_forward_cpu>);
+               &flashmoe::host::boxed_attention_forward<flashmoe::host::attention_forward_cpu, true>);
+  library.impl("_flash_attention_inference",
+               &flashmoe::host::boxed_attention_forward<flashmoe::host::attention_forward_cpu, false>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
   library.impl("flash_attention_forward",
-               &flashmoe::host::boxed_attention_forward<flashmoe::host::attention_forward_cuda>);
+               &flashmoe::host::boxed_attention_forward<flashmoe::host::attention_forward_cuda, true>);
+  library.impl("_flash_attention_inference",
+               &flashmoe::host::boxed_attention_forward<flashmoe::host::attention_forward_cuda, false>);
 }
 
 #define FLASHMOE_EXPORT extern "C" __attribute__((visibility("default")))

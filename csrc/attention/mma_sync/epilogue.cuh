@@ -78,6 +78,7 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
                                             const RowState (&rows)[Spec::kMmaM][2],
                                             float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4], ptx::SmemPointer warp_smem) {
   const int64_t head = (static_cast<int64_t>(tile.split) * params.batch + tile.batch) * params.heads_q + tile.head_q;
+  const bool wants_lse = Spec::kIsSplit || params.lse != nullptr;
   float* lse_gmem = (Spec::kIsSplit ? params.lse_partial : params.lse) + head * params.seq_q + tile.row;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
@@ -91,7 +92,7 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
         O_rmem[m][d][2 * half] *= inverse;
         O_rmem[m][d][2 * half + 1] *= inverse;
       }
-      if (lane % 4 == 0 && row < tile.rows) {
+      if (wants_lse && lane % 4 == 0 && row < tile.rows) {
         ptx::st_global_float(lse_gmem + row, log_sum_exp(rows[m][half].max, sum, params.scale_log2));
       }
     }

@@ -84,7 +84,7 @@ __device__ __forceinline__ void combine(const ForwardParams& params) {
   const float exponential = is_empty ? 0.0f : ptx::exp2_approx((lse_split - lse_max) * (1.0f / kLn2));
   const float sum = warp_sum(exponential);
   const float weight = is_empty ? 0.0f : exponential / sum;
-  if (lane == 0) ptx::st_global_float(params.lse + row, is_empty ? lse_max : lse_max + ptx::lg2_approx(sum) * kLn2);
+  if (lane == 0 && params.lse != nullptr) ptx::st_global_float(params.lse + row, is_empty ? lse_max : lse_max + ptx::lg2_approx(sum) * kLn2);
 
   const int64_t head = row / params.seq_q;  // over batch and heads
   const int64_t batch = head / params.heads_q;

@@ -46,7 +46,7 @@ template <typename Spec>
 __device__ __forceinline__ void store_lse(const ForwardParams& params, const Tile& tile, int consumer,
                                           const float (&lse)[2]) {
   const int lane = ptx::lane_index();
-  if (lane % 4 != 0) return;
+  if (lane % 4 != 0 || params.lse == nullptr) return;
   const int64_t head_row = (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * params.seq_q;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
