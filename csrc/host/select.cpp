@@ -83,8 +83,8 @@ Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& fam
   return choice;
 }
 
-// A row of a 128-row tile costs this much of one of the standard, taller tile: it reads keys and values more often (H100, head
-// dims 64 and 128, large problems: 1.02 to 1.18).
+// A row of a 128-row tile costs this much of one of the standard, taller tile: it reads keys and values more often
+// (H100, head dims 64 and 128, large problems: 1.02 to 1.18).
 constexpr double kShortTileCost = 1.15;
 
 // The family's standard kernel, or its 128-row variant where that leaves fewer multiprocessors idle in the last wave or

@@ -1,9 +1,9 @@
-// A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the last to the
-// first (the masked ones are the last, so that the loop over full blocks ends the tile).
+// A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the last to
+// the first (the masked ones are the last, so that the loop over full blocks ends the tile).
 //
-// S of the next key block and O += P V of the current one are issued together; the softmax of the next block then runs while
-// the tensor cores do P V, and while they work for the other warpgroups. Nothing makes the warpgroups take turns: named
-// barriers for that (FlashAttention-3's ping-pong) gained nothing here.
+// S of the next key block and O += P V of the current one are issued together; the softmax of the next block then runs
+// while the tensor cores do P V, and while they work for the other warpgroups. Nothing makes the warpgroups take turns:
+// named barriers for that (FlashAttention-3's ping-pong) gained nothing here.
 #pragma once
 
 #include "attention/sm90/epilogue.cuh"
@@ -22,8 +22,9 @@ struct Consumer {
   static constexpr int kScores = Spec::kBlockN / 2;         // accumulators a thread
   static constexpr int kProbabilities = Spec::kBlockN / 4;  // packed pairs a thread
   static constexpr int kOutputs = Spec::kHeadDim / 2;
-  // Wait for K and V before either product, or for V while the tensor cores work on S. With four products in S (head dim 64)
-  // the wait in between starves them: 5% slower; with more it costs nothing and what it delays is hidden: 1% faster.
+  // Wait for K and V before either product, or for V while the tensor cores work on S. With four products in S (head
+  // dim 64) the wait in between starves them: 5% slower; with more it costs nothing and what it delays is hidden: 1%
+  // faster.
   static constexpr bool kWaitsForBoth = Spec::kHeadDim == 64;
 
   const ForwardParams& params;
@@ -43,7 +44,9 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void wait_key() const { ptx::mbarrier_wait(shared.key_full(key.stage), key.parity); }
-  __device__ __forceinline__ void wait_value() const { ptx::mbarrier_wait(shared.value_full(value.stage), value.parity); }
+  __device__ __forceinline__ void wait_value() const {
+    ptx::mbarrier_wait(shared.value_full(value.stage), value.parity);
+  }
   __device__ __forceinline__ void release_key() {
     release(shared.key_empty(key.stage));
     key.advance();
@@ -142,8 +145,9 @@ struct Consumer {
     pack_probabilities(probabilities, scores);
   }
 
-  // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp between the
-  // wait and the release; here nothing else would keep the first lane from releasing a buffer that others still wait for.
+  // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
+  // between the wait and the release; here nothing else would keep the first lane from releasing a buffer that others
+  // still wait for.
   __device__ __forceinline__ void skip_block() {
     wait_key();
     ptx::warp_sync();
@@ -153,7 +157,8 @@ struct Consumer {
     release_value();
   }
 
-  // The whole tile but the epilogue: key blocks blocks - 1 down to 0, of which this warpgroup sees the first own_blocks.
+  // The whole tile but the epilogue: key blocks blocks - 1 down to 0, of which this warpgroup sees the first
+  // own_blocks.
   __device__ __forceinline__ void attend(const Tile& tile, int blocks, int own_blocks, float (&output)[kOutputs],
                                          RowState& rows) {
     for (int block = blocks; block > own_blocks; --block) skip_block();

@@ -20,8 +20,8 @@ namespace sm90 {
 __device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier_sync(1 + consumer, 128); }
 
 // Slabs first_slab to first_slab + kNumOutputSlabs - 1 of the accumulator, as 16-bit elements, into
-// [kNumOutputSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One stmatrix
-// stores the 16 rows of the warp and 16 columns.
+// [kNumOutputSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
+// stmatrix stores the 16 rows of the warp and 16 columns.
 template <typename Spec>
 __device__ __forceinline__ void store_output_shared(unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
                                                     const float (&inverse_sum)[2], int first_slab) {

@@ -1,8 +1,10 @@
 // Forward attention for sm_90a: TMA, wgmma, one producer and up to three consumer warpgroups, a persistent grid.
 //   grid     min(tiles, multiprocessors) blocks; tiles = ceil(seq_q / kBlockM) * heads_q * batch
 //   maps     tensor_map.h says how the host builds them
-//   counter  params.tile_counter is 0 at launch, and 0 again at the end; null is allowed when grid == tiles
-// Read schedule.cuh (which tile), producer.cuh (loads), consumer.cuh (products), softmax.cuh, epilogue.cuh in this order.
+//   counter  params.tile_counter is 0 at launch, and 0 again at the end; null means a static schedule, which is slower
+//            (up to 27%, causal) where grid < tiles
+// Read schedule.cuh (which tile), producer.cuh (loads), consumer.cuh (products), softmax.cuh, epilogue.cuh in this
+// order.
 #pragma once
 
 #include "attention/params.h"

@@ -25,7 +25,8 @@ __device__ __forceinline__ void load_keys(unsigned char* smem, const ptx::Tensor
 // The 64 rows of Q of one consumer warpgroup, and the tile they belong to. Rows past seq_q become zeros.
 template <typename Spec>
 __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, const ptx::TensorMap& map,
-                                           const RingPosition<Spec::kNumQueryStages>& at, int consumer, const Tile& tile) {
+                                           const RingPosition<Spec::kNumQueryStages>& at, int consumer,
+                                           const Tile& tile) {
   ptx::Mbarrier* full = shared.query_full(at.stage, consumer);
   ptx::mbarrier_wait(shared.query_empty(at.stage, consumer), at.parity ^ 1);
   publish_tile(shared.tile(at.stage, consumer), tile);
@@ -37,8 +38,9 @@ __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, con
   }
 }
 
-// Per tile, with key blocks n-1 down to 0: K(n-1), Q of warpgroup 0, V(n-1), Q of the others, then K(j), V(j) downwards.
-// V(n-1) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the last tile.
+// Per tile, with key blocks n-1 down to 0: K(n-1), Q of warpgroup 0, V(n-1), Q of the others, then K(j), V(j)
+// downwards. V(n-1) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the
+// last tile.
 template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ void produce(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,

@@ -29,15 +29,16 @@ __device__ __forceinline__ int visible_keys(const ForwardParams& params, int row
   return maximum(0, minimum(params.seq_k, row + 1 + params.seq_k - params.seq_q));
 }
 
-// Key blocks that some row before end_row sees: the last row sees the most. A tile that sees no key works on one block, all
-// of it masked: that gives the right result, and no tile needs a path of its own.
+// Key blocks that some row before end_row sees: the last row sees the most. A tile that sees no key works on one block,
+// all of it masked: that gives the right result, and no tile needs a path of its own.
 template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ int key_blocks(const ForwardParams& params, int end_row) {
   const int last_row = minimum(end_row, params.seq_q) - 1;
   return maximum(1, ceil_div(visible_keys<kIsCausal>(params, last_row), Spec::kBlockN));
 }
 
-// Heads whose keys and values together fit half of the second-level cache, in whole groups of query heads that share them.
+// Heads whose keys and values together fit half of the second-level cache, in whole groups of query heads that share
+// them.
 template <typename Spec>
 __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
   constexpr int64_t kSectionBytes = 32 << 20;
@@ -48,8 +49,8 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
   return kv_heads_used * (params.heads_q / params.heads_kv);
 }
 
-// Full: the row blocks of a head after another, so that blocks at work share its keys. Causal: sections of heads that fit
-// the cache; inside one the longest row blocks of all heads first, so that short ones fill the end.
+// Full: the row blocks of a head after another, so that blocks at work share its keys. Causal: sections of heads that
+// fit the cache; inside one the longest row blocks of all heads first, so that short ones fill the end.
 template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_blocks, int section_heads, int index) {
   if constexpr (!kIsCausal) {
@@ -71,8 +72,8 @@ __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_b
 // The tile index after `index` of this block, whose first is block_index(); num_tiles or more ends its work.
 //
 // Without a counter, rounds of one tile a block, forth and back: a block that had the longest tile of a round gets the
-// shortest of the next. With one, blocks draw from it. Every block draws until it gets a number past the end, num_tiles draws
-// in all, and who draws the last puts the counter back to zero for the next launch.
+// shortest of the next. With one, blocks draw from it. Every block draws until it gets a number past the end, num_tiles
+// draws in all, and who draws the last puts the counter back to zero for the next launch.
 __device__ __forceinline__ int next_tile_index(const ForwardParams& params, int num_tiles, int index) {
   const int blocks = ptx::grid_size();
   if (num_tiles <= blocks) return num_tiles;

@@ -1,6 +1,6 @@
 // Online softmax in base 2 over a 64 x kN accumulator of wgmma. A thread holds two rows, r = 0 and 1 (16 * warp + g and
-// that + 8, g = lane / 4), in elements 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next. The four lanes of
-// a quad share the rows.
+// that + 8, g = lane / 4), in elements 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next. The four lanes
+// of a quad share the rows.
 #pragma once
 
 #include "ptx/math.cuh"
@@ -17,8 +17,8 @@ struct RowState {
   float sum[2];
 };
 
-// Scores of columns from visible[r] on become -inf. visible: leading visible columns of row r of this tile, counted from
-// this thread's first column, 2 * (lane % 4); may be negative.
+// Scores of columns from visible[r] on become -inf. visible: leading visible columns of row r of this tile, counted
+// from this thread's first column, 2 * (lane % 4); may be negative.
 template <int kN>
 __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (&visible)[2]) {
 #pragma unroll
@@ -28,15 +28,16 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (
   }
 }
 
-// Replaces the scores s by exp2((s - max) * scale_log2) and adds them to the sums. Returns whether (in any lane of the warp)
-// the maximum moved; then the old output of row r must be multiplied by rescale[r], as the old sum has been.
+// Replaces the scores s by exp2((s - max) * scale_log2) and adds them to the sums. Returns whether (in any lane of the
+// warp) the maximum moved; then the old output of row r must be multiplied by rescale[r], as the old sum has been.
 //
 // The maximum only guards against overflow, so a stale one serves as well: it moves when a new score would give an
-// exponential over 2^kMaxExponent, for all rows of the warp at once. After the first few tiles that is rare; then neither the
-// maximum over the quad is taken nor the output rescaled, which nothing would overlap. P up to 2^8 is as exact in fp16 and bf16 as P up to 1.
+// exponential over 2^kMaxExponent, for all rows of the warp at once. After the first few tiles that is rare; then
+// neither the maximum over the quad is taken nor the output rescaled, which nothing would overlap. P up to 2^8 is as
+// exact in fp16 and bf16 as P up to 1.
 //
-// kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and -inf - -inf is NaN. Unmasked tiles have no such row,
-// and a NaN there comes from the inputs and must come through.
+// kMayBeEmpty: a row may have seen no key yet; its maximum is -inf, and -inf - -inf is NaN. Unmasked tiles have no such
+// row, and a NaN there comes from the inputs and must come through.
 template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                float scale_log2) {

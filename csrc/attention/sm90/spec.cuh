@@ -92,7 +92,8 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* value(int stage) const {
     return base + Spec::kValueOffset + stage * Spec::kKeyBytes;
   }
-  // The Tile (16 bytes, schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two barriers.
+  // The Tile (16 bytes, schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
+  // barriers.
   __device__ __forceinline__ unsigned char* tile(int stage, int consumer) const {
     return base + Spec::kTileOffset + (stage * Spec::kNumConsumers + consumer) * 16;
   }
