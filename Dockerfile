@@ -46,10 +46,10 @@ ENTRYPOINT ["docker/test-entrypoint"]
 
 # ---- runtime: the benchmark's environment without what only compilers need, with bytecode (the root may be read-only)
 FROM toolchain AS runtime
-RUN rm -rf .nox/env/build-* .nox/env/test-* && cd .nox/env/bench-* && \
-    find . -name '*.a' -delete && \
-    find . -type d -name include -path '*/site-packages/*' -prune -exec rm -rf {} + && \
-    bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash lib
+RUN rm -rf .nox/env/build-* .nox/env/test-* .nox/env/*.lock && \
+    find .nox/env/bench-* -name '*.a' -delete && \
+    find .nox/env/bench-* -type d -name include -path '*/site-packages/*' -prune -exec rm -rf {} + && \
+    python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash .nox/env/bench-*/lib
 
 # ---- bench: `docker run --rm [--gpus all] -v "$PWD/results:/results" flashmoe-bench`
 FROM ${BASE_RUN} AS bench
@@ -57,12 +57,11 @@ RUN useradd --create-home --uid 10001 flashmoe && install -d -o flashmoe -g flas
 COPY --from=runtime --chown=root:root /home/flashmoe/src/.nox/env /home/flashmoe/src/.nox/env
 COPY --chown=root:root docker/bench-entrypoint /usr/local/bin/bench-entrypoint
 COPY --from=build --chown=root:root /home/flashmoe/src/dist /opt/flashmoe/dist
-RUN for python in /home/flashmoe/src/.nox/env/bench-*/bin/python; do \
-      site="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
-      ln -s "$python" /usr/local/bin/flashmoe-python && \
-      "$python" -m zipfile -e /opt/flashmoe/dist/*.whl "$site" && \
-      "$python" -m compileall -q --invalidation-mode unchecked-hash "$site/flashmoe"; \
-    done
+# A link to the folder, not to the interpreter: an interpreter finds its environment beside the path it was called by.
+RUN ln -s /home/flashmoe/src/.nox/env/bench-* /opt/flashmoe/env && \
+    site="$(/opt/flashmoe/env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+    /opt/flashmoe/env/bin/python -m zipfile -e /opt/flashmoe/dist/*.whl "$site" && \
+    /opt/flashmoe/env/bin/python -m compileall -q --invalidation-mode unchecked-hash "$site/flashmoe"
 ARG REVISION=unknown
 ARG VERSION=unknown
 ARG SOURCE=unknown

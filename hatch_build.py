@@ -42,6 +42,7 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         built = build(ROOT / "build")
         build_data["pure_python"] = False
         build_data["tag"] = WHEEL_TAG
+        build_data["sbom_files"].append(str(built.bill))
         build_data["force_include"].update(
             {
                 str(built.library): "flashmoe/libflashmoe.so",

@@ -242,22 +242,66 @@ def environments(session: nox.Session) -> None:
         locked(session, name)
 
 
+def program_that_may_not_run(session: nox.Session, python: str, module: str, *arguments: str | Path) -> None:
+    """Run a program that says with exit status 3, and without a report, that this machine lacks what it needs."""
+    report = REPORTS / f"{session.name}.json"
+    report.unlink(missing_ok=True)
+    words = ("-m", module, *map(str, arguments))
+    session.run(python, *words, external=True, success_codes=(0, 3))
+    if not report.exists() and not {"-h", "--help"} & set(session.posargs):
+        session.skip("NOT RUN, which is no pass; the reason is above")
+
+
 @nox.session
 def base_image(session: nox.Session) -> None:
     """Make a container base from Debian packages, where no registry is reached (-- --update rewrites its pins)."""
-    program(session, sys.executable, "flashmoe_build.containers.base", *session.posargs)
+    program_that_may_not_run(session, sys.executable, "flashmoe_build.containers.base", *session.posargs)
+
+
+@nox.session
+def image_pins(session: nox.Session) -> None:
+    """Write the digests that the Dockerfile's bases have in their registry now (-- --check)."""
+    python = locked(session, "container")
+    program_that_may_not_run(session, python, "flashmoe_build.containers.pins", *session.posargs)
 
 
 @nox.session
 def image(session: nox.Session) -> None:
     """Build the container images (-- --base flashmoe-base:bookworm, test, bench)."""
-    program(session, sys.executable, "flashmoe_build.containers.image", *session.posargs)
+    program_that_may_not_run(session, sys.executable, "flashmoe_build.containers.image", *session.posargs)
 
 
 @nox.session
 def image_test(session: nox.Session) -> None:
     """Run the built images and check what they promise (-- words for pytest)."""
-    program(session, locked(session, "container"), "flashmoe_build.containers.image_test", *session.posargs)
+    python, its_build = locked(session, "container"), ("--build-python", locked(session, "build"))
+    program_that_may_not_run(session, python, "flashmoe_build.containers.image_test", *its_build, *session.posargs)
+
+
+@nox.session
+def gpu_test(session: nox.Session) -> None:
+    """Run the test image, by digest, on this machine's GPU (-- --gpu sm90 --image NAME@sha256:...)."""
+    program(session, locked(session, "build"), "flashmoe_build.containers.gpu", *session.posargs)
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """Write CI's jobs for GPUs from csrc/arch.toml (-- --check)."""
+    program(session, locked(session, "container"), "flashmoe_build.workflows", *session.posargs)
+
+
+@nox.session
+def ci_summary(session: nox.Session) -> None:
+    """CI's last job: the verdict over all others, from NEEDS."""
+    program(session, locked(session, "container"), "flashmoe_build.workflows", "--summary")
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Hold the newest wheel, or the one given, against its provenance (-- --rebuild)."""
+    named = any(word.endswith(".whl") for word in session.posargs)
+    wheel = [] if named else [newest_wheel(session)]
+    program(session, locked(session, "build"), "flashmoe", "verify", *wheel, *session.posargs)
 
 
 @nox.session

@@ -12,6 +12,7 @@ from flashmoe.errors import ExitCode, FlashmoeError
 COMMANDS = {
     "doctor": ("flashmoe.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
     "audit": ("flashmoe.audit.cli", "prove the symbols and resources of an extension or a wheel"),
+    "verify": ("flashmoe.verify", "hold a wheel against its provenance, or against a rebuild of its commit"),
     "smem": ("flashmoe.smem", "what a kernel tile costs in shared memory, on which GPU it fits"),
     "bench": ("flashmoe.bench.cli", "time attention against torch's backends"),
     "gate": ("flashmoe.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),

@@ -13,6 +13,7 @@ from typing import Any
 from flashmoe.errors import BuildError
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_json, write_report
 from flashmoe.tables import Target, load_tables
+from flashmoe_build import sbom
 from flashmoe_build.archs import requested, resolve
 from flashmoe_build.cache import Cache
 from flashmoe_build.device import CompiledUnit, compile_units
@@ -30,6 +31,7 @@ class Built:
 
     library: Path
     provenance: Path
+    bill: Path  # of materials
     report: Path
 
 
@@ -53,7 +55,9 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     library = build_library(compiled, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     names = [target.name for target in targets]
     stated = out / "provenance.json"
-    write_json(stated, provenance(compiled, root=root, library=library, toolchain=toolchain, targets=names))
+    record = provenance(compiled, root=root, library=library, toolchain=toolchain, targets=names)
+    write_json(stated, record)
+    write_json(out / sbom.NAME, sbom.bill(record))
     report = Report(
         kind="build",
         checks=_checks(compiled, library),
@@ -66,7 +70,7 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     path = out / "reports" / "build.json"
     write_report(path, report)
     print(_summary(report), flush=True)
-    return Built(library, stated, path)
+    return Built(library, stated, out / sbom.NAME, path)
 
 
 def _announce(targets: Sequence[Target], units: int, jobs: int, toolchain: Toolchain) -> None:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,13 +24,17 @@ from packaging.version import Version
 from flashmoe.errors import ExitCode, FlashmoeError, LockError
 from flashmoe.progress import Progress
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe_build.environment import find_uv
+from flashmoe_build.environment import find_uv, probe_python, python_candidates
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOOR = Version("2.10")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TOOLS = ("pytest", "pytest-timeout", "pytest-cov", "hypothesis", "numpy")
-TESTS = "tests/attention"
+TESTS = ("tests/attention",)
+# Enough to see that this torch loads the library and runs the operator: its registration and opcheck, autograd, compile,
+# errors, and values. The grid of sizes proves the kernel, which is the same machine code in every cell.
+CORE = ("tests/attention/test_extension.py", "tests/attention/test_checks.py", "tests/attention/test_compile.py")
+THREADS = 2
 INSTALL_LIMIT = 1800  # seconds
 TEST_LIMIT = 900
 CLOSING = re.compile(r"(\d+) passed")
@@ -68,62 +72,106 @@ def discover() -> tuple[list[str], str]:
 
 
 def local_pythons() -> dict[str, str]:
-    """{minor version: interpreter} of what uv finds on this machine; nothing is downloaded."""
+    """{minor version: interpreter} of the CPythons on this machine; nothing is downloaded."""
     found = {}
     for minor in PYTHONS:
-        command = [find_uv(), "python", "find", "--no-python-downloads", minor]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        if done.returncode == 0:
-            found[minor] = done.stdout.strip()
+        for path in python_candidates(minor, os.environ, sys.executable):
+            words = probe_python(path).split()
+            if len(words) == 3 and words[0] == "CPython" and words[1].startswith(f"{minor}."):
+                found[minor] = path
+                break
     return found
 
 
-def _uv(arguments: Sequence[str], what: str) -> str:
+def _uv(arguments: Sequence[str], what: str, cache: Path) -> str:
     """Run uv under a progress line; returns what it said when it failed, or nothing."""
+    environment = {**os.environ, "UV_CACHE_DIR": str(cache)}
+    command = [find_uv(), *arguments]
     with Progress(what):
         done = subprocess.run(
-            [find_uv(), *arguments], capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT
+            command, capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT, env=environment
         )
     return "" if done.returncode == 0 else (done.stderr.strip() or f"uv ended with {done.returncode}")
 
 
-def run_cell(torch: str, minor: str, interpreter: str, wheel: Path, scratch: Path, *, refused: bool) -> Cell:
+@dataclass(frozen=True)
+class Setup:
+    """What every cell shares: the wheel, where environments are made, and how much of the suite a cell runs."""
+
+    wheel: Path
+    scratch: Path
+    tests: tuple[str, ...]
+
+    @property
+    def cache(self) -> Path:
+        return self.scratch / "cache"
+
+
+def run_cell(torch: str, minor: str, interpreter: str, setup: Setup, *, refused: bool = False) -> Cell:
     """Install and test one cell; an interpreter that this torch has no wheel for is a SKIP with uv's reason."""
     label = f"torch {torch}, Python {minor}"
-    folder = scratch / f"{torch}-{minor}"
+    folder = setup.scratch / f"{torch}-{minor}"
     shutil.rmtree(folder, ignore_errors=True)
     python = folder / "bin" / "python"
     begun = time.monotonic()
-    problem = _uv(["venv", "-q", "--no-project", "--python", interpreter, str(folder)], label)
+    problem = _uv(["venv", "-q", "--no-project", "--python", interpreter, str(folder)], label, setup.cache)
     install = ["pip", "install", "-q", "--python", str(python), "--only-binary", ":all:"]
-    problem = problem or _uv([*install, f"torch=={torch}", *TOOLS], f"{label}: installing")
-    problem = problem or _uv([*install, "--no-deps", str(wheel)], f"{label}: installing the wheel")
+    problem = problem or _uv([*install, f"torch=={torch}", *TOOLS], f"{label}: installing", setup.cache)
+    problem = problem or _uv([*install, "--no-deps", str(setup.wheel)], f"{label}: the wheel", setup.cache)
     installed = time.monotonic() - begun
     if problem:
         shutil.rmtree(folder, ignore_errors=True)
-        return Cell(torch, minor, Verdict.SKIP, problem.splitlines()[-1][:200], 0, round(installed, 1), 0.0)
+        return Cell(torch, minor, Verdict.SKIP, _reason(problem), 0, round(installed, 1), 0.0)
     begun = time.monotonic()
-    verdict, found, passed = _refusal(python, torch) if refused else _tests(python, label)
+    verdict, found, passed = _refusal(python, torch) if refused else _tests(python, label, setup.tests)
     seconds = time.monotonic() - begun
     shutil.rmtree(folder, ignore_errors=True)
     return Cell(torch, minor, verdict, found, passed, round(installed, 1), round(seconds, 1))
 
 
+def _reason(problem: str) -> str:
+    """uv's words in one line, without this machine's paths."""
+    words = " ".join(problem.split())
+    match = re.search(r"torch==\S+ has no (?:wheels|usable wheels)[^.]*", words)
+    return re.sub(r"\S*/\S*/\S*", "...", match[0] if match else words)[:200]
+
+
 def _refusal(python: Path, torch: str) -> tuple[Verdict, str, int]:
     code = "import flashmoe; flashmoe.attention"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False, timeout=TEST_LIMIT, cwd="/")
+    done = subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, check=False, timeout=TEST_LIMIT, cwd="/"
+    )
     found = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no error"
     plain = f"needs torch >= {FLOOR}; found {torch}" in found
     return (Verdict.PASS if done.returncode != 0 and plain else Verdict.FAIL), f"refused: {found}"[:300], 0
 
 
-def _tests(python: Path, label: str) -> tuple[Verdict, str, int]:
+def _tests(python: Path, label: str, tests: Sequence[str]) -> tuple[Verdict, str, int]:
     outside = ROOT / "build" / "run" / "compat"
     outside.mkdir(parents=True, exist_ok=True)
-    command = [str(python), "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-q", "--no-cov"]
-    command += ["-p", "no:cacheprovider", "-m", "not gpu and not slow", str(ROOT / TESTS)]
-    command += ["-W", "default"]  # a newer torch deprecates calls inside itself; under the locked one warnings are errors
-    environment = {**os.environ, "FLASHMOE_TEST_INSTALLED": "1"}
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
+        "-q",
+        "--no-cov",
+    ]
+    command += ["-p", "no:cacheprovider", "-m", "not gpu and not slow", *(str(ROOT / test) for test in tests)]
+    command += [
+        "-W",
+        "default",
+    ]  # a newer torch deprecates calls inside itself; under the locked one warnings are errors
+    environment = {
+        **os.environ,
+        "FLASHMOE_TEST_INSTALLED": "1",
+        "OMP_NUM_THREADS": str(THREADS),
+        "MKL_NUM_THREADS": str(THREADS),
+    }
+    environment.pop("FLASHMOE_TEST_REPORT", None)
     lines: list[str] = []
     with (
         Progress(f"{label}: tests") as progress,
@@ -143,40 +191,50 @@ def _tests(python: Path, label: str) -> tuple[Verdict, str, int]:
     return Verdict.FAIL, "; ".join([closing or f"exit {process.returncode}", *failures])[:1500], passed
 
 
-def wanted_cells(versions: Sequence[str], pythons: Sequence[str], *, quick: bool) -> list[tuple[str, str]]:
-    """Every torch with the lowest and the highest Python here; ``quick``: the lowest and the newest torch alone."""
-    chosen = sorted({versions[0], versions[-1]}, key=Version) if quick else versions
-    ends = sorted({pythons[0], pythons[-1]}, key=Version)
-    return [(torch, python) for torch in chosen for python in ends]
+def run_version(torch: str, pythons: Mapping[str, str], setup: Setup) -> list[Cell]:
+    """The lowest and the highest Python here that this torch has a wheel for; those that it lacks are SKIP."""
+    minors = sorted(pythons, key=Version)
+    cells: dict[str, Cell] = {}
+    for order in (minors, minors[::-1]):
+        for minor in order:
+            if minor not in cells:
+                cells[minor] = run_cell(torch, minor, pythons[minor], setup)
+                print(f"{cells[minor].verdict} torch {torch}, Python {minor}: {cells[minor].found}", flush=True)
+            if cells[minor].verdict is not Verdict.SKIP:
+                break
+    return [cells[minor] for minor in minors if minor in cells]
 
 
-def compat(wheel: Path, scratch: Path, *, quick: bool, only: Sequence[str]) -> Report:
+def compat(wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequence[str]) -> Report:
+    """One cell after another; the two ends of the table run the whole operator suite, the others its core."""
     started, clock = utc_now(), time.monotonic()
     versions, below = discover()
-    if only:
-        versions = [version for version in versions if version in only]
+    chosen = [version for version in versions if version in only] if only else versions
     pythons = local_pythons()
-    if not versions or not pythons:
-        msg = f"nothing to try: torch versions {versions}, Pythons {sorted(pythons)}"
+    if not chosen or not pythons:
+        msg = (
+            f"nothing to try: torch {', '.join(only) or 'of any version'}, Pythons {sorted(pythons)}; known: {versions}"
+        )
         raise LockError(msg)
-    cells = []
-    minors = sorted(pythons, key=Version)
-    for torch, minor in wanted_cells(versions, minors, quick=quick):
-        cells.append(run_cell(torch, minor, pythons[minor], wheel, scratch, refused=False))
-        print(f"{cells[-1].verdict} torch {torch}, Python {minor}: {cells[-1].found}", flush=True)
-        if cells[-1].verdict is Verdict.SKIP and not quick:  # a newer Python than this torch has: the next lower one
-            for lower in reversed(minors[1:-1]):
-                cells.append(run_cell(torch, lower, pythons[lower], wheel, scratch, refused=False))
-                print(f"{cells[-1].verdict} torch {torch}, Python {lower}: {cells[-1].found}", flush=True)
-                if cells[-1].verdict is not Verdict.SKIP:
-                    break
+    ends = {versions[0], versions[-1]}
+    if quick:
+        chosen = sorted(ends, key=Version)
+    cells: list[Cell] = []
+    for torch in chosen:
+        setup = Setup(wheel, scratch, TESTS if full or (torch in ends and not only) else CORE)
+        cells += run_version(torch, pythons, setup)
+        shutil.rmtree(setup.cache, ignore_errors=True)  # 7 GB a torch
     if below and not only:
-        cells.append(run_cell(below, minors[0], pythons[minors[0]], wheel, scratch, refused=True))
+        minor = min(pythons, key=Version)
+        setup = Setup(wheel, scratch, ())
+        cells.append(run_cell(below, minor, pythons[minor], setup, refused=True))
         print(f"{cells[-1].verdict} torch {below}: {cells[-1].found}", flush=True)
+    shutil.rmtree(scratch, ignore_errors=True)
     checks = tuple(Check(f"torch {cell.torch}, Python {cell.python}", cell.verdict, cell.found) for cell in cells)
     data = {
         "wheel": wheel.name,
         "wheel_sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "threads": THREADS,
         "cells": [asdict(cell) for cell in cells],
     }
     return Report(
@@ -188,10 +246,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.compat", description=__doc__)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--quick", action="store_true", help="the lowest and the newest torch only")
+    parser.add_argument("--full", action="store_true", help="the whole operator suite in every environment")
     parser.add_argument("--torch", action="append", default=[], help="this version only (may be repeated)")
     options = parser.parse_args(arguments)
     try:
-        report = compat(options.wheel.resolve(), ROOT / "build" / "compat", quick=options.quick, only=options.torch)
+        report = compat(
+            options.wheel.resolve(),
+            ROOT / "build" / "compat",
+            quick=options.quick,
+            full=options.full,
+            only=options.torch,
+        )
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED

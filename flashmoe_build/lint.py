@@ -6,6 +6,7 @@ nox -s lint -- mypy ruff    # some
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -47,13 +48,19 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
     if dockerfiles:
         found.append(Checker("hadolint", (str(tools / "hadolint"), *dockerfiles)))
     if (root / ".github" / "workflows").is_dir():
+        workflows = sorted(str(path.relative_to(root)) for path in (root / ".github" / "workflows").glob("*.yml"))
         found.append(Checker("zizmor", (str(tools / "zizmor"), "--offline", "--no-progress", ".github/workflows")))
+        schema = ("--builtin-schema", "vendor.github-workflows")
+        found.append(Checker("workflow schema", (str(tools / "check-jsonschema"), *schema, *workflows)))
+        actionlint = shutil.which("actionlint")  # has no wheel that a lock could name; used where a person installed it
+        if actionlint:
+            found.append(Checker("actionlint", (actionlint,)))
     return tuple(found)
 
 
 def shell_scripts(root: Path) -> Iterable[Path]:
     """The launcher, CI's script, and every tracked place that may hold more."""
-    candidates = [root / "nox", root / ".ci" / "run", *sorted((root / "docker").glob("*"))]
+    candidates = [root / "nox", *sorted((root / ".ci").glob("*"), reverse=True), *sorted((root / "docker").glob("*"))]
     for path in candidates:
         if path.is_file() and path.read_bytes()[:2] == b"#!" and b"sh" in path.read_bytes().split(b"\n", 1)[0]:
             yield path

@@ -1,10 +1,11 @@
-// The two functions of a Kernel table entry, for the instruction sets that run forward_simd.h alone. Include after a
+// The two functions of a Kernel table entry, for the instruction sets that have vectors only. Include after a
 // vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "forward_few_rows.h"
 #include "forward_simd.h"
 #include "kernel.h"
 
@@ -13,6 +14,7 @@ namespace cpu {
 namespace {
 
 void run_simd(const Task& task, void* scratch) {
+  if (run_few_rows(task, scratch)) return;
   switch (task.type) {
     case ScalarType::kFloat32:
       return forward_simd<float>(task, scratch);
@@ -24,7 +26,9 @@ void run_simd(const Task& task, void* scratch) {
 }
 
 size_t simd_scratch_bytes(ScalarType, int32_t head_dim, int32_t rows) {
-  return SimdScratch(nullptr, group_count(rows), round_up(head_dim, Vector::kWidth)).bytes;
+  const size_t bytes = SimdScratch(nullptr, group_count(rows), round_up(head_dim, Vector::kWidth)).bytes;
+  const size_t few_rows_bytes = few_rows_scratch_bytes(head_dim);
+  return bytes > few_rows_bytes ? bytes : few_rows_bytes;
 }
 
 }  // namespace

@@ -50,6 +50,16 @@ def run(args: argparse.Namespace) -> int:
     return _measure(args)
 
 
+def typed_command() -> tuple[str, ...]:
+    """The command line as a report keeps it: without the folders of this machine."""
+    return (
+        "python",
+        "-m",
+        "flashmoe",
+        *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]),
+    )
+
+
 def _measure(args: argparse.Namespace) -> int:
     from flashmoe.bench.contenders import default_registry  # torch: only a measurement needs it
 
@@ -61,7 +71,7 @@ def _measure(args: argparse.Namespace) -> int:
     from flashmoe.bench.session import Options, Session
 
     budget = args.time_budget if args.time_budget else (suite.quick_budget if args.quick else None)
-    options = Options(device, args.baseline_only, budget, args.seed, ("python", "-m", "flashmoe", *sys.argv[1:]))
+    options = Options(device, args.baseline_only, budget, args.seed, typed_command())
     session = Session(suite, options, default_registry())
     report = session.run(lambda partial: _write(partial, args))
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is being written: a second Ctrl-C waits for it
@@ -165,7 +175,7 @@ def _measure_build(args: argparse.Namespace, suites: list[Suite]) -> int:
     if len(suites) > 1:
         msg = "a build suite runs alone"
         raise ArgumentError(msg)
-    report = measure_builds(suites[0], ("python", "-m", "flashmoe", *sys.argv[1:]))
+    report = measure_builds(suites[0], typed_command())
     if args.json:
         write_report(args.json, report)
     for check in report.checks:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 
-from flashmoe.bench.record import DATA_SCHEMA
+from flashmoe.bench.record import DATA_SCHEMA, QUIET
 from flashmoe.bench.statistics import Array, Interval, log_ratios, seeded, trimmed_mean
 from flashmoe.bench.thresholds import CompareThresholds, StatisticsSettings, load_thresholds
 from flashmoe.bench.verdict import ADVICE, Decision, Reason, Speed
@@ -55,7 +55,8 @@ def compare_files(a: Path, b: Path, fail_on: str | None = None) -> Report:
 
 def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
     started = utc_now()
-    changes = find_changes(a.data, b.data)
+    busy = any(check.name == QUIET and check.verdict is Verdict.WARN for check in (*a.checks, *b.checks))
+    changes = find_changes(a.data, b.data, busy=busy)
     checks = [*_became_wrong(a.data, b.data), *_environment_checks(a, b)]
     checks += [_check(change, fail_on) for change in changes]
     checks += [
@@ -71,7 +72,7 @@ def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
     return Report("bench-compare", tuple(checks), data, host_environment(), (), started)
 
 
-def find_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Change]:
+def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = False) -> list[Change]:
     """Ours where both have them, else every contender that both timed."""
     cells_b = {cell["case"]["key"]: cell for cell in b["cells"]}
     ours = {row["name"] for data in (a, b) for row in data["contenders"] if row["ours"]}
@@ -83,17 +84,17 @@ def find_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Change]:
         common = [name for name, blocks in cell["samples_ns"].items() if blocks and other["samples_ns"].get(name)]
         subjects = [name for name in common if name in ours] or common
         base = a["baseline"] if a["baseline"] == b["baseline"] and a["baseline"] in common else ""
-        changes += [_change(cell, other, name, "" if name == base else base) for name in subjects]
+        changes += [_change(cell, other, name, "" if name == base else base, busy=busy) for name in subjects]
     return changes
 
 
-def _change(a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str) -> Change:
+def _change(a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str, *, busy: bool) -> Change:
     limits = load_thresholds()
     logs_a, logs_b = _speeds(a, subject, base), _speeds(b, subject, base)
     value, interval = _difference(logs_a, logs_b, limits.verdict.confidence, limits.statistics)
     blocks = min(len(logs_a), len(logs_b))
     margin = limits.compare.normalised_margin if base else limits.compare.absolute_margin
-    decision = decide_change(interval, blocks, limits.verdict.min_blocks, margin, limits.compare)
+    decision = decide_change(interval, blocks, limits.verdict.min_blocks, margin, limits.compare, busy=busy)
     return Change(a["case"]["key"], subject, base, value, interval, blocks, decision)
 
 
@@ -129,9 +130,13 @@ def _difference(a: Array, b: Array, confidence: float, settings: StatisticsSetti
 
 
 def decide_change(
-    interval: Interval, blocks: int, min_blocks: int, margin: float, limits: CompareThresholds
+    interval: Interval, blocks: int, min_blocks: int, margin: float, limits: CompareThresholds, *, busy: bool = False
 ) -> Decision:
-    """FASTER or SLOWER when the whole interval lies beyond the run-to-run margin; SAME when it lies inside."""
+    """FASTER or SLOWER when the whole interval lies beyond the run-to-run margin; SAME when it lies inside.
+
+    A run on a busy machine is further from another than its own blocks show, so only large changes are believed.
+    """
+    margin = max(margin, limits.busy_margin) if busy else margin
     same = max(limits.same_margin, margin)
     if blocks < min_blocks:
         return Decision(Speed.AMBIGUOUS, Reason.FEW_BLOCKS)
@@ -139,6 +144,8 @@ def decide_change(
         return Decision(Speed.FASTER, Reason.INTERVAL_EXCLUDES_ONE)
     if interval.high < 1.0 / (1.0 + margin):
         return Decision(Speed.SLOWER, Reason.INTERVAL_EXCLUDES_ONE)
+    if busy:
+        return Decision(Speed.AMBIGUOUS, Reason.BUSY_MACHINE)
     if interval.inside(1.0 / (1.0 + same), 1.0 + same):
         return Decision(Speed.SAME, Reason.INSIDE_MARGIN)
     spans = interval.low <= 1.0 <= interval.high

@@ -38,7 +38,7 @@ def render_page(report: Report) -> str:
         legend=[(row["title"], Markup(swatch(styles[row["name"]]))) for row in data["contenders"]],
         rate_charts=[(title, Markup(chart)) for title, chart in rate_charts(data["cells"], styles, factor, unit)],
         time_charts=[(title, Markup(chart)) for title, chart in time_charts(data["cells"], styles)],
-        rooflines=[(title, Markup(chart)) for title, chart in rooflines(data, styles)],
+        rooflines=[(title, Markup(chart)) for title, chart in rooflines(data, styles, factor, unit)],
         heat=heat_rows(data),
         rows=detail_rows(data, factor),
         unit=unit,
@@ -114,7 +114,7 @@ def _charts(
     return charts
 
 
-def rooflines(data: Mapping[str, Any], styles: Mapping[str, int]) -> list[tuple[str, str]]:
+def rooflines(data: Mapping[str, Any], styles: Mapping[str, int], factor: float, unit: str) -> list[tuple[str, str]]:
     """One roofline for each dtype that has a measured ceiling."""
     ceilings = data["ceilings"]
     if not ceilings:
@@ -122,19 +122,19 @@ def rooflines(data: Mapping[str, Any], styles: Mapping[str, int]) -> list[tuple[
     charts = []
     for dtype, peak in ceilings["matmul_tflops"].items():
         cells = [cell for cell in data["cells"] if cell["case"]["dtype"] == dtype]
-        series = [Series(name, style, _roof_points(cells, name)) for name, style in styles.items()]
-        chart = roofline(f"roofline {dtype}", peak, ceilings["copy_gbps"], series)
+        series = [Series(name, style, _roof_points(cells, name, factor)) for name, style in styles.items()]
+        chart = roofline(f"roofline {dtype}", factor * peak, factor * ceilings["copy_gbps"] / 1e3, unit, series)
         if chart:
             charts.append((dtype, chart))
     return charts
 
 
-def _roof_points(cells: Cells, name: str) -> tuple[Point, ...]:
+def _roof_points(cells: Cells, name: str, factor: float) -> tuple[Point, ...]:
     points = []
     for cell in cells:
         if name in cell["summaries"]:
             case: Case = case_from_json(cell["case"])
-            rate = cell["summaries"][name]["tflops"]
+            rate = factor * cell["summaries"][name]["tflops"]
             points.append(Point(case.intensity, rate, rate, rate, f"{name}: {describe_case(cell['case'])}"))
     return tuple(points)
 

@@ -40,11 +40,16 @@ def plan_samples(
     return Plan(blocks=max(1, -(-wanted // size)), block=size)
 
 
-def share_of_budget(budget: float | None, elapsed: float, cells_left: int) -> float | None:
-    """Seconds that the next cell may take: an equal share of what is left, so unused time passes on."""
+def share_of_budget(budget: float | None, elapsed: float, work_left: Sequence[float]) -> float | None:
+    """Seconds that the next cell may take: its part of what is left, so that unused time passes on.
+
+    ``work_left`` holds the operations of the cells that are left, the next one first. Every cell also gets a tenth of
+    the mean, because a small one still has to be checked and warmed.
+    """
     if budget is None:
         return None
-    return max(0.0, budget - elapsed) / max(1, cells_left)
+    base = 0.1 * sum(work_left) / len(work_left)
+    return max(0.0, budget - elapsed) * (work_left[0] + base) / (sum(work_left) + base * len(work_left))
 
 
 def block_orders(names: Sequence[str], blocks: int, seed: int) -> list[list[str]]:

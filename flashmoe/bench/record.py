@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # torch: reading and comparing reports needs none
     from flashmoe.bench.runner import Cell
 
 DATA_SCHEMA = "flashmoe.bench/1"
+QUIET = "quiet machine"
 
 
 def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRates | None) -> dict[str, Any]:
@@ -108,6 +109,17 @@ def _warning(record: Mapping[str, Any], name: str, baseline: str) -> str:
     if name != baseline and peaks.get(baseline) and peaks.get(name, 0) > speed.peak_memory * peaks[baseline]:
         return f"peak memory {peaks[name] / peaks[baseline]:.1f}x of {baseline}, above {speed.peak_memory:g}x"
     return ""
+
+
+def quiet_check(device: str, cpu_busy: float | None, gpu_busy: float | None) -> Check | None:
+    """A warning when the device was doing other work as the run began; None when it was quiet, or nobody can tell."""
+    limits = load_thresholds().machine
+    busy, limit = (gpu_busy, limits.gpu_busy) if device == "cuda" else (cpu_busy, limits.cpu_busy)
+    if busy is None or busy <= limit:
+        return None
+    why = "others take time from both sides of a ratio, unequally; intervals grow and a verdict may be about them"
+    found = f"{device} busy {busy:.0%} of the time before the run"
+    return Check(QUIET, Verdict.WARN, found, f"at most {limit:.0%}", why, "repeat when nothing else runs")
 
 
 def effective_baseline(names: Sequence[str], ours: set[str], wanted: str) -> str:

@@ -14,12 +14,12 @@ from flashmoe.bench.case import Case
 from flashmoe.bench.ceilings import measure_ceilings
 from flashmoe.bench.contenders import Contender, choose, package_versions
 from flashmoe.bench.plan import MIN_SAMPLES, share_of_budget
-from flashmoe.bench.record import DATA_SCHEMA, cell_checks, cell_record, effective_baseline
+from flashmoe.bench.record import DATA_SCHEMA, cell_checks, cell_record, effective_baseline, quiet_check
 from flashmoe.bench.runner import Cell, Settings, check_cell, run_cell
 from flashmoe.bench.stopping import stop_signals
 from flashmoe.bench.suites import Suite
 from flashmoe.bench.summary import CeilingRates, aggregate
-from flashmoe.bench.telemetry import Telemetry
+from flashmoe.bench.telemetry import Telemetry, cpu_busy
 from flashmoe.errors import ArgumentError
 from flashmoe.progress import Progress
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
@@ -54,6 +54,7 @@ class Session:
     environment: dict[str, Any] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     smoke: Cell = field(default_factory=lambda: Cell(SMOKE))
+    quiet: Check | None = None
 
     def __post_init__(self) -> None:
         self._clock = time.monotonic()
@@ -106,7 +107,7 @@ class Session:
                 return
             cell = Cell(case)
             try:
-                share = share_of_budget(budget, self.elapsed, cells_left)
+                share = share_of_budget(budget, self.elapsed, [one.flops for one in self.suite.cases[number:]])
                 run_cell(cell, self.contenders, self._settings(), telemetry, share, progress.note)
             finally:
                 self.records.append(self._record(cell))
@@ -134,7 +135,9 @@ class Session:
     def _describe_device(self) -> Telemetry:
         self.environment = {**host_environment(), "packages": package_versions(), "device": self.options.device}
         self.environment["torch_threads"] = torch.get_num_threads()
+        self.environment["cpu_busy"] = cpu_busy()
         if self.options.device != "cuda":
+            self.quiet = quiet_check("cpu", self.environment["cpu_busy"], None)
             return Telemetry("no GPU in this run")
         cudnn: Any = torch.backends.cudnn  # untyped
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -150,10 +153,12 @@ class Session:
             **telemetry.limits(),
         }
         self.environment["telemetry"] = telemetry.reason or "NVML"
+        self.quiet = quiet_check("cuda", None, telemetry.busy())
         return telemetry
 
     def report(self) -> Report:
         checks = cell_checks(self._record(self.smoke), self.ours, self.baseline, smoke=True)
+        checks += [self.quiet] if self.quiet else []
         checks += [check for record in self.records for check in cell_checks(record, self.ours, self.baseline)]
         checks += [
             Check(f"contender {name}", Verdict.FAIL if name in self.ours else Verdict.SKIP, reason, "usable here")

@@ -102,27 +102,31 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     return _frame(title, "".join(body))
 
 
-def roofline(title: str, peak_tflops: float, copy_gbps: float, series: Sequence[Series]) -> str:
-    """Achieved TFLOP/s over operations per byte, under the two measured ceilings. Both axes logarithmic."""
+def roofline(title: str, peak: float, slope: float, unit: str, series: Sequence[Series]) -> str:
+    """Achieved rate over operations per byte, under two measured ceilings: ``peak``, and ``slope`` rate per op/byte.
+
+    Both axes are logarithmic; ``peak``, ``slope`` and the points are in ``unit``.
+    """
     points = [point for one in series for point in one.points]
     if not points:
         return ""
-    ridge = peak_tflops * 1e3 / copy_gbps
+    ridge = peak / slope
     x_ticks = log_ticks(
         min([ridge, *(point.x for point in points)]) / 1.5, max([ridge * 2, *(point.x for point in points)])
     )
     low_x, high_x = x_ticks[0], x_ticks[-1]
-    y_ticks = log_ticks(min([low_x * copy_gbps / 1e3, *(point.y for point in points)]) / 1.2, peak_tflops * 1.3)
+    y_ticks = log_ticks(
+        min([low_x * slope, *(point.y for point in points)]) / 1.2, max([peak, *(point.y for point in points)]) * 1.3
+    )
     low_y = y_ticks[0]
     x_scale = Scale(low_x, high_x, LEFT, WIDTH - RIGHT, log=True)
     y_scale = Scale(low_y, y_ticks[-1], HEIGHT - BOTTOM, TOP, log=True)
-    body = [_axes(x_scale, y_scale, x_ticks, y_ticks, "operations per byte", "TFLOP/s")]
-    start = max(low_x, low_y * 1e3 / copy_gbps)
-    corner = [(start, start * copy_gbps / 1e3), (ridge, peak_tflops), (high_x, peak_tflops)]
+    body = [_axes(x_scale, y_scale, x_ticks, y_ticks, "operations per byte", unit)]
+    corner = [(low_x, low_x * slope), (ridge, peak), (high_x, peak)]
     path = " ".join(f"{x_scale.at(x):.1f},{y_scale.at(y):.1f}" for x, y in corner)
     body.append(f'<polyline class="roof" points="{path}"/>')
-    label = f"product {short(round(peak_tflops, 2))} TFLOP/s, copy {copy_gbps:.0f} GB/s"
-    at = f'x="{WIDTH - RIGHT - 2:.0f}" y="{y_scale.at(peak_tflops) - 6:.1f}"'
+    label = f"product {short(float(f'{peak:.3g}'))} {unit}"
+    at = f'x="{WIDTH - RIGHT - 2:.0f}" y="{y_scale.at(peak) - 6:.1f}"'
     body.append(f'<text class="note" {at} text-anchor="end">{label}</text>')
     for one in series:
         body += [_marker(one.style, x_scale.at(p.x), y_scale.at(p.y), p.label or one.name) for p in one.points]

@@ -44,10 +44,17 @@ class ErrorThresholds:
 
 
 @dataclass(frozen=True)
+class MachineThresholds:
+    cpu_busy: float
+    gpu_busy: float
+
+
+@dataclass(frozen=True)
 class CompareThresholds:
     normalised_margin: float
     absolute_margin: float
     same_margin: float
+    busy_margin: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Thresholds:
     statistics: StatisticsSettings
     speed: SpeedThresholds
     error: ErrorThresholds
+    machine: MachineThresholds
     compare: CompareThresholds
     ratchet: RatchetThresholds
 
@@ -75,6 +83,7 @@ def load_thresholds() -> Thresholds:
         statistics=StatisticsSettings(**table["statistics"]),
         speed=SpeedThresholds(**table["speed"]),
         error=ErrorThresholds(**table["error"]),
+        machine=MachineThresholds(**table["machine"]),
         compare=CompareThresholds(**table["compare"]),
         ratchet=RatchetThresholds(**table["ratchet"]),
     )

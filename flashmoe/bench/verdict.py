@@ -28,6 +28,7 @@ class Reason(str, Enum):
     INTERVAL_EXCLUDES_ONE = "interval-excludes-one"  # smaller, but interval and sign test both exclude equality
     INTERVAL_SPANS_ONE = "interval-spans-one"  # could be either: measure more
     TEST_DISAGREES = "test-disagrees"  # the interval excludes equality, the sign test does not
+    BUSY_MACHINE = "busy-machine"  # two runs, one of them beside other work: the difference may be about that
     INSIDE_RUN_MARGIN = "inside-run-margin"  # two runs: no further apart than runs of one thing are
 
     def __str__(self) -> str:
@@ -38,6 +39,7 @@ ADVICE = {
     Reason.FEW_BLOCKS: "measure more: --repeats, or a longer --time-budget",
     Reason.INTERVAL_SPANS_ONE: "measure more (--repeats), on a quieter machine",
     Reason.TEST_DISAGREES: "measure more (--repeats); a few disturbed blocks carry the difference",
+    Reason.BUSY_MACHINE: "repeat both runs on an idle machine",
     Reason.INSIDE_RUN_MARGIN: "time both builds in one run, side by side, to tell them apart",
 }
 

@@ -8,12 +8,16 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashmoe.doctor.collect import DEFAULT_PROBE_TIMEOUT_S, collect
 from flashmoe.doctor.judge import judge
+from flashmoe.errors import TableError
 from flashmoe.progress import Progress
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tables import load_tables
+
+if TYPE_CHECKING:
+    from flashmoe.tables import Tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     started, clock = utc_now(), time.monotonic()
     with Progress("doctor"):
         facts = collect(os.environ, args.timeout)
-    checks = judge(facts, load_tables())
+    checks = judge(facts, read_tables())
     seconds = round(time.monotonic() - clock, 2)
     report = Report("doctor", checks, {}, host_environment(), ("flashmoe", "doctor"), started, seconds)
     if args.json == "-":
@@ -43,6 +47,16 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_report(Path(args.json), report)
     return int(report.exit_code)
+
+
+def read_tables() -> Tables | str:
+    """The tables, or why they cannot be read."""
+    try:
+        from flashmoe.tables import load_tables
+
+        return load_tables()
+    except (ImportError, TableError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def render(report: Report, version: str) -> str:

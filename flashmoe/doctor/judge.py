@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from flashmoe.doctor.facts import Facts, Gpu
 from flashmoe.report import Check, Verdict
-from flashmoe.tables import Tables, Target
+
+if TYPE_CHECKING:  # on Python 3.10 the tables need tomli, and its absence is one of the findings
+    from flashmoe.tables import Tables, Target
 
 TORCH_FLOOR = (2, 10)
 GLIBC_FLOOR = (2, 28)
@@ -24,10 +27,11 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def judge(facts: Facts, tables: Tables) -> tuple[Check, ...]:
-    """One check a topic, in the order in which to mend them."""
+def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
+    """One check a topic, in the order in which to mend them. ``tables`` is a text when they could not be read."""
     return (
         python(facts),
+        package(tables),
         torch(facts),
         numpy(facts),
         driver(facts),
@@ -60,6 +64,17 @@ def python(facts: Facts) -> Check:
             "python", Verdict.WARN, found, expected, why, "FLASHMOE_PYTHON=3.12 ./nox, for building and testing"
         )
     return Check("python", Verdict.PASS, found, expected)
+
+
+def package(tables: Tables | str) -> Check:
+    """Whether flashmoe itself is whole: its tables are there, and on Python 3.10 what reads them."""
+    expected = "the GPU and kernel tables"
+    if isinstance(tables, str):
+        fix = "pip install tomli" if "tomli" in tables else "pip install --force-reinstall flashmoe"
+        return Check(
+            "package", Verdict.FAIL, tables, expected, "it was installed without its dependencies, or is damaged", fix
+        )
+    return Check("package", Verdict.PASS, f"{len(tables.gpus)} GPUs, {len(tables.kernels)} kernel rows", expected)
 
 
 def torch(facts: Facts) -> Check:
@@ -161,9 +176,11 @@ def _loads(target: Target, capability: tuple[int, int]) -> bool:
     return capability[0] == target.capability[0] and capability >= target.capability
 
 
-def gpus(facts: Facts, tables: Tables) -> Check:
+def gpus(facts: Facts, tables: Tables | str) -> Check:
     if not facts.driver.gpus:
         return Check("gpus", Verdict.SKIP, "none", "", "the CPU backend runs")
+    if isinstance(tables, str):
+        return Check("gpus", Verdict.SKIP, "not compared", "", "the tables cannot be read, see above")
     names = facts.probe.targets or facts.extension.targets
     found = "; ".join(f"{gpu.name} ({_dotted(gpu.compute_capability)})" for gpu in facts.driver.gpus)
     if not names:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashmoe.bench.cli import typed_command
 from flashmoe.bench.stopping import stop_signals
 from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe.gate.ladder import OWN_LADDER, read_ladder, select
@@ -194,7 +195,7 @@ def report_of(task: Search, found: Found, started: str, seconds: float) -> Repor
             if name and (task.reports / f"{name}.json").is_file()
         },
     }
-    command = ("python", "-m", "flashmoe", *sys.argv[1:])
+    command = typed_command()
     return Report("bisect", (check,), data, host_environment(), command, started, seconds)
 
 

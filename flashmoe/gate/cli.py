@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from flashmoe.bench.cli import typed_command
 from flashmoe.bench.stopping import stop_signals
 from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe.gate.climb import Budget, Climb, find_places
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         rungs,
         find_places(root, library, None),
         Budget(60.0 * args.budget_minutes, args.rate),
-        command=("python", "-m", "flashmoe", *sys.argv[1:]),
+        command=typed_command(),
     )
     with stop_signals():
         report = climb.run()

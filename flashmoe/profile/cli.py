@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.bench.case import Case
+from flashmoe.bench.cli import typed_command
 from flashmoe.errors import DriverError, ExitCode, ReportError
 from flashmoe.profile.collect import collect, find_ncu
 from flashmoe.profile.diagnose import Finding, diagnose
@@ -110,7 +110,7 @@ def make_report(
         "launches": [{"kernel": one.kernel, "values": dict(one.values)} for one in launches],
         "findings": [asdict(finding) for finding in findings],
     }
-    command = ("python", "-m", "flashmoe", *sys.argv[1:])
+    command = typed_command()
     return Report("profile", tuple(checks), data, host_environment(), command, started, seconds)
 
 

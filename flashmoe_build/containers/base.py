@@ -13,11 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe_build.containers.engine import OutOfReach, engine, run
+from flashmoe.progress import Progress
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_build.containers.engine import OutOfReachError, engine, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / "docker" / "base-packages.txt"
@@ -47,7 +50,9 @@ def judged(output: str) -> BuildError:
     """debootstrap's failure as an error: an archive out of reach is a fact of this machine, a bad signature is not."""
     if re.search(r"Couldn't download|Failed getting release|Could not connect", output):
         last = next((line for line in reversed(output.splitlines()) if line.startswith("E:")), output[-300:])
-        return OutOfReach(f"the Debian archive cannot be reached ({last.strip()}); set FLASHMOE_DEBIAN_MIRROR to one that can")
+        return OutOfReachError(
+            f"the Debian archive cannot be reached ({last.strip()}); set FLASHMOE_DEBIAN_MIRROR to one that can"
+        )
     return BuildError(output)
 
 
@@ -55,10 +60,10 @@ def bootstrap(folder: Path) -> None:
     """Unpack and configure the packages in ``folder``; needs root."""
     if os.geteuid() != 0:
         msg = "making a base image needs root (debootstrap makes devices and users); run this session as root"
-        raise OutOfReach(msg)
+        raise OutOfReachError(msg)
     if shutil.which("debootstrap") is None or not KEYRING.is_file():
         msg = "debootstrap or Debian's keyring is missing; apt-get install debootstrap debian-archive-keyring"
-        raise OutOfReach(msg)
+        raise OutOfReachError(msg)
     command = ["debootstrap", "--variant=minbase", f"--keyring={KEYRING}", "--force-check-gpg"]
     command += [f"--include={','.join(PACKAGES)}", SUITE, str(folder)]
     command += [os.environ["FLASHMOE_DEBIAN_MIRROR"]] if os.environ.get("FLASHMOE_DEBIAN_MIRROR") else []
@@ -76,9 +81,10 @@ def installed(folder: Path) -> dict[str, str]:
     return parse_pins(done.stdout)
 
 
-def make(*, update: bool) -> None:
+def make(*, update: bool) -> Report:
     """Make the base image and tag it; with ``update`` write the pins instead of checking them."""
-    with tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
+    started, clock = utc_now(), time.monotonic()
+    with engine(ROOT / "build" / "docker") as docker, tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
         folder = Path(temporary) / "root"
         bootstrap(folder)
         found = installed(folder)
@@ -94,36 +100,27 @@ def make(*, update: bool) -> None:
                 listed = "\n  ".join(changed)
                 msg = f"the archive gives other versions than docker/base-packages.txt:\n  {listed}\nlook at them, then `nox -s base_image -- --update`"
                 raise BuildError(msg)
-        _import(folder)
+        digest = _import(docker, folder)
+    check = Check("base image", Verdict.PASS, f"{len(found)} packages, {digest}", "the versions of base-packages.txt")
+    spent = round(time.monotonic() - clock, 1)
+    data = {"tag": BASE_TAG, "id": digest, "packages": len(found)}
+    return Report("base_image", (check,), data, host_environment(), tuple(sys.argv[1:]), started, spent)
 
 
-def _import(folder: Path) -> None:
-    with engine(ROOT / "build" / "docker") as docker:
-        tar = [
-            "tar",
-            "--sort=name",
-            "--mtime=@0",
-            "--numeric-owner",
-            "--exclude=./proc/*",
-            "--exclude=./sys/*",
-            "-C",
-            str(folder),
-            "-c",
-            ".",
-        ]
-        with subprocess.Popen(tar, stdout=subprocess.PIPE) as source:
-            done = subprocess.run(
-                [docker, "import", "-", BASE_TAG],
-                stdin=source.stdout,
-                capture_output=True,
-                text=True,
-                timeout=TIME_LIMIT,
-                check=False,
-            )
-        if done.returncode != 0 or source.returncode != 0:
-            msg = f"docker import failed: {done.stderr.strip()}"
-            raise BuildError(msg)
-    print(f"image    {BASE_TAG} {done.stdout.strip()}")
+def _import(docker: str, folder: Path) -> str:
+    """The new image's id; its files have no times, so the same packages give the same layer."""
+    tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", "--exclude=./proc/*", "--exclude=./sys/*"]
+    tar += ["-C", str(folder), "-c", "."]
+    command = [docker, "import", "-", BASE_TAG]
+    with Progress("docker import"), subprocess.Popen(tar, stdout=subprocess.PIPE) as source:
+        done = subprocess.run(
+            command, stdin=source.stdout, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+        )
+    if done.returncode != 0 or source.returncode != 0:
+        msg = f"docker import failed: {done.stderr.strip()}"
+        raise BuildError(msg)
+    print(f"image    {BASE_TAG} {done.stdout.strip()}", flush=True)
+    return done.stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,14 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        make(update=options.update)
-    except OutOfReach as error:
+        report = make(update=options.update)
+    except OutOfReachError as error:
         print(f"no base image was made: {error}", file=sys.stderr)
         return ExitCode.NOTHING_CHECKED
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED
-    return ExitCode.OK
+    write_report(ROOT / "build" / "reports" / "base_image.json", report)
+    return report.exit_code
 
 
 if __name__ == "__main__":

@@ -19,17 +19,17 @@ START_TIME_LIMIT = 60  # seconds
 CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
-class OutOfReach(BuildError):
+class OutOfReachError(BuildError):
     """What images need is not on this machine (an engine, root, disk, an archive): nothing was built, nothing failed."""
 
 
 def docker_program() -> str:
-    """The docker client; raises OutOfReach that says how to get one."""
+    """The docker client; raises OutOfReachError that says how to get one."""
     for candidate in ("/usr/bin/docker", shutil.which("docker") or ""):  # a distribution's client matches its daemon
         if candidate and Path(candidate).exists():
             return candidate
     msg = "no docker client; install one (Debian: apt-get install docker.io) and run the session again"
-    raise OutOfReach(msg)
+    raise OutOfReachError(msg)
 
 
 def is_running(docker: str) -> bool:
@@ -51,7 +51,7 @@ def engine(folder: Path) -> Iterator[str]:
             "no Docker engine answers, and none can be started here (that needs root and dockerd); "
             "start one (systemctl start docker), or run as root with Debian's docker.io installed"
         )
-        raise OutOfReach(msg)
+        raise OutOfReachError(msg)
     process, log = _start(folder)
     try:
         _wait_until_running(docker, process, log)
@@ -81,23 +81,25 @@ def _refuse_copying_driver(docker: str) -> None:
     """vfs keeps every layer as a copy of all layers below it: over 100 GB for these images."""
     if _info(docker, "{{.Driver}}") == "vfs":
         msg = "this machine's kernel gives Docker no overlay file system, and its vfs driver would copy 7 GB a layer"
-        raise OutOfReach(msg)
+        raise OutOfReachError(msg)
 
 
 def _info(docker: str, template: str) -> str:
-    done = subprocess.run([docker, "info", "--format", template], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [docker, "info", "--format", template], capture_output=True, text=True, check=False, timeout=60
+    )
     return done.stdout.strip()
 
 
 def require_space(docker: str, needed: float) -> None:
-    """Raise OutOfReach where the engine's disk has less than ``needed`` bytes free (when the disk is one of this machine)."""
+    """Raise OutOfReachError where the engine's disk has less than ``needed`` bytes free (when the disk is one of this machine)."""
     root = Path(_info(docker, "{{.DockerRootDir}}") or "/nonexistent")
     if root.is_dir() and shutil.disk_usage(root).free < needed:
         msg = (
             f"the images need {needed / 1e9:.0f} GB of disk while they are made, "
             f"and {shutil.disk_usage(root).free / 1e9:.0f} GB are free; make room (docker system prune)"
         )
-        raise OutOfReach(msg)
+        raise OutOfReachError(msg)
 
 
 def _wait_until_running(docker: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -106,7 +108,7 @@ def _wait_until_running(docker: str, process: subprocess.Popen[bytes], log: Path
         if process.poll() is not None or time.monotonic() > deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
             msg = f"a Docker engine was started and did not come up:\n{tail}"
-            raise OutOfReach(msg)
+            raise OutOfReachError(msg)
         time.sleep(0.5)
 
 
@@ -119,16 +121,23 @@ def ca_bundle(environment: Mapping[str, str]) -> Path | None:
     return None
 
 
-def run(command: Sequence[str], what: str, *, time_limit: float, cwd: Path | None = None) -> str:
+def run(
+    command: Sequence[str],
+    what: str,
+    *,
+    time_limit: float,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run with every output line shown as progress; returns the output. Raises BuildError with its end on failure."""
-    environment = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
+    variables = {**(environment or os.environ), "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
     lines: list[str] = []
     started = time.monotonic()
     with (
         Progress(what) as progress,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-            errors="replace", env=environment, cwd=cwd,
+            errors="replace", env=variables, cwd=cwd,
         ) as process,
     ):  # fmt: skip
         assert process.stdout is not None

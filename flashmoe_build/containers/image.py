@@ -17,7 +17,7 @@ from flashmoe._version import __version__
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.base import BASE_TAG
-from flashmoe_build.containers.engine import OutOfReach, ca_bundle, engine, require_space, run
+from flashmoe_build.containers.engine import OutOfReachError, ca_bundle, engine, require_space, run
 from flashmoe_build.provenance import find_commit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,8 @@ def layers(docker: str, tag: str) -> list[dict[str, Any]]:
 def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Report:
     """Build the targets; the report states sizes by layer and seconds by stage."""
     started, clock = utc_now(), time.monotonic()
-    checks, data = [], {}
+    checks: list[Check] = []
+    data: dict[str, Any] = {}
     if find_commit(ROOT).dirty:
         print("image    built from HEAD: uncommitted changes take no part", flush=True)
     with engine(ROOT / "build" / "docker") as docker, tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
@@ -105,9 +106,7 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Rep
         context, secrets, network = make_context(folder), _secrets(folder), _network(os.environ)
         for target in targets:
             begun = time.monotonic()
-            command = build_command(
-                docker, target, context, base=base, archs=archs, secrets=secrets, network=network
-            )
+            command = build_command(docker, target, context, base=base, archs=archs, secrets=secrets, network=network)
             log = run(command, f"image {target}", time_limit=TIME_LIMIT, cwd=ROOT)
             tag = f"{TARGETS[target]}:latest"
             size = int(subprocess.check_output([docker, "image", "inspect", "-f", "{{.Size}}", tag], text=True))
@@ -154,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         report = build_images(options.targets or list(TARGETS), base=options.base, archs=options.archs)
-    except OutOfReach as error:
+    except OutOfReachError as error:
         print(f"no image was built: {error}", file=sys.stderr)
         return ExitCode.NOTHING_CHECKED
     except FlashmoeError as error:

@@ -11,15 +11,17 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ExitCode, FlashmoeError
 from flashmoe.progress import Progress
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe_build.containers.engine import engine
-from flashmoe_build.containers.image import TARGETS
+from flashmoe_build.archs import VARIABLES
+from flashmoe_build.containers.engine import OutOfReachError, engine, run
+from flashmoe_build.containers.image import TARGETS, make_context
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT = 1800  # seconds of one container
@@ -51,35 +53,60 @@ class Images:
         return self.run(image, ["-c", script], what="looking inside", entrypoint="/bin/sh", **options)
 
 
-def check_wheel_hash(images: Images) -> Check:
-    """The image's wheel is byte for byte the one built outside, where there is one of the same commit and g++."""
-    name = "wheel in the image equals the wheel outside"
-    _, listed = images.shell(
-        TEST,
-        "sha256sum dist/*.whl; unzip -p dist/*.whl flashmoe/provenance.json 2>/dev/null || python3 -c \"import glob, zipfile; print(zipfile.ZipFile(glob.glob('dist/*.whl')[0]).read('flashmoe/provenance.json').decode())\"",
+def wheel_inside(images: Images) -> tuple[str, dict[str, Any]]:
+    """sha256 and provenance of the wheel in the test image."""
+    script = (
+        "import glob, hashlib, zipfile; name, = glob.glob('dist/*.whl'); record = 'flashmoe/provenance.json'; "
+        "print(hashlib.sha256(open(name, 'rb').read()).hexdigest(), zipfile.ZipFile(name).read(record).decode())"
     )
-    inside = listed.split()[0]
-    provenance = json.loads(listed[listed.index("{") :])
-    wheels = sorted((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
-    if not wheels:
-        return Check(
-            name,
-            Verdict.SKIP,
-            found=inside,
-            expected="a wheel in dist/",
-            next_step="nox -s build, then nox -s image_test",
+    _, output = images.run(TEST, ["-c", script], what="looking inside", entrypoint="python3")
+    digest, _, record = output.partition(" ")
+    return digest, json.loads(record)
+
+
+def wheel_outside(python: Path, targets: Sequence[str], scratch: Path) -> tuple[str, dict[str, Any]]:
+    """The same of a wheel that this machine builds from a fresh clone of HEAD. Device code comes from the cache if it is there."""
+    context = make_context(scratch)
+    environment = {key: value for key, value in os.environ.items() if key not in (*VARIABLES, "SOURCE_DATE_EPOCH")}
+    environment |= {"FLASHMOE_ARCHS": ",".join(targets), "FLASHMOE_CACHE_DIR": str(ROOT / "build" / "cache")}
+    run(
+        [str(python), "-m", "flashmoe_build"],
+        "wheel outside",
+        time_limit=RUN_LIMIT,
+        cwd=context,
+        environment=environment,
+    )
+    (wheel,) = (context / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        record = json.loads(archive.read("flashmoe/provenance.json"))
+    return hashlib.sha256(wheel.read_bytes()).hexdigest(), record
+
+
+def compare_wheels(inside: tuple[str, Mapping[str, Any]], outside: tuple[str, Mapping[str, Any]]) -> list[Check]:
+    """Device binaries are the same whatever the host compiler; every byte is where that is the same, too."""
+    (digest, record), (other_digest, other) = inside, outside
+    if record["commit"] != other["commit"]:
+        found = f"the image is of commit {record['commit'][:12]}, this checkout of {other['commit'][:12]}"
+        return [Check("image of this commit", Verdict.FAIL, found, "the same commit", next_step="nox -s image")]
+    cubins, others = ({(b["name"], b["target"]): b["sha256"] for b in r["binaries"]} for r in (record, other))
+    differing = sorted(key for key in {*cubins, *others} if cubins.get(key) != others.get(key))
+    checks = [
+        Check(
+            "device binaries in the image equal those outside",
+            Verdict.FAIL if differing or not cubins else Verdict.PASS,
+            found=f"{len(cubins)} inside, {len(differing)} differ {differing[:3] or ''}".strip(),
+            expected=f"the {len(others)} that the same commit gives outside",
+            next_step="nox -s reproduce" if differing else "",
         )
-    outside = hashlib.sha256(wheels[-1].read_bytes()).hexdigest()
-    verdict = Verdict.PASS if inside == outside else Verdict.FAIL
-    why = f"inside: commit {provenance['commit'][:12]}, dirty {provenance['dirty']}, {provenance['compilers']['cxx']}"
-    return Check(
-        name,
-        verdict,
-        found=inside,
-        expected=outside,
-        why=why,
-        next_step="build both from one clean commit with the same g++",
-    )
+    ]
+    name = "wheel in the image equals the wheel outside"
+    compilers = record["compilers"]["cxx"], other["compilers"]["cxx"]
+    if compilers[0] != compilers[1]:
+        found = f"not comparable: {compilers[0]} inside, {compilers[1]} outside"
+        return [*checks, Check(name, Verdict.SKIP, found, "the same g++", next_step="use the base's g++ outside")]
+    same = digest == other_digest
+    why = f"commit {record['commit'][:12]} and {other['commit'][:12]}, dirty {record['dirty']} and {other['dirty']}, {compilers[0]}"
+    return [*checks, Check(name, Verdict.PASS if same else Verdict.FAIL, digest, other_digest, why)]
 
 
 def check_tests(images: Images, arguments: Sequence[str]) -> Check:
@@ -99,12 +126,14 @@ def check_bench(images: Images) -> Check:
         status, output = images.run(BENCH, QUICK, what="benchmark in the image", **options)
         names = sorted(path.name for path in Path(results).iterdir())
         report = json.loads((Path(results) / "bench.json").read_text()) if "bench.json" in names else {}
+        size = sum(path.stat().st_size for path in Path(results).iterdir())
+    said = "no GPU in this container" in output or Path("/dev/nvidiactl").exists()
     complete = names == ["bench.html", "bench.json", "bench.md"] and report.get("verdict") in ("PASS", "WARN")
-    verdict = Verdict.PASS if status == 0 and complete else Verdict.FAIL
+    verdict = Verdict.PASS if status == 0 and complete and said else Verdict.FAIL
     return Check(
-        "bench writes its three files, read-only root",
+        "bench writes its three files, read-only root, and says that no GPU took part",
         verdict,
-        found=f"exit {status}, {names}",
+        found=f"exit {status}, {names}, {size} bytes" + ("" if said else "; it does not say that there was no GPU"),
         expected="exit 0, bench.html bench.json bench.md",
         why="" if verdict is Verdict.PASS else output[-1500:],
     )
@@ -151,7 +180,7 @@ def check_sigterm(images: Images) -> Check:
                     broken.append(path.name)
             except ValueError:
                 broken.append(path.name)
-    good = not broken and seconds < 55 and status != 137
+    good = not broken and seconds < 55 and status not in (0, 137) and "stopped by a signal" in output
     return Check(
         "SIGTERM ends it cleanly",
         Verdict.PASS if good else Verdict.FAIL,
@@ -187,38 +216,57 @@ def check_config(images: Images) -> Check:
     )
 
 
-def test_images(arguments: Sequence[str]) -> Report:
+def test_images(arguments: Sequence[str], build_python: Path) -> Report:
     docker = importlib.import_module("docker")  # by name: a type checker would take the folder docker/ for it
     started, clock = utc_now(), time.monotonic()
-    with engine(ROOT / "build" / "docker"):
+    with engine(ROOT / "build" / "docker"), tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
         images = Images(docker.from_env(timeout=RUN_LIMIT))
-        steps: list[Callable[[], Check]] = [
-            lambda: check_config(images),
-            lambda: check_wheel_hash(images),
-            lambda: check_unwritable(images),
-            lambda: check_bench(images),
-            lambda: check_sigterm(images),
-            lambda: check_tests(images, arguments),
+
+        def wheels() -> list[Check]:
+            inside = wheel_inside(images)
+            return compare_wheels(inside, wheel_outside(build_python, inside[1]["targets"], Path(scratch)))
+
+        steps: list[Callable[[], list[Check]]] = [
+            lambda: [check_config(images)],
+            wheels,
+            lambda: [check_unwritable(images)],
+            lambda: [check_bench(images)],
+            lambda: [check_sigterm(images)],
+            lambda: [check_tests(images, arguments)],
         ]
-        checks = []
+        checks: list[Check] = []
+        seconds = {}
         for step in steps:
-            checks.append(step())
-            print(f"{checks[-1].verdict} {checks[-1].name}: {checks[-1].found[:200]}", flush=True)
+            begun = time.monotonic()
+            found = step()
+            checks += found
+            seconds[found[0].name] = round(time.monotonic() - begun, 1)
+            for check in found:
+                print(f"{check.verdict} {check.name}: {check.found[:200]}", flush=True)
+    data = {"seconds": seconds, "pytest": list(arguments)}
     return Report(
-        "image_test", tuple(checks), {}, host_environment(), tuple(sys.argv[1:]), started, time.monotonic() - clock
+        "image_test", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, time.monotonic() - clock
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.image_test", description=__doc__)
+    parser.add_argument("--build-python", type=Path, required=True, help="interpreter of the locked build environment")
     parser.add_argument("pytest", nargs="*", help="passed to pytest in the test image")
-    options = parser.parse_args(arguments)
+    options, further = parser.parse_known_args(arguments)
     try:
-        report = test_images(options.pytest)
+        report = test_images([*options.pytest, *further], options.build_python)
+    except OutOfReachError as error:
+        print(f"no image was run: {error}", file=sys.stderr)
+        return ExitCode.NOTHING_CHECKED
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED
     write_report(ROOT / "build" / "reports" / "image_test.json", report)
+    for check in report.checks:
+        if check.verdict is Verdict.FAIL:
+            print(f"FAIL {check.name}\n  found: {check.found}\n  expected: {check.expected}\n  {check.why}")
+    print(f"image_test {report.verdict}: {len(report.checks)} checks, {report.seconds:.0f} s")
     return report.exit_code
 
 

@@ -130,8 +130,9 @@ def test_rows_are_split_when_scores_would_take_too_much_memory(monkeypatch: pyte
     grad_out = torch.randn(q.shape)
     out, lse = flashmoe.attention(q, k, v, causal=True, return_lse=True)
     whole = autograd.backward(grad_out, None, q, k, v, out, lse, 32**-0.5, True)
-    monkeypatch.setattr(autograd, "BLOCK_BYTES", {"cpu": 1 << 16})
-    assert autograd.rows_per_block(4, 512, "cpu") == autograd.MIN_ROWS_PER_BLOCK
+    tiny = autograd.BlockSize(96, 1 << 16)
+    monkeypatch.setattr(autograd, "BLOCKS", {"cpu": tiny})
+    assert autograd.rows_per_block(4, 96, tiny) == autograd.MIN_ROWS_PER_BLOCK
     for a, b in zip(autograd.backward(grad_out, None, q, k, v, out, lse, 32**-0.5, True), whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -146,7 +147,7 @@ def test_backward_memory_is_linear_in_the_length() -> None:
     before = torch.cuda.memory_allocated()
     out.backward(torch.ones_like(out))
     tensors = 8 * 16384 * 64 * 4
-    assert torch.cuda.max_memory_allocated() - before <= 12 * tensors + 6 * autograd.BLOCK_BYTES["cuda"]
+    assert torch.cuda.max_memory_allocated() - before <= 12 * tensors + 6 * autograd.BLOCKS["cuda"].bytes
 
 
 def test_rows_without_a_key_have_zero_gradients(device: str) -> None:

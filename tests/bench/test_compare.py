@@ -14,7 +14,7 @@ from flashmoe.bench.ratchet import Mark, architecture, check_ratchet, evaluate, 
 from flashmoe.bench.statistics import Interval
 from flashmoe.bench.thresholds import load_thresholds
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.report import Report, Verdict, write_report
+from flashmoe.report import Check, Report, Verdict, write_report
 from tests.bench.synthetic import synthetic_report
 
 SPEEDS = {"flashmoe": 0.8, "sdpa-flash": 0.5}
@@ -98,6 +98,18 @@ def test_changes_between_runs_need_the_whole_interval(interval: tuple[float, flo
     assert decide_change(Interval(*interval, "percentile"), blocks, 8, 0.02, limits).verdict.value == verdict
 
 
+def test_a_busy_machine_shows_only_large_changes() -> None:
+    warning = Check("quiet machine", Verdict.WARN, "load 13 before the run")
+    a = synthetic_report(speeds=SPEEDS, seed=1)
+    busy = replace(a, checks=(*a.checks, warning))
+    slower = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.65}, seed=2)
+    assert verdicts(compare_reports(busy, a)) == {"AMBIGUOUS"}
+    assert {row["reason"] for row in compare_reports(busy, slower).data["changes"]} == {"busy-machine"}
+    assert "SLOWER" in verdicts(compare_reports(a, slower))
+    far = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.3}, seed=2)
+    assert "FASTER" in verdicts(compare_reports(far, busy))
+
+
 def test_damaged_and_foreign_reports_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_report(path, replace(synthetic_report(), kind="audit"))
@@ -145,6 +157,15 @@ def test_a_drop_without_evidence_only_warns() -> None:
             row["interval"] = [0.5 * row["ratio"], 1.5 * row["ratio"]]
     result = evaluate(marks, replace(synthetic_report(), data=data))
     assert {check.verdict for check in result.checks} == {Verdict.WARN}
+
+
+def test_a_busy_machine_neither_breaks_nor_raises_a_mark() -> None:
+    report = synthetic_report(speeds=SPEEDS)
+    busy = replace(report, checks=(*report.checks, Check("quiet machine", Verdict.WARN, "busy")))
+    for factor in (1.2, 0.9):
+        result = evaluate(marks_of(report, factor), busy)
+        assert {check.verdict for check in result.checks} == {Verdict.WARN}
+        assert result.changed == 0
 
 
 def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

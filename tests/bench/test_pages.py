@@ -136,7 +136,7 @@ def test_charts_stay_inside_their_frame() -> None:
         assert numbers
         assert all(0 <= number <= 420 for number in numbers)
     assert line_chart("empty", "x", "y", [Series("s", 0, ())]) == ""
-    assert roofline("empty", 1.0, 1.0, []) == ""
+    assert roofline("empty", 1.0, 1.0, "TFLOP/s", []) == ""
 
 
 def test_ticks() -> None:

@@ -16,6 +16,7 @@ from flashmoe.bench import ceilings
 from flashmoe.bench.case import Case
 from flashmoe.bench.contenders import Contender, Prepared, choose, default_registry
 from flashmoe.bench.inputs import Inputs, make_inputs
+from flashmoe.bench.record import quiet_check
 from flashmoe.bench.session import Options, Session
 from flashmoe.bench.suites import Suite, parse_suite
 from flashmoe.bench.telemetry import Telemetry
@@ -32,6 +33,7 @@ def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 128})
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
+    monkeypatch.setattr("flashmoe.bench.session.quiet_check", lambda *_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -298,3 +300,24 @@ def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
     assert "capturing" in first["unsupported"]["odd"]
     assert first["summaries"]["base"]["samples"] == 30
     assert second["summaries"]["odd"]["samples"] == 30
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu", "gpu", "words"),
+    [
+        ("cpu", 0.1, None, ""),
+        ("cpu", 0.9, None, "cpu busy 90%"),
+        ("cuda", 0.9, 0.0, ""),
+        ("cuda", 0.0, 0.8, "cuda busy 80%"),
+        ("cuda", 0.0, None, ""),
+        ("cpu", None, None, ""),
+    ],
+)
+def test_a_machine_that_does_other_work_is_said_to(
+    device: str, cpu: float | None, gpu: float | None, words: str
+) -> None:
+    check = quiet_check(device, cpu, gpu)
+    assert (check is not None) == bool(words)
+    if check is not None:
+        assert check.verdict is Verdict.WARN
+        assert words in check.found

@@ -146,9 +146,14 @@ def test_sampling_plans() -> None:
     least = plan_samples(300, 10, [1.0, 1.0], 0.0)
     assert (least.samples, least.blocks) == (30, 10)
     assert plan_samples(5, 10, [1.0], None).samples == 5
-    assert share_of_budget(None, 3.0, 2) is None
-    assert share_of_budget(100.0, 40.0, 6) == 10.0
-    assert share_of_budget(100.0, 140.0, 6) == 0.0
+    assert share_of_budget(None, 3.0, [1.0]) is None
+    assert share_of_budget(100.0, 40.0, [1.0] * 6) == pytest.approx(10.0)
+    assert share_of_budget(100.0, 140.0, [1.0]) == 0.0
+    small, large = share_of_budget(100.0, 0.0, [1.0, 9.0]), share_of_budget(100.0, 0.0, [9.0, 1.0])
+    assert small is not None
+    assert large is not None
+    assert 10.0 < small < large < 90.0
+    assert small + large == pytest.approx(100.0)
 
 
 def test_orders_are_drawn_block_by_block() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.doctor import collect
+from flashmoe.doctor import cli, collect
 from flashmoe.doctor.driver import read_driver
 from flashmoe.doctor.facts import Driver, Gpu
 
@@ -170,6 +170,11 @@ def test_starting_the_doctor_imports_no_torch() -> None:
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(collect.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=60)
+
+
+def test_a_missing_dependency_of_python_3_10_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashmoe.tables", None)
+    assert "flashmoe.tables" in str(cli.read_tables())
 
 
 def test_a_report_file_can_be_written(tmp_path: Path) -> None:

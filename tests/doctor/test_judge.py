@@ -45,7 +45,7 @@ def gpu_with(*targets: str) -> dict[str, object]:
 def test_a_good_machine_passes_throughout() -> None:
     checks = judge(GOOD, TABLES)
     assert {check.verdict for check in checks} == {Verdict.PASS}
-    assert len({check.name for check in checks}) == len(checks) == 11
+    assert len({check.name for check in checks}) == len(checks) == 12
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,20 @@ def test_python_fails(changes: dict[str, str], says: str) -> None:
     assert check.verdict is Verdict.FAIL
     assert says in check.why
     assert check.next_step
+
+
+@pytest.mark.parametrize(
+    ("problem", "fix"),
+    [
+        ("ModuleNotFoundError: No module named 'tomli'", "pip install tomli"),
+        ("TableError: cannot read arch.toml", "reinstall"),
+    ],
+)
+def test_an_incomplete_package_is_a_finding_not_a_crash(problem: str, fix: str) -> None:
+    checks = {check.name: check for check in judge(GOOD, problem)}
+    assert checks["package"].verdict is Verdict.FAIL
+    assert fix in checks["package"].next_step
+    assert checks["gpus"].verdict is Verdict.SKIP
 
 
 def test_a_newer_python_warns_in_a_checkout_only() -> None:

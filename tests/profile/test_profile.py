@@ -147,8 +147,9 @@ def fake_ncu(tmp_path: Path) -> Callable[[str], str]:
     """A program that stands in for ncu: it checks how it is called, then prints what it is told to."""
 
     def make(body: str) -> str:
-        path = tmp_path / "ncu"
-        path.write_text(f"#!{sys.executable}\nimport sys\nassert '--clock-control' in sys.argv, sys.argv\n{body}\n")
+        path, program = tmp_path / "ncu", tmp_path / "ncu.py"
+        program.write_text(f"import sys\nassert '--clock-control' in sys.argv, sys.argv\n{body}\n")
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')  # a path with a space is no shebang
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return str(path)
 

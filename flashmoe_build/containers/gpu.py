@@ -1,0 +1,84 @@
+"""``nox -s gpu_test``: the test image, by digest, on this machine's GPU; a machine without that GPU is a failure, not a skip."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashmoe.errors import ExitCode, FlashmoeError, UnsupportedGpuError
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tables import Gpu, load_tables
+from flashmoe_build.containers.engine import docker_program, run
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_DIGEST = re.compile(r"[\w./:-]+@sha256:[0-9a-f]{64}")
+LIMIT = 3000  # seconds
+
+
+def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
+    """The row of arch.toml. Raises UnsupportedGpuError for a name that it lacks."""
+    for gpu in gpus:
+        if gpu.name == name:
+            return gpu
+    msg = f"{name!r} is no GPU of csrc/arch.toml, which knows {', '.join(gpu.name for gpu in gpus)}"
+    raise UnsupportedGpuError(msg)
+
+
+def check_capability(gpu: Gpu, answer: str) -> None:
+    """Raise UnsupportedGpuError unless nvidia-smi's answer has a GPU of this architecture."""
+    found = [line.strip() for line in answer.splitlines() if line.strip()]
+    wanted = ".".join(map(str, gpu.compute_capability))
+    if wanted not in found:
+        msg = (
+            f"this runner is labelled {gpu.name} (compute capability {wanted}), and has {', '.join(found) or 'no GPU'}"
+        )
+        raise UnsupportedGpuError(msg)
+
+
+def command_of(docker: str, image: str, arguments: Sequence[str]) -> list[str]:
+    """Raises UnsupportedGpuError for an image that is not named by digest: a tag can move between two jobs."""
+    if BY_DIGEST.fullmatch(image) is None:
+        msg = f"--image {image!r}: name the image by digest (name@sha256:...)"
+        raise UnsupportedGpuError(msg)
+    return [docker, "run", "--rm", "--gpus", "all", "--env", "FLASHMOE_REQUIRE_GPU=1", image, *arguments]
+
+
+def gpu_test(name: str, image: str, arguments: Sequence[str]) -> Report:
+    started, clock = utc_now(), time.monotonic()
+    gpu = find_gpu(name, load_tables(ROOT / "csrc").gpus)
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout
+    except OSError:
+        answer = ""
+    check_capability(gpu, answer)
+    output = run(command_of(docker_program(), image, arguments), f"tests on {name}", time_limit=LIMIT)
+    ran = re.search(r"GPU: ([1-9]\d*) tests ran", output)
+    verdict = Verdict.PASS if ran else Verdict.FAIL
+    check = Check(f"tests on {name}", verdict, ran[0] if ran else output[-500:], "GPU tests ran and passed")
+    spent = round(time.monotonic() - clock, 1)
+    return Report("gpu_test", (check,), {"gpu": name, "image": image}, host_environment(), (), started, spent)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nox -s gpu_test --", description=__doc__)
+    parser.add_argument("--gpu", required=True, help="sm80, sm90, ...: as csrc/arch.toml names it")
+    parser.add_argument("--image", required=True, help="the test image by digest")
+    options, further = parser.parse_known_args(arguments)
+    try:
+        report = gpu_test(options.gpu, options.image, further)
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    write_report(ROOT / "build" / "reports" / "gpu_test.json", report)
+    print(f"{report.verdict} {report.checks[0].name}: {report.checks[0].found}")
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""``nox -s image_pins``: the digests that the Dockerfile's bases have in their registry now, written into the Dockerfile."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_build.containers.engine import OutOfReachError, engine
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "Dockerfile"
+PIN = re.compile(
+    r"^ARG (?P<variable>BASE_\w+)=(?P<image>[\w./-]+:[\w.-]+)@(?P<digest>sha256:[0-9a-f]{64})$", re.MULTILINE
+)
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One base: the build argument, the image with its tag, and the digest."""
+
+    variable: str
+    image: str
+    digest: str
+
+
+def read_pins(text: str) -> tuple[Pin, ...]:
+    """Every base of a Dockerfile. Raises BuildError where a default base has no digest."""
+    pins = tuple(Pin(**match.groupdict()) for match in PIN.finditer(text))
+    stated = re.findall(r"^ARG (BASE_\w+)=", text, re.MULTILINE)
+    loose = [name for name in stated if name not in {pin.variable for pin in pins}]
+    if loose or not pins:
+        msg = f"Dockerfile: {', '.join(loose) or 'no BASE_* argument'} is not pinned as image:tag@sha256:..."
+        raise BuildError(msg)
+    return pins
+
+
+def rewrite(text: str, digest_of: Callable[[str], str]) -> tuple[str, list[str]]:
+    """The Dockerfile with the digests that ``digest_of(image:tag)`` gives, and what changed, in words."""
+    changes = []
+    for pin in read_pins(text):
+        found = digest_of(pin.image)
+        if DIGEST.fullmatch(found) is None:
+            msg = f"{pin.image}: the registry answered {found!r}, which is no sha256 digest"
+            raise BuildError(msg)
+        if found != pin.digest:
+            changes.append(f"{pin.image}: {pin.digest} -> {found}")
+            text = text.replace(f"{pin.image}@{pin.digest}", f"{pin.image}@{found}")
+    return text, changes
+
+
+def registry_digest(image: str) -> str:
+    """The digest of a tag, asked through the engine. Raises OutOfReachError where the registry does not answer."""
+    docker = importlib.import_module("docker")  # by name: a type checker would take the folder docker/ for it
+    try:
+        return str(docker.from_env(timeout=60).images.get_registry_data(image).id)
+    except docker.errors.APIError as error:
+        msg = f"{image}: its registry does not answer here ({str(error.explanation or error)[:200]}); run this where it does"
+        raise OutOfReachError(msg) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nox -s image_pins --", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a tag has moved on")
+    options = parser.parse_args(arguments)
+    try:
+        with engine(ROOT / "build" / "docker"):
+            text, changes = rewrite(DOCKERFILE.read_text(encoding="utf-8"), registry_digest)
+    except OutOfReachError as error:
+        print(f"no digest was looked up: {error}", file=sys.stderr)
+        return ExitCode.NOTHING_CHECKED
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    if changes and not options.check:
+        DOCKERFILE.write_text(text, encoding="utf-8")
+    verdict = Verdict.FAIL if changes and options.check else Verdict.PASS
+    found = "; ".join(changes) or "every base has the digest that its tag has now"
+    report = Report(
+        "image_pins", (Check("digests of the bases", verdict, found),), {}, host_environment(), (), utc_now()
+    )
+    write_report(ROOT / "build" / "reports" / "image_pins.json", report)
+    print(found)
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,246 @@
+"""Images, without an engine: what is asked of it, what is read from its answers, and what is said where there is none."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashmoe.errors import BuildError, UnsupportedGpuError
+from flashmoe.report import Verdict
+from flashmoe.tables import load_tables
+from flashmoe_build.containers import base, engine, gpu, image, pins
+from flashmoe_build.containers.engine import OutOfReachError
+from flashmoe_build.containers.image_test import compare_wheels
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+DIGEST = "sha256:" + "ab" * 32
+LOG = """\
+#5 [base 1/3] FROM docker.io/library/flashmoe-base:bookworm
+#5 DONE 0.4s
+#13 [toolchain 6/6] RUN docker/with-network ./nox -s environments -- build test bench
+#13 9.853 nox > Running session environments
+#13 DONE 75.2s
+#14 [build 1/2] COPY --chown=flashmoe:flashmoe . .
+#14 DONE 0.3s
+#15 [build 2/2] RUN ./nox -s build symbols
+#15 DONE 114.5s
+#16 [internal] load build definition from Dockerfile
+#16 DONE 0.1s
+#17 exporting to image
+#17 exporting layers 37.6s done
+#17 DONE 47.1s
+"""
+
+
+def test_seconds_are_added_up_by_stage() -> None:
+    assert image.stage_seconds(LOG) == {"base": 0.4, "toolchain": 75.2, "build": 114.8, "export": 47.1}
+
+
+def test_the_build_command_carries_secrets_as_secrets(tmp_path: Path) -> None:
+    secrets = {"ca": tmp_path / "ca.pem", "index": tmp_path / "index"}
+    command = image.build_command("docker", "bench", tmp_path, base="b:1", archs="90a", secrets=secrets, network="host")
+    assert command[:6] == ["docker", "build", "--target", "bench", "--tag", "flashmoe-bench:latest"]
+    arguments = [command[at + 1] for at, word in enumerate(command) if word == "--build-arg"]
+    assert {"FLASHMOE_ARCHS=90a", "BASE_BUILD=b:1", "BASE_RUN=b:1"} <= set(arguments)
+    assert not [word for word in arguments if "INDEX" in word or "PROXY" in word]
+    assert command[-4:] == [f"id=index,src={tmp_path / 'index'}", "--network", "host", str(tmp_path)]
+
+
+def test_what_a_build_needs_of_the_network() -> None:
+    environment = {"PIP_INDEX_URL": "http://localhost:3141/simple", "HOME": "/h", "HTTPS_PROXY": ""}
+    assert image.network_settings(environment) == {"PIP_INDEX_URL": "http://localhost:3141/simple"}
+    assert image._network(environment) == "host"
+    assert image._network({"PIP_INDEX_URL": "https://packages.example.org/simple"}) == ""
+    assert image._network({**environment, "FLASHMOE_DOCKER_NETWORK": "none"}) == "none"
+
+
+def test_secrets_reach_one_command_and_no_layer() -> None:
+    for line in DOCKERFILE.splitlines():
+        assert "COPY" not in line or "/run/secrets" not in line
+    runs = re.findall(r"^RUN (?:.*\\\n)*.*$", DOCKERFILE, re.MULTILINE)
+    with_secret = [run for run in runs if "type=secret" in run]
+    assert with_secret
+    assert all("docker/with-network" in run for run in with_secret)
+    assert not re.search(r"^(?:ARG|ENV) .*(?:TOKEN|PASSWORD|INDEX_URL|CERT)", DOCKERFILE, re.MULTILINE)
+
+
+def test_secrets_are_handed_to_the_command(tmp_path: Path) -> None:
+    script = (ROOT / "docker" / "with-network").read_text().replace("/run/secrets", str(tmp_path))
+    (tmp_path / "ca").write_text("certificate")
+    (tmp_path / "index").write_text("PIP_INDEX_URL=https://a.example.org/x?y=1\nNO_PROXY=a, b\n")
+    shown = subprocess.run(["sh", "-c", script, "sh", "env"], capture_output=True, text=True, check=True, timeout=30)
+    assert "PIP_INDEX_URL=https://a.example.org/x?y=1\n" in shown.stdout
+    assert "NO_PROXY=a, b\n" in shown.stdout
+    assert f"PIP_CERT={tmp_path}/ca\n" in shown.stdout
+
+
+def test_the_dockerfile_installs_nothing_from_a_moving_archive() -> None:
+    commands = "\n".join(line for line in DOCKERFILE.splitlines() if not line.startswith("#"))
+    assert not re.search(r"apt-get|apt |curl|wget|pip install", commands)
+    assert re.findall(r"^FROM (\S+)", commands, re.MULTILINE) == [
+        "${BASE_BUILD}", "base", "toolchain", "build", "toolchain", "${BASE_RUN}",
+    ]  # fmt: skip
+    last = commands.rsplit("\nFROM ", 1)[1]
+    assert re.search(r"^USER 10001$", last, re.MULTILINE)
+    for label in ("revision", "source", "version"):
+        assert f"org.opencontainers.image.{label}=" in last
+
+
+def test_both_bases_are_pinned() -> None:
+    found = {pin.variable: pin.image for pin in pins.read_pins(DOCKERFILE)}
+    assert found == {"BASE_BUILD": "python:3.12-bookworm", "BASE_RUN": "python:3.12-slim-bookworm"}
+
+
+def test_digests_are_rewritten() -> None:
+    text, changes = pins.rewrite(DOCKERFILE, lambda name: DIGEST)
+    assert len(changes) == 2
+    assert {pin.digest for pin in pins.read_pins(text)} == {DIGEST}
+    assert pins.rewrite(text, lambda name: DIGEST) == (text, [])
+    with pytest.raises(BuildError, match="no sha256 digest"):
+        pins.rewrite(DOCKERFILE, lambda name: "latest")
+    with pytest.raises(BuildError, match="BASE_RUN is not pinned"):
+        pins.read_pins(re.sub(r"(slim-bookworm)@\S+", r"\1", DOCKERFILE))
+
+
+def test_another_version_in_the_archive_is_named() -> None:
+    pinned = base.parse_pins("# comment\n\ngcc=12.2.0\nlibc6=2.36-9\ngone=1\n")
+    assert base.differences(pinned, {"gcc": "12.2.0", "libc6": "2.36-10", "new": "3"}) == [
+        "gone: pinned 1, found not installed",
+        "libc6: pinned 2.36-9, found 2.36-10",
+        "new: pinned not at all, found 3",
+    ]
+    assert base.differences(pinned, pinned) == []
+
+
+def test_the_committed_pins_name_what_the_base_must_hold() -> None:
+    pinned = base.parse_pins(base.PINS.read_text())
+    assert {name for name in base.PACKAGES if name != "python3-venv"} <= set(pinned)
+    assert all(re.fullmatch(r"[\w.+:~-]+", version) for version in pinned.values())
+
+
+@pytest.mark.parametrize("text", ["E: Couldn't download dists/bookworm/Release", "E: Failed getting release file"])
+def test_an_archive_out_of_reach_is_no_failure_of_ours(text: str) -> None:
+    assert isinstance(base.judged(f"I: Retrieving\n{text}\n"), OutOfReachError)
+
+
+def test_a_bad_signature_is_a_failure() -> None:
+    error = base.judged("E: Release signed by unknown key (key id 0123)")
+    assert type(error) is BuildError
+
+
+def test_without_a_client_the_session_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.Path, "exists", lambda path: False)
+    monkeypatch.setattr(engine.shutil, "which", lambda name: None)
+    with pytest.raises(OutOfReachError, match=r"apt-get install docker\.io"):
+        engine.docker_program()
+
+
+def test_without_an_engine_and_without_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "docker_program", lambda: "docker")
+    monkeypatch.setattr(engine, "is_running", lambda docker: False)
+    monkeypatch.setattr(engine.os, "geteuid", lambda: 1000)
+    with pytest.raises(OutOfReachError, match="none can be started here"), engine.engine(tmp_path):
+        raise AssertionError
+
+
+def test_nothing_built_has_a_status_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> str:
+        msg = "no engine"
+        raise OutOfReachError(msg)
+
+    monkeypatch.setattr(engine, "docker_program", refuse)
+    assert image.main([]) == 3
+    assert base.main([]) == 3
+    assert "no image was built: no engine" in capsys.readouterr().err
+
+
+def test_too_little_disk_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "_info", lambda docker, template: str(tmp_path))
+    engine.require_space("docker", 1)
+    with pytest.raises(OutOfReachError, match="the images need"):
+        engine.require_space("docker", 1e18)
+
+
+def record(**changes: object) -> dict[str, object]:
+    return {
+        "commit": "c" * 40,
+        "dirty": False,
+        "compilers": {"cxx": "g++ 12.2.0"},
+        "binaries": [{"name": "a", "target": "sm_80", "sha256": "1"}],
+        **changes,
+    }
+
+
+def test_wheels_inside_and_outside() -> None:
+    def verdicts(inside: tuple[str, dict[str, object]], outside: tuple[str, dict[str, object]]) -> list[Verdict]:
+        return [check.verdict for check in compare_wheels(inside, outside)]
+
+    assert verdicts(("1", record()), ("1", record())) == [Verdict.PASS, Verdict.PASS]
+    assert verdicts(("1", record()), ("2", record())) == [Verdict.PASS, Verdict.FAIL]
+    other = record(compilers={"cxx": "g++ 14.1.0"})
+    assert verdicts(("1", record()), ("2", other)) == [Verdict.PASS, Verdict.SKIP]
+    edited = record(binaries=[{"name": "a", "target": "sm_80", "sha256": "2"}])
+    assert verdicts(("1", record()), ("1", edited))[0] is Verdict.FAIL
+    assert verdicts(("1", record(binaries=[])), ("1", record(binaries=[])))[0] is Verdict.FAIL
+    assert verdicts(("1", record()), ("1", record(commit="d" * 40))) == [Verdict.FAIL]
+
+
+def test_a_gpu_job_runs_on_the_gpu_that_it_names() -> None:
+    sm90 = gpu.find_gpu("sm90", load_tables(ROOT / "csrc").gpus)
+    gpu.check_capability(sm90, "8.0\n9.0\n")
+    with pytest.raises(UnsupportedGpuError, match=r"labelled sm90 \(compute capability 9\.0\), and has no GPU"):
+        gpu.check_capability(sm90, "")
+    with pytest.raises(UnsupportedGpuError, match="knows sm75"):
+        gpu.find_gpu("sm42", load_tables(ROOT / "csrc").gpus)
+    command = gpu.command_of("docker", f"r.example.org/a/b@{DIGEST}", ["-x"])
+    assert command[-2:] == [f"r.example.org/a/b@{DIGEST}", "-x"]
+    assert "FLASHMOE_REQUIRE_GPU=1" in command
+    with pytest.raises(UnsupportedGpuError, match="by digest"):
+        gpu.command_of("docker", "flashmoe-test:latest", [])
+
+
+def entrypoint(tmp_path: Path, program: str, results: Path) -> subprocess.Popen[str]:
+    """The benchmark image's entrypoint with another program in the benchmark's place."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!/bin/sh\n{program}\n")
+    stand_in.chmod(0o755)
+    text = (ROOT / "docker" / "bench-entrypoint").read_text().replace("/opt/flashmoe/env/bin/python", str(stand_in))
+    (tmp_path / "entrypoint").write_text(text)
+    return subprocess.Popen(
+        ["sh", str(tmp_path / "entrypoint")], env={"FLASHMOE_RESULTS": str(results), "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_the_benchmarks_status_is_the_containers(tmp_path: Path) -> None:
+    process = entrypoint(tmp_path, "echo table; exit 7", tmp_path)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 7
+    assert "table" in output
+
+
+def test_results_that_cannot_be_written_are_said_at_once(tmp_path: Path) -> None:
+    process = entrypoint(tmp_path, "echo started", tmp_path / "nowhere")
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "cannot be written by user" in output
+    assert "started" not in output
+
+
+@pytest.mark.parametrize("wrote", [True, False])
+def test_a_stop_reaches_the_benchmark_and_says_what_is_left(tmp_path: Path, wrote: bool) -> None:
+    write = f"echo '{{}}' >{tmp_path}/bench.json; " if wrote else ""
+    process = entrypoint(tmp_path, f"trap '{write}exit 130' TERM; echo ready; while :; do sleep 0.1; done", tmp_path)
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline():
+        pass
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert ("marked as partial" if wrote else "no file was written") in output

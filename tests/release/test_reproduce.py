@@ -1,0 +1,122 @@
+"""`nox -s reproduce`: the worlds really differ, and whatever a build takes from its world is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from release_builders import git
+
+from flashmoe.errors import BuildError
+from flashmoe.report import Check, Report, Verdict
+from flashmoe_build import reproduce as program
+from flashmoe_build.reproduce import Machine, compare, plan, reproduce
+
+# A build as the sessions call it, that writes into its wheel what each world varies.
+LEAKY = """
+import json, locale, os, pathlib, time, zipfile
+facts = {
+    "path": os.getcwd(),
+    "umask": oct(os.stat("made").st_mode) if not pathlib.Path("made").write_text("") else "",
+    "locale": os.environ.get("LC_ALL"),
+    "zone": time.strftime("%z"),
+    "seed": os.environ["PYTHONHASHSEED"],
+    "jobs": os.environ["MAX_JOBS"],
+    "file time": str(int(os.stat("a.txt").st_mtime)),
+    "cache": os.environ.get("FLASHMOE_CACHE_DIR", "none"),
+    "day": str(int(time.time()) // 86400),
+    "user": str(os.geteuid()),
+}
+pathlib.Path("dist").mkdir()
+pathlib.Path("build").mkdir(exist_ok=True)
+with zipfile.ZipFile("dist/x.whl", "w") as wheel:
+    for name, value in facts.items():
+        if name in KEPT:
+            wheel.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), value)
+    wheel.writestr(zipfile.ZipInfo("same", (1980, 1, 1, 0, 0, 0)), "same")
+stated = [{"name": "kernel", "target": "sm_80", "sha256": facts.get("path") if "binary" in KEPT else "0"}]
+pathlib.Path("build/provenance.json").write_text(json.dumps({"binaries": stated}))
+"""
+ALWAYS = ("path", "umask", "locale", "zone", "seed", "jobs", "file time", "cache")
+
+
+def repository(folder: Path, kept: tuple[str, ...]) -> Path:
+    (folder / "flashmoe_build").mkdir(parents=True)
+    (folder / "flashmoe_build" / "__main__.py").write_text(f"KEPT = {kept!r}\n{LEAKY}")
+    (folder / "a.txt").write_text("a")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        git(folder, *command)
+    return folder
+
+
+def run(tmp_path: Path, *kept: str) -> Report:
+    (tmp_path / "scratch").mkdir()
+    return reproduce("80", 2, tmp_path / "scratch", root=repository(tmp_path / "root", kept))
+
+
+def different(report: Report) -> set[str]:
+    return {check.name.split(": ", 1)[1] for check in report.checks if check.verdict is Verdict.FAIL}
+
+
+def test_a_build_that_takes_nothing_from_its_world_passes(tmp_path: Path) -> None:
+    report = run(tmp_path)
+    assert report.verdict is Verdict.PASS, report.checks
+    same = [check for check in report.checks if check.name.startswith("same bytes")]
+    assert len(same) == 2 * 3  # two worlds against the first; the wheel, its one member, its one device binary
+
+
+def test_everything_that_is_varied_reaches_the_build(tmp_path: Path) -> None:
+    report = run(tmp_path, *ALWAYS)
+    assert report.verdict is Verdict.FAIL
+    assert different(report) == {*ALWAYS, "x.whl"}
+
+
+@pytest.mark.parametrize("leak", ["path", "zone"])
+def test_one_planted_difference_is_named(tmp_path: Path, leak: str) -> None:
+    assert different(run(tmp_path, leak)) == {leak, "x.whl"}
+
+
+def test_a_device_binary_that_differs_alone_is_found(tmp_path: Path) -> None:
+    assert different(run(tmp_path, "binary")) == {"kernel.sm_80"}
+
+
+@pytest.mark.skipif(not program.look_around().faketime, reason="faketime is not installed")
+def test_the_clock_is_varied(tmp_path: Path) -> None:
+    assert "day" in different(run(tmp_path, "day"))
+
+
+def test_what_a_machine_lacks_is_said(tmp_path: Path) -> None:
+    worlds, checks = plan(4, Machine("", "", "not root", ""), tmp_path, tmp_path / "s")
+    assert {check.name: check.found for check in checks if check.verdict is Verdict.SKIP} == {
+        "varied: clock": "faketime is not installed",
+        "varied: user": "not root",
+        "varied: file system": "no memory file system with room",
+    }
+    assert len({world.folder for world in worlds}) == len({world.umask for world in worlds}) == 3
+    assert worlds[2].variables["FLASHMOE_CACHE_DIR"] == str(worlds[0].folder / "build" / "cache")
+
+
+def test_a_faked_clock_and_another_user_wrap_the_build(tmp_path: Path) -> None:
+    worlds, _ = plan(1, Machine("/usr/bin/faketime", "nobody", "", "/dev/shm"), tmp_path, tmp_path / "s")
+    assert worlds[0].prefix == ()
+    assert worlds[1].prefix[0] == "setpriv"
+    assert worlds[1].prefix[-3:] == ("/usr/bin/faketime", "-f", "+400d")
+    assert worlds[0].variables["MAX_JOBS"] != worlds[1].variables["MAX_JOBS"]
+
+
+def test_a_file_on_one_side_only_is_a_difference() -> None:
+    checks = compare({"a": "1", "b": "2"}, {"a": "1", "c": "3"}, "plain and strange")
+    assert [check.verdict for check in checks] == [Verdict.PASS, Verdict.FAIL, Verdict.FAIL]
+    assert checks[1] == Check(
+        "same bytes, plain and strange: b", Verdict.FAIL, "not there", "2", next_step=checks[1].next_step
+    )
+
+
+def test_a_build_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
+    root = repository(tmp_path / "root", ())
+    (root / "flashmoe_build" / "__main__.py").write_text("raise SystemExit('no compiler')\n")
+    git(root, "commit", "-q", "-am", "two")
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(BuildError, match="no compiler"):
+        reproduce("80", 2, tmp_path / "scratch", root=root)
+    assert not list(tmp_path.rglob("flashmoe-reproduce-*"))
