@@ -23,7 +23,7 @@ CACHE = REPOSITORY / "build" / "emulation"
 COMPILE_SECONDS = 300
 
 # Kernel arithmetic is not contracted into fused multiply-adds here; NVRTC contracts by default. Kernels that mean one
-# write fma_rn. Uninitialised locals hold a pattern (about -1.7e38 as a float), never what the stack happened to have.
+# write fma_rn. Uninitialised locals hold a pattern (about -1.7e38 as a float).
 # Call sites are named relative to the repository.
 COMMON_FLAGS = (
     "-std=c++17",
@@ -34,7 +34,10 @@ COMMON_FLAGS = (
     "-Wno-unknown-pragmas",
     f"-fmacro-prefix-map={REPOSITORY}/=",
 )
-KERNEL_FLAGS = ("-O2", "-fno-math-errno", "-ftrivial-auto-var-init=pattern", "-include", "emulation/prelude.h")
+KERNEL_FLAGS = ("-O2", "-fno-math-errno", "-include", "emulation/prelude.h")
+POISON_FLAG = (
+    "-ftrivial-auto-var-init=pattern"  # g++ 12 and later; with 11, locals hold what the stack happened to have
+)
 MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
 _MACHINE_LOCK = threading.Lock()
 ARCH_MACROS = {"sm75": "750", "sm80": "800", "sm90": "900"}
@@ -73,6 +76,14 @@ def compiler() -> tuple[str, str]:
         raise BuildError(msg)
     version = subprocess.run([path, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()[0]
     return path, version
+
+
+@lru_cache(maxsize=1)
+def poison_flags() -> tuple[str, ...]:
+    """POISON_FLAG where the compiler knows it."""
+    command = [compiler()[0], POISON_FLAG, "-fsyntax-only", "-x", "c++", "/dev/null"]
+    known = subprocess.run(command, check=False, capture_output=True).returncode == 0
+    return (POISON_FLAG,) if known else ()
 
 
 def _run(command: list[str], what: str) -> None:
@@ -116,7 +127,7 @@ def library(name: str, text: str, arch: str, options: Options) -> Path:
     path, version = compiler()
     roots = options.roots()
     objects = machine_objects(options)
-    flags = (*COMMON_FLAGS, *KERNEL_FLAGS, f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}", *options.flags())
+    flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *poison_flags(), f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}", *options.flags())
     facts = {"flags": flags, "compiler": version, "objects": [item.name for item in objects]}
     # The force-included prelude is part of the key although the text does not name it.
     named = '#include "emulation/prelude.h"\n' + text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,8 @@ CONTEXT.set_forkserver_preload(["flashmoe_build.emulation.cases"])
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted bug. ``anchor`` stands exactly once in ``file`` (relative to csrc) and becomes ``replacement``."""
+    """One planted bug. ``anchor`` stands exactly once in ``file`` (relative to csrc, white space aside)
+    and becomes ``replacement``."""
 
     name: str
     what: str
@@ -72,14 +74,24 @@ def load_mutants(path: Path = MUTANTS) -> tuple[Mutant, ...]:
     return tuple(Mutant(**{**row, "kernels": tuple(row["kernels"])}) for row in rows)
 
 
+def anchor_pattern(anchor: str) -> re.Pattern[str]:
+    """The anchor, whatever a formatter does to its white space."""
+    words = (re.escape(word).replace(r"\(", r"\(\s*") for word in anchor.split())
+    return re.compile(r"\s+".join(words))
+
+
 def patched(mutant: Mutant) -> str:
     """The source with the bug in it; raises TableError when the anchor is not there exactly once."""
     text = (CSRC / mutant.file).read_text(encoding="utf-8")
-    count = text.count(mutant.anchor)
-    if count != 1:
-        msg = f"mutant {mutant.name}: its anchor stands {count} times in csrc/{mutant.file}; bring tests/emulation/mutants.toml up to date"
+    matches = list(anchor_pattern(mutant.anchor).finditer(text))
+    if len(matches) != 1:
+        msg = (
+            f"mutant {mutant.name}: its anchor stands {len(matches)} times in csrc/{mutant.file}; "
+            "bring tests/emulation/mutants.toml up to date"
+        )
         raise TableError(msg)
-    return text.replace(mutant.anchor, mutant.replacement)
+    start, end = matches[0].span()
+    return text[:start] + mutant.replacement + text[end:]
 
 
 def overlay(mutant: Mutant) -> Path:

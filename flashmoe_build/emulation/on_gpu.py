@@ -85,7 +85,7 @@ def ulps(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(left) & torch.isnan(right), 0, distance)
 
 
-def replay(driver: Driver, record: dict[str, Any]) -> dict[str, Any]:
+def replay(driver: Driver, record: dict[str, Any], cubin: bytes) -> dict[str, Any]:
     """One recorded launch on the GPU, compared with what the emulation gave."""
     tensors = {name: tensor.cuda() for name, tensor in record["tensors"].items()}
     blob = bytearray(record["params"])
@@ -94,7 +94,7 @@ def replay(driver: Driver, record: dict[str, Any]) -> dict[str, Any]:
     arguments: list[Any] = [(ctypes.c_char * len(blob)).from_buffer(blob)]
     for name, content in record["maps"]:
         arguments.append(driver.tensor_map(tensors[name].data_ptr(), content, tensors[name].dtype is torch.bfloat16))
-    driver.launch(driver.function(record["cubin"], record["symbol"], record["shared"]), record, arguments)
+    driver.launch(driver.function(cubin, record["symbol"], record["shared"]), record, arguments)
     result: dict[str, Any] = {"name": record["name"], "symbol": record["symbol"]}
     for name, emulated in record["expected"].items():
         distance = ulps(tensors[name].cpu(), emulated)
@@ -120,7 +120,8 @@ def main() -> int:
         return 3
     results = []
     for path in files:
-        result = replay(driver, torch.load(path, weights_only=False))
+        record = torch.load(path, weights_only=False)
+        result = replay(driver, record, (arguments.folder / record["cubin"]).read_bytes())
         results.append(result)
         for name, row in result.items():
             if isinstance(row, dict):

@@ -6,7 +6,7 @@ import pytest
 
 from flashmoe.errors import TableError
 from flashmoe.tables import load_tables
-from flashmoe_build.emulation.mutants import Kill, Mutant, hunt, load_mutants, markdown, patched
+from flashmoe_build.emulation.mutants import Kill, Mutant, anchor_pattern, hunt, load_mutants, markdown, patched
 
 MUTANTS = load_mutants()
 FAST = [mutant for mutant in MUTANTS if mutant.fast]
@@ -24,6 +24,11 @@ def test_anchor_stands_exactly_once(mutant: Mutant) -> None:
     assert patched(mutant).count(mutant.replacement) >= 1
     known = {unit.name for unit in load_tables().units()}
     assert set(mutant.kernels) <= known
+
+
+def test_white_space_does_not_matter() -> None:
+    assert anchor_pattern("f(a,\n  b); // why").search("x = f(\n    a, b);  // why")
+    assert not anchor_pattern("f(a, b);").search("f(a, c);")
 
 
 def test_a_stale_anchor_is_an_error() -> None:

@@ -119,7 +119,7 @@ def test_infinity_and_nan_pass_through_a_product(numerics: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("name", PROBES)
 def test_single_instructions_are_close_to_fp64(name: str) -> None:
     """The probes that hardware.py records for the GPU compute what their names say."""
-    record = record_probe(probe_library(), name, b"")
+    record = record_probe(probe_library(), name, "")
     given, out = record["tensors"], record["expected"]["d"].double()
     c = given["c"].double()
     functions = {"probe_exp2": torch.exp2, "probe_lg2": torch.log2, "probe_rcp": torch.reciprocal}

@@ -183,7 +183,6 @@ struct Consumer {
     for (--block; block >= full_blocks; --block) step<true>(output, probabilities, rows, tile, block);
     for (; block >= 0; --block) step<false>(output, probabilities, rows, tile, block);
 
-    ptx::warp_sync();  // the first lane releases the tile slot, too, which every lane has read
     release_query();
     wait_value();
     issue_output(output, probabilities, value_descriptor());
