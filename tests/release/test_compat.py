@@ -97,7 +97,9 @@ def test_the_pythons_found_are_what_they_are_called() -> None:
 
 
 def test_uvs_reason_without_this_machines_paths() -> None:
-    words = "  x No solution found\n  because torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`), we can"
+    words = (
+        "  x No solution found\n  because torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`), we can"
+    )
     assert compat._reason(words) == "torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`), we can"
     assert "/home" not in compat._reason("cannot read /home/someone/x/y.whl")
 
