@@ -18,7 +18,8 @@ namespace cpu {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 256;
-constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max() - 1024;  // so that the end of a block is an int32_t too
+// So that the end of a block of rows or keys is an int32_t too.
+constexpr int32_t kMaxRows = std::numeric_limits<int32_t>::max() - 1024;
 // A tall task packs each block of K and V once for many rows; a low one balances. At 256 rows the packing is under a
 // tenth of the time, and the state of a task (rows x head_dim x 4 bytes, thrice) stays inside a 1 MiB L2 cache.
 constexpr int32_t kMaxTaskRows = 256;

@@ -3,10 +3,9 @@
 // leaves it; Q^T is packed once a task, V^T once a block of keys.
 //
 // Types of more digits than bf16 are cut into planes of 8 significant bits, x = x0 + x1 + x2, and the products of
-// planes that matter are added: fp16 in two planes (exact) and three or four products, fp32 in three planes (exact) and six
-// products, smallest first; what is left out is 2^-16 and 2^-24 of the whole. Six bf16 products are still twice as fast
-// as one fp32 multiplication in vectors. Inf - Inf would arise between planes, so a block with Inf or NaN in it goes
-// through the vector code of forward_simd.h.
+// planes that matter are added, smallest first: fp16 in two planes (exact), three or four products; fp32 in three
+// planes (exact), six products; what is left out is 2^-16 and 2^-24 of the whole. Inf - Inf would arise between planes,
+// so a block with Inf or NaN in it goes through the vector code of forward_simd.h.
 //
 // The target is set here, not by compiler flags, so that all files of this folder are compiled alike; it must come
 // before the intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
@@ -44,7 +43,8 @@ struct Planes<float> {
 };
 
 // Pairs of planes to multiply, smallest product first, so that the rounding of the sum is that of its largest terms.
-// kScores of fp16 are exact products: what (1, 1) adds is up to 2^-16 of a score, which is seen in the lse of large ones.
+// kScores of fp16 are exact products: what (1, 1) adds is up to 2^-16 of a score, which is seen in the lse of large
+// ones.
 struct PlanePair {
   int a;
   int b;
@@ -107,8 +107,8 @@ struct LeftOperand {
 };
 
 // c [32 blocks, group] = sum over plane pairs and steps of a [32 blocks, 32 steps] b [32 steps, group], one step at a
-// time: the caller puts vector code between the steps, which then runs beside the tile unit (a step keeps that busy for
-// 64 to 128 cycles, but is only some 50 micro-operations of the 512 that the core looks ahead).
+// time: the caller puts vector code between the steps, so that neither waits for the other's latency (worth 8% at bf16
+// and fp32, nothing at fp16, where it was measured; there the two units share issue slots, so it cannot hide more).
 template <int kPlanes, Product kProduct>
 class TileProduct {
  public:
@@ -228,8 +228,8 @@ inline void split_pair(__m512 low, __m512 high, __m512i (&words)[kPlanes]) {
   }
 }
 
-// 16 elements from p on as fp32 lanes, 32 as one row of bf16 a plane. *finite collects 0 * x, which is 0 for all but Inf
-// and NaN; one plane needs no such check: the tile unit propagates them itself.
+// 16 elements from p on as fp32 lanes, 32 as one row of bf16 a plane. *finite collects 0 * x, which is 0 for all but
+// Inf and NaN; one plane needs no such check: the tile unit propagates them itself.
 template <class T>
 inline __m512 load_checked(const T* p, __m512* finite) {
   const __m512 x = Vector::load(p);
@@ -255,8 +255,8 @@ struct WholeRows {
   int64_t stride;
 };
 
-// src [rows, head_dim] times factor (+1, -1 or 0: exact) as [whole_rows, padded_dim], zero past the ends: where it is if
-// it is whole there, else a copy in `buffer`.
+// src [rows, head_dim] times factor (+1, -1 or 0: exact) as [whole_rows, padded_dim], zero past the ends: where it is
+// if it is whole there, else a copy in `buffer`.
 template <class T>
 inline WholeRows<T> make_whole(const T* src, int64_t stride, int32_t rows, int32_t whole_rows, int32_t head_dim,
                                int32_t padded_dim, float factor, T* buffer) {
@@ -302,8 +302,8 @@ inline bool pack_q_tiles(WholeRows<T> q, int32_t padded_dim, uint32_t* q_tiles) 
   return is_zero(finite);
 }
 
-// k [32 keys, padded_dim] -> k_planes [planes] of [32 keys, padded_dim] bf16, plane_elements apart. Returns whether all is
-// finite.
+// k [32 keys, padded_dim] -> k_planes [planes] of [32 keys, padded_dim] bf16, plane_elements apart. Returns whether all
+// is finite.
 template <class T>
 inline bool pack_k_step(WholeRows<T> k, int32_t padded_dim, int64_t plane_elements, uint16_t* k_planes) {
   constexpr int kPlanes = Planes<T>::value;
@@ -557,8 +557,9 @@ class AmxForward {
       return {reinterpret_cast<const char*>(rows.data), 0, kTileRows * row_bytes, kTileBytesPerRow, row_bytes};
     }
     for (int32_t key = 0; key < keys; key += kStep) {
-      const WholeRows<T> rows = make_whole(k + key * row_stride, row_stride, clamp(int64_t{keys} - key, 0, kStep), kStep,
-                                           head_dim_, padded_dim_, 1.0f, whole());
+      const int32_t step_keys = clamp(int64_t{keys} - key, 0, kStep);
+      const WholeRows<T> rows = make_whole(k + key * row_stride, row_stride, step_keys, kStep, head_dim_, padded_dim_,
+                                           1.0f, whole());
       const bool is_finite = pack_k_step(rows, padded_dim_, int64_t{kBlockKeys} * padded_dim_,
                                          scratch_.k_planes + int64_t{key} * padded_dim_);
       *bad |= static_cast<uint32_t>(!is_finite) << (key / kStep);
@@ -575,8 +576,9 @@ class AmxForward {
     const int64_t step_words = int64_t{padded_dim_ / kTileRows} * kTileWords;
     uint32_t bad = 0;
     for (int32_t key = 0; key < keys; key += kStep) {
-      const WholeRows<T> rows = make_whole(v + key * row_stride, row_stride, clamp(int64_t{keys} - key, 0, kStep), kStep,
-                                           head_dim_, padded_dim_, 1.0f, whole());
+      const int32_t step_keys = clamp(int64_t{keys} - key, 0, kStep);
+      const WholeRows<T> rows = make_whole(v + key * row_stride, row_stride, step_keys, kStep, head_dim_, padded_dim_,
+                                           1.0f, whole());
       bool is_finite = pack_v_step(rows, padded_dim_, kBlockKeys / kStep * step_words,
                                    scratch_.v_tiles + key / kStep * step_words);
       if (kPlanes == 1 && must_check) is_finite = whole_rows_are_finite(rows, kStep, padded_dim_);
@@ -728,8 +730,9 @@ class AmxForward {
   bool q_is_finite_ = true;
 };
 
-// Whether the tile unit beats the vectors. For fp32, at six products, it does by 1.1 to 1.5 where the rows are enough to
-// pay for packing K and V in planes, and little of head_dim is padding (measured at 16 and 200 rows, head_dim 40: 0.8).
+// Whether the tile unit beats the vectors. For fp32, at six products, it does by 1.1 to 1.5 where the rows are enough
+// to pay for packing K and V in planes, and little of head_dim is padding (measured at 16 and 200 rows, head_dim 40:
+// 0.8).
 inline bool tiles_win(const Task& task) {
   constexpr int32_t kFewestRows = 64;
   const int32_t head_dim = task.params->head_dim;

@@ -1,5 +1,5 @@
-// The avx2 kernel. The target is set here, not by compiler flags, so that all files of this folder are compiled alike; it
-// must come before the intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
+// The avx2 kernel. The target is set here, not by compiler flags, so that all files of this folder are compiled alike;
+// it must come before the intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
 #pragma GCC target("avx2,fma,f16c")
 
 #include "vector_avx2.h"

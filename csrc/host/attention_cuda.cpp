@@ -11,6 +11,7 @@
 #include "host/attention.h"
 #include "host/launch.h"
 #include "host/select.h"
+#include "host/tile_counters.h"
 
 namespace flashmoe {
 namespace host {
@@ -210,16 +211,6 @@ PartialResults allocate_partials(const AttentionArguments& arguments, attention:
   return partials;
 }
 
-// The counter that the blocks of a persistent kernel draw tiles from: zero at launch, of this launch alone (launches on other
-// streams, or another replay of a captured graph, may run at the same time).
-Tensor allocate_tile_counter(const AttentionArguments& arguments, attention::ForwardParams& params, CUstream stream) {
-  Tensor counter = empty({1}, aoti_torch_dtype_int32(), arguments.device_type, arguments.device_index);
-  params.tile_counter = static_cast<int32_t*>(counter.data());
-  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(params.tile_counter), 0, 1, stream),
-               "cuMemsetD32Async", "tile counter");
-  return counter;
-}
-
 LaunchShape forward_shape(const attention::ForwardParams& params, const Kernel& kernel, const Device& gpu) {
   const int64_t tiles = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * static_cast<int64_t>(params.batch) *
                         params.num_splits;
@@ -247,8 +238,11 @@ void run(const AttentionArguments& arguments, const Problem& problem, const Choi
   const CUstream stream = current_stream(arguments.device_index);
   CUfunction function = load_kernel(kernel, gpu, arguments.device_index);
   const LaunchShape shape = forward_shape(params, kernel, gpu);
-  Tensor counter;
-  if (kernel.is_persistent && shape.tiles > shape.grid) counter = allocate_tile_counter(arguments, params, stream);
+  TileCounter counter;
+  if (kernel.is_persistent && shape.tiles > shape.grid) {
+    counter = tile_counter(arguments.device_type, arguments.device_index, stream);
+    params.tile_counter = counter.address;
+  }
   PartialResults partials;
   if (choice.combine != nullptr) partials = allocate_partials(arguments, params);
   launch_forward(params, kernel, function, shape, stream);

@@ -29,6 +29,7 @@ namespace host {
   call(cuLaunchKernel, "cuLaunchKernel")                        \
   call(cuMemsetD8Async, "cuMemsetD8Async")                      \
   call(cuMemsetD32Async, "cuMemsetD32Async")                    \
+  call(cuStreamIsCapturing, "cuStreamIsCapturing")              \
   call(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode")
 
 struct Driver {

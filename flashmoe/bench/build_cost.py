@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -75,7 +74,7 @@ def _one_build(source: Path, case: BuildCase) -> tuple[dict[str, Any], Check]:
         # A content cache does not see a new time stamp: the content must change, without changing the code.
         touched.write_text(touched.read_text(encoding="utf-8") + "\n// touched\n", encoding="utf-8")
     argv = [sys.executable, "-m", "flashmoe_build", "--library-only", "--out", "build", "--archs", case.archs]
-    seconds, code, tail = _run(argv, source)
+    seconds, code, tail, largest = _run(argv, source)
     row: dict[str, Any] = {
         "key": case.key,
         "archs": case.archs,
@@ -86,8 +85,7 @@ def _one_build(source: Path, case: BuildCase) -> tuple[dict[str, Any], Check]:
     if code != 0:
         return row, Check(case.key, Verdict.FAIL, f"exit {code}: {tail}", "a build", next_step=" ".join(argv[1:]))
     built = read_report(source / "build" / "reports" / "build.json").data
-    # The largest of all child processes so far: the compiler's own count is per unit, this one misses nobody.
-    peak = max(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, built["peak_bytes_per_job"])
+    peak = max(largest, built["peak_bytes_per_job"])
     row |= {
         "units": len(built["units"]),
         "compiled": len(built["units"]) - built["cached_units"],
@@ -108,14 +106,32 @@ def _judge(case: BuildCase, row: Mapping[str, Any]) -> Check:
     return Check(case.key, word, found, f"{limit:g} s and {PROCESS_BYTES / 1e9:g} GB a process on 4 cores")
 
 
-def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str]:
-    """(seconds, exit code, end of the output)."""
+# Runs the build as its only child, so that the largest child is the build's and nobody else's.
+MEASURE = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[2:]).returncode
+with open(sys.argv[1], "w") as stream:
+    stream.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024))
+raise SystemExit(code)
+"""
+
+
+def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str, int]:
+    """(seconds, exit code, end of the output, bytes of the largest process; 0 when the build was stopped)."""
     begin = time.monotonic()
+    told = folder / "largest-process"
     try:
         environment = {**os.environ, "FLASHMOE_CACHE_DIR": str(folder / "build" / "cache")}  # not one that is warm
         done = subprocess.run(
-            argv, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=False
+            [sys.executable, "-c", MEASURE, str(told), *argv],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return time.monotonic() - begin, 124, f"stopped after {TIME_LIMIT_SECONDS:g} s"
-    return time.monotonic() - begin, done.returncode, (done.stderr or done.stdout)[-400:].strip()
+        return time.monotonic() - begin, 124, f"stopped after {TIME_LIMIT_SECONDS:g} s", 0
+    text = (done.stderr or done.stdout)[-400:].strip()
+    return time.monotonic() - begin, done.returncode, text, int(told.read_text()) if told.is_file() else 0

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flashmoe.bench.record import QUIET
 from flashmoe.bench.thresholds import RatchetThresholds, load_thresholds
 from flashmoe.errors import ReportError
 from flashmoe.report import Check, Report, Verdict, overall
@@ -91,17 +92,19 @@ def evaluate(marks: Sequence[Mark], report: Report, limits: RatchetThresholds | 
         for row in cell["comparisons"]
         if row["subject"] in ours or not ours
     }
+    busy = any(check.name == QUIET and check.verdict is Verdict.WARN for check in report.checks)
     checks, proposed, changed = [], [], 0
     for mark in marks:
         check, ratio = _judge(mark, found.pop(mark.key, None), limits)
+        if busy and (ratio is not None or check.verdict is Verdict.FAIL):
+            check = replace(check, verdict=Verdict.WARN, why="the machine was busy: repeat when it is idle")
+            ratio = None
         checks.append(check)
         changed += ratio is not None
         proposed.append(mark if ratio is None else Mark(*mark.key, ratio, report.started))
-    proposed += [
-        Mark(*key, row["ratio"], report.started) for key, row in found.items() if row["verdict"] != "AMBIGUOUS"
-    ]
-    changed += sum(row["verdict"] != "AMBIGUOUS" for row in found.values())
-    return RatchetResult(tuple(checks), tuple(proposed), changed)
+    fresh = {key: row for key, row in found.items() if row["verdict"] != "AMBIGUOUS" and not busy}
+    proposed += [Mark(*key, row["ratio"], report.started) for key, row in fresh.items()]
+    return RatchetResult(tuple(checks), tuple(proposed), changed + len(fresh))
 
 
 def _judge(mark: Mark, row: Mapping[str, Any] | None, limits: RatchetThresholds) -> tuple[Check, float | None]:

@@ -111,17 +111,15 @@ def _warning(record: Mapping[str, Any], name: str, baseline: str) -> str:
     return ""
 
 
-def quiet_check(device: str, load: float, cores: int, gpu_busy: float | None) -> Check | None:
-    """A warning when the machine was doing other work as the run began; None when it was quiet."""
+def quiet_check(device: str, cpu_busy: float | None, gpu_busy: float | None) -> Check | None:
+    """A warning when the device was doing other work as the run began; None when it was quiet, or nobody can tell."""
     limits = load_thresholds().machine
+    busy, limit = (gpu_busy, limits.gpu_busy) if device == "cuda" else (cpu_busy, limits.cpu_busy)
+    if busy is None or busy <= limit:
+        return None
     why = "others take time from both sides of a ratio, unequally; intervals grow and a verdict may be about them"
-    if device == "cpu" and load > limits.cpu_load * cores:
-        expected = f"at most {limits.cpu_load * cores:g} on {cores} cores"
-        return Check(QUIET, Verdict.WARN, f"load {load:.1f} before the run", expected, why, "repeat when it is idle")
-    if gpu_busy is not None and gpu_busy > limits.gpu_busy:
-        expected = f"at most {limits.gpu_busy:.0%}"
-        return Check(QUIET, Verdict.WARN, f"GPU busy {gpu_busy:.0%} before the run", expected, why, "use it alone")
-    return None
+    found = f"{device} busy {busy:.0%} of the time before the run"
+    return Check(QUIET, Verdict.WARN, found, f"at most {limit:.0%}", why, "repeat when nothing else runs")
 
 
 def effective_baseline(names: Sequence[str], ours: set[str], wanted: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from flashmoe.bench.runner import Cell, Settings, check_cell, run_cell
 from flashmoe.bench.stopping import stop_signals
 from flashmoe.bench.suites import Suite
 from flashmoe.bench.summary import CeilingRates, aggregate
-from flashmoe.bench.telemetry import Telemetry
+from flashmoe.bench.telemetry import Telemetry, cpu_busy
 from flashmoe.errors import ArgumentError
 from flashmoe.progress import Progress
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
@@ -136,10 +135,9 @@ class Session:
     def _describe_device(self) -> Telemetry:
         self.environment = {**host_environment(), "packages": package_versions(), "device": self.options.device}
         self.environment["torch_threads"] = torch.get_num_threads()
-        self.environment["load"] = round(os.getloadavg()[0], 2)
-        cores = self.environment["cores"]
+        self.environment["cpu_busy"] = cpu_busy()
         if self.options.device != "cuda":
-            self.quiet = quiet_check("cpu", self.environment["load"], cores, None)
+            self.quiet = quiet_check("cpu", self.environment["cpu_busy"], None)
             return Telemetry("no GPU in this run")
         cudnn: Any = torch.backends.cudnn  # untyped
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -155,7 +153,7 @@ class Session:
             **telemetry.limits(),
         }
         self.environment["telemetry"] = telemetry.reason or "NVML"
-        self.quiet = quiet_check("cuda", self.environment["load"], cores, telemetry.busy())
+        self.quiet = quiet_check("cuda", None, telemetry.busy())
         return telemetry
 
     def report(self) -> Report:

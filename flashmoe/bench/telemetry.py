@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -102,6 +104,29 @@ class Telemetry:
         except Exception as error:  # as above
             self.reason = f"NVML: {error}"
             return {}
+
+
+def cpu_busy(seconds: float = 0.3) -> float | None:
+    """Share of the processors' time that others take, over a moment in which this process sleeps.
+
+    Load averages would not do: after a build they stay high for minutes. None where /proc/stat does not tell.
+    """
+    before = _processor_ticks()
+    time.sleep(seconds)
+    after = _processor_ticks()
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return round((after[0] - before[0]) / (after[1] - before[1]), 3)
+
+
+def _processor_ticks() -> tuple[int, int] | None:
+    """(busy, all) ticks of all processors since boot. proc(5): user nice system idle iowait irq softirq steal."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
+        ticks = [int(word) for word in words[1:9]]
+    except (OSError, ValueError, IndexError):
+        return None
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
 def throttle_words(mask: int) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class ErrorThresholds:
 
 @dataclass(frozen=True)
 class MachineThresholds:
-    cpu_load: float
+    cpu_busy: float
     gpu_busy: float
 
 

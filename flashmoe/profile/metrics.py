@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from flashmoe.errors import ReportError
 
@@ -50,17 +51,20 @@ class Launch:
 
 
 @lru_cache(maxsize=1)
-def fields() -> tuple[Field, ...]:
+def _table() -> Mapping[str, Any]:
     with (Path(__file__).resolve().parent / "metrics.toml").open("rb") as stream:
-        rows = tomllib.load(stream)["field"]
-    return tuple(Field(row["name"], tuple(row["metrics"]), row["unit"], row["says"]) for row in rows)
+        return tomllib.load(stream)
+
+
+@lru_cache(maxsize=1)
+def fields() -> tuple[Field, ...]:
+    return tuple(Field(row["name"], tuple(row["metrics"]), row["unit"], row["says"]) for row in _table()["field"])
 
 
 def metric_names() -> list[str]:
-    """What ncu is asked for. Names that a GPU lacks are reported as n/a, so every alternative can be asked for."""
-    return [name for field in fields() for name in field.metrics] + [
-        "regex:smsp__average_warps_issue_stalled_.*_per_issue_active.ratio"
-    ]
+    """What ncu is asked for: every alternative of every field, and every stall reason."""
+    stalls = [f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in _table()["stalls"]]
+    return [name for field in fields() for name in field.metrics] + stalls
 
 
 def parse_csv(text: str) -> tuple[Launch, ...]:
@@ -95,7 +99,7 @@ def _launch(header: Sequence[str], units: Sequence[str], row: Sequence[str]) -> 
     for name, (value, unit) in table.items():
         match = STALL.match(name)
         number = _number(value, unit, "ratio")
-        if match and number is not None:
+        if match and number is not None and match.group(1) in _table()["stalls"]:
             stalls[match.group(1)] = number
     total = sum(stalls.values())
     shares = {name: value / total for name, value in stalls.items()} if total > 0.0 else {}
@@ -127,6 +131,7 @@ def derive(values: Mapping[str, float], stalls: Mapping[str, float]) -> dict[str
         found[f"limited_by_{name}"] = float(blocks == min(limits.values()))
     sums = {
         "stall_barrier_share": ("barrier", "membar"),
+        "stall_wait_share": ("wait",),
         "stall_long_scoreboard_share": ("long_scoreboard",),
         "stall_short_scoreboard_share": ("short_scoreboard", "mio_throttle"),
         "stall_math_share": ("math_pipe_throttle", "tensor_pipe_throttle", "gmma"),

@@ -92,6 +92,8 @@ def test_compiled_attention_is_one_graph_and_equal(dynamic: bool, device: str) -
 def test_compiled_with_inductor(device: str) -> None:
     """The default backend, with operations to fuse around the operator."""
     pytest.importorskip("setuptools", reason="torch's inductor imports setuptools, which is not installed here")
+    if " " in torch.__path__[0]:
+        pytest.skip("torch's inductor does not quote its own path for g++, and there is a space in it here")
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flashmoe.attention(q * 0.5, k + 1, v.relu()).transpose(1, 2).flatten(2).sin()

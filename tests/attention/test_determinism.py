@@ -124,6 +124,32 @@ def test_cuda_graph(head_dim: int) -> None:
         assert torch.equal(lse, expected_lse)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_streams_and_a_graph_at_once(head_dim: int) -> None:
+    """Launches in flight together: more tiles than blocks, so each draws its tiles from a counter, and none another's."""
+    inputs = [
+        make_inputs(Problem(1100, 1100, head_dim, 16, 16), "cuda", torch.bfloat16, seed=seed) for seed in range(3)
+    ]
+    expected = [flashmoe.attention(*tensors, causal=True) for tensors in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flashmoe.attention(*inputs[2], causal=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs: list[list[torch.Tensor]] = [[], []]
+    for _ in range(20):
+        for index in range(2):
+            with torch.cuda.stream(streams[index]):
+                outs[index].append(flashmoe.attention(*inputs[index], causal=True))
+        with torch.cuda.stream(streams[2]):
+            graph.replay()
+    torch.cuda.synchronize()
+    for index in range(2):
+        assert all(torch.equal(out, expected[index]) for out in outs[index])
+    assert torch.equal(captured, expected[2])
+
+
 CAPTURE_FIRST = """
 import torch, flashmoe
 flashmoe.attention

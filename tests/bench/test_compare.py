@@ -159,6 +159,15 @@ def test_a_drop_without_evidence_only_warns() -> None:
     assert {check.verdict for check in result.checks} == {Verdict.WARN}
 
 
+def test_a_busy_machine_neither_breaks_nor_raises_a_mark() -> None:
+    report = synthetic_report(speeds=SPEEDS)
+    busy = replace(report, checks=(*report.checks, Check("quiet machine", Verdict.WARN, "busy")))
+    for factor in (1.2, 0.9):
+        result = evaluate(marks_of(report, factor), busy)
+        assert {check.verdict for check in result.checks} == {Verdict.WARN}
+        assert result.changed == 0
+
+
 def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = synthetic_report(speeds=SPEEDS)
     path = tmp_path / "sm90.toml"

@@ -303,17 +303,20 @@ def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "load", "busy", "words"),
+    ("device", "cpu", "gpu", "words"),
     [
         ("cpu", 0.1, None, ""),
-        ("cpu", 7.9, None, "load 7.9"),
-        ("cuda", 7.9, 0.0, ""),
-        ("cuda", 0.0, 0.8, "GPU busy 80%"),
+        ("cpu", 0.9, None, "cpu busy 90%"),
+        ("cuda", 0.9, 0.0, ""),
+        ("cuda", 0.0, 0.8, "cuda busy 80%"),
         ("cuda", 0.0, None, ""),
+        ("cpu", None, None, ""),
     ],
 )
-def test_a_machine_that_does_other_work_is_said_to(device: str, load: float, busy: float | None, words: str) -> None:
-    check = quiet_check(device, load, 4, busy)
+def test_a_machine_that_does_other_work_is_said_to(
+    device: str, cpu: float | None, gpu: float | None, words: str
+) -> None:
+    check = quiet_check(device, cpu, gpu)
     assert (check is not None) == bool(words)
     if check is not None:
         assert check.verdict is Verdict.WARN

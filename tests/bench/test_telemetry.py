@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from flashmoe.bench.telemetry import Reading, Telemetry, summarise, throttle_words
+from flashmoe.bench.telemetry import Reading, Telemetry, cpu_busy, summarise, throttle_words
 
 
 class FakeNvml(ModuleType):
@@ -90,6 +90,17 @@ def test_a_reading_that_fails_is_missing_not_fatal(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fake, "nvmlDeviceGetPowerUsage", refuse)
     assert telemetry.read() is None
     assert telemetry.reason == "NVML: Not Supported"
+
+
+def test_the_processors_are_watched_while_this_process_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(100, 1000), (130, 1100)])
+    monkeypatch.setattr("flashmoe.bench.telemetry._processor_ticks", lambda: next(readings))
+    assert cpu_busy(0.0) == 0.3
+    monkeypatch.setattr("flashmoe.bench.telemetry._processor_ticks", lambda: None)
+    assert cpu_busy(0.0) is None
+    monkeypatch.undo()
+    here = cpu_busy(0.05)
+    assert here is None or 0.0 <= here <= 1.0
 
 
 def test_a_cell_keeps_the_extremes_and_the_share_of_throttled_readings() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from flashmoe.__main__ import main
 from flashmoe.gate.step import speed_word
 from flashmoe.report import read_report
 from tests.bench.synthetic import synthetic_report
@@ -79,7 +80,17 @@ def repository(tmp_path: Path) -> Repository:
     return made
 
 
-def bisect(repository: Repository, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Done:
+    """What a run of the program left."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def bisect(repository: Repository, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     folder = repository.root.parent
     options = [
         "--root",
@@ -89,30 +100,22 @@ def bisect(repository: Repository, environment: dict[str, str], *words: str) -> 
         "--reports",
         str(folder / "out"),
     ]
-    return subprocess.run(
-        [sys.executable, "-m", "flashmoe", "bisect", *words, *options],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+
+    def run(*words: str) -> Done:
+        code = main(["bisect", *words, *options])
+        printed = capsys.readouterr()
+        return Done(code, printed.out, printed.err)
+
+    return run
 
 
-@pytest.fixture
-def environment() -> dict[str, str]:
-    import flashmoe
-
-    return {**os.environ, "PYTHONPATH": str(Path(flashmoe.__file__).resolve().parents[1])}
-
-
-def test_the_first_bad_commit_is_found(repository: Repository, environment: dict[str, str]) -> None:
-    done = bisect(repository, environment, repository.commits[0], "main")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_first_bad_commit_is_found(repository: Repository, bisect: Callable[..., Done]) -> None:
+    done = bisect(repository.commits[0], "main")
+    assert done.code == 0, done.out + done.err
     report = read_report(repository.root.parent / "out" / "bisect.json")
     assert report.data["first_bad"] == repository.commits[6]
     assert report.data["last_good"] == repository.commits[5]
-    assert "change 6" in done.stdout
+    assert "change 6" in done.out
     neighbours = report.data["neighbours"]
     assert {name: row["verdict"] for name, row in neighbours.items()} == {
         repository.commits[5]: "PASS",
@@ -123,9 +126,9 @@ def test_the_first_bad_commit_is_found(repository: Repository, environment: dict
     assert repository.git("rev-parse", "HEAD") == repository.commits[-1]
 
 
-def test_a_commit_that_does_not_build_is_skipped(repository: Repository, environment: dict[str, str]) -> None:
-    done = bisect(repository, environment, repository.commits[2], repository.commits[6])
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_commit_that_does_not_build_is_skipped(repository: Repository, bisect: Callable[..., Done]) -> None:
+    done = bisect(repository.commits[2], repository.commits[6])
+    assert done.code == 0, done.out + done.err
     report = read_report(repository.root.parent / "out" / "bisect.json")
     assert report.data["first_bad"] == repository.commits[6]
     words = {row["commit"]: row["word"] for row in report.data["tried"]}
@@ -141,18 +144,18 @@ def test_a_commit_that_does_not_build_is_skipped(repository: Repository, environ
     ],
 )
 def test_ends_that_are_not_as_named_are_refused(
-    repository: Repository, environment: dict[str, str], good: int, bad: int, words: str
+    repository: Repository, bisect: Callable[..., Done], good: int, bad: int, words: str
 ) -> None:
-    done = bisect(repository, environment, repository.commits[good], repository.commits[bad])
-    assert done.returncode == 1
-    assert words in done.stderr
+    done = bisect(repository.commits[good], repository.commits[bad])
+    assert done.code == 1
+    assert words in done.err
     assert repository.git("worktree", "list").count("\n") == 0
 
 
-def test_a_speed_gate_needs_its_case_and_a_rung_must_exist(repository: Repository, environment: dict[str, str]) -> None:
-    assert "--case KEY" in bisect(repository, environment, "main~1", "main", "--gate", "speed").stderr
-    assert "no rung 'taste'" in bisect(repository, environment, "main~1", "main", "--gate", "taste").stderr
-    assert "nothing-here" in bisect(repository, environment, "nothing-here", "main").stderr
+def test_a_speed_gate_needs_its_case_and_a_rung_must_exist(repository: Repository, bisect: Callable[..., Done]) -> None:
+    assert "--case KEY" in bisect("main~1", "main", "--gate", "speed").err
+    assert "no rung 'taste'" in bisect("main~1", "main", "--gate", "taste").err
+    assert "nothing-here" in bisect("nothing-here", "main").err
 
 
 @pytest.mark.parametrize(("speed", "word"), [(0.8, "good"), (0.7, "bad"), (0.9, "good")])

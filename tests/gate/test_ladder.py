@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from flashmoe.errors import ExitCode
+from flashmoe.__main__ import main
+from flashmoe.errors import ExitCode, ExtensionError
 from flashmoe.gate.climb import Budget, Climb, find_places
 from flashmoe.gate.decide import decide
 from flashmoe.gate.execute import execute
 from flashmoe.gate.history import append_record, last_known_good, read_history, record_of, render
 from flashmoe.gate.ladder import LadderError, read_ladder, select
+from flashmoe.gate.load import load_check
+from flashmoe.gate.load import main as load_main
 from flashmoe.report import Report, ReportError, Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
@@ -224,3 +227,54 @@ def test_history_keeps_the_last_known_good(tmp_path: Path) -> None:
     (tmp_path / "history" / "sm90.jsonl").write_text("{}\n")
     with pytest.raises(ReportError, match=r"sm90\.jsonl line 1"):
         read_history(tmp_path / "history")
+
+
+def test_the_program_climbs_records_and_remembers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "write.py").write_text(WRITE)
+    path = ladder(tmp_path, rung("one"), rung("two", "FAIL", 1), rung("three"))
+    words = [
+        "gate",
+        "--root",
+        str(tmp_path),
+        "--ladder",
+        str(path),
+        "--rate",
+        "0.6",
+        "--record",
+        str(tmp_path / "kept"),
+    ]
+    assert main(words) == ExitCode.FAILED
+    text = capsys.readouterr().out
+    assert "stopped at two: 1 FAIL; it: found it; next: do this" in text
+    assert "next: mend two" in text
+    assert "known good: one" in text
+    assert "cost 0.0" in text
+    assert read_report(tmp_path / "build" / "reports" / "gate.json").data["stopped_at"] == "two"
+    assert main([*words, "--only", "one", "--json", str(tmp_path / "g.json")]) == ExitCode.OK
+    assert [row["name"] for row in read_report(tmp_path / "g.json").data["rungs"]] == ["one"]
+    capsys.readouterr()
+    assert main(["history", "--folder", str(tmp_path / "kept")]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "last known good none" in text  # outside of git there is no commit to name
+    assert text.count("stopped at two") == 1
+    assert main(["history", "--folder", str(tmp_path / "nothing")]) == ExitCode.NOTHING_CHECKED
+    assert main([*words, "--budget-minutes", "0"]) == ExitCode.FAILED
+    assert main([*words, "--only", "four"]) == ExitCode.FAILED
+    assert "the ladder has one, two, three" in capsys.readouterr().err
+
+
+def test_loading_is_judged_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from flashmoe import _extension
+
+    def refuse() -> None:
+        raise ExtensionError("no libflashmoe.so here")
+
+    monkeypatch.setattr(_extension, "load", refuse)
+    check = load_check()
+    assert check.verdict is Verdict.FAIL
+    assert "no libflashmoe.so here" in check.found
+    monkeypatch.setattr("sys.argv", ["load", "--json", str(tmp_path / "load.json")])
+    assert load_main() == ExitCode.FAILED
+    assert read_report(tmp_path / "load.json").kind == "load"

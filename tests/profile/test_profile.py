@@ -69,7 +69,7 @@ def test_the_table_becomes_numbers_in_fixed_units() -> None:
     assert values["wave_fill"] == pytest.approx(7.76 / 8)
     assert "exp_percent" not in values  # n/a is missing, not zero
     assert sum(launch.stalls.values()) == pytest.approx(1.0)
-    assert values["stall_long_scoreboard_share"] == pytest.approx(0.6)
+    assert values["stall_long_scoreboard_share"] == pytest.approx(0.75)  # "selected" is no reason to wait
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_profile_without_a_launch_is_an_error(text: str, words: str) -> None:
 def test_the_diagnosis_names_its_rule_and_its_numbers() -> None:
     found = diagnose(parse_csv(table())[0].values)
     assert found[0].rule == "load-latency"
-    assert "stall_long_scoreboard_share 0.6 > 0.3" in found[0].evidence
+    assert "stall_long_scoreboard_share 0.75 > 0.3" in found[0].evidence
     assert [one.rule for one in found] == ["load-latency", "occupancy-registers"]
 
 
@@ -114,6 +114,7 @@ def test_the_diagnosis_names_its_rule_and_its_numbers() -> None:
         ({"conflict_share": 0.3}, "bank-conflicts"),
         ({"stall_barrier_share": 0.4}, "barrier-stalls"),
         ({"stall_math_share": 0.4}, "tensor-latency"),
+        ({"stall_wait_share": 0.6}, "fixed-latency"),
         ({"occupancy_possible_percent": 25.0, "limited_by_shared_memory": 1.0}, "occupancy-shared-memory"),
         ({"share_of_matmul": 0.2, "share_of_copy": 0.1, "on_gpu": 1.0}, "far-from-both-ceilings"),
         ({"share_of_matmul": 0.2, "share_of_copy": 0.1, "on_gpu": 0.0}, "far-from-both-ceilings-cpu"),
@@ -147,8 +148,9 @@ def fake_ncu(tmp_path: Path) -> Callable[[str], str]:
     """A program that stands in for ncu: it checks how it is called, then prints what it is told to."""
 
     def make(body: str) -> str:
-        path = tmp_path / "ncu"
-        path.write_text(f"#!{sys.executable}\nimport sys\nassert '--clock-control' in sys.argv, sys.argv\n{body}\n")
+        path, program = tmp_path / "ncu", tmp_path / "ncu.py"
+        program.write_text(f"import sys\nassert '--clock-control' in sys.argv, sys.argv\n{body}\n")
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')  # a path with a space is no shebang
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return str(path)
 

@@ -1,0 +1,85 @@
+#include "host/tile_counters.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "host/driver.h"
+
+namespace flashmoe {
+namespace host {
+namespace {
+
+constexpr int64_t kCounterStride = 32;   // elements: a 128-byte line each, since blocks of different launches poll them
+constexpr int64_t kCountersAtOnce = 64;  // streams served by one allocation
+
+struct Pool {
+  int32_t* next = nullptr;
+  int64_t num_left = 0;
+};
+
+using StreamKey = std::pair<int32_t, CUstream>;
+
+bool is_capturing(CUstream stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult result = driver().cuStreamIsCapturing(stream, &status);
+  // The legacy stream cannot be captured; asked while another stream is, the driver answers with this error.
+  if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return false;
+  check_driver(result, "cuStreamIsCapturing", "before a launch");
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+void clear(int32_t* counter, CUstream stream) {
+  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(counter), 0, 1, stream), "cuMemsetD32Async",
+               "tile counter");
+}
+
+// A counter that no other stream uses; its memory is kept until the process ends, like torch's streams.
+int32_t* take_from_pool(Pool& pool, int32_t device_type, int32_t device_index) {
+  if (pool.num_left == 0) {
+    Tensor memory = empty({kCountersAtOnce * kCounterStride}, aoti_torch_dtype_int32(), device_type, device_index);
+    pool.next = static_cast<int32_t*>(memory.data());
+    pool.num_left = kCountersAtOnce;
+    memory.release();
+  }
+  int32_t* taken = pool.next;
+  pool.next += kCounterStride;
+  --pool.num_left;
+  return taken;
+}
+
+int32_t* counter_of(const StreamKey& key, int32_t device_type) {
+  static std::mutex mutex;
+  static auto& pools = *new std::map<int32_t, Pool>;  // never destroyed: other threads may launch while the process exits
+  static auto& counters = *new std::map<StreamKey, int32_t*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto known = counters.find(key);
+  if (known != counters.end()) return known->second;
+  int32_t* fresh = take_from_pool(pools[key.first], device_type, key.first);
+  clear(fresh, key.second);
+  counters.emplace(key, fresh);
+  return fresh;
+}
+
+}  // namespace
+
+TileCounter tile_counter(int32_t device_type, int32_t device_index, CUstream stream) {
+  if (is_capturing(stream)) {
+    TileCounter own;
+    own.owner = empty({1}, aoti_torch_dtype_int32(), device_type, device_index);
+    own.address = static_cast<int32_t*>(own.owner.data());
+    clear(own.address, stream);
+    return own;
+  }
+  thread_local StreamKey last_key{-1, nullptr};
+  thread_local int32_t* last_counter = nullptr;
+  const StreamKey key{device_index, stream};
+  if (last_counter == nullptr || key != last_key) {
+    last_counter = counter_of(key, device_type);
+    last_key = key;
+  }
+  return {last_counter, Tensor()};
+}
+
+}  // namespace host
+}  // namespace flashmoe

@@ -1,0 +1,97 @@
+"""What the command line makes of its options, without measuring anything."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe.__main__ import main
+from flashmoe.bench.cli import add_arguments, default_suite, fit_suite, merge, only_cases, resolve_device, typed_command
+from flashmoe.bench.suites import Suite, load_suite
+from flashmoe.errors import ArgumentError, DeviceError, ExitCode
+from flashmoe.report import write_report
+from tests.bench.synthetic import synthetic_report
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def fit(name: str, *words: str) -> Suite:
+    return fit_suite(load_suite(name), options(*words), "cpu")
+
+
+def test_options_change_a_suite() -> None:
+    assert fit("science").repeats == 300
+    assert fit("science", "--repeats", "40").repeats == 40
+    assert fit("science").flush_l2
+    assert not fit("science", "--warm").flush_l2
+    assert fit("science", "--contenders", "sdpa-cpu,sdpa-math").contenders == ("sdpa-cpu", "sdpa-math")
+    quick = fit("cpu", "--quick")
+    assert (len(quick.cases), quick.repeats) == (12, 30)
+    key = load_suite("cpu").cases[-1].key
+    assert [case.key for case in fit("cpu", "--case", key).cases] == [key]
+    with pytest.raises(ArgumentError, match="--repeats -1"):
+        fit("cpu", "--repeats", "-1")
+    with pytest.raises(ArgumentError, match="it has f32"):
+        only_cases(load_suite("cpu"), ["nothing"])
+
+
+def test_suites_that_measure_alike_can_run_as_one() -> None:
+    both = merge([load_suite("smoke"), load_suite("science")])
+    assert both.name == "smoke+science"
+    assert len(both.cases) == len(load_suite("smoke").cases) + len(load_suite("science").cases)
+    assert set(both.contenders) >= set(load_suite("science").contenders)
+    assert merge([load_suite("cpu")]) == load_suite("cpu")
+    with pytest.raises(ArgumentError, match="measure differently"):
+        merge([load_suite("science"), load_suite("latency")])
+
+
+def test_the_device_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto", [load_suite("science")]) == "cpu"
+    assert default_suite("auto") == default_suite("cpu") == "cpu"
+    with pytest.raises(DeviceError, match="flashmoe doctor"):
+        resolve_device("cuda", [load_suite("science")])
+    with pytest.raises(DeviceError, match="no CUDA GPU"):
+        resolve_device("auto", [load_suite("llm-prefill")])
+    with pytest.raises(ArgumentError, match="no device in common"):
+        resolve_device("auto", [load_suite("llm-prefill"), load_suite("cpu")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto", [load_suite("science")]) == "cuda"
+    assert resolve_device("cpu", [load_suite("science")]) == "cpu"
+    assert default_suite("auto") == "llm-prefill"
+    assert default_suite("cpu") == "cpu"
+
+
+def test_a_preset_is_chosen_by_the_gpus_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    suite = load_suite("science")
+    assert fit_suite(suite, options(), "cuda").baseline == "sdpa-efficient"
+    assert fit_suite(suite, options("--preset", "none"), "cuda") == suite
+    assert "sdpa-flash" in fit_suite(suite, options("--preset", "A100"), "cuda").contenders
+
+
+def test_a_report_keeps_the_command_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["flashmoe", "bench", "--json", "/some/where/a.json", "--suite", "mine.toml"])
+    assert typed_command() == ("python", "-m", "flashmoe", "bench", "--json", "a.json", "--suite", "mine.toml")
+
+
+def test_comparisons_leave_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    write_report(a, synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5}, seed=1))
+    write_report(b, synthetic_report(speeds={"flashmoe": 0.7, "sdpa-flash": 0.5}, seed=2))
+    words = ["bench", "--compare", str(a), str(b), "--markdown", str(tmp_path / "c.md")]
+    assert main(words) == ExitCode.OK
+    assert main([*words, "--fail-on", "slower"]) == ExitCode.FAILED
+    assert "SLOWER" in (tmp_path / "c.md").read_text()
+    assert "SLOWER" in capsys.readouterr().out
+
+
+def test_a_build_suite_runs_alone() -> None:
+    assert main(["bench", "--suite", "build-cost", "--suite", "smoke", "--device", "cpu"]) == ExitCode.FAILED
