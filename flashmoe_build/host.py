@@ -160,8 +160,8 @@ def _link(
     library.parent.mkdir(parents=True, exist_ok=True)
     temporary = library.with_suffix(".tmp")
     torch = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
-    exports = f"-Wl,--version-script={root / 'csrc' / 'host' / 'exports.map'}"
-    command = [toolchain.cxx, *LINK_FLAGS, exports, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
+    exports = ("-Xlinker", f"--version-script={root / 'csrc' / 'host' / 'exports.map'}")  # -Wl would split at a comma
+    command = [toolchain.cxx, *LINK_FLAGS, *exports, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
     _run(command, LIBRARY_NAME, cwd=out)
     temporary.replace(library)
     progress.advance(f"{LIBRARY_NAME} {library.stat().st_size / 1e6:.1f} MB")

@@ -7,6 +7,7 @@ versions that came are then held against docker/base-packages.txt: another versi
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
@@ -16,9 +17,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.progress import Progress
 from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.engine import OutOfReachError, engine, run
 
@@ -29,6 +30,10 @@ PACKAGES = ("python3", "python3-venv", "g++", "git", "ca-certificates", "binutil
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BASE_TAG = f"flashmoe-base:{SUITE}"
 TIME_LIMIT = 1200  # seconds
+# What is of this machine or of this hour: Docker gives every container its own name and resolver, the rest are logs and caches.
+LEFT_OUT = ("./proc/*", "./sys/*", "./dev/*", "./etc/hostname", "./etc/resolv.conf", "./etc/machine-id", "./var/log/*",
+            "./var/cache/*", "./tmp/*", "*.pyc")  # fmt: skip
+EPOCH = "1686355200"  # SOURCE_DATE_EPOCH of account files: bookworm's release
 
 
 def parse_pins(text: str) -> dict[str, str]:
@@ -68,7 +73,8 @@ def bootstrap(folder: Path) -> None:
     command += [f"--include={','.join(PACKAGES)}", SUITE, str(folder)]
     command += [os.environ["FLASHMOE_DEBIAN_MIRROR"]] if os.environ.get("FLASHMOE_DEBIAN_MIRROR") else []
     try:
-        run(command, "debootstrap", time_limit=TIME_LIMIT)
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": EPOCH}
+        run(command, "debootstrap", time_limit=TIME_LIMIT, environment=environment)
     except BuildError as error:
         raise judged(str(error)) from error
     shutil.rmtree(folder / "var" / "cache" / "apt" / "archives", ignore_errors=True)
@@ -103,24 +109,34 @@ def make(*, update: bool) -> Report:
         digest = _import(docker, folder)
     check = Check("base image", Verdict.PASS, f"{len(found)} packages, {digest}", "the versions of base-packages.txt")
     spent = round(time.monotonic() - clock, 1)
-    data = {"tag": BASE_TAG, "id": digest, "packages": len(found)}
+    data = {"tag": BASE_TAG, "layer": digest, "packages": len(found)}
     return Report("base_image", (check,), data, host_environment(), tuple(sys.argv[1:]), started, spent)
 
 
 def _import(docker: str, folder: Path) -> str:
-    """The new image's id; its files have no times, so the same packages give the same layer."""
-    tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", "--exclude=./proc/*", "--exclude=./sys/*"]
-    tar += ["-C", str(folder), "-c", "."]
-    command = [docker, "import", "-", BASE_TAG]
-    with Progress("docker import"), subprocess.Popen(tar, stdout=subprocess.PIPE) as source:
-        done = subprocess.run(
-            command, stdin=source.stdout, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
-        )
-    if done.returncode != 0 or source.returncode != 0:
-        msg = f"docker import failed: {done.stderr.strip()}"
-        raise BuildError(msg)
-    print(f"image    {BASE_TAG} {done.stdout.strip()}", flush=True)
-    return done.stdout.strip()
+    """The layer's digest. Its files have no times and nothing of this machine, so the same packages give the same layer; an
+    image that has it already is kept, and what was built on that stays in the engine's cache.
+    """
+    archive = folder.with_suffix(".tar")
+    tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", *(f"--exclude={name}" for name in LEFT_OUT)]
+    run([*tar, "-C", str(folder), "-cf", str(archive), "."], "packing the base", time_limit=TIME_LIMIT)
+    with archive.open("rb") as stream:
+        digest = "sha256:" + file_digest(stream)
+    inspect = [docker, "image", "inspect", "-f", "{{index .RootFS.Layers 0}}", BASE_TAG]
+    known = subprocess.run(inspect, capture_output=True, text=True, check=False, timeout=60)
+    if known.returncode == 0 and known.stdout.strip() == digest:
+        print(f"image    {BASE_TAG} has this layer already, {digest}", flush=True)
+        return digest
+    run([docker, "import", str(archive), BASE_TAG], "docker import", time_limit=TIME_LIMIT)
+    print(f"image    {BASE_TAG} {digest}", flush=True)
+    return digest
+
+
+def file_digest(stream: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := stream.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,7 +52,8 @@ def engine(folder: Path) -> Iterator[str]:
             "start one (systemctl start docker), or run as root with Debian's docker.io installed"
         )
         raise OutOfReachError(msg)
-    process, log = _start(folder)
+    runtime = tempfile.mkdtemp(prefix="flashmoe-dockerd-")  # short: sockets below it may have 107 characters
+    process, log = _start(folder, Path(runtime))
     try:
         _wait_until_running(docker, process, log)
         _refuse_copying_driver(docker)
@@ -63,15 +64,15 @@ def engine(folder: Path) -> Iterator[str]:
             process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
+        shutil.rmtree(runtime, ignore_errors=True)
 
 
-def _start(folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def _start(folder: Path, runtime: Path) -> tuple[subprocess.Popen[bytes], Path]:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "dockerd.log"
-    runtime = tempfile.mkdtemp(prefix="flashmoe-dockerd-")  # short: sockets below it may have 107 characters
     with log.open("wb") as stream:
-        command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", runtime]
-        command += ["--pidfile", str(Path(runtime) / "pid")]
+        command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", str(runtime)]
+        command += ["--pidfile", str(runtime / "pid")]
         return subprocess.Popen(
             command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
         ), log

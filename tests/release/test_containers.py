@@ -244,3 +244,17 @@ def test_a_stop_reaches_the_benchmark_and_says_what_is_left(tmp_path: Path, wrot
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert ("marked as partial" if wrote else "no file was written") in output
+
+
+def test_the_bake_file_says_what_the_dockerfile_and_the_session_say() -> None:
+    text = (ROOT / "docker" / "docker-bake.hcl").read_text()
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE))
+    targets = dict(re.findall(r'^  target = "(\w+)"\n  tags = \["([\w-]+):latest"\]$', text, re.MULTILINE))
+    assert targets == image.TARGETS
+    assert set(targets) <= stages
+    assert re.search(r'targets = \["test", "bench"\]', text)
+    arguments = set(re.findall(r"^    (\w+) = \1$", text, re.MULTILINE))
+    declared = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    assert arguments == {name for name in declared if not name.startswith("BASE_")}
+    assert set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE)) == arguments
+    assert set(re.findall(r"id=(\w+)", text)) == set(re.findall(r"type=secret,id=(\w+)", DOCKERFILE))
