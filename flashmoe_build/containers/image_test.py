@@ -245,7 +245,13 @@ def test_images(arguments: Sequence[str], build_python: Path) -> Report:
                 print(f"{check.verdict} {check.name}: {check.found[:200]}", flush=True)
     data = {"seconds": seconds, "pytest": list(arguments)}
     return Report(
-        "image_test", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, time.monotonic() - clock
+        "image_test",
+        tuple(checks),
+        data,
+        host_environment(),
+        tuple(Path(word).name for word in sys.argv[1:]),
+        started,
+        time.monotonic() - clock,
     )
 
 
