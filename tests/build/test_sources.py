@@ -118,7 +118,9 @@ def test_every_driver_call_is_checked() -> None:
         for match in re.finditer(r"(check_driver\(\s*)?(?:driver\(\)|api)\.(cu[A-Z]\w+)\(", text):
             calls += 1
             restores_in_destructor = f"~RelaxedCapture() {{ driver().{match[2]}(" in text[: match.end()][-80:]
-            if match[1] is None and match[2] not in UNCHECKED_BY_DESIGN and not restores_in_destructor:
+            kept = re.search(r"const CUresult result = $", text[: match.start()])
+            is_checked = match[1] is not None or (kept and "check_driver(result," in text[match.end() :][:400])
+            if not is_checked and match[2] not in UNCHECKED_BY_DESIGN and not restores_in_destructor:
                 unchecked.append(f"{path.name}: {match[2]}")
     assert calls > 10
     assert unchecked == []
