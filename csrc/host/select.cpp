@@ -1,7 +1,9 @@
 #include "host/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <iterator>
 #include <sstream>
 #include <string>
 
@@ -55,6 +57,8 @@ int64_t query_tiles(const SelectorInput& input, const Kernel& kernel) {
   return ceil_div(input.seq_q, kernel.block_m) * input.heads_q * input.batch;
 }
 
+// Families that compute a tile in one block and leave the order to the grid: sm75 and sm80.
+//
 // Measured on an H100, 64-row query tiles, D = 64 and 128, 8 to 128 tiles, 512 to 8192 keys: below 1024 keys the second pass
 // costs more than the idle multiprocessors; the best number of splits is then one block for each of them, at most 16, and
 // at least 128 keys a block. With a tile for every multiprocessor splitting gains 10% at most (4096 keys and more) or loses.
@@ -70,31 +74,81 @@ int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
   return std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits}));
 }
 
-// Kernels for problems with fewer query tiles than multiprocessors; an empty choice where none applies.
-Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& family) {
+Choice choose_for_grid(const SelectorInput& input, const FamilyKernels& family) {
   if (family.split != nullptr && family.combine != nullptr) {
     const int64_t splits = wanted_splits(input, *family.split);
     if (splits > 1) return {family.split, family.combine, static_cast<int32_t>(splits)};
   }
-  Choice choice;
-  if (family.small != nullptr && query_tiles(input, *family.standard) < input.num_multiprocessors) {
-    choice.forward = family.small;
-  }
-  return choice;
+  const bool is_small = family.small != nullptr && query_tiles(input, *family.standard) < input.num_multiprocessors;
+  return {is_small ? family.small : family.standard, nullptr, 1};
 }
 
-// A row of a 128-row tile costs this much of one of the standard, taller tile: it reads keys and values more often
-// (H100, head dims 64 and 128, large problems: 1.02 to 1.18).
+// Families whose blocks stay and draw tiles: sm90. The kernel and the number of splits with the least estimated time. The
+// constants are nanoseconds on an H100, fitted to 115 cells with 8 to 2048 tiles and 512 to 32768 keys
+// (docs/kernels/attention-sm90.md says how far the choice is from the fastest).
+constexpr double kRowKeyNs = 0.054;             // a query row and a key, on one multiprocessor ...
+constexpr double kRowKeyColumnNs = 0.00025;     // ... and what each column of the head adds
+constexpr double kTileNs = 4000.0;              // the start and the end of a work item
+constexpr double kSecondPassNs = 6500.0;        // the combining kernel's launch and its first loads
+constexpr double kPartialBytesPerNs = 16000.0;  // partial results, to the second-level cache and back
+constexpr double kDeviceMemoryBytesPerNs = 2600.0;
+// A row of a 128-row tile costs this much of one of a taller tile: it reads keys and values more often (1.02 to 1.18).
 constexpr double kShortTileCost = 1.15;
+constexpr int32_t kTallRows = 192;
+constexpr int64_t kMaxShares = 32;  // one for each lane of the combining warp
+constexpr int64_t kMaxWaves = 8;    // more leave nothing to gain by splitting
 
-// The family's standard kernel, or its 128-row variant where that leaves fewer multiprocessors idle in the last wave or
-// fewer rows empty.
-const Kernel* choose_tile(const SelectorInput& input, const FamilyKernels& family) {
-  if (family.shorter == nullptr || family.shorter->head_dim != family.standard->head_dim) return family.standard;
-  const auto cost = [&input](const Kernel& kernel) {
-    return static_cast<double>(ceil_div(query_tiles(input, kernel), input.num_multiprocessors) * kernel.block_m);
+double estimated_ns(const SelectorInput& input, const Kernel& kernel, double row_cost, int64_t splits) {
+  const double row_key = (kRowKeyNs + kRowKeyColumnNs * kernel.head_dim) * row_cost;
+  const auto waves = static_cast<double>(ceil_div(query_tiles(input, kernel) * splits, input.num_multiprocessors));
+  const auto keys = static_cast<double>(ceil_div(input.seq_k, splits));
+  const double products = waves * (keys * kernel.block_m * row_key + kTileNs);
+  const double heads_kv = static_cast<double>(input.batch) * static_cast<double>(input.heads_kv);
+  const double bytes = 4.0 * input.head_dim * heads_kv * static_cast<double>(input.seq_k);
+  const double loads = bytes / kDeviceMemoryBytesPerNs;
+  // The two overlap, but neither hides the other whole.
+  const double pass = std::sqrt(products * products + loads * loads);
+  if (splits == 1) return pass;
+  const double rows = static_cast<double>(input.batch * input.heads_q) * static_cast<double>(input.seq_q * splits);
+  return pass + kSecondPassNs + 8.0 * input.head_dim * rows / kPartialBytesPerNs;
+}
+
+Choice choose_for_persistent(const SelectorInput& input, const FamilyKernels& family) {
+  const double short_cost = family.standard->block_m >= kTallRows ? kShortTileCost : 1.0;
+  Choice best{family.standard, nullptr, 1};
+  double least = estimated_ns(input, *family.standard, 1.0, 1);
+  const auto consider = [&](const Kernel* kernel, const Kernel* combine, int64_t splits) {
+    const double time = estimated_ns(input, *kernel, short_cost, splits);
+    if (time >= least) return;
+    least = time;
+    best = {kernel, combine, static_cast<int32_t>(splits)};
   };
-  return cost(*family.shorter) * kShortTileCost < cost(*family.standard) ? family.shorter : family.standard;
+  const auto serves = [&family](const Kernel* kernel) {
+    return kernel != nullptr && kernel->head_dim == family.standard->head_dim;
+  };
+  if (serves(family.shorter)) consider(family.shorter, nullptr, 1);
+  if (serves(family.split) && family.combine != nullptr) {
+    const int64_t tiles = query_tiles(input, *family.split);
+    const int64_t most = std::min(kMaxShares, input.seq_k / kMinKeysPerSplit);
+    for (int64_t waves = 1; waves <= kMaxWaves && tiles > 0; ++waves) {
+      const int64_t splits = std::min(most, waves * input.num_multiprocessors / tiles);  // as many as fit these waves
+      if (splits > 1) consider(family.split, family.combine, splits);
+      if (splits == most) break;
+    }
+  }
+  // Its blocks of 64 keys follow the diagonal; without many tiles the wider blocks of the others are faster.
+  constexpr int64_t kMaxKeysOfNarrow = 1024;
+  if (best.num_splits == 1 && serves(family.narrow) && input.seq_k <= kMaxKeysOfNarrow &&
+      input.seq_k <= 2 * input.seq_q && query_tiles(input, *family.narrow) >= 2 * input.num_multiprocessors) {
+    best.forward = family.narrow;
+  }
+  return best;
+}
+
+// Whether an older family's 64-row kernel beats a persistent one: it starts 1 to 2 us sooner, and takes longer a key.
+bool is_small_faster(const SelectorInput& input, const Kernel& small) {
+  const int64_t most_keys = small.head_dim <= 64 ? 1024 : 192;
+  return query_tiles(input, small) <= input.num_multiprocessors && input.seq_k <= most_keys;
 }
 
 std::string targets_held(const KernelTable& table) {
@@ -162,13 +216,17 @@ KernelList loadable_kernels(int32_t capability, const KernelTable& table) {
 FamilyList resolve_families(const SelectorInput& input, const KernelList& loadable, const KernelTable& table) {
   FamilyList result;
   const GpuFamilies* gpu = families_of(input.capability, table);
+  const Kernel* combine = nullptr;  // partial results look alike in all families, and one of them has the second pass
+  for (int position = 0; gpu != nullptr && combine == nullptr && gpu->families[position] != nullptr; ++position) {
+    combine = find("attention_combine", gpu->families[position], "", Mask::kNone, input, loadable);
+  }
   for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
     const char* family = gpu->families[position];
     const auto forward = [&](const char* variant) {
       return find("attention_forward", family, variant, input.mask, input, loadable);
     };
-    const FamilyKernels kernels{family,          forward(""),      forward("m128"),
-                                forward("m64"), forward("split"), find("attention_combine", family, "", Mask::kNone, input, loadable)};
+    const FamilyKernels kernels{family,         forward(""),      forward("m128"), forward("n64"),
+                                forward("m64"), forward("split"), combine};
     if (kernels.standard != nullptr) result.push_back(kernels);
   }
   return result;
@@ -178,13 +236,14 @@ Choice select_forward(const SelectorInput& input, const FamilyList& families, co
   const auto is_allowed = [&input](const FamilyKernels& family) {
     return input.forced_family == nullptr || equal(family.family, input.forced_family);
   };
-  for (const FamilyKernels& family : families) {
-    if (!is_allowed(family)) continue;
-    const Choice choice = choose_for_few_tiles(input, family);
-    if (choice.forward != nullptr) return choice;
-  }
-  for (const FamilyKernels& family : families) {
-    if (is_allowed(family)) return {choose_tile(input, family), nullptr, 1};
+  const auto first = std::find_if(families.begin(), families.end(), is_allowed);
+  if (first != families.end()) {
+    if (!first->standard->is_persistent) return choose_for_grid(input, *first);
+    for (auto family = std::next(first); family != families.end(); ++family) {
+      const bool is_usable = is_allowed(*family) && family->small != nullptr;
+      if (is_usable && is_small_faster(input, *family->small)) return {family->small, nullptr, 1};
+    }
+    return choose_for_persistent(input, *first);
   }
   if (input.forced_family != nullptr) check_forced(input, table);
   refuse(input, table);

@@ -128,3 +128,37 @@ def test_every_family_of_this_gpu(
             assert f"_{family}_" in kernel or kernel.startswith("flashmoe_attention_combine_")
             compared += 1
     assert compared > 0, f"the table has rows for {family} but none for attention"
+
+
+def _problems_of_every_kind(head_dim: int, causal: bool) -> list[Problem]:
+    """Problems that a selector tells apart: few and many query tiles, few and many keys, rows that fit a tile badly."""
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    sizes = (
+        (64, 64, 1),
+        (100, 4000, 2),  # few tiles, many keys
+        (512, 512, 2 * blocks),
+        (256, 1100, 2 * blocks),  # rows that waste half of a second tile of 192
+        (640, 1500, blocks),
+    )
+    return [Problem(seq_q, seq_k, head_dim, heads, heads, causal=causal) for seq_q, seq_k, heads in sizes]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("family", _families())
+def test_every_kernel_of_a_family_is_chosen_for_something_and_right(
+    family: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashmoe import _extension
+
+    monkeypatch.setenv("FLASHMOE_KERNEL", family)
+    rows = [row for row in load_tables().kernels if row.family == family and row.operation == "attention_forward"]
+    for dtype, word in ((torch.float16, "f16"), (torch.bfloat16, "bf16")):
+        for mask in ("full", "causal"):
+            served = [row for row in rows if row.head_dim == head_dim and word in row.dtypes and mask in row.masks]
+            launched = set()
+            for seed, problem in enumerate(_problems_of_every_kind(head_dim, mask == "causal")) if served else ():
+                _check(problem, "cuda", dtype, KINDS[seed % 4], bshd=seed % 2 == 1, seed=seed)
+                launched.add(_extension.last_kernel())
+            prefix = f"flashmoe_attention_forward_{family}_{word}_d{head_dim}"
+            assert launched == {f"{prefix}{'_' + row.variant if row.variant else ''}_{mask}" for row in served}

@@ -103,17 +103,55 @@ def test_forced_family_that_does_not_run_here(choose: Chooser) -> None:
 
 
 def test_few_query_tiles_get_small_ones(choose: Chooser) -> None:
+    """The older family's 64-row kernel starts sooner; with more keys, or more tiles than fit at once, it is behind."""
     assert "_m64_" in choose(90, head_dim=64, batch=1, heads=8, seq_q=128, seq_k=128).symbol
     assert "_m64_" not in choose(90, head_dim=64, batch=64, heads=8, seq_q=128, seq_k=128).symbol
+    assert "_sm80_f16_d128_m64_" in choose(90, head_dim=128, batch=1, heads=8, seq_q=128, seq_k=128).symbol
+    for head_dim, seq in ((64, 2048), (128, 512), (256, 128)):
+        choice = choose(90, head_dim=head_dim, batch=1, heads=8, seq_q=seq, seq_k=seq)
+        assert "_sm90_" in choice.symbol, (head_dim, seq, choice)
+    assert "_m64_" in choose(80, head_dim=128, batch=1, heads=8, seq_q=512, seq_k=512).symbol
 
 
 def test_decode_splits_the_keys(choose: Chooser) -> None:
     """B=1, 8 key heads, one row block each: 8 tiles for 132 multiprocessors."""
-    choice = choose(90, batch=1, heads=8, seq_q=4, seq_k=8192)
-    assert "_split_" in choice.symbol
-    assert choice.splits == 16
-    assert choose(90, batch=1, heads=8, seq_q=4, seq_k=512).splits == 1
-    assert choose(90, batch=64, heads=8, seq_q=4, seq_k=8192).splits == 1
+    for gpu in (80, 90):
+        choice = choose(gpu, batch=1, heads=8, seq_q=4, seq_k=8192)
+        assert "_split_" in choice.symbol
+        assert choice.splits == 16, gpu
+        assert choose(gpu, batch=1, heads=8, seq_q=4, seq_k=512).splits == 1
+        assert choose(gpu, batch=64, heads=8, seq_q=4, seq_k=8192).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "heads", "seq_q", "seq_k", "splits"),
+    [
+        (128, 1, 16, 512, 8192, 2),  # 64 tiles: two shares fill 128 of 132 multiprocessors
+        (128, 1, 16, 512, 32768, 2),
+        (128, 1, 16, 256, 8192, 4),
+        (128, 1, 16, 128, 8192, 8),
+        (256, 1, 8, 512, 32768, 4),
+        (128, 1, 16, 512, 1024, 1),  # the second pass would cost more than it saves
+        (128, 2, 16, 512, 32768, 1),  # 128 tiles fill the machine
+        (128, 32, 16, 512, 8192, 1),
+        (64, 1, 1, 128, 1 << 20, 32),  # a lane of the combining warp each
+    ],
+)
+def test_hopper_divides_keys_to_fill_the_machine(
+    choose: Chooser, head_dim: int, batch: int, heads: int, seq_q: int, seq_k: int, splits: int
+) -> None:
+    for causal in (False, True):
+        shape = {"batch": batch, "heads": heads, "seq_q": seq_q, "seq_k": seq_k}
+        choice = choose(90, head_dim=head_dim, causal=causal, **shape)
+        assert choice.splits == splits, choice
+        assert ("_sm90_" in choice.symbol) and ("_split_" in choice.symbol) == (splits > 1)
+
+
+def test_short_causal_rows_get_narrow_blocks(choose: Chooser) -> None:
+    assert "_n64_" in choose(90, head_dim=128, causal=True, batch=32, heads=16, seq_q=512, seq_k=512).symbol
+    assert "_n64_" not in choose(90, head_dim=128, causal=False, batch=32, heads=16, seq_q=512, seq_k=512).symbol
+    assert "_n64_" not in choose(90, head_dim=128, causal=True, batch=4, heads=16, seq_q=4096, seq_k=4096).symbol
+    assert "_n64_" not in choose(90, head_dim=128, causal=True, batch=1, heads=8, seq_q=1024, seq_k=1024).symbol
 
 
 def test_every_choice_is_a_kernel_of_the_table(choose: Chooser) -> None:

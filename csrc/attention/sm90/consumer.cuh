@@ -157,15 +157,16 @@ struct Consumer {
     release_value();
   }
 
-  // The whole tile but the epilogue: key blocks blocks - 1 down to 0, of which this warpgroup sees the first
-  // own_blocks.
-  __device__ __forceinline__ void attend(const Tile& tile, int blocks, int own_blocks, float (&output)[kOutputs],
-                                         RowState& rows) {
-    for (int block = blocks; block > own_blocks; --block) skip_block();
+  // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin, of which this warpgroup sees those
+  // before own_end, at least one.
+  __device__ __forceinline__ void attend(const Tile& tile, const KeyRange& range, int own_end,
+                                         float (&output)[kOutputs], RowState& rows) {
+    for (int block = range.end; block > own_end; --block) skip_block();
 
     const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-    const int full_blocks = visible_keys<kIsCausal>(params, first_row) / Spec::kBlockN;
-    int block = own_blocks - 1;
+    const int seen_by_all = visible_keys<kIsCausal>(params, first_row) / Spec::kBlockN;
+    const int full_end = Spec::kIsSplit ? maximum(seen_by_all, range.begin) : seen_by_all;
+    int block = own_end - 1;
     uint32_t probabilities[kProbabilities];
     {
       float scores[kScores];
@@ -175,13 +176,13 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
       release_key();
-      if (block >= full_blocks) mask_block(scores, tile, block);
+      if (block >= full_end) mask_block(scores, tile, block);
       online_softmax<Spec::kBlockN, true>(scores, rows, rescale, params.scale_log2);
       pack_probabilities(probabilities, scores);
     }
 
-    for (--block; block >= full_blocks; --block) step<true>(output, probabilities, rows, tile, block);
-    for (; block >= 0; --block) step<false>(output, probabilities, rows, tile, block);
+    for (--block; block >= full_end; --block) step<true>(output, probabilities, rows, tile, block);
+    for (; block >= range.begin; --block) step<false>(output, probabilities, rows, tile, block);
 
     release_query();
     wait_value();
@@ -198,23 +199,37 @@ struct Consumer {
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-      const int blocks = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM);
+      const KeyRange range = key_range<Spec, kIsCausal>(params, tile);
       if (first_row >= params.seq_q) {
         // Rows past the end: nothing to compute or to store.
         release_query();
-        for (int block = blocks; block > 0; --block) skip_block();
+        for (int block = range.end; block > range.begin; --block) skip_block();
         continue;
       }
-      const int own_blocks = key_blocks<Spec, kIsCausal>(params, first_row + 64);
+      const int blocks = key_blocks<Spec, kIsCausal>(params, first_row + 64);
+      const int own_end = Spec::kIsSplit ? minimum(blocks, range.end) : blocks;
       float output[kOutputs];
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
-      attend(tile, blocks, own_blocks, output, rows);
-      store_tile<Spec>(params, shared, out_map, tile, consumer, output, rows);
+      if constexpr (Spec::kIsSplit) {
+        if (own_end > range.begin) {
+          attend(tile, range, own_end, output, rows);
+        } else {
+          // This share has no key that the warpgroup sees: zeros, and a log-sum-exp of -inf.
+          release_query();
+          for (int block = range.end; block > range.begin; --block) skip_block();
+        }
+        store_partial<Spec>(params, tile, consumer, output, rows);
+      } else {
+        attend(tile, range, own_end, output, rows);
+        store_tile<Spec>(params, shared, out_map, tile, consumer, output, rows);
+      }
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
-    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+    if constexpr (!Spec::kIsSplit) {
+      if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+    }
   }
 };
 

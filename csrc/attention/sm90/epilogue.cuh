@@ -1,5 +1,5 @@
 // The epilogue of a consumer warpgroup: its 64 rows of output to shared memory, from there by the copy engine to global
-// memory, and the log-sum-exp by ordinary stores.
+// memory, and the log-sum-exp by ordinary stores; or, where keys are split, fp32 partial results by ordinary stores.
 #pragma once
 
 #include "attention/params.h"
@@ -9,6 +9,8 @@
 #include "common/convert.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 
@@ -42,16 +44,47 @@ __device__ __forceinline__ void store_output_shared(unsigned char* smem, const f
   }
 }
 
+// Row 0 of the tile's head among all rows of [num_splits, batch, heads_q, seq_q], or of [batch, heads_q, seq_q].
+template <typename Spec>
+__device__ __forceinline__ int64_t first_row_of_head(const ForwardParams& params, const Tile& tile) {
+  const int64_t batch = Spec::kIsSplit ? static_cast<int64_t>(tile.split) * params.batch + tile.batch : tile.batch;
+  return (batch * params.heads_q + tile.head) * params.seq_q;
+}
+
 template <typename Spec>
 __device__ __forceinline__ void store_lse(const ForwardParams& params, const Tile& tile, int consumer,
                                           const float (&lse)[2]) {
   const int lane = ptx::lane_index();
-  if (lane % 4 != 0 || params.lse == nullptr) return;
-  const int64_t head_row = (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * params.seq_q;
+  float* lse_gmem = Spec::kIsSplit ? params.lse_partial : params.lse;
+  if (lane % 4 != 0 || lse_gmem == nullptr) return;
+  lse_gmem += first_row_of_head<Spec>(params, tile);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
-    if (row < params.seq_q) ptx::st_global_float(params.lse + head_row + row, lse[r]);
+    if (row < params.seq_q) ptx::st_global_float(lse_gmem + row, lse[r]);
+  }
+}
+
+// Normalised fp32 rows of params.out_partial, straight from the accumulators: a quad writes 32 bytes, a whole sector.
+template <typename Spec>
+__device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile& tile, int consumer,
+                                              const float (&output)[Spec::kHeadDim / 2], const RowState& rows) {
+  float inverse_sum[2];
+  float lse[2];
+  finish_softmax(rows, inverse_sum, lse, params.scale_log2);
+  store_lse<Spec>(params, tile, consumer, lse);
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+    if (row >= params.seq_q) continue;
+    float* row_gmem = params.out_partial + (first_row_of_head<Spec>(params, tile) + row) * params.head_dim + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < Spec::kHeadDim / 8; ++j) {
+      const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),
+                                ptx::float_bits(output[4 * j + 2 * r + 1] * inverse_sum[r])};
+      if (8 * j < params.head_dim) ptx::st_global_64(row_gmem + 8 * j, pair);
+    }
   }
 }
 

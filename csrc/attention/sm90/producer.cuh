@@ -38,15 +38,15 @@ __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, con
   }
 }
 
-// Per tile, with key blocks n-1 down to 0: K(n-1), Q of warpgroup 0, V(n-1), Q of the others, then K(j), V(j)
-// downwards. V(n-1) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the
+// Per tile, with key blocks n-1 down to 0 (or the share of them that the work item has): K(n-1), Q of warpgroup 0,
+// V(n-1), Q of the others, then K(j), V(j) downwards. V(n-1) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the
 // last tile.
 template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ void produce(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                         const ptx::TensorMap& v_map) {
   const int m_blocks = ceil_div(params.seq_q, Spec::kBlockM);
-  const int num_tiles = m_blocks * params.heads_q * params.batch;
+  const int num_tiles = m_blocks * params.heads_q * params.batch * items_per_tile<Spec>(params);
   const int section_heads = kIsCausal ? heads_per_section<Spec>(params) : 1;
   const int heads_per_kv = params.heads_q / params.heads_kv;
   RingPosition<Spec::kNumStages> key;
@@ -68,16 +68,18 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
     // A tile ahead: a draw's answer arrives while this tile's loads are issued.
     const int next_index = next_tile_index(params, num_tiles, index);
     const Tile tile = decode_tile<Spec, kIsCausal>(params, m_blocks, section_heads, index);
-    const int last_block = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM) - 1;
+    const KeyRange range = key_range<Spec, kIsCausal>(params, tile);
+    const int last_block = range.end - 1;
     const int kv_head = tile.head / heads_per_kv;
-    load_key(last_block, kv_head, tile.batch);
+    const bool has_keys = !Spec::kIsSplit || range.begin < range.end;
+    if (has_keys) load_key(last_block, kv_head, tile.batch);
     load_query<Spec>(shared, q_map, query, 0, tile);
-    load_value(last_block, kv_head, tile.batch);
+    if (has_keys) load_value(last_block, kv_head, tile.batch);
 #pragma unroll
     for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) {
       load_query<Spec>(shared, q_map, query, consumer, tile);
     }
-    for (int block = last_block - 1; block >= 0; --block) {
+    for (int block = last_block - 1; block >= range.begin; --block) {
       load_key(block, kv_head, tile.batch);
       load_value(block, kv_head, tile.batch);
     }
@@ -87,7 +89,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
 #pragma unroll
   for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
-    publish_tile(shared.tile(query.stage, consumer), Tile{-1, 0, 0});
+    publish_tile(shared.tile(query.stage, consumer), Tile{-1, 0, 0, 0});
     ptx::mbarrier_arrive(shared.query_full(query.stage, consumer));
   }
 }

@@ -11,11 +11,12 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// kBlockM rows of Q of one (batch, head); m_block < 0 ends the work.
+// kBlockM rows of Q of one (batch, head), and which share of their keys; m_block < 0 ends the work.
 struct Tile {
   int m_block;
   int head;
   int batch;
+  int split;  // 0 to num_splits - 1
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -37,6 +38,26 @@ __device__ __forceinline__ int key_blocks(const ForwardParams& params, int end_r
   return maximum(1, ceil_div(visible_keys<kIsCausal>(params, last_row), Spec::kBlockN));
 }
 
+// Key blocks [begin, end) of a work item; end - begin is 0 for some where a tile has fewer blocks than splits.
+struct KeyRange {
+  int begin;
+  int end;
+};
+
+// The tile's own blocks in equal shares, so that items of a tile cost the same.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ KeyRange key_range(const ForwardParams& params, const Tile& tile) {
+  const int blocks = key_blocks<Spec, kIsCausal>(params, (tile.m_block + 1) * Spec::kBlockM);
+  if constexpr (!Spec::kIsSplit) return KeyRange{0, blocks};
+  return KeyRange{blocks * tile.split / params.num_splits, blocks * (tile.split + 1) / params.num_splits};
+}
+
+// Work items of a tile. Where it is not 1, the schedule takes every share for a head of its own, with all row blocks.
+template <typename Spec>
+__device__ __forceinline__ int items_per_tile(const ForwardParams& params) {
+  return Spec::kIsSplit ? params.num_splits : 1;
+}
+
 // Heads whose keys and values together fit half of the second-level cache, in whole groups of query heads that share
 // them.
 template <typename Spec>
@@ -46,7 +67,19 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
   const int64_t kv_heads = kSectionBytes / head_bytes;
   const int64_t total = static_cast<int64_t>(params.heads_kv) * params.batch;
   const int kv_heads_used = static_cast<int>(kv_heads < 1 ? 1 : (kv_heads > total ? total : kv_heads));
-  return kv_heads_used * (params.heads_q / params.heads_kv);
+  return kv_heads_used * (params.heads_q / params.heads_kv) * items_per_tile<Spec>(params);
+}
+
+template <typename Spec>
+__device__ __forceinline__ Tile make_tile(const ForwardParams& params, int m_block, int schedule_head) {
+  int head = schedule_head;
+  int split = 0;
+  if constexpr (Spec::kIsSplit) {
+    head = schedule_head / params.num_splits;
+    split = schedule_head - head * params.num_splits;
+  }
+  const int batch = head / params.heads_q;
+  return Tile{m_block, head - batch * params.heads_q, batch, split};
 }
 
 // Full: the row blocks of a head after another, so that blocks at work share its keys. Causal: sections of heads that
@@ -55,17 +88,14 @@ template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_blocks, int section_heads, int index) {
   if constexpr (!kIsCausal) {
     const int head = index / m_blocks;
-    const int batch = head / params.heads_q;
-    return Tile{index - head * m_blocks, head - batch * params.heads_q, batch};
+    return make_tile<Spec>(params, index - head * m_blocks, head);
   } else {
     const int section = index / (section_heads * m_blocks);
     const int first_head = section * section_heads;
-    const int heads = minimum(section_heads, params.heads_q * params.batch - first_head);
+    const int heads = minimum(section_heads, params.heads_q * params.batch * items_per_tile<Spec>(params) - first_head);
     const int rest = index - first_head * m_blocks;
     const int row = rest / heads;
-    const int head = first_head + rest - row * heads;
-    const int batch = head / params.heads_q;
-    return Tile{m_blocks - 1 - row, head - batch * params.heads_q, batch};
+    return make_tile<Spec>(params, m_blocks - 1 - row, first_head + rest - row * heads);
   }
 }
 
@@ -85,14 +115,15 @@ __device__ __forceinline__ int next_tile_index(const ForwardParams& params, int 
 
 __device__ __forceinline__ void publish_tile(unsigned char* slot, const Tile& tile) {
   const uint32_t words[4] = {static_cast<uint32_t>(tile.m_block), static_cast<uint32_t>(tile.head),
-                             static_cast<uint32_t>(tile.batch), 0};
+                             static_cast<uint32_t>(tile.batch), static_cast<uint32_t>(tile.split)};
   ptx::st_shared_128(slot, words);
 }
 
 __device__ __forceinline__ Tile read_tile(const unsigned char* slot) {
   uint32_t words[4];
   ptx::ld_shared_128(words, slot);
-  return Tile{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2])};
+  return Tile{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
+              static_cast<int>(words[3])};
 }
 
 }  // namespace sm90

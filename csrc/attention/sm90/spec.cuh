@@ -12,8 +12,10 @@ namespace sm90 {
 //   kNumStages         K tiles, and V tiles, in shared memory
 //   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is there before this tile ends
 //   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes
+//   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
+//                      accumulators; kNumOutputSlabs is 0
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_>
+          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0>
 struct ForwardSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -23,6 +25,7 @@ struct ForwardSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumQueryStages = kNumQueryStages_;
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
+  static constexpr bool kIsSplit = kSplit_ != 0;
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -32,7 +35,8 @@ struct ForwardSpec {
   static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 3, "a warpgroup owns 64 rows of Q");
   static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
-  static_assert(kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
+  static_assert(kIsSplit == (kNumOutputSlabs == 0), "partial results do not pass through shared memory");
+  static_assert(kIsSplit || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
 
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
