@@ -40,14 +40,20 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
   if (m_blocks > 1) {
     if constexpr (kIsCausal) {
       const int heads = params.batch * params.heads_q;
-      const int shared_by = params.heads_q / params.heads_kv;
-      const int64_t sharing = static_cast<int64_t>(max(1, kL2GroupBytes / (2 * 2 * kHeadDim) / params.seq_k)) * shared_by;
-      const int fitting = sharing < heads ? static_cast<int>(sharing) : heads;
-      const int group = index / (fitting * m_blocks);
-      const int group_heads = min(fitting, heads - group * fitting);
-      index -= group * fitting * m_blocks;
+      const int heads_kv = params.batch * params.heads_kv;
+      constexpr int kFittingKeys = kL2GroupBytes / (2 * 2 * kHeadDim);
+      int group_heads = heads;
+      if (heads_kv > 1 && static_cast<int64_t>(heads_kv) * params.seq_k > kFittingKeys) {
+        // Not all of them fit. Divisions before the first load cost 0.1 us each, so small problems do without these.
+        const int fitting = max(1, kFittingKeys / params.seq_k) * (params.heads_q / params.heads_kv);
+        head = index / (fitting * m_blocks) * fitting;
+        index -= head * m_blocks;
+        group_heads = min(fitting, heads - head);
+      } else {
+        head = 0;
+      }
       m_block = index / group_heads;
-      head = group * fitting + index - m_block * group_heads;
+      head += index - m_block * group_heads;
       m_block = m_blocks - 1 - m_block;
     } else {
       head = index / m_blocks;

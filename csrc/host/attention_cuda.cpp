@@ -252,8 +252,8 @@ void run(const AttentionArguments& arguments, const Problem& problem, const Choi
     const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
     const int64_t blocks = ceil_div(rows, combine.block_m);
     std::array<void*, 1> pointers{&params};
-    launch(combine, load_kernel(combine, gpu, arguments.device_index),
-           {blocks, blocks, combine.threads, combine.shared_bytes}, stream, pointers.data());
+    launch_dependent(combine, load_kernel(combine, gpu, arguments.device_index),
+                     {blocks, blocks, combine.threads, combine.shared_bytes}, stream, pointers.data());
     set_last_kernel(kernel.symbol);
   }
 }

@@ -38,6 +38,12 @@ Driver load_driver() {
 #undef FLASHMOE_DRIVER_LOAD
   loaded.cuTensorMapEncodeTiled =
       reinterpret_cast<decltype(loaded.cuTensorMapEncodeTiled)>(dlsym(library, "cuTensorMapEncodeTiled"));
+  // Used for dependent launches alone, which CUDA graphs cannot hold before 12.3.
+  constexpr int kGraphsHoldDependentLaunches = 12030;
+  int version = 0;
+  if (loaded.cuDriverGetVersion(&version) == CUDA_SUCCESS && version >= kGraphsHoldDependentLaunches) {
+    loaded.cuLaunchKernelEx = reinterpret_cast<decltype(loaded.cuLaunchKernelEx)>(dlsym(library, "cuLaunchKernelEx"));
+  }
   return loaded;
 }
 

@@ -37,6 +37,7 @@ struct Driver {
   FLASHMOE_DRIVER_CALLS(FLASHMOE_DRIVER_MEMBER)
 #undef FLASHMOE_DRIVER_MEMBER
   decltype(&::cuTensorMapEncodeTiled) cuTensorMapEncodeTiled = nullptr;  // null before driver 12.0
+  decltype(&::cuLaunchKernelEx) cuLaunchKernelEx = nullptr;              // null before driver 12.3, see driver.cpp
 };
 
 // Calls cuTensorMapEncodeTiled; throws code `driver` when the driver is older than 12.0.

@@ -91,16 +91,54 @@ CUfunction load_kernel(const Kernel& kernel, const Device& device, int32_t devic
   return function;
 }
 
+namespace {
+
+void check_grid(const LaunchShape& shape) {
+  if (shape.grid <= std::numeric_limits<int32_t>::max()) return;
+  fail(ErrorCode::kShape, "the problem needs ", shape.grid, " thread blocks; at most 2^31 - 1 are supported: split the batch");
+}
+
+void check_launch(CUresult result, const char* call, const Kernel& kernel, const LaunchShape& shape) {
+  check_driver(result, call, "kernel ", kernel.symbol, ", grid ", shape.grid, ", block ", shape.threads, " threads, ",
+               shape.shared_bytes, " bytes of dynamic shared memory");
+  set_last_kernel(kernel.symbol);
+}
+
+}  // namespace
+
 void launch(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream, void** arguments) {
-  if (shape.grid > std::numeric_limits<int32_t>::max()) {
-    fail(ErrorCode::kShape, "the problem needs ", shape.grid, " thread blocks; at most 2^31 - 1 are supported: split the batch");
-  }
-  check_driver(driver().cuLaunchKernel(function, static_cast<unsigned>(shape.grid), 1, 1,
+  check_grid(shape);
+  check_launch(driver().cuLaunchKernel(function, static_cast<unsigned>(shape.grid), 1, 1,
                                        static_cast<unsigned>(shape.threads), 1, 1,
                                        static_cast<unsigned>(shape.shared_bytes), stream, arguments, nullptr),
-               "cuLaunchKernel", "kernel ", kernel.symbol, ", grid ", shape.grid, ", block ", shape.threads,
-               " threads, ", shape.shared_bytes, " bytes of dynamic shared memory");
-  set_last_kernel(kernel.symbol);
+               "cuLaunchKernel", kernel, shape);
+}
+
+void launch_dependent(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream,
+                      void** arguments) {
+  // By the code that was loaded, not by the GPU: PTX for an older one, compiled for a newer one, does not wait.
+  constexpr int32_t kFirstToWait = 90;
+  const DeviceBinary& binary = kernel_table().binaries[static_cast<std::size_t>(kernel.binary)];
+  if (binary.capability < kFirstToWait || driver().cuLaunchKernelEx == nullptr) {
+    launch(kernel, function, shape, stream, arguments);
+    return;
+  }
+  check_grid(shape);
+  CUlaunchAttribute attribute{};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config{};
+  config.gridDimX = static_cast<unsigned>(shape.grid);
+  config.gridDimY = 1;
+  config.gridDimZ = 1;
+  config.blockDimX = static_cast<unsigned>(shape.threads);
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = static_cast<unsigned>(shape.shared_bytes);
+  config.hStream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check_launch(driver().cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx", kernel, shape);
 }
 
 void set_last_kernel(const char* name) { g_last_kernel = name; }

@@ -22,6 +22,11 @@ CUfunction load_kernel(const Kernel& kernel, const Device& device, int32_t devic
 // Launches with `arguments` (pointers to each kernel parameter); an error names kernel, grid, block, shared memory.
 void launch(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream, void** arguments);
 
+// The same for a kernel that begins with ptx::grid_dependency_wait(), directly behind the one it depends on: where GPU and
+// driver can, it is scheduled before that one has ended.
+void launch_dependent(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream,
+                      void** arguments);
+
 // What the last call on this thread ran: a kernel symbol, "cpu:<isa>", or "".
 void set_last_kernel(const char* name);
 const char* last_kernel();

@@ -10,6 +10,7 @@
 #include "attention/tile.cuh"
 #include "common/convert.cuh"
 #include "common/softmax.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
@@ -55,7 +56,8 @@ __device__ __forceinline__ void combine_row(const ForwardParams& params, float w
     const int column = start + ptx::lane_index() * kColumns;
     const bool valid = column < params.head_dim;
     float sum[kColumns] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int split = 0; split < params.num_splits; ++split) {
+#pragma unroll 8
+    for (int split = 0; split < params.num_splits; ++split) {  // unrolled: loads in flight together
       const float split_weight = ptx::shuffle_index(weight, split);
       // A split without a visible key for this row has weight 0.
       if (valid && split_weight != 0.0f) {
@@ -77,6 +79,7 @@ __device__ __forceinline__ void combine(const ForwardParams& params) {
   const int64_t row = static_cast<int64_t>(ptx::block_index()) * Spec::kBlockM + ptx::warp_index();
   if (row >= rows) return;
   const int lane = ptx::lane_index();
+  ptx::grid_dependency_wait();
   const float lse_split = lane < params.num_splits ? ptx::ld_global_float(params.lse_partial + lane * rows + row)
                                                    : ptx::negative_infinity();
   const float lse_max = warp_max(lse_split);

@@ -12,6 +12,7 @@
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/register_control.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
@@ -58,6 +59,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params, const ptx::
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
+  // The combining kernel may take its place in the queue; it waits for this grid's end.
+  if constexpr (Spec::kIsSplit) ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

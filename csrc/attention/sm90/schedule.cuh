@@ -59,15 +59,18 @@ __device__ __forceinline__ int items_per_tile(const ForwardParams& params) {
 }
 
 // Heads whose keys and values together fit half of the second-level cache, in whole groups of query heads that share
-// them.
+// them. One group where queries are few beside the keys: its tiles are about equally long, and read the same keys at
+// the same time (1% to 2% at D=128).
 template <typename Spec>
 __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
-  constexpr int64_t kSectionBytes = 32 << 20;
-  const int64_t head_bytes = static_cast<int64_t>(params.seq_k) * Spec::kHeadDim * 4;
-  const int64_t kv_heads = kSectionBytes / head_bytes;
-  const int64_t total = static_cast<int64_t>(params.heads_kv) * params.batch;
-  const int kv_heads_used = static_cast<int>(kv_heads < 1 ? 1 : (kv_heads > total ? total : kv_heads));
-  return kv_heads_used * (params.heads_q / params.heads_kv) * items_per_tile<Spec>(params);
+  constexpr int kSectionKeys = (32 << 20) / (4 * Spec::kHeadDim);
+  const bool is_chunk = params.seq_k / 4 >= params.seq_q;
+  const int all_kv_heads = params.heads_kv * params.batch;
+  int kv_heads = all_kv_heads;
+  if (is_chunk || static_cast<int64_t>(all_kv_heads) * params.seq_k > kSectionKeys) {
+    kv_heads = is_chunk ? 1 : minimum(all_kv_heads, maximum(1, kSectionKeys / params.seq_k));
+  }
+  return kv_heads * (params.heads_q / params.heads_kv) * items_per_tile<Spec>(params);
 }
 
 template <typename Spec>
@@ -90,9 +93,9 @@ __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_b
     const int head = index / m_blocks;
     return make_tile<Spec>(params, index - head * m_blocks, head);
   } else {
-    const int section = index / (section_heads * m_blocks);
-    const int first_head = section * section_heads;
-    const int heads = minimum(section_heads, params.heads_q * params.batch * items_per_tile<Spec>(params) - first_head);
+    const int all_heads = params.heads_q * params.batch * items_per_tile<Spec>(params);
+    const int first_head = section_heads < all_heads ? index / (section_heads * m_blocks) * section_heads : 0;
+    const int heads = minimum(section_heads, all_heads - first_head);
     const int rest = index - first_head * m_blocks;
     const int row = rest / heads;
     return make_tile<Spec>(params, m_blocks - 1 - row, first_head + rest - row * heads);
