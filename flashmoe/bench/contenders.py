@@ -50,10 +50,13 @@ def _always(_: str) -> str:
 def _sdpa(inputs: Inputs) -> Prepared:
     case = inputs.case
     grouped = case.heads_q != case.heads_kv
+    is_causal, mask = case.causal, None
+    if case.causal and case.seq_q != case.seq_k:  # is_causal means top-left; this bias is what torch has for bottom-right
+        is_causal, mask = False, import_module("torch.nn.attention.bias").causal_lower_right(case.seq_q, case.seq_k)
 
     def call() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            inputs.q, inputs.k, inputs.v, is_causal=case.causal, scale=inputs.scale, enable_gqa=grouped
+            inputs.q, inputs.k, inputs.v, mask, is_causal=is_causal, scale=inputs.scale, enable_gqa=grouped
         )
 
     return Prepared(call)

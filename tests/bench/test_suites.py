@@ -34,7 +34,7 @@ def test_every_suite_of_ours_reads(name: str) -> None:
 
 
 def test_the_expected_suites_exist() -> None:
-    assert set(suite_names()) == {"smoke", "science", "llm-prefill", "latency", "decode", "cpu", "build-cost"}
+    assert set(suite_names()) == {"smoke", "science", "llm-prefill", "latency", "decode", "chunked-prefill", "cpu", "build-cost"}
 
 
 def test_prefill_is_the_published_grid() -> None:
@@ -87,10 +87,16 @@ def test_mistakes_are_named(table: dict[str, Any], words: tuple[str, ...]) -> No
         assert word in str(caught.value)
 
 
-def test_causal_with_unequal_lengths_is_refused() -> None:
-    row = {"dtype": "f16", "head_dim": 64, "batch": 1, "heads": 8, "seq_q": 64, "seq_k": 128, "causal": True}
+def test_causal_with_fewer_keys_than_rows_is_refused() -> None:
+    row = {"dtype": "f16", "head_dim": 64, "batch": 1, "heads": 8, "seq_q": 128, "seq_k": 64, "causal": True}
     with pytest.raises(SuiteError, match="bottom-right"):
         parse_suite({**GOOD, "cases": [row]}, "mine.toml")
+
+
+def test_operations_of_a_bottom_right_mask_are_what_the_rows_see() -> None:
+    row = {"dtype": "f16", "head_dim": 64, "batch": 2, "heads": 3, "seq_q": 4, "seq_k": 10, "causal": True}
+    (case,) = parse_suite({**GOOD, "cases": [row]}, "mine.toml").cases
+    assert case.flops == 4 * 2 * 3 * 64 * (7 + 8 + 9 + 10)
 
 
 def test_a_product_that_explodes_is_refused() -> None:
@@ -104,7 +110,7 @@ def test_own_file_and_unknown_name(tmp_path: Path) -> None:
         'schema = 1\nname = "mine"\n[[cases]]\ndtype = "f32"\nhead_dim = 40\nbatch = 2\nheads = 3\nseq = 7\n'
     )
     assert load_suite(str(path)).cases[0].key == "f32-d40-full-b2-h3-s7"
-    with pytest.raises(SuiteError, match=r"known suites are build-cost, cpu"):
+    with pytest.raises(SuiteError, match=r"known suites are build-cost, chunked-prefill, cpu"):
         load_suite("nothing")
     path.write_text("schema = ")
     with pytest.raises(SuiteError, match=r"mine\.toml is not TOML"):
