@@ -51,7 +51,9 @@ def _sdpa(inputs: Inputs) -> Prepared:
     case = inputs.case
     grouped = case.heads_q != case.heads_kv
     is_causal, mask = case.causal, None
-    if case.causal and case.seq_q != case.seq_k:  # is_causal means top-left; this bias is what torch has for bottom-right
+    if (
+        case.causal and case.seq_q != case.seq_k
+    ):  # is_causal means top-left; this bias is what torch has for bottom-right
         is_causal, mask = False, import_module("torch.nn.attention.bias").causal_lower_right(case.seq_q, case.seq_k)
 
     def call() -> torch.Tensor:

@@ -34,7 +34,16 @@ def test_every_suite_of_ours_reads(name: str) -> None:
 
 
 def test_the_expected_suites_exist() -> None:
-    assert set(suite_names()) == {"smoke", "science", "llm-prefill", "latency", "decode", "chunked-prefill", "cpu", "build-cost"}
+    assert set(suite_names()) == {
+        "smoke",
+        "science",
+        "llm-prefill",
+        "latency",
+        "decode",
+        "chunked-prefill",
+        "cpu",
+        "build-cost",
+    }
 
 
 def test_prefill_is_the_published_grid() -> None:
