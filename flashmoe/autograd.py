@@ -98,6 +98,22 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
     raise DifferentiationError(msg)
 
 
+class EagerForward(torch.autograd.Function):
+    """The forward operator with a gradient, outside torch.func and dispatch modes. The operator's own rule does the same for
+    more than twice the CPU time (56 us against 22 on one core): the dispatcher takes it through Python twice."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.flashmoe.flash_attention_forward.default(q, k, v, scale, causal)
+        _keep_for_backward(ctx, (q, k, v, scale, causal), (out, lse))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _forward_gradients(ctx, grad_out, grad_lse)
+
+
 class TransformedForward(torch.autograd.Function):
     """The forward operator for torch.func, whose transforms need a Function and cannot use the operator's own rule."""
 

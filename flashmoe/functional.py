@@ -97,7 +97,10 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
     if forward_ad._current_level >= 0 and routing.has_tangent(q, k, v):
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        result = _operator(q, k, v, scale, causal)
+        if torch._C._len_torch_dispatch_stack() > 0:  # a mode must see the operator, not what is in the rule
+            result = _operator(q, k, v, scale, causal)
+        else:
+            result = autograd.EagerForward.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]
         return result
     with torch._C._AutoDispatchBelowAutograd():
         result = _operator(q, k, v, scale, causal)
@@ -168,7 +171,11 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
         k_batch, k_heads, keys, _ = k.shape
         if batch != k_batch or (heads != k_heads and not enable_gqa) or (causal and rows != keys):
             return None
-        return _call(q, k, v, head_dim**-0.5 if scale is None else scale, causal)[0]
+        factor = head_dim**-0.5 if scale is None else scale
+        if _is_plain(q, k, v):
+            only: Tensor = _inference_operator(q, k, v, factor, causal)
+            return only
+        return _call(q, k, v, factor, causal)[0]
     except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):
         return None
 

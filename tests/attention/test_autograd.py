@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
@@ -253,3 +254,26 @@ def test_transforms_of_torch_func(device: str) -> None:
         torch.func.jvp(lambda x: flashmoe.attention(x, k, v), (q,), (q,))
     with pytest.raises(DifferentiationError):
         torch.func.grad(lambda x: torch.func.grad(loss)(x, k, v).float().sum())(q)
+
+
+def test_eager_calls_give_the_gradients_of_the_operator(device: str) -> None:
+    """The shorter way of an eager call, also under checkpointing and hooks on saved tensors."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    q, k, v = (torch.randn(2, 4, 33, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad_out = torch.randn_like(q)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashmoe.attention(q, k, v, causal=True)
+
+    plain = attend(q, k, v)
+    operator = torch.ops.flashmoe.flash_attention_forward
+    expected = torch.autograd.grad(operator(q, k, v, 64**-0.5, True)[0], (q, k, v), grad_out)
+    assert "EagerForward" in type(plain.grad_fn).__name__
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        hooked = attend(q, k, v)
+    assert len(kept) == 5
+    checkpointed = torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=False)
+    for out in (plain, hooked, checkpointed):
+        for gradient, wanted in zip(torch.autograd.grad(out, (q, k, v), grad_out), expected, strict=True):
+            assert torch.equal(gradient, wanted)
