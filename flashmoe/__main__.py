@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -36,10 +37,15 @@ def main(argv: list[str] | None = None) -> int:
             sub.set_defaults(run=module.run)
     namespace = parser.parse_args(arguments)
     try:
-        return int(namespace.run(namespace))
+        status = int(namespace.run(namespace))
+        sys.stdout.flush()
+        return status
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED
+    except BrokenPipeError:  # `... | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush into the same pipe
+        return ExitCode.PIPE_CLOSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     USAGE = 2  # the arguments were wrong
     NOTHING_CHECKED = 3  # nothing was there to check, which is never a pass
     INTERRUPTED = 130
+    PIPE_CLOSED = 141  # who read the output stopped reading, as a shell counts SIGPIPE
 
 
 class FlashmoeError(Exception):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from flashmoe import smem
 from flashmoe.__main__ import main
-from flashmoe.errors import ArgumentError, DtypeError
+from flashmoe.errors import ArgumentError, DtypeError, ExitCode
 from flashmoe.occupancy import FAMILIES, Layout, check_dtype, largest_tile, layout, pick_family, rows_on, tiles
 from flashmoe.tables import KernelRow, load_tables
 
@@ -204,3 +206,13 @@ def test_registers_of_the_last_build_are_used(tmp_path: Path, monkeypatch: pytes
     assert smem.built_registers(gpu, known, "f16") is None
     report.unlink()
     assert smem.built_registers(gpu, known, "bf16") is None
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    program = [sys.executable, "-u", "-m", "flashmoe", "smem", "--head-dim", "64"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.returncode == ExitCode.PIPE_CLOSED
