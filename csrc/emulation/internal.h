@@ -298,20 +298,25 @@ void wake(Fiber& fiber);
 void maybe_switch();  // at a seeded random moment, lets others run
 std::string run_launch(const Launch& launch);
 
-// memory.cpp
+// races.cpp
 uint16_t site_number(const Site& site, const char* what);
 std::string site_text(uint16_t number);
 std::string agent_text(const Block& block, int agent);
 int add_agent(Block& block, AgentKind kind, int owner);
-uint32_t shared_offset(const Block& block, uint32_t smem, uint32_t bytes, uint32_t alignment, const Site& site,
-                       const char* what);
-void check_shared_range(const Block& block, int64_t offset, uint32_t bytes, uint32_t alignment, const Site& site,
-                        const char* what);
 // Checks an access against the accesses before it, as `fiber` knows them, and records it for `agent` at `clock`.
 void record_read(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
                  bool async, const Site& site, const char* what);
 void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
                   bool async, const Site& site, const char* what);
+
+// shared_memory.cpp
+uint32_t shared_offset(const Block& block, uint32_t smem, uint32_t bytes, uint32_t alignment, const Site& site,
+                       const char* what);
+void check_shared_range(const Block& block, int64_t offset, uint32_t bytes, uint32_t alignment, const Site& site,
+                        const char* what);
+
+// global_memory.cpp
+unsigned char* reserve_window(uint64_t bytes);  // address space without memory: a plain dereference faults
 unsigned char* global_storage(const void* gmem, uint32_t bytes, uint32_t alignment, bool write, const Fiber* fiber,
                               const Site& site, const char* what);
 uint64_t add_buffer(void* storage, uint64_t bytes, bool writable, bool initialised, const char* name);
@@ -323,7 +328,7 @@ bool in_windows(const void* address);
 // Own clock of a thread; raised after every release.
 inline uint32_t& own_clock(Fiber& fiber) { return fiber.view.seen[static_cast<size_t>(fiber.thread)]; }
 
-// async.cpp, tensor.cpp, wgmma.cpp: work in flight
+// barriers.cpp, tensor.cpp, wgmma.cpp: work in flight
 void finish_copies(Fiber& fiber, uint32_t through_group);
 bool complete_random_copy(Block& block);
 bool complete_random_tensor_copy(Block& block);
@@ -335,7 +340,7 @@ void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint3
 Mbarrier& find_mbarrier(Block& block, uint32_t address, const Site& site, const char* what);
 void check_at_exit(Block& block);
 
-// collective.cpp
+// collectives.cpp
 // Gathers the warp: returns after all 32 lanes have called with the same site and the last of them has run `action`,
 // unless `action` returned false: then it has arranged for the lanes to be woken later.
 void gather(const char* what, const Site& site, void* argument, bool (*action)(Warp& warp));
