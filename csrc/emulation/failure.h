@@ -26,6 +26,7 @@ enum class FailureKind {
   kDescriptor,
   kWgmmaMisuse,
   kAccumulatorTouched,
+  kOperandTouched,
   kRegisterBudget,
   kAsyncAtExit,
   kDeadlock,

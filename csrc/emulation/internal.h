@@ -180,7 +180,9 @@ struct Accumulator {  // a warp's share of a wgmma accumulator while products ar
 struct ProductPart {
   bool arrived = false;
   std::shared_ptr<Accumulator> accumulator;
-  std::vector<uint32_t> a;  // [32][4], when A comes from registers
+  // When A comes from registers, by lane: [32][4] values, and where they lie (null: values without a place).
+  std::vector<uint32_t> a;
+  std::vector<const uint32_t*> a_places;
 };
 
 struct Product {
@@ -245,6 +247,8 @@ struct Launch {
   const void* const* arguments;
   const char* name;
   int32_t grid;
+  int32_t first_block;       // blocks first_block to first_block + run_blocks - 1 of the grid run: all, or some of a
+  int32_t run_blocks;        // problem that is too large to run whole
   int32_t block;
   int32_t shared_bytes;
   int32_t resident_blocks;

@@ -263,7 +263,7 @@ const char* failure_name(FailureKind kind) {
       "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference",
       "race",             "global_race",   "proxy_fence_missing", "divergent_collective", "barrier_misuse",
       "mbarrier_misuse",  "phase_lapped",  "transaction_count", "tensor_map",      "descriptor",       "wgmma_misuse",
-      "accumulator_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
+      "accumulator_touched", "operand_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
   return names[static_cast<int>(kind)];
 }
 
@@ -322,15 +322,15 @@ std::string run_launch(const Launch& launch) {
   set_slice();
   for (Buffer& buffer : machine.buffers) std::fill(buffer.writer.begin(), buffer.writer.end(), 0);
 
-  const size_t slots = static_cast<size_t>(std::min(launch.resident_blocks, launch.grid));
+  const size_t slots = static_cast<size_t>(std::min(launch.resident_blocks, launch.run_blocks));
   const size_t stack_count = slots * static_cast<size_t>(launch.block);
   unsigned char* stacks = allocate_stacks(stack_count, kStackBytes);
   std::vector<unsigned char*> free_stacks;
   for (size_t i = 0; i < slots; ++i) {
     free_stacks.push_back(stacks + i * static_cast<size_t>(launch.block) * kStackBytes);
   }
-  std::vector<int> order(static_cast<size_t>(launch.grid));
-  for (int i = 0; i < launch.grid; ++i) order[static_cast<size_t>(i)] = i;
+  std::vector<int> order(static_cast<size_t>(launch.run_blocks));
+  for (int i = 0; i < launch.run_blocks; ++i) order[static_cast<size_t>(i)] = launch.first_block + i;
   for (size_t i = order.size(); i > 1; --i) {
     std::swap(order[i - 1], order[machine.random.below(static_cast<uint32_t>(i))]);
   }

@@ -37,7 +37,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", type=Shape.parse, help="one problem instead of the suite, as b1.h2.kv1.q65.k65.d64")
     made.add_argument("--layout", type=Layout, choices=list(Layout), default=Layout.BHSD, help="with --shape")
     made.add_argument("--values", type=Values, choices=list(Values), default=Values.NORMAL, help="with --shape")
+    made.add_argument("--data-seed", type=int, default=0, metavar="N", help="with --shape: of the random inputs")
     made.add_argument("--splits", type=int, help="with --shape: blocks that share a query tile's keys (split kernels)")
+    made.add_argument("--huge", action="store_true", help="the last block of a problem whose offsets pass 2^31")
+    made.add_argument("--no-lse", action="store_true", help="with --shape: nobody wants the log-sum-exp")
+    made.add_argument("--no-counter", action="store_true", help="with --shape: no tile counter (persistent kernels)")
     made.add_argument("--seed", type=int, help="interleaving and timing (the suite: each case has its own)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds, from --seed on")
     made.add_argument("--async-policy", choices=list(POLICIES), default="seed", help="when work in flight takes effect")
@@ -53,7 +57,11 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
     """The cases that the arguments name, every seed of them."""
     masks = (False, True) if arguments.mask is None else (arguments.mask == "causal",)
     if arguments.shape is None:
-        cases = list(suite(load_tables(), arguments.kernel, masks))
+        cases = [
+            case
+            for case in suite(load_tables(), arguments.kernel, masks)
+            if case.problem.huge or not arguments.huge
+        ]
     else:
         cases = [
             Case(kernel, _problem(arguments, kernel.unit.dtype, causal, bool(kernel.unit.row.options.get("split"))), 0)
@@ -71,7 +79,17 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
 
 def _problem(arguments: argparse.Namespace, dtype: str, causal: bool, is_split: bool) -> Problem:
     splits = arguments.splits or (2 if is_split else 1)
-    return Problem(arguments.shape, dtype, causal, arguments.layout, arguments.values, 0, splits)
+    return Problem(
+        arguments.shape,
+        dtype,
+        causal,
+        arguments.layout,
+        arguments.values,
+        arguments.data_seed,
+        splits,
+        wants_lse=not arguments.no_lse,
+        has_counter=not arguments.no_counter,
+    )
 
 
 def check_of(case: Case, outcome: Outcome) -> Check:

@@ -16,7 +16,7 @@ from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, Ref
 
 def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial outputs [splits, batch, heads, rows, head_dim] and log-sum-exps. Some splits saw no key (-inf), and row 0 of
-    head 0 has none at all."""
+    head 0 has none at all; what such a split left as output is never read, and NaN here."""
     s = problem.shape
     generator = torch.Generator().manual_seed(problem.data_seed + 5)
     rows = (problem.splits, s.batch, s.heads_q, s.seq_q)
@@ -25,7 +25,7 @@ def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     empty = torch.rand(*rows, generator=generator) < 0.25
     empty[:, 0, 0, 0] = True
     lse[empty] = float("-inf")
-    out[empty] = 0.0
+    out[empty] = float("nan")
     return out.contiguous(), lse.contiguous()
 
 
@@ -49,7 +49,7 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
         params = ForwardParams(
             out=placed.address,
             out_stride=Strides(*placed.strides),
-            lse=add(lse, "lse", writable=True),
+            lse=add(lse, "lse", writable=True) if problem.wants_lse else 0,
             out_partial=add(partial, "out_partial", writable=False),
             lse_partial=add(lse_partial, "lse_partial", writable=False),
             batch=shape.batch,
@@ -65,11 +65,13 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
         rows = shape.batch * shape.heads_q * shape.seq_q
         geometry = Geometry(math.ceil(rows / row.block_m), row.threads, row.smem_bytes(unit.dtype), 255)
         report = library.launch(symbol, (ctypes.addressof(params),), geometry, settings)
-    wrong = [] if report.failure else disagreements(problem, _expected(problem, partial, lse_partial), out, lse)
+    wrong = [] if report.failure else disagreements(problem, expected(problem, partial, lse_partial), out, lse)
     return Outcome(problem, symbol, report, tuple(wrong), out, lse)
 
 
-def _expected(problem: Problem, partial: torch.Tensor, lse_partial: torch.Tensor) -> Reference:
+def expected(problem: Problem, partial: torch.Tensor, lse_partial: torch.Tensor) -> Reference:
+    """The whole output and log-sum-exp in fp64, and how far a kernel may be from them."""
+    partial = partial.nan_to_num(0.0)
     total = torch.logsumexp(lse_partial.double(), dim=0)
     weights = torch.exp(lse_partial.double() - total.masked_fill(torch.isinf(total), 0.0))[..., None]
     out = (weights * partial.double()).sum(dim=0)

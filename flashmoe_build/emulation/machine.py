@@ -46,6 +46,8 @@ class _Launch(ctypes.Structure):
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("name", ctypes.c_char_p),
         ("grid", ctypes.c_int32),
+        ("first_block", ctypes.c_int32),
+        ("run_blocks", ctypes.c_int32),
         ("block", ctypes.c_int32),
         ("shared_bytes", ctypes.c_int32),
         ("resident_blocks", ctypes.c_int32),
@@ -67,6 +69,7 @@ class Geometry:
     threads: int
     shared_bytes: int
     registers: int  # a thread, at launch
+    only_block: int | None = None  # of a problem too large to run whole: the one block that runs
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ class KernelLibrary:
             arguments=ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p)),
             name=symbol.encode(),
             grid=geometry.grid,
+            first_block=geometry.only_block or 0,
+            run_blocks=geometry.grid if geometry.only_block is None else 1,
             block=geometry.threads,
             shared_bytes=geometry.shared_bytes,
             resident_blocks=settings.resident_blocks,

@@ -163,6 +163,16 @@ __device__ inline void named_barriers(const Params& p) {
   }
 }
 
+// Warp 0 writes, all four warps meet, warp 2 reads. With fault 1 two of them meet, and then the other two at the same
+// barrier: that says nothing to warp 2 of what warp 0 wrote, in whatever order they come.
+__device__ inline void barrier_rounds(const Params& p) {
+  unsigned char* smem = dynamic_shared_memory();
+  const int lane = lane_index();
+  if (warp_index() == 0) st_shared_32(smem + 4 * lane, static_cast<uint32_t>(lane + 1));
+  named_barrier_sync(1, p.fault == 1 ? 64 : 128);
+  if (warp_index() == 2) st_global_32(p.out + 4 * lane, ld_shared_32(smem + 4 * (31 - lane)));
+}
+
 // One thread fills, a warp empties, `size` rounds, with nothing but mbarriers. One lane arrives for its warp, so the others'
 // waits must come before.
 __device__ inline void phases(const Params& p) {
@@ -283,6 +293,7 @@ __device__ inline void consume(const PipelineParams& p, unsigned char* smem, Mba
     }
     wgmma_commit();
     if (p.fault == 11) d[3] *= 2.0f;  // touched while in flight
+    if (p.fault == 25) a[2][1] ^= 1;  // A in registers, too
     if (p.fault == 12) {
       wgmma_wait<1>();
     } else {
@@ -359,6 +370,7 @@ MACHINE_TEST(copy_ring, machine_test::copy_ring(p))
 MACHINE_TEST(product_f16, machine_test::warp_product<__half>(p))
 MACHINE_TEST(product_bf16, machine_test::warp_product<__nv_bfloat16>(p))
 MACHINE_TEST(named_barriers, machine_test::named_barriers(p))
+MACHINE_TEST(barrier_rounds, machine_test::barrier_rounds(p))
 MACHINE_TEST(phases, machine_test::phases(p))
 MACHINE_TEST(registers, machine_test::registers(p))
 MACHINE_TEST(draw, machine_test::draw(p))
