@@ -14,6 +14,7 @@ enum class FailureKind {
   kUninitialisedRead,
   kReadOnly,
   kPlainDereference,
+  kDivisionByZero,
   kRace,
   kGlobalRace,
   kProxyFenceMissing,

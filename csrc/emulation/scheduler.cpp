@@ -200,6 +200,10 @@ __attribute__((noinline)) void run_until_done(std::vector<int>& order, std::vect
 
 void on_fault(int signal, siginfo_t* info, void*) {
   if (machine.running && machine.current != nullptr) {
+    if (signal == SIGFPE) {
+      fail(FailureKind::kDivisionByZero, Site{"", 0, ""}, "an integer division",
+           "by zero, or of the least integer by -1: the GPU gives an unspecified value");
+    }
     if (in_windows(info->si_addr)) {
       fail(FailureKind::kPlainDereference, Site{"", 0, ""}, "a plain load or store",
            "shared or global memory was dereferenced without a wrapper of csrc/ptx");
@@ -260,7 +264,7 @@ std::string report(double seconds) {
 
 const char* failure_name(FailureKind kind) {
   static const char* const names[] = {
-      "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference",
+      "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference", "division_by_zero",
       "race",             "global_race",   "proxy_fence_missing", "divergent_collective", "barrier_misuse",
       "mbarrier_misuse",  "phase_lapped",  "transaction_count", "tensor_map",      "descriptor",       "wgmma_misuse",
       "accumulator_touched", "operand_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
@@ -341,10 +345,11 @@ std::string run_launch(const Launch& launch) {
   alternate.ss_sp = signal_stack;
   alternate.ss_size = sizeof signal_stack;
   sigaltstack(&alternate, &previous_stack);
-  struct sigaction action {}, previous {};
+  struct sigaction action {}, previous {}, previous_division {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &previous);
+  sigaction(SIGFPE, &action, &previous_division);
 
   const double begin = processor_seconds();
   machine.running = true;
@@ -353,6 +358,7 @@ std::string run_launch(const Launch& launch) {
   machine.current = nullptr;
   const double seconds = processor_seconds() - begin;
   sigaction(SIGSEGV, &previous, nullptr);
+  sigaction(SIGFPE, &previous_division, nullptr);
   sigaltstack(&previous_stack, nullptr);
   machine.resident.clear();
   storage.clear();

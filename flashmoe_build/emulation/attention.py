@@ -44,6 +44,10 @@ class ForwardParams(ctypes.Structure):
     ]
 
 
+class TensorMapError(InternalError):
+    """cuTensorMapEncodeTiled would refuse what the host describes."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """A tensor as the kernel sees it: address and element strides of (batch, head, row)."""
@@ -239,5 +243,5 @@ def tensor_map_arguments(unit: Unit, library: KernelLibrary, params: ForwardPara
     problem = encode(ctypes.addressof(params), base)
     if problem is not None:
         msg = f"the host's tensor maps are refused: {problem.decode()}"
-        raise InternalError(msg)
+        raise TensorMapError(msg)
     return tuple(base + 128 * i for i in range(4)), memory

@@ -43,6 +43,7 @@ __device__ inline void exchange(const Params& p) {
   if (p.fault == 3) value += *reinterpret_cast<const uint32_t*>(in);        // global memory without a wrapper
   if (p.fault == 4) value += *reinterpret_cast<const uint32_t*>(smem + 4);  // shared memory without a wrapper
   int store_at = 4 * neighbour;
+  if (p.fault == 12) store_at += 4 * (thread / (p.size - 128));
   if (p.fault == 5) store_at += 4 * block_size();      // past the end of shared memory
   if (p.fault == 6) store_at = 4 * (neighbour & ~1);   // two threads write one word
   if (p.fault != 7) st_shared_32(smem + store_at, value);
@@ -163,13 +164,18 @@ __device__ inline void named_barriers(const Params& p) {
   }
 }
 
-// Warp 0 writes, all four warps meet, warp 2 reads. With fault 1 two of them meet, and then the other two at the same
-// barrier: that says nothing to warp 2 of what warp 0 wrote, in whatever order they come.
+// Warp 0 writes, all four warps meet, warp 2 reads. With fault 1 warps 0 and 1 meet, and later (as a relaxed atomic tells)
+// warps 2 and 3 at the same barrier: that says nothing to warp 2 of what warp 0 wrote.
 __device__ inline void barrier_rounds(const Params& p) {
   unsigned char* smem = dynamic_shared_memory();
   const int lane = lane_index();
   if (warp_index() == 0) st_shared_32(smem + 4 * lane, static_cast<uint32_t>(lane + 1));
+  if (p.fault == 1 && warp_index() >= 2) {
+    while (atomic_add_global(p.counter, 0) == 0) {
+    }
+  }
   named_barrier_sync(1, p.fault == 1 ? 64 : 128);
+  if (warp_index() == 1 && lane == 0) atomic_add_global(p.counter, 1);
   if (warp_index() == 2) st_global_32(p.out + 4 * lane, ld_shared_32(smem + 4 * (31 - lane)));
 }
 
