@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "emulation/api.h"
 #include "emulation/failure.h"
 #include "emulation/fiber.h"
 #include "emulation/machine.h"
@@ -240,25 +241,6 @@ enum class AsyncPolicy { kLazy, kEager, kRandom };
 struct Statistics {
   uint64_t steps = 0, switches = 0, matrix_products = 0, warpgroup_products = 0, multiply_adds = 0;
   uint64_t shared_accesses = 0, global_accesses = 0, copies = 0, tensor_copies = 0, barriers = 0;
-};
-
-struct Launch {
-  void (*entry)(const void* const* arguments);
-  const void* const* arguments;
-  const char* name;
-  int32_t grid;
-  int32_t first_block;       // blocks first_block to first_block + run_blocks - 1 of the grid run: all, or some of a
-  int32_t run_blocks;        // problem that is too large to run whole
-  int32_t block;
-  int32_t shared_bytes;
-  int32_t resident_blocks;
-  int32_t registers;         // per thread at launch
-  int32_t tensor_core_block;
-  int32_t tensor_core_extra_bits;
-  int32_t async_policy;      // -1: from the seed
-  int32_t check_races;
-  uint64_t seed;
-  uint64_t step_limit;
 };
 
 class Random {

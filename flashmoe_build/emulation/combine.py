@@ -29,11 +29,17 @@ def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
+def combine_geometry(unit: Unit, problem: Problem) -> Geometry:
+    """One warp a row."""
+    rows = problem.shape.batch * problem.shape.heads_q * problem.shape.seq_q
+    return Geometry(math.ceil(rows / unit.row.block_m), unit.row.threads, unit.row.smem_bytes(unit.dtype), 255)
+
+
 def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
     """Random partial results through the kernel, compared with fp64."""
     library = load(kernel_library(unit, options))
     symbol = unit.entries[0][1]
-    shape, row = problem.shape, unit.row
+    shape = problem.shape
     partial, lse_partial = make_partials(problem)
     out = torch.full(
         (shape.batch, shape.heads_q, shape.seq_q, shape.head_dim), float("nan"), dtype=DTYPES[problem.dtype]
@@ -62,9 +68,7 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
             scale=problem.scale,
             scale_log2=problem.scale_log2,
         )
-        rows = shape.batch * shape.heads_q * shape.seq_q
-        geometry = Geometry(math.ceil(rows / row.block_m), row.threads, row.smem_bytes(unit.dtype), 255)
-        report = library.launch(symbol, (ctypes.addressof(params),), geometry, settings)
+        report = library.launch(symbol, (ctypes.addressof(params),), combine_geometry(unit, problem), settings)
     wrong = [] if report.failure else disagreements(problem, expected(problem, partial, lse_partial), out, lse)
     return Outcome(problem, symbol, report, tuple(wrong), out, lse)
 

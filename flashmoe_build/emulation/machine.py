@@ -39,7 +39,7 @@ TENSOR_CORES: Mapping[str, TensorCore] = {
 
 
 class _Launch(ctypes.Structure):
-    """struct Launch of csrc/emulation/internal.h."""
+    """struct Launch of csrc/emulation/api.h."""
 
     _fields_ = [
         ("entry", ctypes.c_void_p),
