@@ -111,6 +111,24 @@ def replay(driver: Driver, record: dict[str, Any], cubin: bytes) -> dict[str, An
     return result
 
 
+def totals(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sums over all launches of attention kernels, by result; the probes stand for themselves."""
+    sums: dict[str, dict[str, Any]] = {}
+    for result in results:
+        if result["name"].startswith("probe"):
+            continue
+        for name, row in result.items():
+            if not isinstance(row, dict):
+                continue
+            total = sums.setdefault(name, {"launches": 0, "max_abs": 0.0})
+            total["launches"] += 1
+            total["max_abs"] = max(total["max_abs"], row["max_abs"])
+            for key in ("values", "bitwise_equal", "within_1_ulp", "bitwise_equal_rounded"):
+                if key in row:
+                    total[key] = total.get(key, 0) + row[key]
+    return sums
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -132,7 +150,11 @@ def main() -> int:
                 print(
                     f"{result['name']} {name}: {share:.4%} equal bits, max {row['max_ulp']} ulp, {row['max_abs']:.2e}"
                 )
-    report = {"device": torch.cuda.get_device_name(), "results": results}
+    report = {"device": torch.cuda.get_device_name(), "totals": totals(results), "results": results}
+    for name, row in report["totals"].items():
+        equal = row.get("bitwise_equal_rounded", row["bitwise_equal"])
+        words = "equal bits once rounded to 16" if "bitwise_equal_rounded" in row else "equal bits"
+        print(f"all {row['launches']} launches, {name}: {equal} of {row['values']} {words}, max {row['max_abs']:.2e}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
