@@ -141,11 +141,16 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
+def matching(tables: Tables, text: str) -> tuple[Kernel, ...]:
+    """The kernel of that label, or else all whose label contains ``text``."""
+    every = kernels(tables)
+    exact = tuple(kernel for kernel in every if kernel.label == text)
+    return exact or tuple(kernel for kernel in every if text in kernel.label)
+
+
 def suite(tables: Tables, selected: str = "", masks: tuple[bool, ...] = (False, True)) -> Iterator[Case]:
-    """Every case of every kernel whose label contains ``selected``."""
-    for kernel in kernels(tables):
-        if selected not in kernel.label:
-            continue
+    """Every case of every kernel that ``selected`` names (see ``matching``)."""
+    for kernel in matching(tables, selected):
         for seed, problem in enumerate(problems(kernel.unit)):
             if problem.causal in masks:
                 yield Case(kernel, problem, seed)

@@ -18,7 +18,7 @@ from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, w
 from flashmoe.tables import load_tables
 from flashmoe_build.emulation.attention import Outcome
 from flashmoe_build.emulation.build import Options, compiler, jobs, kernel_library
-from flashmoe_build.emulation.cases import Case, kernels, run_case, suite
+from flashmoe_build.emulation.cases import Case, kernels, matching, run_case, suite
 from flashmoe_build.emulation.machine import TENSOR_CORES, AsyncPolicy
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
@@ -32,7 +32,7 @@ POLICIES = {
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m flashmoe_build.emulation", description=__doc__)
-    made.add_argument("--kernel", default="", metavar="TEXT", help="kernels whose label contains TEXT (all)")
+    made.add_argument("--kernel", default="", metavar="TEXT", help="the label of a kernel, or a part of some (all)")
     made.add_argument("--list", action="store_true", help="print the labels and stop")
     made.add_argument("--mask", choices=("full", "causal"), help="one mask only")
     made.add_argument("--shape", type=Shape.parse, help="one problem instead of the suite, as b1.h2.kv1.q65.k65.d64")
@@ -66,8 +66,8 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
     else:
         cases = [
             Case(kernel, _problem(arguments, kernel.unit.dtype, causal, bool(kernel.unit.row.options.get("split"))), 0)
-            for kernel in kernels(load_tables())
-            if arguments.kernel in kernel.label and arguments.shape.head_dim <= kernel.unit.row.head_dim
+            for kernel in matching(load_tables(), arguments.kernel)
+            if arguments.shape.head_dim <= kernel.unit.row.head_dim
             for causal in masks
             if not kernel.unit.row.masks or ("causal" if causal else "full") in kernel.unit.row.masks
         ]
