@@ -14,7 +14,7 @@ enum class FailureKind {
   kUninitialisedRead,
   kReadOnly,
   kPlainDereference,
-  kDivisionByZero,
+  kUndefined,
   kRace,
   kGlobalRace,
   kProxyFenceMissing,

@@ -201,8 +201,13 @@ __attribute__((noinline)) void run_until_done(std::vector<int>& order, std::vect
 void on_fault(int signal, siginfo_t* info, void*) {
   if (machine.running && machine.current != nullptr) {
     if (signal == SIGFPE) {
-      fail(FailureKind::kDivisionByZero, Site{"", 0, ""}, "an integer division",
+      fail(FailureKind::kUndefined, Site{"", 0, ""}, "an integer division",
            "by zero, or of the least integer by -1: the GPU gives an unspecified value");
+    }
+    if (signal == SIGILL || signal == SIGTRAP) {
+      fail(FailureKind::kUndefined, Site{"", 0, ""}, "plain C++",
+           "an index outside an array, an overflow of a signed integer, or a shift by too much; --sanitize undefined says "
+           "which, and where");
     }
     if (in_windows(info->si_addr)) {
       fail(FailureKind::kPlainDereference, Site{"", 0, ""}, "a plain load or store",
@@ -264,7 +269,7 @@ std::string report(double seconds) {
 
 const char* failure_name(FailureKind kind) {
   static const char* const names[] = {
-      "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference", "division_by_zero",
+      "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference", "undefined",
       "race",             "global_race",   "proxy_fence_missing", "divergent_collective", "barrier_misuse",
       "mbarrier_misuse",  "phase_lapped",  "transaction_count", "tensor_map",      "descriptor",       "wgmma_misuse",
       "accumulator_touched", "operand_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
@@ -345,11 +350,11 @@ std::string run_launch(const Launch& launch) {
   alternate.ss_sp = signal_stack;
   alternate.ss_size = sizeof signal_stack;
   sigaltstack(&alternate, &previous_stack);
-  struct sigaction action {}, previous {}, previous_division {};
+  constexpr int kFaults[] = {SIGSEGV, SIGFPE, SIGILL, SIGTRAP};
+  struct sigaction action {}, previous[4] {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigaction(SIGSEGV, &action, &previous);
-  sigaction(SIGFPE, &action, &previous_division);
+  for (int i = 0; i < 4; ++i) sigaction(kFaults[i], &action, &previous[i]);
 
   const double begin = processor_seconds();
   machine.running = true;
@@ -357,8 +362,7 @@ std::string run_launch(const Launch& launch) {
   machine.running = false;
   machine.current = nullptr;
   const double seconds = processor_seconds() - begin;
-  sigaction(SIGSEGV, &previous, nullptr);
-  sigaction(SIGFPE, &previous_division, nullptr);
+  for (int i = 0; i < 4; ++i) sigaction(kFaults[i], &previous[i], nullptr);
   sigaltstack(&previous_stack, nullptr);
   machine.resident.clear();
   storage.clear();

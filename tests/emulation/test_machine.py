@@ -48,7 +48,9 @@ def test_exchange(machine: Machine, seed: int) -> None:
         (9, {"global_race"}),
         (10, {"read_only"}),
         (11, {"uninitialised_read"}),
-        (12, {"division_by_zero"}),
+        (12, {"undefined"}),
+        (13, {"undefined"}),
+        (14, {"undefined"}),
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)

@@ -43,7 +43,10 @@ __device__ inline void exchange(const Params& p) {
   if (p.fault == 3) value += *reinterpret_cast<const uint32_t*>(in);        // global memory without a wrapper
   if (p.fault == 4) value += *reinterpret_cast<const uint32_t*>(smem + 4);  // shared memory without a wrapper
   int store_at = 4 * neighbour;
-  if (p.fault == 12) store_at += 4 * (thread / (p.size - 128));
+  const int steps[2] = {0, 4};
+  if (p.fault == 12) store_at += 4 * (thread / (p.size - 128));  // division by zero
+  if (p.fault == 13) store_at += steps[p.size / 32];              // past the end of a register array
+  if (p.fault == 14) store_at += (p.size + 0x7fffffff) % 4 * 4;  // more than an int holds
   if (p.fault == 5) store_at += 4 * block_size();      // past the end of shared memory
   if (p.fault == 6) store_at = 4 * (neighbour & ~1);   // two threads write one word
   if (p.fault != 7) st_shared_32(smem + store_at, value);
