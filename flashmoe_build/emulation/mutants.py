@@ -31,7 +31,7 @@ from flashmoe_build.emulation.attention import TensorMapError
 from flashmoe_build.emulation.build import CACHE, CSRC, REPOSITORY, Options, jobs
 from flashmoe_build.emulation.cases import Case, run_case, suite
 
-MUTANTS = tuple(sorted((REPOSITORY / "tests" / "emulation").glob("mutants*.toml")))
+MUTANTS = tuple(sorted((REPOSITORY / "tests" / "emulation").glob("mutants/*.toml")))
 EXTRA_SEEDS = 4  # a bug of timing may need more than the suite's own seed of each case
 WORKER_SECONDS = 240
 
@@ -88,7 +88,7 @@ def patched(mutant: Mutant) -> str:
     if len(matches) != 1:
         msg = (
             f"mutant {mutant.name}: its anchor stands {len(matches)} times in csrc/{mutant.file}; "
-            "bring tests/emulation/mutants.toml up to date"
+            "bring tests/emulation/mutants/ up to date"
         )
         raise TableError(msg)
     start, end = matches[0].span()
@@ -167,7 +167,7 @@ def markdown(mutants: Sequence[Mutant], kills: Sequence[Kill]) -> str:
         "# Planted bugs and what the emulated kernels made of them",
         "",
         f"{killed} of {len(kills)} killed. Written by `python -m flashmoe_build.emulation.mutants`; the patches are in",
-        "`tests/emulation/mutants.toml`. *Runs*: emulated launches until the first failure.",
+        "`tests/emulation/mutants/`. *Runs*: emulated launches until the first failure.",
         "",
         "| mutant | bug | file | found as | runs | first failing case |",
         "|---|---|---|---|---|---|",
