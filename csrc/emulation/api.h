@@ -37,6 +37,8 @@ uint64_t emulation_add_buffer(void* storage, uint64_t bytes, int writable, int i
 uint64_t emulation_reserve(uint64_t bytes);
 void emulation_map_buffer(uint64_t address, void* storage, uint64_t bytes, int writable, int initialised,
                           const char* name);
+// The kernel is a dependent launch, and this buffer (by its address) is written by the grid in front of it.
+void emulation_expect_from_grid_in_front(uint64_t address);
 void emulation_clear_buffers();
 
 // Fills the 128 bytes at `map`, with the checks of cuTensorMapEncodeTiled. dims and box count elements, innermost first;

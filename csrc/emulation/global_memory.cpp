@@ -37,11 +37,19 @@ uint64_t reserve_addresses(uint64_t bytes) {
 }
 
 void map_buffer(uint64_t address, void* storage, uint64_t bytes, bool writable, bool initialised, const char* name) {
-  Buffer buffer{address, bytes, static_cast<unsigned char*>(storage), writable, name, {}, {}};
+  Buffer buffer{address, bytes, static_cast<unsigned char*>(storage), writable, false, name, {}, {}};
   if (!initialised) buffer.initialised.assign(bytes, 0);
   if (writable) buffer.writer.assign((bytes + 1) / 2, 0);
   machine.buffers.push_back(std::move(buffer));
 }
+
+void expect_from_grid_in_front(uint64_t address) {
+  for (Buffer& buffer : machine.buffers) {
+    if (buffer.base == address) buffer.of_grid_in_front = true;
+  }
+}
+
+void grid_dependency_wait() { machine.current->grid_waited = true; }
 
 uint64_t add_buffer(void* storage, uint64_t bytes, bool writable, bool initialised, const char* name) {
   const uint64_t address = reserve_addresses(bytes);
@@ -135,6 +143,10 @@ unsigned char* global_storage(const void* gmem, uint32_t bytes, uint32_t alignme
          nearest_text(address).c_str());
   }
   const uint64_t offset = address - buffer->base;
+  if (buffer->of_grid_in_front && fiber != nullptr && !fiber->grid_waited) {
+    fail(FailureKind::kGlobalRace, site, what, "touches '%s', which the grid in front may still write: no wait for it",
+         buffer->name.c_str());
+  }
   if (write) {
     if (!buffer->writable) {
       fail(FailureKind::kReadOnly, site, what, "writes to '%s', which is an input", buffer->name.c_str());

@@ -98,6 +98,7 @@ struct Fiber {
   uint32_t stores_committed = 0;
   uint32_t last_store_group = 0;  // newest group with a store in it
   uint32_t stores_waited = 0;     // groups through here have been waited for
+  bool grid_waited = false;       // for the grid in front
 };
 
 struct Warp {
@@ -231,6 +232,7 @@ struct Buffer {
   uint64_t bytes;
   unsigned char* storage;
   bool writable;
+  bool of_grid_in_front;  // that grid may still write it: nothing may touch it before the wait for that grid
   std::string name;
   std::vector<uint8_t> initialised;  // per byte; empty when all of it is
   std::vector<uint64_t> writer;      // per 2 bytes: (block * kMaxBlockThreads + thread + 1) << 32 | clock
@@ -308,6 +310,7 @@ unsigned char* global_storage(const void* gmem, uint32_t bytes, uint32_t alignme
 uint64_t add_buffer(void* storage, uint64_t bytes, bool writable, bool initialised, const char* name);
 uint64_t reserve_addresses(uint64_t bytes);
 void map_buffer(uint64_t address, void* storage, uint64_t bytes, bool writable, bool initialised, const char* name);
+void expect_from_grid_in_front(uint64_t address);
 void clear_buffers();
 bool in_windows(const void* address);
 

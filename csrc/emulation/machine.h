@@ -27,6 +27,9 @@ void load_global(void* to, const void* gmem, int bytes, const Site& site, const 
 void store_global(void* gmem, const void* from, int bytes, const Site& site, const char* what);
 int32_t atomic_add(int32_t* gmem, int32_t value, const Site& site, const char* what);
 
+// Programmatic dependent launch: after this the thread may touch what the grid in front writes.
+void grid_dependency_wait();
+
 // Barriers.
 constexpr int kWholeBlock = -1;
 void barrier(int id, int threads, bool waits, const Site& site, const char* what);

@@ -133,7 +133,14 @@ def library(name: str, text: str, arch: str, options: Options) -> Path:
     roots = options.roots()
     objects = machine_objects(options)
     traps = () if options.sanitize else TRAP_FLAGS
-    flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *poison_flags(), *traps, f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}", *options.flags())
+    flags = (
+        *COMMON_FLAGS,
+        *KERNEL_FLAGS,
+        *poison_flags(),
+        *traps,
+        f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}",
+        *options.flags(),
+    )
     facts = {"flags": flags, "compiler": version, "objects": [item.name for item in objects]}
     # The force-included prelude is part of the key although the text does not name it.
     named = '#include "emulation/prelude.h"\n' + text

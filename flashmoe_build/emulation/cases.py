@@ -109,8 +109,12 @@ def problems(unit: Unit) -> Iterator[Problem]:
         (20, n + 9, dim, 2, 2, 1, Layout.BHSD, Values.NAN),
     )
     if unit.row.schedule == "persistent":
-        # Seven tiles a head for three blocks: every buffer comes round again.
-        sizes += ((m * 3 + 70, n + 30, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED),)
+        sizes += (
+            # Eight tiles for three blocks: every buffer comes round again.
+            (m * 3 + 70, n + 30, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED),
+            # Causal: the first 64 rows of a tile see one key block, the others two; of two shares they see none of one.
+            (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED),
+        )
     for causal in (mask == "causal" for mask in unit.row.masks):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
             problem = Problem(

@@ -59,9 +59,7 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
     masks = (False, True) if arguments.mask is None else (arguments.mask == "causal",)
     if arguments.shape is None:
         cases = [
-            case
-            for case in suite(load_tables(), arguments.kernel, masks)
-            if case.problem.huge or not arguments.huge
+            case for case in suite(load_tables(), arguments.kernel, masks) if case.problem.huge or not arguments.huge
         ]
     else:
         cases = [
@@ -108,7 +106,9 @@ def check_of(case: Case, outcome: Outcome) -> Check:
 
 def summarised(cases: Sequence[Case], checks: Sequence[Check]) -> list[Check]:
     """Of many seeds: one check for all runs of a kernel that passed, and every run that failed."""
-    runs = Counter(case.kernel.label for case, check in zip(cases, checks, strict=True) if check.verdict is Verdict.PASS)
+    runs = Counter(
+        case.kernel.label for case, check in zip(cases, checks, strict=True) if check.verdict is Verdict.PASS
+    )
     passed = [Check(label, Verdict.PASS, found=f"{count} runs without a failure") for label, count in runs.items()]
     return passed + [check for check in checks if check.verdict is not Verdict.PASS]
 

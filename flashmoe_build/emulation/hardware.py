@@ -47,7 +47,9 @@ def problems(unit: Unit) -> list[Problem]:
     splits = 3 if unit.row.options.get("split") else 1
     sizes = {"causal": (193, 257, Values.NORMAL), "full": (65, 199, Values.RISING)}
     return [
-        Problem(Shape(1, 2, 1, seq_q, seq_k, dim), unit.dtype, mask == "causal", values=values, data_seed=7, splits=splits)
+        Problem(
+            Shape(1, 2, 1, seq_q, seq_k, dim), unit.dtype, mask == "causal", values=values, data_seed=7, splits=splits
+        )
         for mask, (seq_q, seq_k, values) in sizes.items()
         if mask in unit.row.masks
     ]

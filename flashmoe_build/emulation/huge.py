@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashmoe.tables import Unit
-from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, launch_registers, load, mapped, tensor_map_arguments
+from flashmoe_build.emulation.attention import (
+    ForwardParams,
+    Outcome,
+    Strides,
+    launch_registers,
+    load,
+    mapped,
+    tensor_map_arguments,
+)
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.combine import expected, make_partials
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings

@@ -150,8 +150,9 @@ def main() -> int:
                 print(
                     f"{result['name']} {name}: {share:.4%} equal bits, max {row['max_ulp']} ulp, {row['max_abs']:.2e}"
                 )
-    report = {"device": torch.cuda.get_device_name(), "totals": totals(results), "results": results}
-    for name, row in report["totals"].items():
+    sums = totals(results)
+    report = {"device": torch.cuda.get_device_name(), "totals": sums, "results": results}
+    for name, row in sums.items():
         equal = row.get("bitwise_equal_rounded", row["bitwise_equal"])
         words = "equal bits once rounded to 16" if "bitwise_equal_rounded" in row else "equal bits"
         print(f"all {row['launches']} launches, {name}: {equal} of {row['values']} {words}, max {row['max_abs']:.2e}")

@@ -289,6 +289,18 @@ def test_counter_over_blocks(machine: Machine) -> None:
     assert torch.equal(out, words(20))
 
 
+@pytest.mark.parametrize(("fault", "kind"), [(0, "none"), (1, "global_race"), (2, "global_race")])
+def test_dependent_launch(machine: Machine, fault: int, kind: str) -> None:
+    for seed in SEEDS:
+        out = torch.zeros(64, dtype=torch.int32)
+        settings = Settings(seed=seed)
+        report, _ = machine.run(
+            "dependent", words(64), out, threads=64, shared=0, fault=fault, settings=settings, is_dependent=True
+        )
+        assert failure_kind(report) == kind
+        assert kind != "none" or torch.equal(out, words(64))
+
+
 def test_endless_kernel(machine: Machine) -> None:
     settings = Settings(step_limit=2000)
     report, _ = machine.run(

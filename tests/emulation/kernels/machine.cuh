@@ -6,6 +6,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -219,6 +220,12 @@ __device__ inline void registers(const Params& p) {
   if (thread_index() == 0) st_global_32(p.out, 1);
 }
 
+// A dependent launch, whose input the grid in front writes. Each thread that touches it waits.
+__device__ inline void dependent(const Params& p) {
+  if (p.fault != 1 && (p.fault != 2 || lane_index() != 9)) grid_dependency_wait();
+  st_global_32(p.out + 4 * thread_index(), ld_global_32(p.in + 4 * thread_index()));
+}
+
 // Blocks draw numbers from a counter, as a persistent kernel does.
 __device__ inline void draw(const Params& p) {
   if (thread_index() != 0) return;
@@ -382,6 +389,7 @@ MACHINE_TEST(named_barriers, machine_test::named_barriers(p))
 MACHINE_TEST(barrier_rounds, machine_test::barrier_rounds(p))
 MACHINE_TEST(phases, machine_test::phases(p))
 MACHINE_TEST(registers, machine_test::registers(p))
+MACHINE_TEST(dependent, machine_test::dependent(p))
 MACHINE_TEST(draw, machine_test::draw(p))
 PIPELINE_TEST(pipeline_f16, __half, false)
 PIPELINE_TEST(pipeline_bf16_registers, __nv_bfloat16, true)
