@@ -1,5 +1,5 @@
-// The C interface of an emulated kernel library: buffers, tensor maps, launch. Addresses handed out are for kernel
-// parameters only; nothing on the host may follow them.
+#include "emulation/api.h"
+
 #include <cstdio>
 #include <cstring>
 
@@ -14,7 +14,6 @@ uint64_t emulation_add_buffer(void* storage, uint64_t bytes, int writable, int i
   return flashmoe::emulation::add_buffer(storage, bytes, writable != 0, initialised != 0, name);
 }
 
-// Address space without buffers: emulation_map_buffer puts some into it (tensors with huge strides).
 uint64_t emulation_reserve(uint64_t bytes) { return flashmoe::emulation::reserve_addresses(bytes); }
 
 void emulation_map_buffer(uint64_t address, void* storage, uint64_t bytes, int writable, int initialised,
@@ -22,10 +21,12 @@ void emulation_map_buffer(uint64_t address, void* storage, uint64_t bytes, int w
   flashmoe::emulation::map_buffer(address, storage, bytes, writable != 0, initialised != 0, name);
 }
 
+void emulation_expect_from_grid_in_front(uint64_t address) {
+  flashmoe::emulation::expect_from_grid_in_front(address);
+}
+
 void emulation_clear_buffers() { flashmoe::emulation::clear_buffers(); }
 
-// Fills the 128 bytes at `map`, with the checks of cuTensorMapEncodeTiled. dims and box count elements, innermost first;
-// strides are bytes, of dimensions 1 and up. Returns null, or what is wrong.
 const char* emulation_encode_tensor_map(void* map, int element_bytes, int rank, uint64_t address, const uint64_t* dims,
                                         const uint64_t* strides, const uint32_t* box, int swizzle_bytes) {
   if (rank < 1 || rank > 4) return "rank: 1 to 4 are modelled";
@@ -55,7 +56,6 @@ const char* emulation_encode_tensor_map(void* map, int element_bytes, int rank, 
   return nullptr;
 }
 
-// Runs a kernel and returns a JSON report, valid until the next call.
 const char* emulation_launch(const flashmoe::emulation::Launch* launch) {
   static std::string report;
   report = flashmoe::emulation::run_launch(*launch);

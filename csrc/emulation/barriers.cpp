@@ -34,7 +34,7 @@ void barrier(int id, int threads, bool waits, const Site& site, const char* what
   if (barrier.arrived == 0) {
     barrier.expected = expected;
     barrier.first_site = site;
-    if (barrier.gathered.seen.empty()) barrier.gathered.reset(block.agent_capacity);
+    barrier.gathered.reset(block.agent_capacity);  // another round says nothing of who came to this one only
   } else if (barrier.expected != expected) {
     fail(FailureKind::kBarrierMisuse, site, what, "barrier %d expects %d threads here and %d at %s:%d", id, expected,
          barrier.expected, barrier.first_site.file, barrier.first_site.line);
@@ -59,7 +59,6 @@ void barrier(int id, int threads, bool waits, const Site& site, const char* what
   if (waits) acquire(fiber, barrier.gathered);
   barrier.waiting.clear();
   barrier.arrived = 0;
-  // The next round keeps the gathered view: it only says what was over before, which stays true.
 }
 
 void warp_barrier(const Site& site, const char* what) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "emulation/api.h"
 #include "emulation/failure.h"
 #include "emulation/fiber.h"
 #include "emulation/machine.h"
@@ -97,6 +98,7 @@ struct Fiber {
   uint32_t stores_committed = 0;
   uint32_t last_store_group = 0;  // newest group with a store in it
   uint32_t stores_waited = 0;     // groups through here have been waited for
+  bool grid_waited = false;       // for the grid in front
 };
 
 struct Warp {
@@ -180,7 +182,9 @@ struct Accumulator {  // a warp's share of a wgmma accumulator while products ar
 struct ProductPart {
   bool arrived = false;
   std::shared_ptr<Accumulator> accumulator;
-  std::vector<uint32_t> a;  // [32][4], when A comes from registers
+  // When A comes from registers, by lane: [32][4] values, and where they lie (null: values without a place).
+  std::vector<uint32_t> a;
+  std::vector<const uint32_t*> a_places;
 };
 
 struct Product {
@@ -228,6 +232,7 @@ struct Buffer {
   uint64_t bytes;
   unsigned char* storage;
   bool writable;
+  bool of_grid_in_front;  // that grid may still write it: nothing may touch it before the wait for that grid
   std::string name;
   std::vector<uint8_t> initialised;  // per byte; empty when all of it is
   std::vector<uint64_t> writer;      // per 2 bytes: (block * kMaxBlockThreads + thread + 1) << 32 | clock
@@ -238,23 +243,6 @@ enum class AsyncPolicy { kLazy, kEager, kRandom };
 struct Statistics {
   uint64_t steps = 0, switches = 0, matrix_products = 0, warpgroup_products = 0, multiply_adds = 0;
   uint64_t shared_accesses = 0, global_accesses = 0, copies = 0, tensor_copies = 0, barriers = 0;
-};
-
-struct Launch {
-  void (*entry)(const void* const* arguments);
-  const void* const* arguments;
-  const char* name;
-  int32_t grid;
-  int32_t block;
-  int32_t shared_bytes;
-  int32_t resident_blocks;
-  int32_t registers;         // per thread at launch
-  int32_t tensor_core_block;
-  int32_t tensor_core_extra_bits;
-  int32_t async_policy;      // -1: from the seed
-  int32_t check_races;
-  uint64_t seed;
-  uint64_t step_limit;
 };
 
 class Random {
@@ -298,32 +286,38 @@ void wake(Fiber& fiber);
 void maybe_switch();  // at a seeded random moment, lets others run
 std::string run_launch(const Launch& launch);
 
-// memory.cpp
+// races.cpp
 uint16_t site_number(const Site& site, const char* what);
 std::string site_text(uint16_t number);
 std::string agent_text(const Block& block, int agent);
 int add_agent(Block& block, AgentKind kind, int owner);
-uint32_t shared_offset(const Block& block, uint32_t smem, uint32_t bytes, uint32_t alignment, const Site& site,
-                       const char* what);
-void check_shared_range(const Block& block, int64_t offset, uint32_t bytes, uint32_t alignment, const Site& site,
-                        const char* what);
 // Checks an access against the accesses before it, as `fiber` knows them, and records it for `agent` at `clock`.
 void record_read(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
                  bool async, const Site& site, const char* what);
 void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fiber, int agent, uint32_t clock,
                   bool async, const Site& site, const char* what);
+
+// shared_memory.cpp
+uint32_t shared_offset(const Block& block, uint32_t smem, uint32_t bytes, uint32_t alignment, const Site& site,
+                       const char* what);
+void check_shared_range(const Block& block, int64_t offset, uint32_t bytes, uint32_t alignment, const Site& site,
+                        const char* what);
+
+// global_memory.cpp
+unsigned char* reserve_window(uint64_t bytes);  // address space without memory: a plain dereference faults
 unsigned char* global_storage(const void* gmem, uint32_t bytes, uint32_t alignment, bool write, const Fiber* fiber,
                               const Site& site, const char* what);
 uint64_t add_buffer(void* storage, uint64_t bytes, bool writable, bool initialised, const char* name);
 uint64_t reserve_addresses(uint64_t bytes);
 void map_buffer(uint64_t address, void* storage, uint64_t bytes, bool writable, bool initialised, const char* name);
+void expect_from_grid_in_front(uint64_t address);
 void clear_buffers();
 bool in_windows(const void* address);
 
 // Own clock of a thread; raised after every release.
 inline uint32_t& own_clock(Fiber& fiber) { return fiber.view.seen[static_cast<size_t>(fiber.thread)]; }
 
-// async.cpp, tensor.cpp, wgmma.cpp: work in flight
+// barriers.cpp, tensor.cpp, wgmma.cpp: work in flight
 void finish_copies(Fiber& fiber, uint32_t through_group);
 bool complete_random_copy(Block& block);
 bool complete_random_tensor_copy(Block& block);
@@ -335,7 +329,7 @@ void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint3
 Mbarrier& find_mbarrier(Block& block, uint32_t address, const Site& site, const char* what);
 void check_at_exit(Block& block);
 
-// collective.cpp
+// collectives.cpp
 // Gathers the warp: returns after all 32 lanes have called with the same site and the last of them has run `action`,
 // unless `action` returned false: then it has arranged for the lanes to be woken later.
 void gather(const char* what, const Site& site, void* argument, bool (*action)(Warp& warp));

@@ -27,6 +27,9 @@ void load_global(void* to, const void* gmem, int bytes, const Site& site, const 
 void store_global(void* gmem, const void* from, int bytes, const Site& site, const char* what);
 int32_t atomic_add(int32_t* gmem, int32_t value, const Site& site, const char* what);
 
+// Programmatic dependent launch: after this the thread may touch what the grid in front writes.
+void grid_dependency_wait();
+
 // Barriers.
 constexpr int kWholeBlock = -1;
 void barrier(int id, int threads, bool waits, const Site& site, const char* what);
@@ -62,12 +65,13 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
 void tensor_store_commit(const Site& site, const char* what);
 void tensor_store_wait(int pending, bool only_reads, const Site& site, const char* what);
 
-// wgmma: d[columns / 2] per thread; a == nullptr takes A from descriptor_a, else from the 4 registers at a.
+// wgmma: d[columns / 2] per thread; a == nullptr takes A from descriptor_a, else from the 4 registers at a, which must
+// keep their values until the wait if a_has_place (they are the kernel's own, not copies for this call).
 void wgmma_fence(const Site& site, const char* what);
 void wgmma_commit(const Site& site, const char* what);
 void wgmma_wait(int pending, const Site& site, const char* what);
-void wgmma_product(float* d, int columns, const uint32_t* a, uint64_t descriptor_a, uint64_t descriptor_b,
-                   bool transposed_b, int scale_d, Format format, const Site& site, const char* what);
+void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
+                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site, const char* what);
 void set_max_registers(int registers, bool increase, const Site& site, const char* what);
 
 }  // namespace emulation

@@ -200,6 +200,15 @@ __attribute__((noinline)) void run_until_done(std::vector<int>& order, std::vect
 
 void on_fault(int signal, siginfo_t* info, void*) {
   if (machine.running && machine.current != nullptr) {
+    if (signal == SIGFPE) {
+      fail(FailureKind::kUndefined, Site{"", 0, ""}, "an integer division",
+           "by zero, or of the least integer by -1: the GPU gives an unspecified value");
+    }
+    if (signal == SIGILL || signal == SIGTRAP) {
+      fail(FailureKind::kUndefined, Site{"", 0, ""}, "plain C++",
+           "an index outside an array, an overflow of a signed integer, or a shift by too much; --sanitize undefined says "
+           "which, and where");
+    }
     if (in_windows(info->si_addr)) {
       fail(FailureKind::kPlainDereference, Site{"", 0, ""}, "a plain load or store",
            "shared or global memory was dereferenced without a wrapper of csrc/ptx");
@@ -260,10 +269,10 @@ std::string report(double seconds) {
 
 const char* failure_name(FailureKind kind) {
   static const char* const names[] = {
-      "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference",
+      "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference", "undefined",
       "race",             "global_race",   "proxy_fence_missing", "divergent_collective", "barrier_misuse",
       "mbarrier_misuse",  "phase_lapped",  "transaction_count", "tensor_map",      "descriptor",       "wgmma_misuse",
-      "accumulator_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
+      "accumulator_touched", "operand_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
   return names[static_cast<int>(kind)];
 }
 
@@ -322,15 +331,15 @@ std::string run_launch(const Launch& launch) {
   set_slice();
   for (Buffer& buffer : machine.buffers) std::fill(buffer.writer.begin(), buffer.writer.end(), 0);
 
-  const size_t slots = static_cast<size_t>(std::min(launch.resident_blocks, launch.grid));
+  const size_t slots = static_cast<size_t>(std::min(launch.resident_blocks, launch.run_blocks));
   const size_t stack_count = slots * static_cast<size_t>(launch.block);
   unsigned char* stacks = allocate_stacks(stack_count, kStackBytes);
   std::vector<unsigned char*> free_stacks;
   for (size_t i = 0; i < slots; ++i) {
     free_stacks.push_back(stacks + i * static_cast<size_t>(launch.block) * kStackBytes);
   }
-  std::vector<int> order(static_cast<size_t>(launch.grid));
-  for (int i = 0; i < launch.grid; ++i) order[static_cast<size_t>(i)] = i;
+  std::vector<int> order(static_cast<size_t>(launch.run_blocks));
+  for (int i = 0; i < launch.run_blocks; ++i) order[static_cast<size_t>(i)] = launch.first_block + i;
   for (size_t i = order.size(); i > 1; --i) {
     std::swap(order[i - 1], order[machine.random.below(static_cast<uint32_t>(i))]);
   }
@@ -341,10 +350,11 @@ std::string run_launch(const Launch& launch) {
   alternate.ss_sp = signal_stack;
   alternate.ss_size = sizeof signal_stack;
   sigaltstack(&alternate, &previous_stack);
-  struct sigaction action {}, previous {};
+  constexpr int kFaults[] = {SIGSEGV, SIGFPE, SIGILL, SIGTRAP};
+  struct sigaction action {}, previous[4] {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigaction(SIGSEGV, &action, &previous);
+  for (int i = 0; i < 4; ++i) sigaction(kFaults[i], &action, &previous[i]);
 
   const double begin = processor_seconds();
   machine.running = true;
@@ -352,7 +362,7 @@ std::string run_launch(const Launch& launch) {
   machine.running = false;
   machine.current = nullptr;
   const double seconds = processor_seconds() - begin;
-  sigaction(SIGSEGV, &previous, nullptr);
+  for (int i = 0; i < 4; ++i) sigaction(kFaults[i], &previous[i], nullptr);
   sigaltstack(&previous_stack, nullptr);
   machine.resident.clear();
   storage.clear();

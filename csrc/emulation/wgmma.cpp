@@ -2,8 +2,8 @@
 //
 // Each warp of a warpgroup hands in its part on its own; a product runs, in issue order, at a seeded moment after its
 // fourth part came in, and at the latest when a wait covers it. From the issue to that wait the accumulator registers
-// hold a NaN pattern; finding anything else there at the end is a failure. A from registers is taken by value at the
-// issue: in the source it is a value, and ptxas keeps the registers.
+// hold a NaN pattern; finding anything else there at the end is a failure. A from registers is taken at the issue, and
+// finding other values in those registers at the wait is a failure too.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -75,6 +75,7 @@ struct ProductArguments {
   float* d;
   int columns;
   const uint32_t* a;
+  bool a_has_place;
   uint64_t descriptor_a, descriptor_b;
   bool transposed_b;
   int scale_d;
@@ -125,6 +126,15 @@ void give_back(Accumulator& accumulator, const Product& product) {
     }
   }
   accumulator.released = true;
+}
+
+void check_a_registers(const ProductPart& part, const Product& product) {
+  for (size_t lane = 0; lane < part.a_places.size(); ++lane) {
+    const uint32_t* place = part.a_places[lane];
+    if (place == nullptr || std::equal(place, place + 4, &part.a[lane * 4])) continue;
+    fail(FailureKind::kOperandTouched, product.site, "Wgmma",
+         "the registers of A of lane %zu were written between the product and the wgmma_wait that covers it", lane);
+  }
 }
 
 void gather_a(Block& block, const Product& product, int part, std::vector<float>& a) {
@@ -208,6 +218,7 @@ bool try_finish_wait(Warp& warp, uint32_t through) {
     if (product.group > through) break;
     ProductPart& mine = product.parts[part];
     if (mine.accumulator == nullptr) continue;
+    check_a_registers(mine, product);
     if (!mine.accumulator->released && mine.accumulator->last_product == group.first + i) {
       give_back(*mine.accumulator, product);
     }
@@ -313,6 +324,7 @@ bool issue(Warp& warp) {
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const uint32_t* a = static_cast<ProductArguments*>(warp.arguments[lane])->a;
       part.a.insert(part.a.end(), a, a + 4);
+      part.a_places.push_back(mine.a_has_place ? a : nullptr);
     }
   }
   record_operands(warp, mine, group_number);
@@ -326,14 +338,15 @@ struct WaitArguments {
 
 }  // namespace
 
-void wgmma_product(float* d, int columns, const uint32_t* a, uint64_t descriptor_a, uint64_t descriptor_b,
-                   bool transposed_b, int scale_d, Format format, const Site& site, const char* what) {
+void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
+                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site, const char* what) {
   maybe_switch();
   const Fiber& fiber = *machine.current;
   if (static_cast<size_t>(fiber.warp->index / kWarps * kWarps + kWarps) > fiber.block->warps.size()) {
     fail(FailureKind::kWgmmaMisuse, site, what, "warp %d is not part of a whole warpgroup", fiber.warp->index);
   }
-  ProductArguments arguments{d, columns, a, descriptor_a, descriptor_b, transposed_b, scale_d, format, &site, what};
+  ProductArguments arguments{d,            columns, a,      a_has_place, descriptor_a, descriptor_b,
+                             transposed_b, scale_d, format, &site,       what};
   gather(what, site, &arguments, issue);
 }
 

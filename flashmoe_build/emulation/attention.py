@@ -44,6 +44,10 @@ class ForwardParams(ctypes.Structure):
     ]
 
 
+class TensorMapError(InternalError):
+    """cuTensorMapEncodeTiled would refuse what the host describes."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """A tensor as the kernel sees it: address and element strides of (batch, head, row)."""
@@ -54,7 +58,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one emulated run."""
+    """What came of one emulated run. Of a split kernel, ``out`` and ``lse`` are merged in fp64 from the partial results."""
 
     problem: Problem
     symbol: str
@@ -62,6 +66,8 @@ class Outcome:
     wrong: tuple[str, ...]
     out: torch.Tensor
     lse: torch.Tensor
+    out_partial: torch.Tensor | None = None
+    lse_partial: torch.Tensor | None = None
 
     @property
     def passed(self) -> bool:
@@ -114,13 +120,17 @@ def _arranged(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tensor.contiguous()
 
 
+def launch_registers(unit: Unit) -> int:
+    """Registers a thread that __launch_bounds__ leaves."""
+    return min(255, 65536 // (unit.row.threads * unit.row.min_blocks) // 8 * 8)
+
+
 def geometry(unit: Unit, problem: Problem) -> Geometry:
     """Grid, threads, shared memory and registers at launch, as csrc/host/launch.cpp would choose them."""
     row, shape = unit.row, problem.shape
     tiles = math.ceil(shape.seq_q / row.block_m) * shape.heads_q * shape.batch * problem.splits
     grid = min(tiles, EMULATED_MULTIPROCESSORS) if row.schedule == "persistent" else tiles
-    registers = min(255, 65536 // (row.threads * row.min_blocks) // 8 * 8)
-    return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), registers)
+    return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), launch_registers(unit))
 
 
 @contextmanager
@@ -180,8 +190,8 @@ def _params(
         **{name: item.address for name, item in placed.items()},
         **{f"{name}_stride": Strides(*item.strides) for name, item in placed.items()},
         **partial,
-        lse=add(results.lse, "lse"),
-        tile_counter=add(results.counter, "tile_counter", initialised=True),
+        lse=add(results.lse, "lse") if problem.wants_lse else 0,
+        tile_counter=add(results.counter, "tile_counter", initialised=True) if problem.has_counter else 0,
         batch=shape.batch,
         heads_q=shape.heads_q,
         heads_kv=shape.heads_kv,
@@ -210,19 +220,21 @@ def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Optio
     results = _results(problem, tensors[0])
     with mapped(library):
         params = _params(library, problem, tensors, results)
-        maps = _tensor_maps(library, params) if unit.row.family == "sm90" else None
-        base = 0 if maps is None else (ctypes.addressof(maps) + 63) // 64 * 64
-        arguments = (ctypes.addressof(params), *(() if maps is None else (base + 128 * i for i in range(4))))
-        report = library.launch(symbol, arguments, geometry(unit, problem), settings)
+        maps, keep = tensor_map_arguments(unit, library, params)
+        report = library.launch(symbol, (ctypes.addressof(params), *maps), geometry(unit, problem), settings)
+        del keep
     out, lse = merge(results) if problem.splits > 1 else (results.out, results.lse)
     wrong = [] if report.failure else disagreements(problem, reference(problem, inputs), out, lse)
     if not report.failure and int(results.counter[0]) != 0:
         wrong.append(f"tile_counter is {int(results.counter[0])} after the launch; the next launch needs 0")
-    return Outcome(problem, symbol, report, tuple(wrong), out, lse)
+    partials = (results.out_partial, results.lse_partial) if problem.splits > 1 else (None, None)
+    return Outcome(problem, symbol, report, tuple(wrong), out, lse, *partials)
 
 
-def _tensor_maps(library: KernelLibrary, params: ForwardParams) -> ctypes.Array[ctypes.c_char]:
-    """Four 128-byte tensor maps, at the first multiple of 64 in the returned memory."""
+def tensor_map_arguments(unit: Unit, library: KernelLibrary, params: ForwardParams) -> tuple[tuple[int, ...], object]:
+    """Addresses of the kernel's four tensor maps (sm90; none otherwise), and what keeps their memory."""
+    if unit.row.family != "sm90":
+        return (), None
     memory = ctypes.create_string_buffer(4 * 128 + 64)
     base = (ctypes.addressof(memory) + 63) // 64 * 64
     encode = library.function("emulation_encode_maps")
@@ -231,5 +243,5 @@ def _tensor_maps(library: KernelLibrary, params: ForwardParams) -> ctypes.Array[
     problem = encode(ctypes.addressof(params), base)
     if problem is not None:
         msg = f"the host's tensor maps are refused: {problem.decode()}"
-        raise InternalError(msg)
-    return memory
+        raise TensorMapError(msg)
+    return tuple(base + 128 * i for i in range(4)), memory

@@ -35,6 +35,8 @@ COMMON_FLAGS = (
     f"-fmacro-prefix-map={REPOSITORY}/=",
 )
 KERNEL_FLAGS = ("-O2", "-fno-math-errno", "-include", "emulation/prelude.h")
+# Indices of register arrays, overflow and shifts of ints trap; the machine reports them.
+TRAP_FLAGS = ("-fsanitize=bounds,signed-integer-overflow,shift", "-fsanitize-undefined-trap-on-error")
 POISON_FLAG = (
     "-ftrivial-auto-var-init=pattern"  # g++ 12 and later; with 11, locals hold what the stack happened to have
 )
@@ -54,7 +56,10 @@ class Options:
     def flags(self) -> tuple[str, ...]:
         if not self.sanitize:
             return ()
-        return (f"-fsanitize={self.sanitize}", "-fno-omit-frame-pointer", "-DFLASHMOE_EMULATION_SANITIZE")
+        return (
+            *(f"-fsanitize={self.sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+            "-DFLASHMOE_EMULATION_SANITIZE",
+        )
 
     def roots(self) -> tuple[Path, ...]:
         overlay = () if self.overlay is None else (self.overlay,)
@@ -127,7 +132,15 @@ def library(name: str, text: str, arch: str, options: Options) -> Path:
     path, version = compiler()
     roots = options.roots()
     objects = machine_objects(options)
-    flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *poison_flags(), f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}", *options.flags())
+    traps = () if options.sanitize else TRAP_FLAGS
+    flags = (
+        *COMMON_FLAGS,
+        *KERNEL_FLAGS,
+        *poison_flags(),
+        *traps,
+        f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}",
+        *options.flags(),
+    )
     facts = {"flags": flags, "compiler": version, "objects": [item.name for item in objects]}
     # The force-included prelude is part of the key although the text does not name it.
     named = '#include "emulation/prelude.h"\n' + text

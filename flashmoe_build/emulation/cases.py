@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashmoe.tables import Tables, Unit
+from flashmoe_build.emulation import huge
 from flashmoe_build.emulation.attention import Outcome, run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
+from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
@@ -37,7 +39,9 @@ class Case:
         p = self.problem
         mask = "causal" if p.causal else "full"
         splits = f"-s{p.splits}" if p.splits > 1 else ""
-        return f"{self.kernel.label}-{mask}-{p.shape}-{p.layout.value}-{p.values.value}{splits}-seed{self.seed}"
+        without = ("" if p.wants_lse else "-nolse") + ("" if p.has_counter else "-nocounter")
+        layout = "huge" if p.huge else p.layout.value
+        return f"{self.kernel.label}-{mask}-{p.shape}-{layout}-{p.values.value}{splits}{without}-seed{self.seed}"
 
     def command(self) -> str:
         """The command that repeats the case."""
@@ -46,10 +50,13 @@ class Case:
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
             f"--mask {'causal' if p.causal else 'full'}",
-            f"--shape {p.shape}",
-            f"--layout {p.layout.value}",
-            f"--values {p.values.value}",
-            f"--splits {p.splits}" if p.splits > 1 else "",
+            "--huge" if p.huge else f"--shape {p.shape}",
+            "" if p.huge else f"--layout {p.layout.value}",
+            "" if p.huge else f"--values {p.values.value}",
+            "" if p.huge else f"--data-seed {p.data_seed}",
+            f"--splits {p.splits}" if p.splits > 1 and not p.huge else "",
+            "" if p.wants_lse else "--no-lse",
+            "" if p.has_counter else "--no-counter",
             f"--seed {self.seed}",
         ]
         return " ".join(part for part in parts if part)
@@ -80,31 +87,47 @@ def problems(unit: Unit) -> Iterator[Problem]:
         yield from _combine_problems(unit)
         return
     m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.head_dim
-    narrow = dim - 24 if dim == 64 else dim - 32  # a multiple of 8 that ends inside a 64-column segment
+    narrow = dim // 2 + 8  # a multiple of 8 inside a 64-column segment; of 256 columns the last segment is all outside
     splits = _split_counts(unit)
-    for causal in (mask == "causal" for mask in unit.row.masks):
-        sizes = (
-            # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
-            (
-                m + 1,
-                2 * n + 1,
-                dim,
-                2,
-                1,
-                1,
-                Layout.BSHD,
-                Values.SHIFTED,
-            ),  # one past a tile, both ways; tile index (F16)
-            (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),  # whole tiles, two batches
-            (65, 3 * n + 7, dim, 1, 1, 1, Layout.ROWS, Values.RISING),  # a maximum that moves from tile to tile
-            (3, n + 3, narrow, 2, 2, 1, Layout.ROWS, Values.LARGE),  # fewer columns than the kernel has
-            (m + 7, 5, dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),  # fewer keys than rows: causal rows without a key
-            (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),  # decode, grouped heads
-            (36, 40, dim, 1, 1, 1, Layout.FAR, Values.NORMAL),  # offsets past 2^31 elements
+    sizes: tuple[tuple[int, int, int, int, int, int, Layout, Values], ...] = (
+        # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
+        # One past a tile, both ways: the tile index (F16).
+        (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),
+        # Whole tiles, two batches; nobody wants the log-sum-exp.
+        (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),
+        # A maximum that moves from tile to tile.
+        (65, 3 * n + 7, dim, 1, 1, 1, Layout.ROWS, Values.RISING),
+        # Fewer columns than the kernel has.
+        (3, n + 3, narrow, 2, 2, 1, Layout.ROWS, Values.LARGE),
+        # Fewer keys than rows: causal rows without a key.
+        (m + 7, 5, dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),
+        # Decode, grouped heads; without a tile counter.
+        (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),
+        # Row and head offsets past 2^31 elements.
+        (36, 40, dim, 2, 1, 1, Layout.FAR, Values.NORMAL),
+        # NaN in the inputs, in a last key that most causal rows do not see among them.
+        (20, n + 9, dim, 2, 2, 1, Layout.BHSD, Values.NAN),
+    )
+    if unit.row.schedule == "persistent":
+        sizes += (
+            # Eight tiles for three blocks: every buffer comes round again.
+            (m * 3 + 70, n + 30, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED),
+            # Causal: the first 64 rows of a tile see one key block, the others two; of two shares they see none of one.
+            (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED),
         )
+    for causal in (mask == "causal" for mask in unit.row.masks):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
-            shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
-            yield Problem(shape, unit.dtype, causal, layout, values, index, splits[index % len(splits)])
+            problem = Problem(
+                Shape(batch, heads, key_heads, seq_q, seq_k, columns),
+                unit.dtype,
+                causal,
+                layout,
+                values,
+                index,
+                splits[index % len(splits)],
+            )
+            yield replace(problem, wants_lse=index != 1, has_counter=index != 5)
+        yield huge_problem(unit, causal)
 
 
 def _combine_problems(unit: Unit) -> Iterator[Problem]:
@@ -118,14 +141,20 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
         )
     ):
         shape = Shape(2, 3, 1, rows, 64, head_dim)
-        yield Problem(shape, unit.dtype, False, layout, Values.NORMAL, index, splits)
+        yield Problem(shape, unit.dtype, False, layout, Values.NORMAL, index, splits, wants_lse=index != 2)
+    yield huge_problem(unit, causal=False)
+
+
+def matching(tables: Tables, text: str) -> tuple[Kernel, ...]:
+    """The kernel of that label, or else all whose label contains ``text``."""
+    every = kernels(tables)
+    exact = tuple(kernel for kernel in every if kernel.label == text)
+    return exact or tuple(kernel for kernel in every if text in kernel.label)
 
 
 def suite(tables: Tables, selected: str = "", masks: tuple[bool, ...] = (False, True)) -> Iterator[Case]:
-    """Every case of every kernel whose label contains ``selected``."""
-    for kernel in kernels(tables):
-        if selected not in kernel.label:
-            continue
+    """Every case of every kernel that ``selected`` names (see ``matching``)."""
+    for kernel in matching(tables, selected):
         for seed, problem in enumerate(problems(kernel.unit)):
             if problem.causal in masks:
                 yield Case(kernel, problem, seed)
@@ -139,5 +168,9 @@ def settings_for(case: Case, **changes: object) -> Settings:
 
 def run_case(case: Case, options: Options, **changes: object) -> Outcome:
     """Runs one case on the emulated machine and checks the result."""
-    run = run_combine if case.kernel.unit.row.operation == "attention_combine" else run_forward
+    is_combine = case.kernel.unit.row.operation == "attention_combine"
+    if case.problem.huge:
+        run = huge.run_combine if is_combine else huge.run_forward
+    else:
+        run = run_combine if is_combine else run_forward
     return run(case.kernel.unit, case.problem, settings_for(case, **changes), options)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -17,7 +18,7 @@ from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, w
 from flashmoe.tables import load_tables
 from flashmoe_build.emulation.attention import Outcome
 from flashmoe_build.emulation.build import Options, compiler, jobs, kernel_library
-from flashmoe_build.emulation.cases import Case, kernels, run_case, suite
+from flashmoe_build.emulation.cases import Case, kernels, matching, run_case, suite
 from flashmoe_build.emulation.machine import TENSOR_CORES, AsyncPolicy
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
@@ -31,13 +32,17 @@ POLICIES = {
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m flashmoe_build.emulation", description=__doc__)
-    made.add_argument("--kernel", default="", metavar="TEXT", help="kernels whose label contains TEXT (all)")
+    made.add_argument("--kernel", default="", metavar="TEXT", help="the label of a kernel, or a part of some (all)")
     made.add_argument("--list", action="store_true", help="print the labels and stop")
     made.add_argument("--mask", choices=("full", "causal"), help="one mask only")
     made.add_argument("--shape", type=Shape.parse, help="one problem instead of the suite, as b1.h2.kv1.q65.k65.d64")
     made.add_argument("--layout", type=Layout, choices=list(Layout), default=Layout.BHSD, help="with --shape")
     made.add_argument("--values", type=Values, choices=list(Values), default=Values.NORMAL, help="with --shape")
+    made.add_argument("--data-seed", type=int, default=0, metavar="N", help="with --shape: of the random inputs")
     made.add_argument("--splits", type=int, help="with --shape: blocks that share a query tile's keys (split kernels)")
+    made.add_argument("--huge", action="store_true", help="the last block of a problem whose offsets pass 2^31")
+    made.add_argument("--no-lse", action="store_true", help="with --shape: nobody wants the log-sum-exp")
+    made.add_argument("--no-counter", action="store_true", help="with --shape: no tile counter (persistent kernels)")
     made.add_argument("--seed", type=int, help="interleaving and timing (the suite: each case has its own)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds, from --seed on")
     made.add_argument("--async-policy", choices=list(POLICIES), default="seed", help="when work in flight takes effect")
@@ -53,12 +58,14 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
     """The cases that the arguments name, every seed of them."""
     masks = (False, True) if arguments.mask is None else (arguments.mask == "causal",)
     if arguments.shape is None:
-        cases = list(suite(load_tables(), arguments.kernel, masks))
+        cases = [
+            case for case in suite(load_tables(), arguments.kernel, masks) if case.problem.huge or not arguments.huge
+        ]
     else:
         cases = [
             Case(kernel, _problem(arguments, kernel.unit.dtype, causal, bool(kernel.unit.row.options.get("split"))), 0)
-            for kernel in kernels(load_tables())
-            if arguments.kernel in kernel.label and arguments.shape.head_dim <= kernel.unit.row.head_dim
+            for kernel in matching(load_tables(), arguments.kernel)
+            if arguments.shape.head_dim <= kernel.unit.row.head_dim
             for causal in masks
             if not kernel.unit.row.masks or ("causal" if causal else "full") in kernel.unit.row.masks
         ]
@@ -71,7 +78,17 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
 
 def _problem(arguments: argparse.Namespace, dtype: str, causal: bool, is_split: bool) -> Problem:
     splits = arguments.splits or (2 if is_split else 1)
-    return Problem(arguments.shape, dtype, causal, arguments.layout, arguments.values, 0, splits)
+    return Problem(
+        arguments.shape,
+        dtype,
+        causal,
+        arguments.layout,
+        arguments.values,
+        arguments.data_seed,
+        splits,
+        wants_lse=not arguments.no_lse,
+        has_counter=not arguments.no_counter,
+    )
 
 
 def check_of(case: Case, outcome: Outcome) -> Check:
@@ -85,6 +102,15 @@ def check_of(case: Case, outcome: Outcome) -> Check:
         why="the kernel is wrong, or correct only by luck of timing",
         next_step=case.command(),
     )
+
+
+def summarised(cases: Sequence[Case], checks: Sequence[Check]) -> list[Check]:
+    """Of many seeds: one check for all runs of a kernel that passed, and every run that failed."""
+    runs = Counter(
+        case.kernel.label for case, check in zip(cases, checks, strict=True) if check.verdict is Verdict.PASS
+    )
+    passed = [Check(label, Verdict.PASS, found=f"{count} runs without a failure") for label, count in runs.items()]
+    return passed + [check for check in checks if check.verdict is not Verdict.PASS]
 
 
 def run_cases(
@@ -164,8 +190,8 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     report = Report(
         "emulation",
-        tuple(checks),
-        data={"totals": totals, "compiler": compiler()[1], "sanitize": arguments.sanitize},
+        tuple(checks if arguments.seeds == 1 else summarised(cases, checks)),
+        data={"runs": len(checks), "totals": totals, "compiler": compiler()[1], "sanitize": arguments.sanitize},
         environment=host_environment(),
         command=tuple(sys.argv),
         started=started,

@@ -16,7 +16,7 @@ from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, Ref
 
 def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial outputs [splits, batch, heads, rows, head_dim] and log-sum-exps. Some splits saw no key (-inf), and row 0 of
-    head 0 has none at all."""
+    head 0 has none at all; what such a split left as output is never read, and NaN here."""
     s = problem.shape
     generator = torch.Generator().manual_seed(problem.data_seed + 5)
     rows = (problem.splits, s.batch, s.heads_q, s.seq_q)
@@ -25,15 +25,21 @@ def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     empty = torch.rand(*rows, generator=generator) < 0.25
     empty[:, 0, 0, 0] = True
     lse[empty] = float("-inf")
-    out[empty] = 0.0
+    out[empty] = float("nan")
     return out.contiguous(), lse.contiguous()
+
+
+def combine_geometry(unit: Unit, problem: Problem) -> Geometry:
+    """One warp a row."""
+    rows = problem.shape.batch * problem.shape.heads_q * problem.shape.seq_q
+    return Geometry(math.ceil(rows / unit.row.block_m), unit.row.threads, unit.row.smem_bytes(unit.dtype), 255)
 
 
 def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
     """Random partial results through the kernel, compared with fp64."""
     library = load(kernel_library(unit, options))
     symbol = unit.entries[0][1]
-    shape, row = problem.shape, unit.row
+    shape = problem.shape
     partial, lse_partial = make_partials(problem)
     out = torch.full(
         (shape.batch, shape.heads_q, shape.seq_q, shape.head_dim), float("nan"), dtype=DTYPES[problem.dtype]
@@ -49,9 +55,9 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
         params = ForwardParams(
             out=placed.address,
             out_stride=Strides(*placed.strides),
-            lse=add(lse, "lse", writable=True),
-            out_partial=add(partial, "out_partial", writable=False),
-            lse_partial=add(lse_partial, "lse_partial", writable=False),
+            lse=add(lse, "lse", writable=True) if problem.wants_lse else 0,
+            out_partial=library.expect_from_grid_in_front(add(partial, "out_partial", writable=False)),
+            lse_partial=library.expect_from_grid_in_front(add(lse_partial, "lse_partial", writable=False)),
             batch=shape.batch,
             heads_q=shape.heads_q,
             heads_kv=shape.heads_kv,
@@ -62,14 +68,14 @@ def run_combine(unit: Unit, problem: Problem, settings: Settings, options: Optio
             scale=problem.scale,
             scale_log2=problem.scale_log2,
         )
-        rows = shape.batch * shape.heads_q * shape.seq_q
-        geometry = Geometry(math.ceil(rows / row.block_m), row.threads, row.smem_bytes(unit.dtype), 255)
-        report = library.launch(symbol, (ctypes.addressof(params),), geometry, settings)
-    wrong = [] if report.failure else disagreements(problem, _expected(problem, partial, lse_partial), out, lse)
+        report = library.launch(symbol, (ctypes.addressof(params),), combine_geometry(unit, problem), settings)
+    wrong = [] if report.failure else disagreements(problem, expected(problem, partial, lse_partial), out, lse)
     return Outcome(problem, symbol, report, tuple(wrong), out, lse)
 
 
-def _expected(problem: Problem, partial: torch.Tensor, lse_partial: torch.Tensor) -> Reference:
+def expected(problem: Problem, partial: torch.Tensor, lse_partial: torch.Tensor) -> Reference:
+    """The whole output and log-sum-exp in fp64, and how far a kernel may be from them."""
+    partial = partial.nan_to_num(0.0)
     total = torch.logsumexp(lse_partial.double(), dim=0)
     weights = torch.exp(lse_partial.double() - total.masked_fill(torch.isinf(total), 0.0))[..., None]
     out = (weights * partial.double()).sum(dim=0)

@@ -1,4 +1,5 @@
-"""Records emulated launches, with their cubins, for a replay on a GPU (on_gpu.py): the agreement of the two.
+"""Records emulated launches of every kernel that an H100 runs, with their cubins, for a replay on a GPU (on_gpu.py): the
+agreement of the two.
 
 python -m flashmoe_build.emulation.hardware FOLDER [--kernel TEXT]
 python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with an sm_90 GPU
@@ -22,10 +23,11 @@ from flashmoe.tables import Tables, Unit, load_tables
 from flashmoe_build.cache import Cache
 from flashmoe_build.device import _run_worker, compile_unit, options_for
 from flashmoe_build.emulation import on_gpu
-from flashmoe_build.emulation.attention import ForwardParams, Strides, geometry, run_forward
+from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, geometry, run_forward
 from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
+from flashmoe_build.emulation.combine import combine_geometry, make_partials, run_combine
 from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
-from flashmoe_build.emulation.problem import Problem, Shape, Values, make_inputs
+from flashmoe_build.emulation.problem import DTYPES, Problem, Shape, Values, make_inputs
 from flashmoe_build.toolchain import find_toolchain
 
 TARGET = "sm_90a"
@@ -34,11 +36,20 @@ PROBE_COUNT = 64
 
 
 def problems(unit: Unit) -> list[Problem]:
-    """One problem a mask: ordinary scores over several tiles, and a maximum that keeps moving."""
+    """One problem a mask: ordinary scores over several tiles, and a maximum that keeps moving. Split kernels share the keys
+    out to three blocks; their two results are added up by the combine kernel's own problem."""
     dim = unit.row.head_dim
+    if unit.row.operation == "attention_combine":
+        return [
+            Problem(Shape(1, 2, 1, 33, 64, columns), unit.dtype, False, data_seed=columns, splits=splits)
+            for columns, splits in ((64, 3), (128, 32), (256, 7))
+        ]
+    splits = 3 if unit.row.options.get("split") else 1
     sizes = {"causal": (193, 257, Values.NORMAL), "full": (65, 199, Values.RISING)}
     return [
-        Problem(Shape(1, 2, 1, seq_q, seq_k, dim), unit.dtype, mask == "causal", values=values, data_seed=7)
+        Problem(
+            Shape(1, 2, 1, seq_q, seq_k, dim), unit.dtype, mask == "causal", values=values, data_seed=7, splits=splits
+        )
         for mask, (seq_q, seq_k, values) in sizes.items()
         if mask in unit.row.masks
     ]
@@ -57,12 +68,19 @@ def _maps(unit: Unit, problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     return [("q", query), ("k", key), ("v", key), ("out", query)]
 
 
-def record_forward(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
-    """One launch of a forward kernel, and what the emulation makes of it with an H100's tensor cores."""
-    outcome = run_forward(unit, problem, Settings(core=TENSOR_CORES["h100"]), Options())
-    if not outcome.passed:
-        raise BuildError(outcome.explain())
-    inputs, s = make_inputs(problem), problem.shape
+def unwritten(like: torch.Tensor) -> torch.Tensor:
+    """NaN in that shape and dtype, of which a file holds one value."""
+    return torch.full((1,), float("nan"), dtype=like.dtype).expand(like.shape)
+
+
+def _record(
+    unit: Unit, problem: Problem, outcome: Outcome, launch: Geometry, given: dict[str, torch.Tensor], cubin: str
+) -> dict[str, Any]:
+    """What on_gpu.py needs to repeat a launch; ``given`` are the inputs, the outcome's tensors what it must give."""
+    s = problem.shape
+    is_split = unit.row.operation == "attention_forward" and problem.splits > 1
+    results = ("out_partial", "lse_partial") if is_split else ("out", "lse")
+    expected = {name: getattr(outcome, name) for name in results}
     query, key = (
         Strides(h * r * s.head_dim, r * s.head_dim, s.head_dim)
         for h, r in ((s.heads_q, s.seq_q), (s.heads_kv, s.seq_k))
@@ -70,31 +88,54 @@ def record_forward(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
     params = ForwardParams(
         **{f"{name}_stride": query if name in ("q", "out") else key for name in ("q", "k", "v", "out")},
         **{name: getattr(s, name) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")},
-        num_splits=1,
+        num_splits=problem.splits,
         scale=problem.scale,
         scale_log2=problem.scale_log2,
     )
-    launch = geometry(unit, problem)
+    maps = _maps(unit, problem) if unit.row.family == "sm90" else []
+    tensors = {
+        **given,
+        **{name: unwritten(tensor) for name, tensor in expected.items()},
+        "tile_counter": torch.zeros(1, dtype=torch.int32),
+    }
+    if maps and is_split:  # the map of an output that the kernel does not write
+        tensors["out"] = unwritten(given["q"])
+    mask = "causal" if problem.causal else "full"
+    values = problem.values.value if unit.row.operation == "attention_forward" else f"d{s.head_dim}-s{problem.splits}"
     return {
-        "name": f"{unit.name}-{'causal' if problem.causal else 'full'}-{problem.values.value}",
+        "name": f"{unit.name}-{mask}-{values}",
         "symbol": outcome.symbol,
         "cubin": cubin,
         "grid": launch.grid,
         "threads": launch.threads,
         "shared": launch.shared_bytes,
         "params": bytes(params),
-        "pointers": [(getattr(ForwardParams, n).offset, n) for n in ("q", "k", "v", "out", "lse", "tile_counter")],
-        "maps": _maps(unit, problem) if unit.row.family == "sm90" else [],
-        "tensors": {
-            "q": inputs.q,
-            "k": inputs.k,
-            "v": inputs.v,
-            "out": torch.full_like(inputs.q, float("nan")),
-            "lse": torch.full_like(outcome.lse, float("nan")),
-            "tile_counter": torch.zeros(1, dtype=torch.int32),
-        },
-        "expected": {"out": outcome.out, "lse": outcome.lse},
+        "pointers": [(getattr(ForwardParams, name).offset, name) for name in tensors],
+        "maps": maps,
+        "tensors": tensors,
+        "expected": expected,
+        "element": str(DTYPES[problem.dtype]).removeprefix("torch."),
     }
+
+
+def record_forward(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
+    """One launch of a forward kernel, and what the emulation makes of it with an H100's tensor cores."""
+    outcome = run_forward(unit, problem, Settings(core=TENSOR_CORES["h100"]), Options())
+    if not outcome.passed:
+        raise BuildError(outcome.explain())
+    inputs = make_inputs(problem)
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    return _record(unit, problem, outcome, geometry(unit, problem), given, cubin)
+
+
+def record_combine(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
+    """One launch of the second pass of split attention."""
+    outcome = run_combine(unit, problem, Settings(), Options())
+    if not outcome.passed:
+        raise BuildError(outcome.explain())
+    partial, lse_partial = make_partials(problem)
+    given = {"out_partial": partial, "lse_partial": lse_partial}
+    return _record(unit, problem, outcome, combine_geometry(unit, problem), given, cubin)
 
 
 class ProbeParams(ctypes.Structure):
@@ -180,12 +221,8 @@ def probe_cubin(unit: Unit) -> bytes:
 
 
 def gpu_units(tables: Tables, selected: str) -> list[Unit]:
-    """Forward kernels, one block a tile of keys, that an H100 runs."""
-    return [
-        unit
-        for unit in tables.units((TARGET,))
-        if selected in unit.name and unit.row.operation == "attention_forward" and not unit.row.options.get("split")
-    ]
+    """Every kernel that an H100 runs."""
+    return [unit for unit in tables.units((TARGET,)) if selected in unit.name]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -208,7 +245,9 @@ def main(words: Sequence[str] | None = None) -> int:
         compiled = compile_unit(unit, root=REPOSITORY, toolchain=find_toolchain(), cache=cache)
         (arguments.folder / unit.binary_name).write_bytes(compiled.output)
         for problem in problems(unit):
-            record = record_forward(unit, problem, unit.binary_name)
+            record = (record_combine if unit.row.operation == "attention_combine" else record_forward)(
+                unit, problem, unit.binary_name
+            )
             torch.save(record, arguments.folder / f"{record['name']}.pt")
             print(record["name"], flush=True)
     return ExitCode.OK

@@ -39,13 +39,15 @@ TENSOR_CORES: Mapping[str, TensorCore] = {
 
 
 class _Launch(ctypes.Structure):
-    """struct Launch of csrc/emulation/internal.h."""
+    """struct Launch of csrc/emulation/api.h."""
 
     _fields_ = [
         ("entry", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("name", ctypes.c_char_p),
         ("grid", ctypes.c_int32),
+        ("first_block", ctypes.c_int32),
+        ("run_blocks", ctypes.c_int32),
         ("block", ctypes.c_int32),
         ("shared_bytes", ctypes.c_int32),
         ("resident_blocks", ctypes.c_int32),
@@ -67,6 +69,7 @@ class Geometry:
     threads: int
     shared_bytes: int
     registers: int  # a thread, at launch
+    only_block: int | None = None  # of a problem too large to run whole: the one block that runs
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class KernelLibrary:
                 None,
                 [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_char_p],
             ),
+            "emulation_expect_from_grid_in_front": (None, [ctypes.c_uint64]),
             "emulation_clear_buffers": (None, []),
             "emulation_launch": (ctypes.c_char_p, [ctypes.POINTER(_Launch)]),
         }
@@ -160,6 +164,11 @@ class KernelLibrary:
     ) -> None:
         self._library.emulation_map_buffer(address, pointer, size, writable, initialised, name.encode())
 
+    def expect_from_grid_in_front(self, address: int) -> int:
+        """The buffer at ``address`` is written by the launch before, which a dependent launch must wait for."""
+        self._library.emulation_expect_from_grid_in_front(address)
+        return address
+
     def clear_buffers(self) -> None:
         self._library.emulation_clear_buffers()
 
@@ -172,6 +181,8 @@ class KernelLibrary:
             arguments=ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p)),
             name=symbol.encode(),
             grid=geometry.grid,
+            first_block=geometry.only_block or 0,
+            run_blocks=geometry.grid if geometry.only_block is None else 1,
             block=geometry.threads,
             shared_bytes=geometry.shared_bytes,
             resident_blocks=settings.resident_blocks,

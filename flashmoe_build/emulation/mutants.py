@@ -27,10 +27,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from flashmoe_build.emulation.attention import TensorMapError
 from flashmoe_build.emulation.build import CACHE, CSRC, REPOSITORY, Options, jobs
 from flashmoe_build.emulation.cases import Case, run_case, suite
 
-MUTANTS = REPOSITORY / "tests" / "emulation" / "mutants.toml"
+MUTANTS = tuple(sorted((REPOSITORY / "tests" / "emulation").glob("mutants/*.toml")))
 EXTRA_SEEDS = 4  # a bug of timing may need more than the suite's own seed of each case
 WORKER_SECONDS = 240
 
@@ -69,8 +70,8 @@ class Kill:
         return self.by not in ("", "does not compile")
 
 
-def load_mutants(path: Path = MUTANTS) -> tuple[Mutant, ...]:
-    rows = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
+def load_mutants(paths: Sequence[Path] = MUTANTS) -> tuple[Mutant, ...]:
+    rows = [row for path in paths for row in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
     return tuple(Mutant(**{**row, "kernels": tuple(row["kernels"])}) for row in rows)
 
 
@@ -87,7 +88,7 @@ def patched(mutant: Mutant) -> str:
     if len(matches) != 1:
         msg = (
             f"mutant {mutant.name}: its anchor stands {len(matches)} times in csrc/{mutant.file}; "
-            "bring tests/emulation/mutants.toml up to date"
+            "bring tests/emulation/mutants/ up to date"
         )
         raise TableError(msg)
     start, end = matches[0].span()
@@ -126,6 +127,8 @@ def hunt(mutant: Mutant) -> Kill:
             return Kill(
                 mutant.name, "does not compile", str(error)[:2000], case.identity, runs, time.monotonic() - begin
             )
+        except TensorMapError as error:
+            return Kill(mutant.name, "refused map", str(error), case.identity, runs, time.monotonic() - begin)
         if not outcome.passed:
             failure = outcome.report.failure
             by = "wrong result" if failure is None else failure.kind
@@ -164,7 +167,7 @@ def markdown(mutants: Sequence[Mutant], kills: Sequence[Kill]) -> str:
         "# Planted bugs and what the emulated kernels made of them",
         "",
         f"{killed} of {len(kills)} killed. Written by `python -m flashmoe_build.emulation.mutants`; the patches are in",
-        "`tests/emulation/mutants.toml`. *Runs*: emulated launches until the first failure.",
+        "`tests/emulation/mutants/`. *Runs*: emulated launches until the first failure.",
         "",
         "| mutant | bug | file | found as | runs | first failing case |",
         "|---|---|---|---|---|---|",

@@ -18,8 +18,10 @@ def _plain(text: str) -> str:
 
 
 def _normal(signature: str) -> str:
-    """One line, without the call site and without explicit specialisations' arguments."""
+    """One line, without the call site; registers that the emulation takes by reference, to see whether they stay, as the
+    values that the real wrapper takes."""
     signature = _SITE.sub("", signature)
+    signature = re.sub(r"const uint32_t& |uint32_t&& ", "uint32_t ", signature)
     signature = re.sub(r"\s+", " ", signature)
     return re.sub(r"\(\s+", "(", signature).strip()
 

@@ -52,6 +52,7 @@ class Machine:
         size: int = 0,
         registers: int = 128,
         settings: Settings | None = None,
+        is_dependent: bool = False,
     ) -> tuple[LaunchReport, int]:
         """One launch; returns the report and the counter afterwards."""
         counter = torch.zeros(1, dtype=torch.int32)
@@ -63,6 +64,8 @@ class Machine:
             fault=fault,
             size=size,
         )
+        if is_dependent:
+            self.library.expect_from_grid_in_front(params.input)
         geometry = Geometry(grid, threads, shared, registers)
         report = self.library.launch(name, (ctypes.addressof(params),), geometry, settings or Settings())
         self.library.clear_buffers()

@@ -48,6 +48,9 @@ def test_exchange(machine: Machine, seed: int) -> None:
         (9, {"global_race"}),
         (10, {"read_only"}),
         (11, {"uninitialised_read"}),
+        (12, {"undefined"}),
+        (13, {"undefined"}),
+        (14, {"undefined"}),
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
@@ -246,6 +249,16 @@ def test_named_barrier_faults(machine: Machine, seed: int, fault: int, kinds: se
         assert "wait in named_barrier_sync" in report.failure.message
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("fault", "kind"), [(0, "none"), (1, "race")])
+def test_a_barriers_rounds_are_not_one(machine: Machine, seed: int, fault: int, kind: str) -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    report, _ = machine.run(
+        "barrier_rounds", words(1), out, threads=128, shared=128, fault=fault, settings=Settings(seed=seed)
+    )
+    assert failure_kind(report) == kind
+
+
 @pytest.mark.parametrize(("fault", "kind"), [(0, "none"), (1, "deadlock"), (2, "deadlock"), (3, "register_budget")])
 def test_registers(machine: Machine, fault: int, kind: str) -> None:
     out = torch.zeros(1, dtype=torch.int32)
@@ -274,6 +287,18 @@ def test_counter_over_blocks(machine: Machine) -> None:
     assert report.failure is None, report.failure
     assert counter == 24
     assert torch.equal(out, words(20))
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(0, "none"), (1, "global_race"), (2, "global_race")])
+def test_dependent_launch(machine: Machine, fault: int, kind: str) -> None:
+    for seed in SEEDS:
+        out = torch.zeros(64, dtype=torch.int32)
+        settings = Settings(seed=seed)
+        report, _ = machine.run(
+            "dependent", words(64), out, threads=64, shared=0, fault=fault, settings=settings, is_dependent=True
+        )
+        assert failure_kind(report) == kind
+        assert kind != "none" or torch.equal(out, words(64))
 
 
 def test_endless_kernel(machine: Machine) -> None:
@@ -326,7 +351,7 @@ def test_pipeline(machine: Machine, seed: int, name: str, dtype: torch.dtype, fa
         (9, {"wrong result"}),  # A from registers has no descriptor of A
         (10, {"race", "uninitialised_read", "out_of_bounds", "wrong result"}),
         (11, {"accumulator_touched"}),
-        (12, {"race", "async_at_exit", "accumulator_touched", "wrong result"}),
+        (12, {"race", "async_at_exit", "accumulator_touched", "operand_touched", "wrong result"}),
         (13, {"deadlock"}),
         (14, {"race", "mbarrier_misuse", "phase_lapped", "deadlock", "transaction_count"}),
         (16, {"wrong result"}),
@@ -338,11 +363,12 @@ def test_pipeline(machine: Machine, seed: int, name: str, dtype: torch.dtype, fa
         (22, {"proxy_fence_missing"}),
         (23, {"race", "mbarrier_misuse"}),
         (24, {"mbarrier_misuse"}),
+        (25, {"operand_touched"}),
     ],
 )
 @pytest.mark.parametrize(("name", "dtype"), PIPELINES)
 def test_pipeline_faults(machine: Machine, name: str, dtype: torch.dtype, fault: int, kinds: set[str]) -> None:
-    if fault == 9 and name.endswith("registers"):
+    if fault == (9 if name.endswith("registers") else 25):  # A is in the other place
         kinds = {"none"}
     for seed in SEEDS:
         report, out, expected = run_pipeline(machine, name, dtype, fault, seed)

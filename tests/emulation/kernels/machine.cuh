@@ -6,6 +6,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -43,6 +44,10 @@ __device__ inline void exchange(const Params& p) {
   if (p.fault == 3) value += *reinterpret_cast<const uint32_t*>(in);        // global memory without a wrapper
   if (p.fault == 4) value += *reinterpret_cast<const uint32_t*>(smem + 4);  // shared memory without a wrapper
   int store_at = 4 * neighbour;
+  const int steps[2] = {0, 4};
+  if (p.fault == 12) store_at += 4 * (thread / (p.size - 128));  // division by zero
+  if (p.fault == 13) store_at += steps[p.size / 32];              // past the end of a register array
+  if (p.fault == 14) store_at += (p.size + 0x7fffffff) % 4 * 4;  // more than an int holds
   if (p.fault == 5) store_at += 4 * block_size();      // past the end of shared memory
   if (p.fault == 6) store_at = 4 * (neighbour & ~1);   // two threads write one word
   if (p.fault != 7) st_shared_32(smem + store_at, value);
@@ -163,6 +168,21 @@ __device__ inline void named_barriers(const Params& p) {
   }
 }
 
+// Warp 0 writes, all four warps meet, warp 2 reads. With fault 1 warps 0 and 1 meet, and later (as a relaxed atomic tells)
+// warps 2 and 3 at the same barrier: that says nothing to warp 2 of what warp 0 wrote.
+__device__ inline void barrier_rounds(const Params& p) {
+  unsigned char* smem = dynamic_shared_memory();
+  const int lane = lane_index();
+  if (warp_index() == 0) st_shared_32(smem + 4 * lane, static_cast<uint32_t>(lane + 1));
+  if (p.fault == 1 && warp_index() >= 2) {
+    while (atomic_add_global(p.counter, 0) == 0) {
+    }
+  }
+  named_barrier_sync(1, p.fault == 1 ? 64 : 128);
+  if (warp_index() == 1 && lane == 0) atomic_add_global(p.counter, 1);
+  if (warp_index() == 2) st_global_32(p.out + 4 * lane, ld_shared_32(smem + 4 * (31 - lane)));
+}
+
 // One thread fills, a warp empties, `size` rounds, with nothing but mbarriers. One lane arrives for its warp, so the others'
 // waits must come before.
 __device__ inline void phases(const Params& p) {
@@ -198,6 +218,12 @@ __device__ inline void registers(const Params& p) {
   }
   barrier_sync_block();
   if (thread_index() == 0) st_global_32(p.out, 1);
+}
+
+// A dependent launch, whose input the grid in front writes. Each thread that touches it waits.
+__device__ inline void dependent(const Params& p) {
+  if (p.fault != 1 && (p.fault != 2 || lane_index() != 9)) grid_dependency_wait();
+  st_global_32(p.out + 4 * thread_index(), ld_global_32(p.in + 4 * thread_index()));
 }
 
 // Blocks draw numbers from a counter, as a persistent kernel does.
@@ -283,6 +309,7 @@ __device__ inline void consume(const PipelineParams& p, unsigned char* smem, Mba
     }
     wgmma_commit();
     if (p.fault == 11) d[3] *= 2.0f;  // touched while in flight
+    if (p.fault == 25) a[2][1] ^= 1;  // A in registers, too
     if (p.fault == 12) {
       wgmma_wait<1>();
     } else {
@@ -359,8 +386,10 @@ MACHINE_TEST(copy_ring, machine_test::copy_ring(p))
 MACHINE_TEST(product_f16, machine_test::warp_product<__half>(p))
 MACHINE_TEST(product_bf16, machine_test::warp_product<__nv_bfloat16>(p))
 MACHINE_TEST(named_barriers, machine_test::named_barriers(p))
+MACHINE_TEST(barrier_rounds, machine_test::barrier_rounds(p))
 MACHINE_TEST(phases, machine_test::phases(p))
 MACHINE_TEST(registers, machine_test::registers(p))
+MACHINE_TEST(dependent, machine_test::dependent(p))
 MACHINE_TEST(draw, machine_test::draw(p))
 PIPELINE_TEST(pipeline_f16, __half, false)
 PIPELINE_TEST(pipeline_bf16_registers, __nv_bfloat16, true)

@@ -1,5 +1,5 @@
 // Emulated: the signatures of csrc/ptx/grid_dependency.cuh plus the call site; a test holds the two against each other.
-// Launches follow one another here, each after the whole of the one before: there is nothing to wait for.
+// One launch runs at a time here. The machine knows which buffers the grid in front writes, and that a thread has waited.
 #pragma once
 
 #include "emulation/machine.h"
@@ -16,6 +16,7 @@ __device__ __forceinline__ void grid_launch_dependents(Site site = Site::here())
 
 __device__ __forceinline__ void grid_dependency_wait(Site site = Site::here()) {
   static_cast<void>(site);
+  emulation::grid_dependency_wait();
 }
 
 }  // namespace ptx

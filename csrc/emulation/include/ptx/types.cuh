@@ -1,0 +1,4 @@
+// Emulated: the host has fixed-width integers.
+#pragma once
+
+#include <cstdint>
