@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -29,6 +30,10 @@ def gpu_count() -> int:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # started in the background: programs under test would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     session.config.stash[STARTED] = time.monotonic()
     spec = importlib.util.find_spec("flashmoe")
     origin = "" if spec is None or spec.origin is None else spec.origin

@@ -153,10 +153,17 @@ def step_command(task: Search) -> list[str]:
 
 
 def step_environment(task: Search) -> dict[str, str]:
-    """The driver's own package runs the step; the programs of the rungs come from the worktree."""
-    own = str(Path(__file__).resolve().parents[2])
-    cache = os.environ.get("FLASHMOE_CACHE_DIR") or str(task.reports / "cache")
-    return {"PYTHONPATH": own, "FLASHMOE_CACHE_DIR": cache, "FLASHMOE_STEP_PATH": os.environ.get("PYTHONPATH", "")}
+    """The driver's own package runs the step; the programs of the rungs come from the worktree.
+
+    Without bytecode files: Python takes one for fresh when size and second of its source agree, and two commits that are
+    checked out within a second can have both in common.
+    """
+    return {
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "FLASHMOE_CACHE_DIR": os.environ.get("FLASHMOE_CACHE_DIR") or str(task.reports / "cache"),
+        "FLASHMOE_STEP_PATH": os.environ.get("PYTHONPATH", ""),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def _results(reports: Path) -> list[tuple[str, str]]:
