@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,14 @@ from flashmoe.bench.verdict import ADVICE, Decision, Reason, Speed
 from flashmoe.errors import ReportError
 from flashmoe.report import Check, Report, Verdict, host_environment, read_report, utc_now
 
+# What ``--fail-on`` may name, and the verdicts that then fail. ``not-same`` wants equality shown, not merely no change.
+FAIL_ON: Mapping[str, tuple[Speed, ...]] = MappingProxyType(
+    {
+        "slower": (Speed.SLOWER,),
+        "changed": (Speed.SLOWER, Speed.FASTER),
+        "not-same": (Speed.SLOWER, Speed.FASTER, Speed.AMBIGUOUS),
+    }
+)
 MARKS = {"FASTER": "+", "SLOWER": "-", "SAME": "=", "AMBIGUOUS": "?"}
 
 
@@ -154,10 +163,11 @@ def decide_change(
 
 def _check(change: Change, fail_on: str | None) -> Check:
     verdict = change.decision.verdict
-    failing = {"slower": {Speed.SLOWER}, "not-same": {Speed.SLOWER, Speed.FASTER}}.get(fail_on or "", set())
-    word = Verdict.FAIL if verdict in failing else Verdict.WARN if verdict is Speed.SLOWER else Verdict.PASS
+    word = Verdict.WARN if verdict is Speed.SLOWER else Verdict.PASS
     if verdict is Speed.AMBIGUOUS:
         word = Verdict.SKIP
+    if verdict in FAIL_ON.get(fail_on or "", ()):
+        word = Verdict.FAIL
     low, high = change.interval.low, change.interval.high
     found = f"{change.value:.3f} [{low:.3f}, {high:.3f}] {verdict} ({change.decision.reason})"
     against = f" against {change.against}" if change.against else " in raw time"

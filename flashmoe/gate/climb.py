@@ -73,6 +73,8 @@ class Climb:
     def _climb(self, rung: Rung) -> Outcome:
         if rung.needs == "checkout" and not self.places.checkout:
             return Outcome(Verdict.SKIP, "only installed files here; this rung needs a checkout", 0.0)
+        if rung.makes == "library" and self.places.given:
+            return Outcome(Verdict.SKIP, f"built elsewhere: {self.places.library.name} was given", 0.0)
         if rung.decision_of:
             return self._decision(rung)
         left = self.budget.seconds - self.elapsed
@@ -184,7 +186,8 @@ def find_places(root: Path, library: Path | None, reports: Path | None) -> Place
     """Where a ladder finds things, in a checkout or beside an installed package."""
     checkout = (root / "flashmoe_build").is_dir() or (root / ".git").exists()
     build = root / "build"
+    given = library is not None
     if library is None:
         installed = Path(__file__).resolve().parents[1] / "libflashmoe.so"
         library = build / "lib" / "libflashmoe.so" if checkout else installed
-    return Places(root, build, library, reports or build / "reports" / "gate", checkout)
+    return Places(root, build, library, reports or build / "reports" / "gate", checkout, given)
