@@ -143,6 +143,7 @@ class Climb:
             "rate_per_hour": self.budget.rate_per_hour,
             "cost": self.budget.cost(self.elapsed),
             "decision": self._decision_row(),
+            "gpu": self._gpu(),
         }
         return Report("gate", checks, data, host_environment(), self.command, self.started, self.elapsed)
 
@@ -172,6 +173,12 @@ class Climb:
             "cost": self.budget.cost(outcome.seconds),
             "found": outcome.found,
         }
+
+    def _gpu(self) -> dict[str, Any] | None:
+        """The GPU that a rung told of: the import rung, or the baseline's report."""
+        reports = [one.report for one in self.outcomes.values() if one.report is not None]
+        told = [report.data.get("gpu") or report.environment.get("gpu") for report in reports]
+        return next((one for one in told if one), None)
 
     def _decision_row(self) -> dict[str, Any] | None:
         """The geometric means that the decision was taken over, for the history."""

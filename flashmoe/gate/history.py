@@ -22,7 +22,7 @@ FOLDER = Path("docs") / "results" / "history"
 def record_of(report: Report, root: Path, library: Path | None = None) -> dict[str, Any]:
     """What a gate report leaves in the history. Outside of git the commit is the one that ``library`` was built from."""
     decision = report.data.get("decision") or {}
-    gpu = decision.get("environment", {}).get("gpu")
+    gpu = report.data.get("gpu")
     return {
         "schema": SCHEMA,
         "commit": commit_of(root) or (built_commit(library) if library else ""),
