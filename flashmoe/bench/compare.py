@@ -100,7 +100,7 @@ def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = Fal
 def _change(a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str, *, busy: bool) -> Change:
     limits = load_thresholds()
     logs_a, logs_b = _speeds(a, subject, base), _speeds(b, subject, base)
-    value, interval = _difference(logs_a, logs_b, limits.verdict.confidence, limits.statistics)
+    value, interval = difference(logs_a, logs_b, limits.verdict.confidence, limits.statistics)
     blocks = min(len(logs_a), len(logs_b))
     margin = limits.compare.normalised_margin if base else limits.compare.absolute_margin
     decision = decide_change(interval, blocks, limits.verdict.min_blocks, margin, limits.compare, busy=busy)
@@ -115,7 +115,7 @@ def _speeds(cell: Mapping[str, Any], subject: str, base: str) -> Array:
     return np.asarray([-math.log(float(np.median(block))) for block in blocks], dtype=np.float64)
 
 
-def _difference(a: Array, b: Array, confidence: float, settings: StatisticsSettings) -> tuple[float, Interval]:
+def difference(a: Array, b: Array, confidence: float, settings: StatisticsSettings) -> tuple[float, Interval]:
     """exp(location of b - location of a), with a bootstrap interval that resamples the blocks of both."""
     centre = trimmed_mean(settings.trim)
     value = math.exp(float(centre(b)) - float(centre(a)))
