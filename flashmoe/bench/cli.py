@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE")
     parser.add_argument(
-        "--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report"
+        "--render",
+        type=Path,
+        metavar="REPORT.json",
+        help="write --markdown and --html of an old report; with --ratchet hold it against the marks",
     )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
     parser.add_argument("--fail-on", choices=("slower", "changed", "not-same"), help="exit 1 when a comparison says so")
@@ -215,6 +218,10 @@ def _render(args: argparse.Namespace) -> int:
     report = read_bench(args.render)
     args.json = None
     _write(report, args)
+    if args.ratchet:
+        from flashmoe.bench.ratchet import check_ratchet
+
+        return check_ratchet(args.ratchet, report)
     print(_markdown(report))
     return ExitCode.OK
 

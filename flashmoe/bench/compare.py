@@ -68,10 +68,11 @@ def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
     changes = find_changes(a.data, b.data, busy=busy)
     checks = [*_became_wrong(a.data, b.data), *_environment_checks(a, b)]
     checks += [_check(change, fail_on) for change in changes]
-    checks += [
-        Check(f"{case} {name}", Verdict.WARN, "only in A", "in both reports", "a case that vanished hides a regression")
-        for case, name in sorted(_measured(a.data) - _measured(b.data))
-    ]
+    if not changes:
+        checks = [one for one in checks if one.verdict is Verdict.FAIL]
+        checks.append(Check("cases", Verdict.SKIP, "the two reports have no case in common", "at least one"))
+    else:
+        checks += _vanished(a.data, b.data)
     data = {
         "schema": "flashmoe.bench-compare/1",
         "a": _identity(a),
@@ -79,6 +80,13 @@ def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
         "changes": [_change_json(change) for change in changes],
     }
     return Report("bench-compare", tuple(checks), data, host_environment(), (), started)
+
+
+def _vanished(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Check]:
+    return [
+        Check(f"{case} {name}", Verdict.WARN, "only in A", "in both reports", "a case that vanished hides a regression")
+        for case, name in sorted(_measured(a) - _measured(b))
+    ]
 
 
 def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = False) -> list[Change]:
