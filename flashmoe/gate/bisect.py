@@ -148,7 +148,7 @@ def step_command(task: Search) -> list[str]:
     words += ["--ladder", str(task.ladder.resolve())]
     if task.gate == "speed":
         words += ["--against", str(task.reports / f"{commit(task.root, task.good)}.baseline.json"), "--case", task.case]
-        words += ["--suite", task.suite]
+        words += ["--suite", task.suite, "--bad", str(task.reports / f"{commit(task.root, task.bad)}.baseline.json")]
     return words
 
 
@@ -228,7 +228,8 @@ def run(args: argparse.Namespace) -> int:
         select(read_ladder(args.ladder), [args.gate])
     root = args.root.resolve()
     reports = (args.reports or root / "build" / "reports" / "bisect").resolve()
-    (reports / "steps.jsonl").unlink(missing_ok=True)
+    for old in (reports / "steps.jsonl", *reports.glob("*.baseline.json")):
+        old.unlink(missing_ok=True)
     task = Search(root, args.good, args.bad, args.gate, args.ladder, reports, args.case, args.suite)
     started, clock = utc_now(), time.monotonic()
     with stop_signals():
