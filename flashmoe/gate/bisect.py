@@ -156,7 +156,13 @@ def step_environment(task: Search) -> dict[str, str]:
     """The driver's own package runs the step; the programs of the rungs come from the worktree."""
     own = str(Path(__file__).resolve().parents[2])
     cache = os.environ.get("FLASHMOE_CACHE_DIR") or str(task.reports / "cache")
-    return {"PYTHONPATH": own, "FLASHMOE_CACHE_DIR": cache, "FLASHMOE_STEP_PATH": os.environ.get("PYTHONPATH", "")}
+    return {
+        "PYTHONPATH": own,
+        "FLASHMOE_CACHE_DIR": cache,
+        "FLASHMOE_STEP_PATH": os.environ.get("PYTHONPATH", ""),
+        # Bytecode is taken for current by its source's size and second; two commits can have both in common.
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def _results(reports: Path) -> list[tuple[str, str]]:

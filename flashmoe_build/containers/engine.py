@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,7 @@ def engine(folder: Path) -> Iterator[str]:
     try:
         _wait_until_running(docker, process, log)
         _refuse_copying_driver(docker)
+        probe(docker)
         yield docker
     finally:
         process.send_signal(signal.SIGTERM)
@@ -83,6 +85,32 @@ def _refuse_copying_driver(docker: str) -> None:
     if _info(docker, "{{.Driver}}") == "vfs":
         msg = "this machine's kernel gives Docker no overlay file system, and its vfs driver would copy 7 GB a layer"
         raise OutOfReachError(msg)
+
+
+def probe(docker: str) -> None:
+    """Import and run an image of one program: an engine that answers may lack the rights for either (a container, a chroot).
+
+    Raises OutOfReachError with the engine's words.
+    """
+    program = str(Path(shutil.which("true") or "/bin/true").resolve())
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=False, timeout=60)
+    files = [program, *re.findall(r"(/\S+) \(0x", linked.stdout)]
+    packed = subprocess.run(
+        ["tar", "-chf", "-", "-C", "/", *(name[1:] for name in files)], capture_output=True, check=True, timeout=60
+    )
+    image = ""
+    for what, command, given in (
+        ("unpack an image", ["import", "-"], packed.stdout),
+        ("run a container", ["run", "--rm", "IMAGE", program], b""),
+    ):
+        words = [docker, *(image if word == "IMAGE" else word for word in command)]
+        done = subprocess.run(words, input=given, capture_output=True, check=False, timeout=120)
+        if done.returncode != 0:
+            reason = " ".join(done.stderr.decode(errors="replace").split())[-500:]
+            msg = f"a Docker engine was started here and cannot {what}: {reason}; run this on a host, or in a privileged container"
+            raise OutOfReachError(msg)
+        image = image or done.stdout.decode().strip()
+    subprocess.run([docker, "rmi", "-f", image], capture_output=True, check=False, timeout=60)
 
 
 def _info(docker: str, template: str) -> str:

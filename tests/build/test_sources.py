@@ -115,7 +115,7 @@ def test_every_driver_call_is_checked() -> None:
     calls = 0
     for path in sorted((CSRC / "host").glob("*.cpp")):
         text = path.read_text(encoding="utf-8")
-        for match in re.finditer(r"(check_driver\(\s*)?(?:driver\(\)|api)\.(cu[A-Z]\w+)\(", text):
+        for match in re.finditer(r"(check_(?:driver|launch)\(\s*)?(?:driver\(\)|api)\.(cu[A-Z]\w+)\(", text):
             calls += 1
             restores_in_destructor = f"~RelaxedCapture() {{ driver().{match[2]}(" in text[: match.end()][-80:]
             kept = re.search(r"const CUresult result = $", text[: match.start()])
