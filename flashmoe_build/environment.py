@@ -273,6 +273,16 @@ def _create(folder: Path, python: Interpreter) -> None:
         raise LockError(msg)
 
 
+def remove_bytecode(folder: Path) -> None:
+    """Forget what Python compiled of the flashmoe that is about to be replaced.
+
+    A wheel dates its files by the commit, so an edited file of the same length would pass for the compiled one.
+    """
+    for packages in folder.glob("lib/python*/site-packages"):
+        for compiled in [*packages.glob("__pycache__/flashmoe*.pyc"), *packages.glob("flashmoe/**/__pycache__/*.pyc")]:
+            compiled.unlink(missing_ok=True)
+
+
 def install_wheel(python: Path, wheel: Path) -> None:
     """Replace the flashmoe in an environment by this wheel file, by its hash, without touching anything else."""
     digest = sha256(wheel.read_bytes()).hexdigest()
@@ -283,6 +293,7 @@ def install_wheel(python: Path, wheel: Path) -> None:
         if requirement.is_file() and requirement.read_text(encoding="utf-8") == text:
             return
         requirement.unlink(missing_ok=True)
+        remove_bytecode(folder)
         pending = folder / "flashmoe-wheel.pending.txt"
         pending.write_text(text, encoding="utf-8")
         extra = ["--no-deps", "--no-index", "--reinstall-package", "flashmoe"]

@@ -29,13 +29,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def pytest_configure() -> None:
-    # A shell without job control starts `command &` with SIGINT ignored, and every program started here would inherit it.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # started in the background: programs under test would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     session.config.stash[STARTED] = time.monotonic()
     spec = importlib.util.find_spec("flashmoe")
     origin = "" if spec is None or spec.origin is None else spec.origin

@@ -2,6 +2,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <limits>
@@ -68,6 +69,16 @@ class Scratch {
   size_t size_ = 0;
 };
 
+// The tasks of some heads, in order: the longest tasks of a causal problem (the last rows) come first, so that no worker
+// starts one when the others end. A worker begins with its own queue and goes on with the others': so a head's K and V
+// are read by one core as a rule, the same one in every call, whose cache may hold them.
+struct alignas(64) Queue {
+  std::atomic<int64_t> next{0};
+  int64_t first_head;
+  int64_t heads;
+};
+constexpr int64_t kMaxQueues = 64;
+
 struct Plan {
   const attention::ForwardParams* params;
   const Kernel* kernel;
@@ -78,7 +89,9 @@ struct Plan {
   int64_t heads;     // batch * heads_q
   int64_t tasks;     // blocks * heads
   size_t scratch_bytes;
-  std::atomic<int64_t> next{0};
+  int64_t workers;
+  int64_t queue_count;
+  std::array<Queue, kMaxQueues> queues;
   std::atomic<bool> out_of_memory{false};
 };
 
@@ -93,11 +106,10 @@ int32_t choose_task_rows(const attention::ForwardParams& params, const Kernel& k
   return std::max(rows, kernel.row_granularity);
 }
 
-// The longest tasks of a causal problem (the last rows) come first, so that no worker starts one when the others end.
-Task make_task(const Plan& plan, int64_t index) {
+Task make_task(const Plan& plan, const Queue& queue, int64_t index) {
   const attention::ForwardParams& params = *plan.params;
-  const int32_t block = plan.blocks - 1 - static_cast<int32_t>(index / plan.heads);
-  const int64_t head = index % plan.heads;
+  const int32_t block = plan.blocks - 1 - static_cast<int32_t>(index / queue.heads);
+  const int64_t head = queue.first_head + index % queue.heads;
   Task task;
   task.params = &params;
   task.type = plan.type;
@@ -109,20 +121,42 @@ Task make_task(const Plan& plan, int64_t index) {
   return task;
 }
 
+void make_queues(Plan& plan) {
+  plan.queue_count = std::min({plan.workers, plan.heads, kMaxQueues});
+  for (int64_t i = 0; i < plan.queue_count; ++i) {
+    Queue& queue = plan.queues[static_cast<size_t>(i)];
+    queue.first_head = plan.heads * i / plan.queue_count;
+    queue.heads = plan.heads * (i + 1) / plan.queue_count - queue.first_head;
+  }
+}
+
 // Body of the parallel loop. Each index of [begin, end) is a worker, which takes tasks until none is left. It must not
 // throw: the pool may be C code.
-void work(int64_t, int64_t, void* context) noexcept {
+void work(int64_t begin, int64_t, void* context) noexcept {
   Plan& plan = *static_cast<Plan*>(context);
   thread_local Scratch scratch;
   try {
     void* memory = scratch.reserve(plan.scratch_bytes);
-    for (int64_t index = plan.next.fetch_add(1, std::memory_order_relaxed); index < plan.tasks;
-         index = plan.next.fetch_add(1, std::memory_order_relaxed)) {
-      plan.kernel->run(make_task(plan, index), memory);
+    const int64_t own = begin * plan.queue_count / plan.workers;
+    for (int64_t i = 0; i < plan.queue_count; ++i) {
+      Queue& queue = plan.queues[static_cast<size_t>((own + i) % plan.queue_count)];
+      const int64_t tasks = queue.heads * plan.blocks;
+      for (int64_t index = queue.next.fetch_add(1, std::memory_order_relaxed); index < tasks;
+           index = queue.next.fetch_add(1, std::memory_order_relaxed)) {
+        plan.kernel->run(make_task(plan, queue, index), memory);
+      }
     }
   } catch (const std::bad_alloc&) {
     plan.out_of_memory = true;
   }
+}
+
+bool all_taken(const Plan& plan) {
+  for (int64_t i = 0; i < plan.queue_count; ++i) {
+    const Queue& queue = plan.queues[static_cast<size_t>(i)];
+    if (queue.next < queue.heads * plan.blocks) return false;
+  }
+  return true;
 }
 
 size_t element_size(ScalarType type) { return type == ScalarType::kFloat32 ? 4 : 2; }
@@ -139,6 +173,7 @@ void fill_empty(const attention::ForwardParams& params, ScalarType type) {
       std::fill_n(out, size * static_cast<size_t>(params.head_dim), '\0');
     }
   }
+  if (params.lse == nullptr) return;
   std::fill_n(params.lse, heads * params.seq_q, -std::numeric_limits<float>::infinity());
 }
 
@@ -162,14 +197,15 @@ void attention_forward(const attention::ForwardParams& params, ScalarType type, 
   plan.heads = int64_t{params.batch} * params.heads_q;
   plan.tasks = plan.blocks * plan.heads;
   plan.scratch_bytes = plan.kernel->scratch_bytes(type, params.head_dim, plan.task_rows);
-  const int64_t workers = std::min<int64_t>(num_threads, plan.tasks);
-  if (workers == 1) {
+  plan.workers = std::min<int64_t>(num_threads, plan.tasks);
+  make_queues(plan);
+  if (plan.workers == 1) {
     work(0, 1, &plan);
   } else {
-    parallel_for(0, workers, 1, work, &plan);
+    parallel_for(0, plan.workers, 1, work, &plan);
   }
   // Without memory a worker leaves its tasks to the others; only when none could work is anything left undone.
-  if (plan.out_of_memory && plan.next < plan.tasks) throw std::bad_alloc();
+  if (plan.out_of_memory && !all_taken(plan)) throw std::bad_alloc();
 }
 
 }  // namespace cpu

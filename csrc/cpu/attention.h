@@ -17,8 +17,9 @@ using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, void (*b
 
 // out = softmax(scale * q k^T) v and lse, for any head_dim 1..256, seq_q, seq_k >= 0 and any strides with a
 // contiguous last dimension. Reads of `params`: q, k, v, out, lse, the strides, the sizes and `scale`; the
-// split and schedule fields are not used. Rows that see no key get out = 0, lse = -inf. NaN and Inf propagate as in
-// a plain softmax, from the keys that a row can see. The result does not depend on num_threads, bit for bit.
+// split and schedule fields are not used; a null lse is not written. Rows that see no key get out = 0, lse = -inf. NaN
+// and Inf propagate as in a plain softmax, from the keys that a row can see. The result does not depend on num_threads,
+// bit for bit.
 // num_threads: how many workers to divide the work over (parallel_for's width); at least 1.
 // Throws std::invalid_argument for sizes outside of the above, std::bad_alloc.
 void attention_forward(const attention::ForwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,

@@ -197,7 +197,7 @@ void forward_few_rows(const Task& task, void* memory) {
     const int64_t position = int64_t{task.row_begin} + row;
     store_row(scratch.out + row * padded_dim, head_dim, Vector::broadcast(inverse),
               operands.out + position * params.out_stride.row);
-    store_lse({&state.max_log2, &state.sum, nullptr}, 1, operands.lse + position);
+    store_lse({&state.max_log2, &state.sum, nullptr}, 1, operands.lse_row(position));
   }
 }
 

@@ -319,7 +319,7 @@ void forward_simd(const Task& task, void* memory) {
     const int32_t row = task.row_begin + group * kGroupRows;
     store_group(scratch.out_t + group * group_floats, scratch.state(group), clamp(task.row_end - row, 0, kGroupRows),
                 head_dim, padded_dim, scratch.buffer, operands.out + row * params.out_stride.row,
-                params.out_stride.row, operands.lse + row);
+                params.out_stride.row, operands.lse_row(row));
   }
 }
 

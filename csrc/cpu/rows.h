@@ -64,7 +64,7 @@ inline void pack_group(const T* q, int64_t row_stride, int32_t rows, int32_t hea
   }
 }
 
-// out_t [padded_dim, group], times 1/sum, -> out [rows, head_dim] and lse [rows]. buffer: [kGroupRows, padded_dim].
+// out_t [padded_dim, group], times 1/sum, -> out [rows, head_dim] and lse [rows], which may be null. buffer: [kGroupRows, padded_dim].
 template <class T>
 inline void store_group(const float* out_t, GroupState state, int32_t rows, int32_t head_dim, int32_t padded_dim,
                         float* buffer, T* out, int64_t row_stride, float* lse) {
@@ -89,7 +89,9 @@ struct Operands {
   const T* k;
   const T* v;
   T* out;
-  float* lse;
+  float* lse;  // row 0, or null if nobody wants it
+
+  float* lse_row(int64_t row) const { return lse == nullptr ? nullptr : lse + row; }
 
   explicit Operands(const Task& task) {
     const attention::ForwardParams& params = *task.params;
@@ -100,7 +102,7 @@ struct Operands {
     k = static_cast<const T*>(params.k) + batch * params.k_stride.batch + head_kv * params.k_stride.head;
     v = static_cast<const T*>(params.v) + batch * params.v_stride.batch + head_kv * params.v_stride.head;
     out = static_cast<T*>(params.out) + batch * params.out_stride.batch + head_q * params.out_stride.head;
-    lse = params.lse + (batch * params.heads_q + head_q) * params.seq_q;
+    lse = params.lse == nullptr ? nullptr : params.lse + (batch * params.heads_q + head_q) * params.seq_q;
   }
 };
 

@@ -20,27 +20,35 @@ constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kExpDegreeFull = 6;  // relative error of the polynomial 2.0e-9, of the whole below 1.2e-7
 constexpr int kExpDegree16Bit = 4;  // 2.9e-6; half a unit in the last place of fp16 is 2.4e-4
 
-// 2^t for t <= 0 or barely above (rounding), with 2^0 = 1 exactly and 2^-inf = 0; NaN stays NaN. The polynomial is
-// 1 + f q(f), minimax in relative error on [-1/2, 1/2].
+// t = 2^t for t <= 0 or barely above (rounding), with 2^0 = 1 exactly and 2^-inf = 0; NaN stays NaN. The polynomial is
+// 1 + f q(f), minimax in relative error on [-1/2, 1/2]. Step by step over kCount vectors: one vector's chain of
+// operations is longer than a processor looks ahead.
+template <int kDegree, int kCount>
+inline void exp2_of(Vector::Float (&t)[kCount]) {
+  static_assert(kDegree == kExpDegreeFull || kDegree == kExpDegree16Bit, "there are coefficients for two degrees");
+  static constexpr float kFull[] = {1.5353362e-4f, 1.3398874e-3f, 9.6184369e-3f, 5.5503324e-2f, 2.4022648e-1f,
+                                    6.9314718e-1f, 1.0f};
+  static constexpr float k16Bit[] = {9.5828529e-3f, 5.5906426e-2f, 2.4024099e-1f, 6.9312408e-1f, 1.0f};
+  const float* coefficients = kDegree == kExpDegreeFull ? kFull : k16Bit;
+  Vector::Float f[kCount], p[kCount];
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) t[i] = Vector::split_exponent(t[i], &f[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) p[i] = Vector::broadcast(coefficients[0]);
+#pragma GCC unroll 6
+  for (int power = 1; power <= kDegree; ++power) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) p[i] = Vector::fma(p[i], f[i], Vector::broadcast(coefficients[power]));
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) t[i] = Vector::mul(p[i], t[i]);
+}
+
 template <int kDegree>
 inline Vector::Float exp2(Vector::Float t) {
-  static_assert(kDegree == kExpDegreeFull || kDegree == kExpDegree16Bit, "there are coefficients for two degrees");
-  Vector::Float f;
-  const Vector::Float power = Vector::split_exponent(t, &f);
-  Vector::Float p;
-  if (kDegree == kExpDegreeFull) {
-    p = Vector::fma(Vector::broadcast(1.5353362e-4f), f, Vector::broadcast(1.3398874e-3f));
-    p = Vector::fma(p, f, Vector::broadcast(9.6184369e-3f));
-    p = Vector::fma(p, f, Vector::broadcast(5.5503324e-2f));
-    p = Vector::fma(p, f, Vector::broadcast(2.4022648e-1f));
-    p = Vector::fma(p, f, Vector::broadcast(6.9314718e-1f));
-  } else {
-    p = Vector::fma(Vector::broadcast(9.5828529e-3f), f, Vector::broadcast(5.5906426e-2f));
-    p = Vector::fma(p, f, Vector::broadcast(2.4024099e-1f));
-    p = Vector::fma(p, f, Vector::broadcast(6.9312408e-1f));
-  }
-  p = Vector::fma(p, f, Vector::broadcast(1.0f));
-  return Vector::mul(p, power);
+  Vector::Float x[1] = {t};
+  exp2_of<kDegree>(x);
+  return x[0];
 }
 
 // The running state of a group, over the group.
@@ -130,9 +138,10 @@ inline Vector::Float inverse_sum(GroupState state, int c) {
   return Vector::where_equal(sum, Vector::zero(), Vector::zero(), Vector::div(Vector::broadcast(1.0f), sum));
 }
 
-// lse of the group's first `rows` rows, natural logarithm. logf: the double function's newest version is younger than
+// lse of the group's first `rows` rows, natural logarithm; none if lse is null. logf: the double function's newest version is younger than
 // the oldest glibc that the wheel runs on.
 inline void store_lse(GroupState state, int32_t rows, float* lse) {
+  if (lse == nullptr) return;
   constexpr double kLn2 = 0.69314718055994530942;
   for (int32_t row = 0; row < rows; ++row) {
     const float sum = state.sum[row];

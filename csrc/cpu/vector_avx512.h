@@ -8,6 +8,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "scalar_types.h"
 
@@ -61,6 +62,10 @@ struct Vector {
 
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
   static void store(BFloat16* p, Float x) {
+#ifdef __AVX512BF16__  // set with the target of a translation unit that may use it
+    const __m256bh halves = _mm512_cvtneps_pbh(x);
+    memcpy(p, &halves, sizeof halves);
+#else
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -68,6 +73,7 @@ struct Vector {
     const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     const __m512i halves = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(halves));
+#endif
   }
   static void store(Half* p, Float x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));

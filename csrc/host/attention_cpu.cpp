@@ -29,13 +29,7 @@ cpu::ScalarType scalar_type(Dtype dtype) {
 void attention_forward_cpu(const AttentionArguments& arguments, const AttentionOutputs& outputs) {
   uint32_t num_threads = 1;
   check_shim(torch_get_num_threads(&num_threads), "get_num_threads");
-  attention::ForwardParams params = make_params(arguments, outputs);
-  Tensor unwanted_lse;  // the CPU kernels always write it
-  if (params.lse == nullptr) {
-    unwanted_lse = empty({params.batch, params.heads_q, params.seq_q}, aoti_torch_dtype_float32(),
-                         arguments.device_type, arguments.device_index);
-    params.lse = static_cast<float*>(unwanted_lse.data());
-  }
+  const attention::ForwardParams params = make_params(arguments, outputs);
   cpu::attention_forward(params, scalar_type(arguments.dtype), arguments.is_causal,
                          torch_pool, static_cast<int>(num_threads));
   thread_local std::array<char, 32> label;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <sstream>
 #include <string>
 
@@ -57,14 +58,14 @@ int64_t query_tiles(const SelectorInput& input, const Kernel& kernel) {
   return ceil_div(input.seq_q, kernel.block_m) * input.heads_q * input.batch;
 }
 
-// Families that compute a tile in one block and leave the order to the grid: sm75 and sm80.
-//
 // Measured on an H100, 64-row query tiles, D = 64 and 128, 8 to 128 tiles, 512 to 8192 keys: below 1024 keys the second pass
 // costs more than the idle multiprocessors; the best number of splits is then one block for each of them, at most 16, and
 // at least 128 keys a block. With a tile for every multiprocessor splitting gains 10% at most (4096 keys and more) or loses.
 constexpr int64_t kMinKeysToSplit = 1024;
 constexpr int64_t kMinKeysPerSplit = 128;
 constexpr int64_t kMaxSplits = 16;  // the combining warp would take 32
+constexpr int64_t kWarpgroupRows = 64;
+constexpr int64_t kMaxShares = 32;  // one for each lane of the combining warp
 
 // How many blocks should share the keys of one query tile so that all multiprocessors have work; 1 for not at all.
 int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
@@ -74,81 +75,98 @@ int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
   return std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits}));
 }
 
-Choice choose_for_grid(const SelectorInput& input, const FamilyKernels& family) {
+// Kernels for problems with fewer query tiles than multiprocessors; an empty choice where none applies.
+Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& family) {
   if (family.split != nullptr && family.combine != nullptr) {
     const int64_t splits = wanted_splits(input, *family.split);
     if (splits > 1) return {family.split, family.combine, static_cast<int32_t>(splits)};
   }
-  const bool is_small = family.small != nullptr && query_tiles(input, *family.standard) < input.num_multiprocessors;
-  return {is_small ? family.small : family.standard, nullptr, 1};
+  Choice choice;
+  if (family.small != nullptr && query_tiles(input, *family.standard) < input.num_multiprocessors) {
+    choice.forward = family.small;
+  }
+  return choice;
 }
 
-// Families whose blocks stay and draw tiles: sm90. The kernel and the number of splits with the least estimated time. The
-// constants are nanoseconds on an H100, fitted to 115 cells with 8 to 2048 tiles and 512 to 32768 keys
-// (docs/kernels/attention-sm90.md says how far the choice is from the fastest).
-constexpr double kRowKeyNs = 0.054;             // a query row and a key, on one multiprocessor ...
-constexpr double kRowKeyColumnNs = 0.00025;     // ... and what each column of the head adds
-constexpr double kTileNs = 4000.0;              // the start and the end of a work item
-constexpr double kSecondPassNs = 6500.0;        // the combining kernel's launch and its first loads
-constexpr double kPartialBytesPerNs = 16000.0;  // partial results, to the second-level cache and back
-constexpr double kDeviceMemoryBytesPerNs = 2600.0;
-// A row of a 128-row tile costs this much of one of a taller tile: it reads keys and values more often (1.02 to 1.18).
-constexpr double kShortTileCost = 1.15;
-constexpr int32_t kTallRows = 192;
-constexpr int64_t kMaxShares = 32;  // one for each lane of the combining warp
-constexpr int64_t kMaxWaves = 8;    // more leave nothing to gain by splitting
+// Time on a GPU that runs sm90 kernels, in microseconds of an H100: what a block takes for a whole tile, by a key and at its
+// ends, and for a kernel that divides a tile's keys, what the partial results and the second kernel take. Fitted to 170
+// problems of 8 to 4096 tiles (docs/kernels/attention-sm90.md).
+struct TileCost {
+  const char* family;
+  const char* variant;
+  int32_t head_dim;
+  int32_t block_m;
+  double key;
+  double ends;
+  double split;
+  double share;
+};
 
-double estimated_ns(const SelectorInput& input, const Kernel& kernel, double row_cost, int64_t splits) {
-  const double row_key = (kRowKeyNs + kRowKeyColumnNs * kernel.head_dim) * row_cost;
-  const auto waves = static_cast<double>(ceil_div(query_tiles(input, kernel) * splits, input.num_multiprocessors));
-  const auto keys = static_cast<double>(ceil_div(input.seq_k, splits));
-  const double products = waves * (keys * kernel.block_m * row_key + kTileNs);
-  const double heads_kv = static_cast<double>(input.batch) * static_cast<double>(input.heads_kv);
-  const double bytes = 4.0 * input.head_dim * heads_kv * static_cast<double>(input.seq_k);
-  const double loads = bytes / kDeviceMemoryBytesPerNs;
-  // The two overlap, but neither hides the other whole.
-  const double pass = std::sqrt(products * products + loads * loads);
-  if (splits == 1) return pass;
-  const double rows = static_cast<double>(input.batch * input.heads_q) * static_cast<double>(input.seq_q * splits);
-  return pass + kSecondPassNs + 8.0 * input.head_dim * rows / kPartialBytesPerNs;
+constexpr TileCost kTileCosts[] = {
+    {"sm90", "", 64, 192, 0.0110, 1.2, 0.0, 0.0},
+    {"sm90", "", 64, 256, 0.0154, 1.2, 0.0, 0.0},
+    {"sm90", "short", 64, 256, 0.0154, 1.2, 0.0, 0.0},
+    {"sm90", "m128", 64, 128, 0.0090, 1.5, 0.0, 0.0},
+    {"sm90", "split", 64, 256, 0.0149, 1.2, 4.0, 0.2},
+    {"sm80", "m64", 64, 64, 0.0085, 0.5, 0.0, 0.0},
+    {"sm90", "", 128, 192, 0.0167, 3.7, 0.0, 0.0},
+    {"sm90", "short", 128, 192, 0.0170, 3.1, 0.0, 0.0},
+    {"sm90", "m128", 128, 128, 0.0120, 4.0, 0.0, 0.0},
+    {"sm90", "split", 128, 128, 0.0120, 3.2, 7.0, 0.2},
+    {"sm80", "m64", 128, 64, 0.0165, 2.3, 0.0, 0.0},
+    {"sm90", "", 256, 128, 0.0227, 3.0, 0.0, 0.0},
+    {"sm90", "split", 256, 128, 0.0227, 3.0, 13.0, 0.4},
+};
+
+double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits) {
+  const auto cost = std::find_if(std::begin(kTileCosts), std::end(kTileCosts), [&kernel](const TileCost& candidate) {
+    return candidate.head_dim == kernel.head_dim && candidate.block_m == kernel.block_m &&
+           equal(candidate.variant, kernel.variant) && equal(candidate.family, kernel.family);
+  });
+  if (cost == std::end(kTileCosts)) return std::numeric_limits<double>::infinity();
+  // Of the computing warps those with rows to work on share what the tensor cores and the exponential units give.
+  const auto tile_time = [&](int64_t keys, int64_t rows) {
+    const double busy = static_cast<double>(ceil_div(rows, kWarpgroupRows) * kWarpgroupRows) / kernel.block_m;
+    return static_cast<double>(keys) / static_cast<double>(splits) * cost->key * (0.4 + 0.6 * busy) + cost->ends;
+  };
+  const int64_t tiles_of_head = ceil_div(input.seq_q, kernel.block_m);
+  const int64_t last_rows = input.seq_q - (tiles_of_head - 1) * kernel.block_m;
+  const int64_t first_rows = tiles_of_head > 1 ? kernel.block_m : last_rows;
+  const auto items = static_cast<double>(query_tiles(input, kernel) * splits);
+  const auto processors = static_cast<double>(input.num_multiprocessors);
+  const double extra = splits > 1 ? cost->split + static_cast<double>(splits) * cost->share : 0.0;
+  if (input.mask != Mask::kCausal) return std::ceil(items / processors) * tile_time(input.seq_k, first_rows) + extra;
+  // The longest tiles come first, so that short ones fill the end. Half a block of keys of each tile is masked.
+  const auto visible = [&input](int64_t rows) { return std::clamp<int64_t>(input.seq_k - input.seq_q + rows, 1, input.seq_k); };
+  const double longest = std::max(tile_time(visible(input.seq_q), last_rows),
+                                  tile_time(visible(input.seq_q - last_rows), kernel.block_m));
+  const double shortest = tile_time(visible(first_rows), first_rows);
+  const int64_t mean_keys = (visible(input.seq_q) + visible(first_rows) + kernel.block_n) / 2;
+  const double filled = items * tile_time(mean_keys, first_rows) / processors + shortest;
+  const double in_rounds = std::ceil(items / processors) * std::max(longest, shortest);
+  return std::max(longest, std::min(in_rounds, filled)) + extra;
 }
 
-Choice choose_for_persistent(const SelectorInput& input, const FamilyKernels& family) {
-  const double short_cost = family.standard->block_m >= kTallRows ? kShortTileCost : 1.0;
+// Among the tiles of a family with the cost table above, and the smallest of `others`, the one with the least time.
+Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* others) {
   Choice best{family.standard, nullptr, 1};
-  double least = estimated_ns(input, *family.standard, 1.0, 1);
-  const auto consider = [&](const Kernel* kernel, const Kernel* combine, int64_t splits) {
-    const double time = estimated_ns(input, *kernel, short_cost, splits);
+  double least = microseconds(input, *family.standard, 1);
+  const auto offer = [&](const Kernel* kernel, int64_t splits) {
+    if (kernel == nullptr || kernel->head_dim != family.standard->head_dim) return;
+    const double time = microseconds(input, *kernel, splits);
     if (time >= least) return;
     least = time;
-    best = {kernel, combine, static_cast<int32_t>(splits)};
+    best = {kernel, splits > 1 ? family.combine : nullptr, static_cast<int32_t>(splits)};
   };
-  const auto serves = [&family](const Kernel* kernel) {
-    return kernel != nullptr && kernel->head_dim == family.standard->head_dim;
-  };
-  if (serves(family.shorter)) consider(family.shorter, nullptr, 1);
-  if (serves(family.split) && family.combine != nullptr) {
-    const int64_t tiles = query_tiles(input, *family.split);
-    const int64_t most = std::min(kMaxShares, input.seq_k / kMinKeysPerSplit);
-    for (int64_t waves = 1; waves <= kMaxWaves && tiles > 0; ++waves) {
-      const int64_t splits = std::min(most, waves * input.num_multiprocessors / tiles);  // as many as fit these waves
-      if (splits > 1) consider(family.split, family.combine, splits);
-      if (splits == most) break;
-    }
-  }
-  // Its blocks of 64 keys follow the diagonal; without many tiles the wider blocks of the others are faster.
-  constexpr int64_t kMaxKeysOfNarrow = 1024;
-  if (best.num_splits == 1 && serves(family.narrow) && input.seq_k <= kMaxKeysOfNarrow &&
-      input.seq_k <= 2 * input.seq_q && query_tiles(input, *family.narrow) >= 2 * input.num_multiprocessors) {
-    best.forward = family.narrow;
+  offer(family.early, 1);
+  offer(family.shorter, 1);
+  if (others != nullptr) offer(others->small, 1);
+  if (family.split == nullptr || family.combine == nullptr) return best;
+  const int64_t tiles = query_tiles(input, *family.split);
+  for (int64_t splits = 2; splits <= kMaxShares && splits * tiles <= input.num_multiprocessors; ++splits) {
+    if (input.seq_k / splits >= kMinKeysPerSplit) offer(family.split, splits);
   }
   return best;
-}
-
-// Whether an older family's 64-row kernel beats a persistent one: it starts 1 to 2 us sooner, and takes longer a key.
-bool is_small_faster(const SelectorInput& input, const Kernel& small) {
-  const int64_t most_keys = small.head_dim <= 64 ? 1024 : 192;
-  return query_tiles(input, small) <= input.num_multiprocessors && input.seq_k <= most_keys;
 }
 
 std::string targets_held(const KernelTable& table) {
@@ -225,28 +243,35 @@ FamilyList resolve_families(const SelectorInput& input, const KernelList& loadab
     const auto forward = [&](const char* variant) {
       return find("attention_forward", family, variant, input.mask, input, loadable);
     };
-    const FamilyKernels kernels{family,         forward(""),      forward("m128"), forward("n64"),
-                                forward("m64"), forward("split"), combine};
+    const FamilyKernels kernels{family,
+                                forward(""),
+                                forward("m128"),
+                                forward("short"),
+                                forward("m64"),
+                                forward("split"),
+                                combine};
     if (kernels.standard != nullptr) result.push_back(kernels);
   }
   return result;
 }
 
 Choice select_forward(const SelectorInput& input, const FamilyList& families, const KernelTable& table) {
-  const auto is_allowed = [&input](const FamilyKernels& family) {
-    return input.forced_family == nullptr || equal(family.family, input.forced_family);
-  };
-  const auto first = std::find_if(families.begin(), families.end(), is_allowed);
-  if (first != families.end()) {
-    if (!first->standard->is_persistent) return choose_for_grid(input, *first);
-    for (auto family = std::next(first); family != families.end(); ++family) {
-      const bool is_usable = is_allowed(*family) && family->small != nullptr;
-      if (is_usable && is_small_faster(input, *family->small)) return {family->small, nullptr, 1};
-    }
-    return choose_for_persistent(input, *first);
+  FamilyList allowed;
+  for (const FamilyKernels& family : families) {
+    if (input.forced_family == nullptr || equal(family.family, input.forced_family)) allowed.push_back(family);
   }
-  if (input.forced_family != nullptr) check_forced(input, table);
-  refuse(input, table);
+  if (allowed.empty()) {
+    if (input.forced_family != nullptr) check_forced(input, table);
+    refuse(input, table);
+  }
+  if (equal(allowed.front().family, "sm90")) {
+    return choose_by_time(input, allowed.front(), allowed.size() > 1 ? &allowed[1] : nullptr);
+  }
+  for (const FamilyKernels& family : allowed) {
+    const Choice choice = choose_for_few_tiles(input, family);
+    if (choice.forward != nullptr) return choice;
+  }
+  return {allowed.front().standard, nullptr, 1};
 }
 
 }  // namespace host

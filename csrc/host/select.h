@@ -36,7 +36,7 @@ struct FamilyKernels {
   const char* family;
   const Kernel* standard;  // never null
   const Kernel* shorter;   // "m128": for the last wave
-  const Kernel* narrow;    // "n64": for short causal rows
+  const Kernel* early;     // "short": for short sequences
   const Kernel* small;     // "m64": for fewer query tiles than multiprocessors
   const Kernel* split;     // the keys of a query tile divided over several blocks ...
   const Kernel* combine;   // ... and their partial results added up

@@ -60,7 +60,7 @@ def _copy_tree(root: Path, target: Path) -> None:
     for name in ("csrc", "flashmoe", "flashmoe_build", "lockfiles"):
         if (root / name).is_dir():
             shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         if (root / name).is_file():
             shutil.copy2(root / name, target / name)
 
@@ -92,7 +92,19 @@ def _one_build(source: Path, case: BuildCase) -> tuple[dict[str, Any], Check]:
         "jobs": built["jobs"],
         "peak_process_bytes": peak,
     }
+    if not case.touch:
+        row |= _wheel(source, case)
     return row, _judge(case, row)
+
+
+def _wheel(source: Path, case: BuildCase) -> dict[str, Any]:
+    """Size of the wheel with these targets and the seconds that packing it takes, once everything is compiled."""
+    argv = [sys.executable, "-m", "flashmoe_build", "--out", "build", "--dist", "dist", "--archs", case.archs]
+    seconds, code, tail, _ = _run(argv, source)
+    sizes = [path.stat().st_size for path in (source / "dist").glob("*.whl")]
+    if code != 0 or len(sizes) != 1:
+        return {"wheel_bytes": None, "wheel_error": f"exit {code}: {tail}"}
+    return {"wheel_bytes": sizes[0], "wheel_seconds": seconds}
 
 
 def _judge(case: BuildCase, row: Mapping[str, Any]) -> Check:
@@ -102,6 +114,10 @@ def _judge(case: BuildCase, row: Mapping[str, Any]) -> Check:
         f"{row['seconds']:.1f} s, {row['compiled']} of {row['units']} units compiled by {row['jobs']} jobs, "
         f"largest process {peak / 1e9:.2f} GB"
     )
+    if row.get("wheel_bytes"):
+        found += f"; wheel {row['wheel_bytes'] / 1e6:.1f} MB, packed in {row['wheel_seconds']:.1f} s"
+    elif "wheel_error" in row:
+        return Check(case.key, Verdict.FAIL, f"{found}; no wheel: {row['wheel_error']}", "a wheel")
     word = Verdict.PASS if row["seconds"] <= limit and peak <= PROCESS_BYTES else Verdict.WARN
     return Check(case.key, word, found, f"{limit:g} s and {PROCESS_BYTES / 1e9:g} GB a process on 4 cores")
 

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="auto", metavar="GPU", help="auto, none, T4, L4, A100 or H100")
     parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's own")
     parser.add_argument("--case", action="append", metavar="KEY", help="these cases alone (as reports name them)")
+    parser.add_argument("--dtype", action="append", choices=("f32", "f16", "bf16"), help="cases of this dtype alone")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples a side (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
     parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
@@ -34,10 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE")
     parser.add_argument(
-        "--render", type=Path, metavar="REPORT.json", help="write --markdown and --html of an old report"
+        "--render",
+        type=Path,
+        metavar="REPORT.json",
+        help="write --markdown and --html of an old report; with --ratchet hold it against the marks",
     )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
-    parser.add_argument("--fail-on", choices=("slower", "not-same"), help="exit 1 when a comparison says so")
+    parser.add_argument("--fail-on", choices=("slower", "changed", "not-same"), help="exit 1 when a comparison says so")
     parser.add_argument("--ratchet", type=Path, metavar="FILE.toml", help="check a run against the marks of its GPU")
 
 
@@ -142,6 +146,8 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
         import torch
 
         suite = apply_preset(suite, find_preset(args.preset, torch.cuda.get_device_name()))
+    if args.dtype:
+        suite = only_dtypes(suite, args.dtype)
     if args.case:
         suite = only_cases(suite, args.case)
     if args.quick:
@@ -157,6 +163,16 @@ def fit_suite(suite: Suite, args: argparse.Namespace, device: str) -> Suite:
     if args.contenders:
         changes["contenders"] = tuple(args.contenders.split(","))
     return replace(suite, **changes)
+
+
+def only_dtypes(suite: Suite, dtypes: list[str]) -> Suite:
+    """The cases of these dtypes; an ArgumentError when the suite has none."""
+    cases = tuple(case for case in suite.cases if case.dtype in dtypes)
+    if not cases:
+        found = ", ".join(sorted({case.dtype for case in suite.cases}))
+        msg = f"suite {suite.name} has no case of dtype {' or '.join(dtypes)}; it has {found}"
+        raise ArgumentError(msg)
+    return replace(suite, cases=cases)
 
 
 def only_cases(suite: Suite, keys: list[str]) -> Suite:
@@ -202,6 +218,10 @@ def _render(args: argparse.Namespace) -> int:
     report = read_bench(args.render)
     args.json = None
     _write(report, args)
+    if args.ratchet:
+        from flashmoe.bench.ratchet import check_ratchet
+
+        return check_ratchet(args.ratchet, report)
     print(_markdown(report))
     return ExitCode.OK
 

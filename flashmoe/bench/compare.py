@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,14 @@ from flashmoe.bench.verdict import ADVICE, Decision, Reason, Speed
 from flashmoe.errors import ReportError
 from flashmoe.report import Check, Report, Verdict, host_environment, read_report, utc_now
 
+# What ``--fail-on`` may name, and the verdicts that then fail. ``not-same`` wants equality shown, not merely no change.
+FAIL_ON: Mapping[str, tuple[Speed, ...]] = MappingProxyType(
+    {
+        "slower": (Speed.SLOWER,),
+        "changed": (Speed.SLOWER, Speed.FASTER),
+        "not-same": (Speed.SLOWER, Speed.FASTER, Speed.AMBIGUOUS),
+    }
+)
 MARKS = {"FASTER": "+", "SLOWER": "-", "SAME": "=", "AMBIGUOUS": "?"}
 
 
@@ -59,10 +68,11 @@ def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
     changes = find_changes(a.data, b.data, busy=busy)
     checks = [*_became_wrong(a.data, b.data), *_environment_checks(a, b)]
     checks += [_check(change, fail_on) for change in changes]
-    checks += [
-        Check(f"{case} {name}", Verdict.WARN, "only in A", "in both reports", "a case that vanished hides a regression")
-        for case, name in sorted(_measured(a.data) - _measured(b.data))
-    ]
+    if not changes:
+        checks = [one for one in checks if one.verdict is Verdict.FAIL]
+        checks.append(Check("cases", Verdict.SKIP, "the two reports have no case in common", "at least one"))
+    else:
+        checks += _vanished(a.data, b.data)
     data = {
         "schema": "flashmoe.bench-compare/1",
         "a": _identity(a),
@@ -70,6 +80,13 @@ def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
         "changes": [_change_json(change) for change in changes],
     }
     return Report("bench-compare", tuple(checks), data, host_environment(), (), started)
+
+
+def _vanished(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Check]:
+    return [
+        Check(f"{case} {name}", Verdict.WARN, "only in A", "in both reports", "a case that vanished hides a regression")
+        for case, name in sorted(_measured(a) - _measured(b))
+    ]
 
 
 def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = False) -> list[Change]:
@@ -91,7 +108,7 @@ def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = Fal
 def _change(a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str, *, busy: bool) -> Change:
     limits = load_thresholds()
     logs_a, logs_b = _speeds(a, subject, base), _speeds(b, subject, base)
-    value, interval = _difference(logs_a, logs_b, limits.verdict.confidence, limits.statistics)
+    value, interval = difference(logs_a, logs_b, limits.verdict.confidence, limits.statistics)
     blocks = min(len(logs_a), len(logs_b))
     margin = limits.compare.normalised_margin if base else limits.compare.absolute_margin
     decision = decide_change(interval, blocks, limits.verdict.min_blocks, margin, limits.compare, busy=busy)
@@ -106,7 +123,7 @@ def _speeds(cell: Mapping[str, Any], subject: str, base: str) -> Array:
     return np.asarray([-math.log(float(np.median(block))) for block in blocks], dtype=np.float64)
 
 
-def _difference(a: Array, b: Array, confidence: float, settings: StatisticsSettings) -> tuple[float, Interval]:
+def difference(a: Array, b: Array, confidence: float, settings: StatisticsSettings) -> tuple[float, Interval]:
     """exp(location of b - location of a), with a bootstrap interval that resamples the blocks of both."""
     centre = trimmed_mean(settings.trim)
     value = math.exp(float(centre(b)) - float(centre(a)))
@@ -154,10 +171,11 @@ def decide_change(
 
 def _check(change: Change, fail_on: str | None) -> Check:
     verdict = change.decision.verdict
-    failing = {"slower": {Speed.SLOWER}, "not-same": {Speed.SLOWER, Speed.FASTER}}.get(fail_on or "", set())
-    word = Verdict.FAIL if verdict in failing else Verdict.WARN if verdict is Speed.SLOWER else Verdict.PASS
+    word = Verdict.WARN if verdict is Speed.SLOWER else Verdict.PASS
     if verdict is Speed.AMBIGUOUS:
         word = Verdict.SKIP
+    if verdict in FAIL_ON.get(fail_on or "", ()):
+        word = Verdict.FAIL
     low, high = change.interval.low, change.interval.high
     found = f"{change.value:.3f} [{low:.3f}, {high:.3f}] {verdict} ({change.decision.reason})"
     against = f" against {change.against}" if change.against else " in raw time"

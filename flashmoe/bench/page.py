@@ -140,23 +140,23 @@ def _roof_points(cells: Cells, name: str, factor: float) -> tuple[Point, ...]:
 
 
 def heat_rows(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Ratios as a table: a row for each (comparison, dtype, head dim, mask), a column for each sequence length."""
+    """Ratios as a table: a group for each comparison, a row for each (dtype, head dim, mask), a column for each length."""
     columns: list[str] = []
-    rows: dict[str, dict[str, dict[str, str]]] = {}
+    groups: dict[str, dict[str, dict[str, dict[str, str]]]] = {}
     for cell in data["cells"]:
         case = case_from_json(cell["case"])
         column = f"{case.seq_k}" if case.seq_q == case.seq_k else f"{case.seq_q} x {case.seq_k} (B={case.batch})"
         for row in cell["comparisons"]:
-            name = f"{row['subject']} / {row['baseline']}, {case.dtype} D={case.head_dim} {case.mask}"
+            pair, name = f"{row['subject']} / {row['baseline']}", f"{case.dtype} D={case.head_dim} {case.mask}"
             if column not in columns:
                 columns.append(column)
-            rows.setdefault(name, {})[column] = {
+            groups.setdefault(pair, {}).setdefault(name, {})[column] = {
                 "text": f"{row['ratio']:.2f}",
                 "mark": MARKS[row["verdict"]],
                 "level": heat_level(row["ratio"], row["verdict"]),
                 "title": f"{row['verdict']} ({row['reason']})",
             }
-    return {"columns": columns, "rows": rows}
+    return {"columns": columns, "groups": groups}
 
 
 def heat_level(ratio: float, verdict: str) -> str:

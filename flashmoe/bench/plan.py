@@ -10,6 +10,10 @@ from dataclasses import dataclass
 MIN_SAMPLES = 30
 # And no fewer blocks: with fewer pairs nothing can be decided.
 MIN_BLOCKS = 10
+# The longest that one call of every contender, back to back, may take where slots warm themselves. A GPU at its power
+# limit moves its clock every 15 to 20 ms; sides that are interleaved no slower than that share it, and the ratio of a
+# pair holds still (slots of ten calls of 3 to 7 ms: 5% from pair to pair on an H100, all of it clock).
+ROUND_SECONDS = 0.03
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,26 @@ class Plan:
 
 
 def plan_samples(
-    repeats: int, block: int, sample_seconds: Sequence[float], share_seconds: float | None, floor: int = MIN_SAMPLES
+    repeats: int,
+    block: int,
+    sample_seconds: Sequence[float],
+    share_seconds: float | None,
+    floor: int = MIN_SAMPLES,
+    untimed: int = 0,
 ) -> Plan:
     """``repeats`` samples a side, or as many as ``share_seconds`` allow but at least ``floor``.
 
-    ``sample_seconds`` holds the measured wall time of one sample of each contender. Blocks shrink before their number
-    does: pairs of blocks are what a verdict is made of.
+    ``sample_seconds`` holds the measured wall time of one call of each contender, ``untimed`` the calls that begin a
+    slot. Blocks shrink before their number does: pairs of blocks are what a verdict is made of. They also shrink to
+    ``ROUND_SECONDS``, but only where a slot begins with an untimed call: else each sample would be a first one.
     """
+    round_seconds = max(sum(sample_seconds), 1e-9)
+    longest = min(block, max(1, int(ROUND_SECONDS / round_seconds))) if untimed else block
     wanted = repeats
     if share_seconds is not None:
-        round_seconds = max(sum(sample_seconds), 1e-9)
-        wanted = min(repeats, max(min(floor, repeats), int(share_seconds / round_seconds)))
-    size = max(1, min(block, wanted // MIN_BLOCKS))
+        fitting = int(share_seconds / round_seconds * longest / (longest + untimed))
+        wanted = min(repeats, max(min(floor, repeats), fitting))
+    size = max(1, min(longest, wanted // MIN_BLOCKS))
     return Plan(blocks=max(1, -(-wanted // size)), block=size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from flashmoe.bench.verify import Reference, Verification, make_reference, verif
 WARM_UP_SECONDS = {"cuda": 0.05, "cpu": 0.02}
 # Checking a large case can cost more than its samples; they still get this much of the cell's share of the budget.
 MIN_SHARE = 0.25
+# Between two readings of clocks and power: NVML renews them no faster, and asking costs as much as a small slot.
+READ_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -164,16 +167,19 @@ def _measure(
         return
     if left is not None:
         left = max(0.0, left - (time.perf_counter() - started))
-    plan = plan_samples(settings.repeats, settings.block, costs, left, settings.floor)
+    plan = plan_samples(settings.repeats, settings.block, costs, left, settings.floor, sampler.untimed)
     note(f"{cell.case.key}: {plan.samples} samples a side")
     seed = settings.seed ^ zlib.crc32(cell.case.key.encode())
+    last_read = -math.inf
     for order in block_orders(list(ready), plan.blocks, seed):
         taken = {name: _slot(sampler, *ready[name], plan.block) for name in order}
         for name, samples in taken.items():
             cell.timings[name].blocks.append(samples)
-        reading = telemetry.read()
-        if reading is not None:
-            cell.readings.append(reading)
+        if time.perf_counter() - last_read >= READ_SECONDS:
+            last_read = time.perf_counter()
+            reading = telemetry.read()
+            if reading is not None:
+                cell.readings.append(reading)
 
 
 def _warm(entrant: _Entrant, sampler: Sampler, device: str) -> tuple[Any, Timing, float]:

@@ -2,6 +2,7 @@
 
 events  CUDA events around each call, L2 overwritten before it; the queue is kept full, so launches cost no GPU time
 graph   a CUDA graph of many calls, replayed: what a call takes inside a graph, caches warm
+        (both: one call that is not timed begins each slot, as the first after another's is up to 6% slower)
 wall    perf_counter_ns around each call (CPU)
 """
 
@@ -25,6 +26,7 @@ class Sampler(Protocol):
     """Prepares a call once per cell, then takes samples of it."""
 
     timing: str
+    untimed: int  # calls that begin a slot
 
     def prepare(self, call: Call) -> Any: ...
 
@@ -35,6 +37,7 @@ class WallSampler:
     """CPU timing: one call, one sample."""
 
     timing = "wall"
+    untimed = 0
 
     def prepare(self, call: Call) -> Call:
         return call
@@ -53,6 +56,7 @@ class EventSampler:
     """GPU timing of eager calls. ``flush`` overwrites L2 before each, as real work between two calls would."""
 
     timing = "events"
+    untimed = 1
 
     def __init__(self, *, flush: bool) -> None:
         self._scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if flush else None
@@ -62,6 +66,7 @@ class EventSampler:
 
     def slot(self, prepared: Call, count: int) -> list[int]:
         events = [(_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(count)]
+        prepared()
         for start, end in events:
             if self._scratch is not None:
                 self._scratch.zero_()
@@ -76,6 +81,7 @@ class GraphSampler:
     """GPU timing inside a CUDA graph of ``GRAPH_CALLS`` calls; a sample is one replay divided by the calls."""
 
     timing = "graph"
+    untimed = 1
 
     def prepare(self, call: Call) -> torch.cuda.CUDAGraph:
         side = _cuda.Stream()
@@ -130,13 +136,13 @@ def peak_bytes(call: Call, device: str) -> int | None:
 
 
 def warm_up(sampler: Sampler, prepared: Any, seconds: float) -> float:
-    """Calls for about ``seconds`` (at least twice); returns seconds of wall time for one sample, measured last."""
+    """Calls for about ``seconds`` (at least twice); returns seconds of wall time for one call, measured last."""
     started = time.perf_counter()
     sampler.slot(prepared, 1)
     cost = 0.0
     while True:
         before = time.perf_counter()
         sampler.slot(prepared, 1)
-        cost = time.perf_counter() - before
+        cost = (time.perf_counter() - before) / (1 + sampler.untimed)
         if time.perf_counter() - started >= seconds:
             return cost

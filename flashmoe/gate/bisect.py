@@ -148,19 +148,20 @@ def step_command(task: Search) -> list[str]:
     words += ["--ladder", str(task.ladder.resolve())]
     if task.gate == "speed":
         words += ["--against", str(task.reports / f"{commit(task.root, task.good)}.baseline.json"), "--case", task.case]
-        words += ["--suite", task.suite]
+        words += ["--suite", task.suite, "--bad", str(task.reports / f"{commit(task.root, task.bad)}.baseline.json")]
     return words
 
 
 def step_environment(task: Search) -> dict[str, str]:
-    """The driver's own package runs the step; the programs of the rungs come from the worktree."""
-    own = str(Path(__file__).resolve().parents[2])
-    cache = os.environ.get("FLASHMOE_CACHE_DIR") or str(task.reports / "cache")
+    """The driver's own package runs the step; the programs of the rungs come from the worktree.
+
+    Without bytecode files: Python takes one for fresh when size and second of its source agree, and two commits that are
+    checked out within a second can have both in common.
+    """
     return {
-        "PYTHONPATH": own,
-        "FLASHMOE_CACHE_DIR": cache,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "FLASHMOE_CACHE_DIR": os.environ.get("FLASHMOE_CACHE_DIR") or str(task.reports / "cache"),
         "FLASHMOE_STEP_PATH": os.environ.get("PYTHONPATH", ""),
-        # Bytecode is taken for current by its source's size and second; two commits can have both in common.
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
@@ -227,7 +228,8 @@ def run(args: argparse.Namespace) -> int:
         select(read_ladder(args.ladder), [args.gate])
     root = args.root.resolve()
     reports = (args.reports or root / "build" / "reports" / "bisect").resolve()
-    (reports / "steps.jsonl").unlink(missing_ok=True)
+    for old in (reports / "steps.jsonl", *reports.glob("*.baseline.json")):
+        old.unlink(missing_ok=True)
     task = Search(root, args.good, args.bad, args.gate, args.ladder, reports, args.case, args.suite)
     started, clock = utc_now(), time.monotonic()
     with stop_signals():

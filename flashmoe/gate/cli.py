@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--root", type=Path, default=Path(), metavar="DIR", help="the checkout to look at (default: here)"
     )
-    parser.add_argument("--library", type=Path, metavar="FILE.so", help="instead of the one that the build rung makes")
+    parser.add_argument("--library", type=Path, metavar="FILE.so", help="built elsewhere: the build rung is skipped")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/reports/gate.json")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="add the outcome to the history kept there")
 
@@ -39,9 +39,10 @@ def run(args: argparse.Namespace) -> int:
     rungs = select(read_ladder(args.ladder), args.only.split(",") if args.only else ())
     path = args.json or root / "build" / "reports" / "gate.json"
     library = args.library.resolve() if args.library else None
+    places = find_places(root, library, None)
     climb = Climb(
         rungs,
-        find_places(root, library, None),
+        places,
         Budget(60.0 * args.budget_minutes, args.rate),
         command=typed_command(),
     )
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         report = climb.run()
     write_report(path, report)
     if args.record:
-        append_record(args.record, record_of(report, root))
+        append_record(args.record, record_of(report, root, places.library))
     print(render(report))
     return int(ExitCode.INTERRUPTED if climb.interrupted else report.exit_code)
 

@@ -73,6 +73,8 @@ class Climb:
     def _climb(self, rung: Rung) -> Outcome:
         if rung.needs == "checkout" and not self.places.checkout:
             return Outcome(Verdict.SKIP, "only installed files here; this rung needs a checkout", 0.0)
+        if rung.makes == "library" and self.places.given:
+            return Outcome(Verdict.SKIP, f"built elsewhere: {self.places.library.name} was given", 0.0)
         if rung.decision_of:
             return self._decision(rung)
         left = self.budget.seconds - self.elapsed
@@ -141,6 +143,7 @@ class Climb:
             "rate_per_hour": self.budget.rate_per_hour,
             "cost": self.budget.cost(self.elapsed),
             "decision": self._decision_row(),
+            "gpu": self._gpu(),
         }
         return Report("gate", checks, data, host_environment(), self.command, self.started, self.elapsed)
 
@@ -171,6 +174,12 @@ class Climb:
             "found": outcome.found,
         }
 
+    def _gpu(self) -> dict[str, Any] | None:
+        """The GPU that a rung told of: the import rung, or the baseline's report."""
+        reports = [one.report for one in self.outcomes.values() if one.report is not None]
+        told = [report.data.get("gpu") or report.environment.get("gpu") for report in reports]
+        return next((one for one in told if one), None)
+
     def _decision_row(self) -> dict[str, Any] | None:
         """The geometric means that the decision was taken over, for the history."""
         for rung in self.rungs:
@@ -184,7 +193,8 @@ def find_places(root: Path, library: Path | None, reports: Path | None) -> Place
     """Where a ladder finds things, in a checkout or beside an installed package."""
     checkout = (root / "flashmoe_build").is_dir() or (root / ".git").exists()
     build = root / "build"
+    given = library is not None
     if library is None:
         installed = Path(__file__).resolve().parents[1] / "libflashmoe.so"
         library = build / "lib" / "libflashmoe.so" if checkout else installed
-    return Places(root, build, library, reports or build / "reports" / "gate", checkout)
+    return Places(root, build, library, reports or build / "reports" / "gate", checkout, given)

@@ -19,13 +19,13 @@ SCHEMA = "flashmoe.history/1"
 FOLDER = Path("docs") / "results" / "history"
 
 
-def record_of(report: Report, root: Path) -> dict[str, Any]:
-    """What a gate report leaves in the history."""
+def record_of(report: Report, root: Path, library: Path | None = None) -> dict[str, Any]:
+    """What a gate report leaves in the history. Outside of git the commit is the one that ``library`` was built from."""
     decision = report.data.get("decision") or {}
-    gpu = decision.get("environment", {}).get("gpu")
+    gpu = report.data.get("gpu")
     return {
         "schema": SCHEMA,
-        "commit": commit_of(root),
+        "commit": commit_of(root) or (built_commit(library) if library else ""),
         "started": report.started,
         "architecture": "sm" + gpu["capability"].replace(".", "") if gpu else "cpu",
         "device": gpu["name"] if gpu else decision.get("environment", {}).get("processor", ""),
@@ -50,6 +50,17 @@ def commit_of(root: Path) -> str:
 
     commit = git("rev-parse", "HEAD")
     return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def built_commit(library: Path) -> str:
+    """The commit in the provenance beside the library, ``+`` appended when files differed from it; empty without one."""
+    for folder in (library.parent, library.parent.parent):  # a wheel's, a build folder's
+        try:
+            record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+            return str(record["commit"]) + ("+" if record["dirty"] else "")
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return ""
 
 
 def append_record(folder: Path, record: Mapping[str, Any]) -> Path:

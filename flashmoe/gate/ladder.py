@@ -37,6 +37,7 @@ class Rung:
     limit_seconds: float = 300.0
     budget_seconds: float = 120.0
     needs: str = ""
+    makes: str = ""
     ignore: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     decision_of: str = ""
@@ -54,6 +55,7 @@ class Places:
     library: Path
     reports: Path
     checkout: bool
+    given: bool = False  # the library was named by the caller: nothing here made it
 
     def report_of(self, rung: Rung, python: str, budget: float) -> Path:
         if rung.report:

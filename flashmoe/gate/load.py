@@ -30,14 +30,25 @@ def load_check() -> Check:
     return Check("load", Verdict.PASS, f"{operator._schema} under torch {torch.__version__}")
 
 
+def gpu_facts() -> dict[str, str] | None:
+    """Name and capability of the GPU that torch uses: what this climb's outcome is about. None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return {"name": torch.cuda.get_device_name(), "capability": f"{major}.{minor}"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     started, clock = utc_now(), time.monotonic()
     check = load_check()
+    data = {"gpu": gpu_facts()} if check.verdict is Verdict.PASS else {}
     report = Report(
-        "load", (check,), {}, host_environment(), ("flashmoe.gate.load",), started, time.monotonic() - clock
+        "load", (check,), data, host_environment(), ("flashmoe.gate.load",), started, time.monotonic() - clock
     )
     write_report(arguments.json, report)
     print(f"{check.verdict} {check.found}")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flashmoe.gate.climb import Budget, Climb, find_places
 from flashmoe.gate.history import commit_of
@@ -37,17 +40,37 @@ def word_of(outcome: Climb, gate: str) -> str:
     return "bad" if found.verdict is Verdict.FAIL else "good"
 
 
-def speed_word(here: Report, good: Report, case: str) -> str:
-    """Whether ``case`` is slower here than on the good commit, by the rule for two runs."""
+def speed_word(here: Report, good: Report, case: str, bad: Report | None = None) -> str:
+    """Whether ``case`` is slower here than on the good commit.
+
+    The ends are told apart by the rule for two runs. Between them it is enough to know which end a commit is like: on
+    which side of their geometric middle its whole interval lies. Noise that forbids SAME need not hide a regression.
+    """
     from flashmoe.bench.compare import compare_reports  # scipy: only this gate waits for it
 
     compared = compare_reports(good, here)
-    verdicts = {row["verdict"] for row in compared.data["changes"] if row["case"] == case}
-    if not verdicts:
+    rows = [row for row in compared.data["changes"] if row["case"] == case]
+    if not rows:
         return "skip"
-    if "SLOWER" in verdicts or any(check.found.startswith("wrong in B") for check in compared.checks):
+    if any(check.found.startswith("wrong in B") for check in compared.checks):
+        return "bad"
+    if bad is not None:
+        ends = {
+            row["subject"]: row["value"] for row in compare_reports(good, bad).data["changes"] if row["case"] == case
+        }
+        return _nearer_end(rows, ends)
+    verdicts = {row["verdict"] for row in rows}
+    if "SLOWER" in verdicts:
         return "bad"
     return "skip" if verdicts == {"AMBIGUOUS"} else "good"
+
+
+def _nearer_end(rows: Sequence[Mapping[str, Any]], ends: Mapping[str, float]) -> str:
+    """``rows`` compare the good end with this commit; ``ends`` says how fast each subject is at the bad end."""
+    judged = [(row["interval"], math.sqrt(ends[row["subject"]])) for row in rows if ends.get(row["subject"], 1.0) < 1.0]
+    if any(high is not None and high < middle for (_, high), middle in judged):
+        return "bad"
+    return "good" if judged and all(low is not None and low > middle for (low, _), middle in judged) else "skip"
 
 
 def timed(rung: Rung, suite: str, case: str) -> Rung:
@@ -61,7 +84,8 @@ def main() -> int:
     parser.add_argument("--rungs", required=True)
     parser.add_argument("--ladder", type=Path, required=True)
     parser.add_argument("--reports", type=Path, required=True)
-    parser.add_argument("--against", type=Path)
+    parser.add_argument("--against", type=Path, help="the bench report of the good end")
+    parser.add_argument("--bad", type=Path, help="the bench report of the bad end, once there is one")
     parser.add_argument("--case", default="")
     parser.add_argument("--suite", default="cpu")
     arguments = parser.parse_args()
@@ -92,7 +116,9 @@ def _against(outcome: Climb, gate: str, commit: str, arguments: argparse.Namespa
     write_report(arguments.reports / f"{commit}.baseline.json", here)
     if arguments.against.name == f"{commit}.baseline.json":
         return "good"
-    return speed_word(here, read_report(arguments.against), arguments.case)
+    bad = arguments.bad if arguments.bad and arguments.bad.name != f"{commit}.baseline.json" else None
+    far = read_report(bad) if bad is not None and bad.is_file() else None
+    return speed_word(here, read_report(arguments.against), arguments.case, far)
 
 
 if __name__ == "__main__":

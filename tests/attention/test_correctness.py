@@ -137,8 +137,9 @@ def _problems_of_every_kind(head_dim: int, causal: bool) -> list[Problem]:
         (64, 64, 1),
         (100, 4000, 2),  # few tiles, many keys
         (512, 512, 2 * blocks),
+        (256, 256, blocks // 2 - 2),  # one round of 128-row tiles
         (256, 1100, 2 * blocks),  # rows that waste half of a second tile of 192
-        (576, 1500, blocks),
+        (576, 3000, blocks),
     )
     return [Problem(seq_q, seq_k, head_dim, heads, heads, causal=causal) for seq_q, seq_k, heads in sizes]
 

@@ -20,6 +20,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--library-only", action="store_true")
 parser.add_argument("--out", type=Path)
 parser.add_argument("--archs")
+parser.add_argument("--dist", type=Path)
 arguments = parser.parse_args()
 if arguments.archs == "broken":
     sys.exit("BuildError: no such target")
@@ -29,6 +30,9 @@ key = cache / hashlib.sha256(Path("csrc/kernel.cuh").read_bytes()).hexdigest()
 cached = int(key.exists())
 key.touch()
 data = {{"units": [{{}}], "cached_units": cached, "jobs": 1, "peak_bytes_per_job": 1000}}
+if not arguments.library_only:
+    arguments.dist.mkdir(exist_ok=True)
+    (arguments.dist / "made.whl").write_bytes(b"x" * 1234567)
 write_report(arguments.out / "reports" / "build.json", Report("build", (Check("built", Verdict.PASS),), data))
 """
 
@@ -53,6 +57,8 @@ def test_a_cold_build_and_one_after_a_touch(checkout: Path) -> None:
     report = build_cost.measure_builds(suite({"archs": "all"}, {"archs": "75"}, again), ("bench",))  # type: ignore[arg-type]
     assert [row["compiled"] for row in report.data["builds"]] == [1, 0, 1]
     assert report.verdict is Verdict.PASS
+    assert [row.get("wheel_bytes") for row in report.data["builds"]] == [1234567, 1234567, None]
+    assert "wheel 1.2 MB" in report.checks[0].found
     assert (checkout / "csrc" / "kernel.cuh").read_text() == "int a;\n"  # the checkout itself is left alone
 
 

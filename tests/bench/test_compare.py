@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flashmoe.__main__ import main
 from flashmoe.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
 from flashmoe.bench.ratchet import Mark, architecture, check_ratchet, evaluate, read_marks, write_marks
 from flashmoe.bench.statistics import Interval
@@ -78,6 +79,7 @@ def test_vanished_cases_and_other_devices_are_said() -> None:
 def test_nothing_in_common_is_no_pass() -> None:
     report = compare_reports(synthetic_report("decode", speeds=SPEEDS), synthetic_report("science", speeds=SPEEDS))
     assert "no case in common" in compare_markdown(report)
+    assert report.exit_code is ExitCode.NOTHING_CHECKED
     empty = replace(synthetic_report(speeds=SPEEDS), data={**synthetic_report(speeds=SPEEDS).data, "cells": []})
     assert compare_reports(empty, empty).exit_code is ExitCode.NOTHING_CHECKED
 
@@ -182,6 +184,8 @@ def test_the_ratchet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (name, len(marks)) == ("sm90", 36)
     write_marks(tmp_path / "copy.toml", name, marks)
     assert read_marks(tmp_path / "copy.toml") == (name, marks)
+    write_report(tmp_path / "old.json", report)
+    assert main(["bench", "--render", str(tmp_path / "old.json"), "--ratchet", str(path)]) == ExitCode.OK
     with pytest.raises(ReportError, match="belongs to sm90, this run was on cpu"):
         check_ratchet(path, replace(report, environment={}))
     path.write_text("schema = 1\narchitecture = 'sm90'\n[[mark]]\nkase = 1\n")

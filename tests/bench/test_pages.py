@@ -105,7 +105,7 @@ def test_series_differ_without_colour() -> None:
 
 def test_every_heat_cell_carries_its_verdict_as_a_sign() -> None:
     page = render_page(synthetic_report())
-    cells = re.findall(r'<td class="(?:up|down|even)\d?" title="(\w+) [^"]*">([\d.]+) <b>(.)</b>', page)
+    cells = re.findall(r'<td class="(?:up|down|even)\d?" title="(\w+) [^"]*">([\d.]+)<b>(.)</b>', page)
     assert len(cells) == 72
     signs = {"FASTER": "+", "SLOWER": "−", "SAME": "=", "AMBIGUOUS": "?"}
     assert all(sign == signs[verdict] for verdict, _, sign in cells)

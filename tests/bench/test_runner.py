@@ -230,6 +230,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path, monkeypatch: py
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Telemetry, "read", read)
+    monkeypatch.setattr("flashmoe.bench.runner.READ_SECONDS", 0.0)
     report, session = run(suite(["ours", "base"]), [contender("ours", plain, ours=True), contender("base", plain)])
     assert session.stopped == "interrupted"
     write_report(tmp_path / "partial.json", report)

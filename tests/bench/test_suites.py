@@ -48,11 +48,12 @@ def test_the_expected_suites_exist() -> None:
 
 def test_prefill_is_the_published_grid() -> None:
     cases = load_suite("llm-prefill").cases
-    assert len(cases) == 36
+    assert len(cases) == 72
+    assert {case.dtype for case in cases} == {"bf16", "f16"}
     assert {case.head_dim for case in cases} == {64, 128, 256}
     assert {case.batch * case.seq_q for case in cases} == {16384}
     assert {case.heads_q * case.head_dim for case in cases} == {2048}
-    assert sum(case.causal for case in cases) == 18
+    assert sum(case.causal for case in cases) == 36
 
 
 def test_case_costs() -> None:

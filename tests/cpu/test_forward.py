@@ -86,6 +86,18 @@ def test_rows_without_keys(backend: Backend) -> None:
         assert (lse[:, :, : seq_q - seq_k] == -math.inf).all()
 
 
+def test_lse_is_not_wanted(backend: Backend) -> None:
+    """A null lse: the same output, nothing written; for few rows, whole groups, a NaN that is computed again, no keys."""
+    for dtype, seq_q, seq_k in product(DTYPES, (1, 70, 200), (0, 150)):
+        for spoiled in BOTH:
+            q, k, v = make_inputs(Problem(seq_q, seq_k, 64, 2, 2), "cpu", dtype)
+            v[0, 0, : int(spoiled), 3] = math.nan
+            expected, _ = backend.forward(q, k, v)
+            out, lse = backend.forward(q, k, v, lse=0)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+            assert lse.isnan().all()
+
+
 @pytest.mark.parametrize("causal", BOTH)
 def test_no_keys(backend: Backend, causal: bool) -> None:
     for dtype in DTYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.__main__ import main
+from flashmoe.errors import ExtensionError
 from flashmoe.gate.step import speed_word
 from flashmoe.report import read_report
 from tests.bench.synthetic import synthetic_report
@@ -32,6 +34,11 @@ check = {"name": "compiles", "verdict": "PASS", "found": "", "expected": "", "wh
 json.dump({"schema": "flashmoe.report/1", "kind": "t", "checks": [check], "data": {}, "environment": {}, "command": [],
            "started": "", "seconds": 0.0}, open(sys.argv[1], "w"))
 """
+PASSED = [
+    "check = {'name': 'built', 'verdict': 'PASS', 'found': '', 'expected': '', 'why': '', 'next_step': ''}",
+    "report = {'schema': 'flashmoe.report/1', 'kind': 't', 'checks': [check], 'data': {}, 'environment': {}}",
+    "json.dump({**report, 'command': [], 'started': '', 'seconds': 0.0}, open(sys.argv[2], 'w'))",
+]
 LADDER = """
 schema = 1
 [[rung]]
@@ -165,5 +172,65 @@ def test_the_speed_gate_compares_one_case_with_the_good_commit(speed: float, wor
     case = good.data["cells"][11]["case"]["key"]
     assert speed_word(here, good, case) == word
     assert speed_word(here, good, "no such case") == "skip"
+    far = synthetic_report(speeds={"flashmoe": 0.4, "sdpa-flash": 0.5}, seed=4)
+    assert speed_word(here, good, case, far) == "good"  # a regression to half is searched, and none of these is that
+    assert speed_word(far, good, case, far) == "bad"
     wrong = synthetic_report(speeds={"flashmoe": 0.8, "sdpa-flash": 0.5}, wrong="flashmoe")
     assert speed_word(wrong, good, case) in ("bad", "skip")
+
+
+SPEED_LADDER = """
+schema = 1
+[[rung]]
+name = "build"
+command = ["{python}", "{root}/build.py", "{build}", "{report}"]
+[[rung]]
+name = "baseline"
+command = ["{python}", "-m", "flashmoe", "bench", "--json", "{report}"]
+"""
+SPEED_CASE = "f32-d64-full-b1-h8-s128"
+
+
+def test_a_planted_slowdown_is_bisected_with_the_real_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The package itself, committed four times; from the third on the CPU contender does its work four times.
+
+    Four times is far beyond what a busy machine is believed to hide, so the test holds beside other work (about 30 s).
+    """
+    import flashmoe
+    from flashmoe import _extension
+
+    try:
+        library = _extension.library_path()
+    except ExtensionError as error:
+        pytest.skip(f"no extension to time: {error}")
+    made = Repository(tmp_path / "toy")
+    package = made.root / "flashmoe"
+    shutil.copytree(Path(flashmoe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    tables = Path(flashmoe.__file__).parents[1] / "csrc"
+    for table in tables.glob("*.toml"):  # a checkout keeps them here, a wheel inside the package
+        (made.root / "csrc").mkdir(exist_ok=True)
+        shutil.copy(table, made.root / "csrc")
+    copy = f"shutil.copy({str(library)!r}, folder)"
+    lines = ["import json, shutil, sys", "from pathlib import Path", "folder = Path(sys.argv[1]) / 'lib'"]
+    (made.root / "build.py").write_text("\n".join([*lines, "folder.mkdir(parents=True, exist_ok=True)", copy, *PASSED]))
+    (made.root / ".gitignore").write_text("build/\n__pycache__/\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    contender = package / "bench" / "contenders.py"
+    for number in range(4):
+        if number == 2:
+            text = contender.read_text()
+            call = (
+                "result: torch.Tensor = attention(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=inputs.scale)"
+            )
+            assert call in text
+            contender.write_text(text.replace(call, f"for _ in range(4):\n            {call}"))
+        made.commit(RIGHT, f"change {number}")
+    path = tmp_path / "ladder.toml"
+    path.write_text(SPEED_LADDER)
+    words = ["--gate", "speed", "--suite", "cpu", "--case", SPEED_CASE, "--root", str(made.root)]
+    code = main(["bisect", made.commits[0], "main", *words, "--ladder", str(path), "--reports", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert code == 0, printed.out + printed.err
+    assert read_report(tmp_path / "out" / "bisect.json").data["first_bad"] == made.commits[2]

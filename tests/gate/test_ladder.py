@@ -52,6 +52,22 @@ def verdicts(report: Report) -> dict[str, str]:
     return {check.name: check.verdict.value for check in report.checks}
 
 
+def test_a_library_built_elsewhere_skips_the_rung_that_would_make_it(tmp_path: Path) -> None:
+    (tmp_path / "write.py").write_text(WRITE)
+    rungs = read_ladder(ladder(tmp_path, rung("build", "FAIL", 1, 'makes = "library"'), rung("next")))
+    library = tmp_path / "wheel" / "libflashmoe.so"
+    library.parent.mkdir()
+    library.touch()
+    report = Climb(rungs, find_places(tmp_path, library, None), Budget(60.0, 0.0)).run()
+    assert verdicts(report) == {"build": "SKIP", "next": "PASS"}
+    assert "built elsewhere" in report.checks[0].found
+    assert record_of(report, tmp_path, library)["commit"] == ""
+    (library.parent / "provenance.json").write_text('{"commit": "0123abcd", "dirty": false}')
+    assert record_of(report, tmp_path, library)["commit"] == "0123abcd"
+    (library.parent / "provenance.json").write_text('{"commit": "0123abcd", "dirty": true}')
+    assert record_of(report, tmp_path, library)["commit"] == "0123abcd+"
+
+
 def test_a_ladder_that_holds(tmp_path: Path) -> None:
     report = climb(tmp_path, rung("one"), rung("two", "WARN"))
     assert verdicts(report) == {"one": "PASS", "two": "WARN"}

@@ -110,27 +110,37 @@ def test_few_query_tiles_get_small_ones(choose: Chooser) -> None:
     for head_dim, seq in ((64, 2048), (128, 512), (256, 128)):
         choice = choose(90, head_dim=head_dim, batch=1, heads=8, seq_q=seq, seq_k=seq)
         assert "_sm90_" in choice.symbol, (head_dim, seq, choice)
+    assert "_m64_" in choose(80, head_dim=64, batch=1, heads=8, seq_q=128, seq_k=128).symbol
     assert "_m64_" in choose(80, head_dim=128, batch=1, heads=8, seq_q=512, seq_k=512).symbol
 
 
-def test_decode_splits_the_keys(choose: Chooser) -> None:
+@pytest.mark.parametrize("capability", [80, 89])
+def test_decode_splits_the_keys(choose: Chooser, capability: int) -> None:
     """B=1, 8 key heads, one row block each: 8 tiles for 132 multiprocessors."""
-    for gpu in (80, 90):
-        choice = choose(gpu, batch=1, heads=8, seq_q=4, seq_k=8192)
-        assert "_split_" in choice.symbol
-        assert choice.splits == 16, gpu
-        assert choose(gpu, batch=1, heads=8, seq_q=4, seq_k=512).splits == 1
-        assert choose(gpu, batch=64, heads=8, seq_q=4, seq_k=8192).splits == 1
+    choice = choose(capability, batch=1, heads=8, seq_q=4, seq_k=8192)
+    assert "_sm80_" in choice.symbol
+    assert "_split_" in choice.symbol
+    assert choice.splits == 16
+    assert choose(capability, batch=1, heads=8, seq_q=4, seq_k=512).splits == 1
+    assert choose(capability, batch=64, heads=8, seq_q=4, seq_k=8192).splits == 1
+
+
+@pytest.mark.parametrize(("head_dim", "splits"), [(64, 2), (128, 2), (256, 4)])
+@pytest.mark.parametrize("seq_k", [8192, 32768])
+def test_chunked_prefill_on_hopper_fills_the_machine(choose: Chooser, head_dim: int, splits: int, seq_k: int) -> None:
+    """512 rows of 2048 / head_dim heads: 64 or 32 tiles for 132 multiprocessors; four such batches need no split."""
+    heads = 2048 // head_dim
+    choice = choose(90, head_dim=head_dim, batch=1, heads=heads, seq_q=512, seq_k=seq_k, causal=True)
+    assert f"_sm90_f16_d{head_dim}_split_causal" in choice.symbol
+    assert choice.splits == splits
+    assert choose(90, head_dim=head_dim, batch=4, heads=heads, seq_q=512, seq_k=seq_k, causal=True).splits == 1
 
 
 @pytest.mark.parametrize(
     ("head_dim", "batch", "heads", "seq_q", "seq_k", "splits"),
     [
-        (128, 1, 16, 512, 8192, 2),  # 64 tiles: two shares fill 128 of 132 multiprocessors
-        (128, 1, 16, 512, 32768, 2),
         (128, 1, 16, 256, 8192, 4),
         (128, 1, 16, 128, 8192, 8),
-        (256, 1, 8, 512, 32768, 4),
         (128, 1, 16, 512, 1024, 1),  # the second pass would cost more than it saves
         (128, 2, 16, 512, 32768, 1),  # 128 tiles fill the machine
         (128, 32, 16, 512, 8192, 1),
@@ -148,11 +158,64 @@ def test_hopper_divides_keys_to_fill_the_machine(
         assert ("_split_" in choice.symbol) == (splits > 1)
 
 
-def test_short_causal_rows_get_narrow_blocks(choose: Chooser) -> None:
-    assert "_n64_" in choose(90, head_dim=128, causal=True, batch=32, heads=16, seq_q=512, seq_k=512).symbol
-    assert "_n64_" not in choose(90, head_dim=128, causal=False, batch=32, heads=16, seq_q=512, seq_k=512).symbol
-    assert "_n64_" not in choose(90, head_dim=128, causal=True, batch=4, heads=16, seq_q=4096, seq_k=4096).symbol
-    assert "_n64_" not in choose(90, head_dim=128, causal=True, batch=1, heads=8, seq_q=1024, seq_k=1024).symbol
+def test_decode_on_hopper_splits_the_keys(choose: Chooser) -> None:
+    choice = choose(90, batch=1, heads=8, seq_q=4, seq_k=8192)
+    assert "_sm90_" in choice.symbol
+    assert "_split_" in choice.symbol
+    assert 8 <= choice.splits <= 16
+    assert choose(90, batch=8, heads=8, seq_q=4, seq_k=8192).splits == 2
+    assert choose(90, batch=1, heads=8, seq_q=4, seq_k=512).splits == 1
+    assert choose(90, batch=16, heads=8, seq_q=4, seq_k=8192).splits == 1
+
+
+def test_hopper_splits_stay_within_the_machine(choose: Chooser) -> None:
+    """Every share has a multiprocessor, at least 128 keys and a lane of the combining warp."""
+    lengths = product((1, 64, 512, 2048), (300, 1024, 8192, 100_000))
+    for (seq_q, seq_k), batch, head_dim, mps in product(lengths, (1, 2, 8), (64, 128, 256), (78, 132, 400)):
+        choice = choose(90, head_dim=head_dim, batch=batch, heads=8, seq_q=seq_q, seq_k=seq_k, multiprocessors=mps)
+        if choice.splits == 1:
+            assert "_split_" not in choice.symbol
+            continue
+        block_m = {64: 256, 128: 128, 256: 128}[head_dim]
+        tiles = -(-seq_q // block_m) * 8 * batch
+        assert choice.splits * tiles <= mps
+        assert seq_k // choice.splits >= 128
+        assert choice.splits <= 32
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "seq", "variant"),
+    [
+        (64, False, 512, "short_"),
+        (64, False, 1024, "short_"),
+        (64, False, 4096, ""),
+        (64, True, 512, ""),
+        (64, True, 16384, ""),
+        (128, False, 512, "short_"),
+        (128, False, 4096, ""),
+        (128, True, 1024, "short_"),
+        (128, True, 8192, ""),
+        (256, True, 512, ""),
+    ],
+)
+def test_hopper_tile_follows_the_length(choose: Chooser, head_dim: int, causal: bool, seq: int, variant: str) -> None:
+    choice = choose(
+        90, head_dim=head_dim, batch=16384 // seq, heads=2048 // head_dim, seq_q=seq, seq_k=seq, causal=causal
+    )
+    assert f"_sm90_f16_d{head_dim}_{variant}{'causal' if causal else 'full'}" in choice.symbol
+
+
+def test_hopper_takes_short_tiles_for_the_last_wave(choose: Chooser) -> None:
+    """B=8, H=8, S=256: 64 tiles of 256 rows, 128 of 128 rows. B=4, H=16, 512 rows: 192 tiles of 192 rows, 256 of 128."""
+    assert "_m128_" in choose(90, head_dim=64, batch=8, heads=8, seq_q=256, seq_k=256).symbol
+    assert "_m128_" in choose(90, head_dim=128, batch=4, heads=16, seq_q=512, seq_k=8192, causal=True).symbol
+
+
+def test_the_choice_depends_on_nothing_else(choose: Chooser) -> None:
+    """The same problem gets the same kernel, whatever was asked before."""
+    problems = [(1, 8, 4, 8192), (4, 32, 4096, 4096), (1, 16, 512, 8192), (8, 8, 256, 256)]
+    first = [choose(90, batch=b, heads=h, seq_q=q, seq_k=k) for b, h, q, k in problems]
+    assert [choose(90, batch=b, heads=h, seq_q=q, seq_k=k) for b, h, q, k in reversed(problems)] == first[::-1]
 
 
 def test_every_choice_is_a_kernel_of_the_table(choose: Chooser) -> None:

@@ -32,15 +32,15 @@ struct ForwardSpec {
   static constexpr int kNumSlabs = kHeadDim / 64;  // 64 columns, 128 bytes: the width of the swizzle
 
   static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
-  static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 3, "a warpgroup owns 64 rows of Q");
+  static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 4, "a warpgroup owns 64 rows of Q");
   static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
   static_assert(kIsSplit == (kNumOutputSlabs == 0), "partial results do not pass through shared memory");
   static_assert(kIsSplit || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
 
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
-  static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kNumConsumers >= 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kNumConsumers == 4 ? 112 : kNumConsumers == 3 ? 160 : 240;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kQuerySlabBytes = 64 * 128;                       // Q and output, of one warpgroup
