@@ -67,6 +67,19 @@ def engine(folder: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
         shutil.rmtree(runtime, ignore_errors=True)
+        release_mounts(folder)
+
+
+def mounts_below(folder: Path, mountinfo: str) -> list[str]:
+    """Mount points in ``folder`` in the order in which they can be taken off, from the text of /proc/self/mountinfo."""
+    points = [line.split()[4].replace("\\040", " ") for line in mountinfo.splitlines()]
+    return sorted((point for point in points if Path(point).is_relative_to(folder)), key=len, reverse=True)
+
+
+def release_mounts(folder: Path) -> None:
+    """A daemon mounts its own data folder where the root is a shared mount, and may leave that behind: nobody could remove it."""
+    for point in mounts_below(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8")):
+        subprocess.run(["umount", "-l", point], capture_output=True, check=False, timeout=60)
 
 
 def _start(folder: Path, runtime: Path) -> tuple[subprocess.Popen[bytes], Path]:

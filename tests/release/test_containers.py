@@ -192,6 +192,18 @@ def test_an_engine_that_answers_and_cannot_run_is_out_of_reach(tmp_path: Path, r
     assert "bin/true" in listing.read_text()
 
 
+def test_what_a_daemon_left_mounted_is_taken_off_from_the_inside_out() -> None:
+    text = """\
+22 1 254:0 / / rw - ext4 /dev/vda rw
+51 22 254:0 /x /src/a\\040clone/build/docker/data rw - ext4 /dev/vda rw
+52 51 0:40 / /src/a\\040clone/build/docker/data/overlay2/m/merged rw - overlay overlay rw
+53 22 0:41 / /src/a\\040clone/build/docker-other rw - tmpfs tmpfs rw
+"""
+    data = "/src/a clone/build/docker/data"
+    found = engine.mounts_below(Path("/src/a clone/build/docker"), text)
+    assert found == [f"{data}/overlay2/m/merged", data]
+
+
 def test_too_little_disk_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine, "_info", lambda docker, template: str(tmp_path))
     engine.require_space("docker", 1)
