@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -132,8 +133,8 @@ def run_cell(torch: str, minor: str, interpreter: str, setup: Setup, *, refused:
 def _reason(problem: str) -> str:
     """uv's words in one line, without this machine's paths."""
     words = " ".join(problem.split())
-    match = re.search(r"torch==\S+ has no (?:wheels|usable wheels)[^.]*", words)
-    return re.sub(r"\S*/\S*/\S*", "...", match[0] if match else words)[:200]
+    match = re.search(r"torch==\S+ has no (?:usable )?wheels.*?(?=,? and you require|, we can|\.(?: |$)|$)", words)
+    return textwrap.shorten(re.sub(r"\S*/\S*/\S*", "...", match[0] if match else words), 300)
 
 
 def _refusal(python: Path, torch: str) -> tuple[Verdict, str, int]:

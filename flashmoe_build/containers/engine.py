@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,7 @@ def engine(folder: Path) -> Iterator[str]:
     try:
         _wait_until_running(docker, process, log)
         _refuse_copying_driver(docker)
+        probe(docker)
         yield docker
     finally:
         process.send_signal(signal.SIGTERM)
@@ -65,6 +67,19 @@ def engine(folder: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
         shutil.rmtree(runtime, ignore_errors=True)
+        release_mounts(folder)
+
+
+def mounts_below(folder: Path, mountinfo: str) -> list[str]:
+    """Mount points in ``folder`` in the order in which they can be taken off, from the text of /proc/self/mountinfo."""
+    points = [line.split()[4].replace("\\040", " ") for line in mountinfo.splitlines()]
+    return sorted((point for point in points if Path(point).is_relative_to(folder)), key=len, reverse=True)
+
+
+def release_mounts(folder: Path) -> None:
+    """A daemon mounts its own data folder where the root is a shared mount, and may leave that behind: nobody could remove it."""
+    for point in mounts_below(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8")):
+        subprocess.run(["umount", "-l", point], capture_output=True, check=False, timeout=60)
 
 
 def _start(folder: Path, runtime: Path) -> tuple[subprocess.Popen[bytes], Path]:
@@ -83,6 +98,32 @@ def _refuse_copying_driver(docker: str) -> None:
     if _info(docker, "{{.Driver}}") == "vfs":
         msg = "this machine's kernel gives Docker no overlay file system, and its vfs driver would copy 7 GB a layer"
         raise OutOfReachError(msg)
+
+
+def probe(docker: str) -> None:
+    """Import and run an image of one program: an engine that answers may lack the rights for either (a container, a chroot).
+
+    Raises OutOfReachError with the engine's words.
+    """
+    program = str(Path(shutil.which("true") or "/bin/true").resolve())
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=False, timeout=60)
+    files = [program, *re.findall(r"(/\S+) \(0x", linked.stdout)]
+    packed = subprocess.run(
+        ["tar", "-chf", "-", "-C", "/", *(name[1:] for name in files)], capture_output=True, check=True, timeout=60
+    )
+    image = ""
+    for what, command, given in (
+        ("unpack an image", ["import", "-"], packed.stdout),
+        ("run a container", ["run", "--rm", "IMAGE", program], b""),
+    ):
+        words = [docker, *(image if word == "IMAGE" else word for word in command)]
+        done = subprocess.run(words, input=given, capture_output=True, check=False, timeout=120)
+        if done.returncode != 0:
+            reason = " ".join(done.stderr.decode(errors="replace").split())[-500:]
+            msg = f"a Docker engine was started here and cannot {what}: {reason}; run this on a host, or in a privileged container"
+            raise OutOfReachError(msg)
+        image = image or done.stdout.decode().strip()
+    subprocess.run([docker, "rmi", "-f", image], capture_output=True, check=False, timeout=60)
 
 
 def _info(docker: str, template: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ExtensionError
+from flashmoe.gate import history
 from flashmoe.gate.climb import Budget, Climb, find_places
 from flashmoe.gate.decide import decide
 from flashmoe.gate.execute import execute
@@ -245,9 +247,22 @@ def test_history_keeps_the_last_known_good(tmp_path: Path) -> None:
         read_history(tmp_path / "history")
 
 
+@pytest.mark.parametrize(
+    ("folder", "dirty", "named"), [("", False, "abc"), ("..", True, "abc+"), ("elsewhere", False, "")]
+)
+def test_outside_of_git_the_commit_is_the_librarys(tmp_path: Path, folder: str, dirty: bool, named: str) -> None:
+    library = tmp_path / "build" / "lib" / "libflashmoe.so"
+    library.parent.mkdir(parents=True)
+    (library.parent / folder).mkdir(exist_ok=True)
+    (library.parent / folder / "provenance.json").write_text(json.dumps({"commit": "abc", "dirty": dirty}))
+    assert history.built_commit(library) == named
+
+
 def test_the_program_climbs_records_and_remembers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Neither a checkout nor an installed wheel, whose own commit the history would name.
+    monkeypatch.setattr(history, "built_commit", lambda library: "")
     (tmp_path / "write.py").write_text(WRITE)
     path = ladder(tmp_path, rung("one"), rung("two", "FAIL", 1), rung("three"))
     words = [
@@ -273,7 +288,7 @@ def test_the_program_climbs_records_and_remembers(
     capsys.readouterr()
     assert main(["history", "--folder", str(tmp_path / "kept")]) == ExitCode.OK
     text = capsys.readouterr().out
-    assert "last known good none" in text  # outside of git there is no commit to name
+    assert "last known good none" in text  # there is no commit to name
     assert text.count("stopped at two") == 1
     assert main(["history", "--folder", str(tmp_path / "nothing")]) == ExitCode.NOTHING_CHECKED
     assert main([*words, "--budget-minutes", "0"]) == ExitCode.FAILED

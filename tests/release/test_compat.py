@@ -100,7 +100,13 @@ def test_uvs_reason_without_this_machines_paths() -> None:
     words = (
         "  x No solution found\n  because torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`), we can"
     )
-    assert compat._reason(words) == "torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`), we can"
+    assert compat._reason(words) == "torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`)"
+    words = (
+        "cause: Because torch==2.15.0 has no wheels with a matching Python implementation tag (e.g., `cp310`) and you "
+        "require torch==2.15.0, we can conclude that your requirements are unsatisfiable.\n\nhint: You require CPython 3.10"
+    )
+    found = "torch==2.15.0 has no wheels with a matching Python implementation tag (e.g., `cp310`)"
+    assert compat._reason(words) == found
     assert "/home" not in compat._reason("cannot read /home/someone/x/y.whl")
 
 

@@ -160,6 +160,50 @@ def test_nothing_built_has_a_status_of_its_own(
     assert "no image was built: no engine" in capsys.readouterr().err
 
 
+PROBED = """\
+#!/bin/sh
+echo "$1" >>"{log}"
+case $1 in
+    import) [ "{refuses}" = import ] && {{ echo 'remount /: invalid argument' >&2; exit 1; }}; tar -t >"{listing}"; echo sha256:1 ;;
+    run) [ "{refuses}" = run ] && {{ echo 'unshare: operation not permitted' >&2; exit 125; }}; [ "$3" = sha256:1 ] ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("refuses", "said"),
+    [
+        ("", ""),
+        ("import", "cannot unpack an image: remount /: invalid argument"),
+        ("run", "cannot run a container: unshare: operation not permitted"),
+    ],
+)
+def test_an_engine_that_answers_and_cannot_run_is_out_of_reach(tmp_path: Path, refuses: str, said: str) -> None:
+    """What a container without privileges and a chroot that is no mount give: a daemon that comes up and can do nothing."""
+    docker, log, listing = tmp_path / "docker", tmp_path / "log", tmp_path / "listing"
+    docker.write_text(PROBED.format(log=log, listing=listing, refuses=refuses))
+    docker.chmod(0o755)
+    if said:
+        with pytest.raises(OutOfReachError, match=said):
+            engine.probe(str(docker))
+        return
+    engine.probe(str(docker))
+    assert log.read_text().split() == ["import", "run", "rmi"]
+    assert "bin/true" in listing.read_text()
+
+
+def test_what_a_daemon_left_mounted_is_taken_off_from_the_inside_out() -> None:
+    text = """\
+22 1 254:0 / / rw - ext4 /dev/vda rw
+51 22 254:0 /x /src/a\\040clone/build/docker/data rw - ext4 /dev/vda rw
+52 51 0:40 / /src/a\\040clone/build/docker/data/overlay2/m/merged rw - overlay overlay rw
+53 22 0:41 / /src/a\\040clone/build/docker-other rw - tmpfs tmpfs rw
+"""
+    data = "/src/a clone/build/docker/data"
+    found = engine.mounts_below(Path("/src/a clone/build/docker"), text)
+    assert found == [f"{data}/overlay2/m/merged", data]
+
+
 def test_too_little_disk_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine, "_info", lambda docker, template: str(tmp_path))
     engine.require_space("docker", 1)
