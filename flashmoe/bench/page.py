@@ -55,16 +55,27 @@ def _device(report: Report) -> str:
     return str(gpu.get("name") or report.environment.get("processor") or "unknown device")
 
 
+FEW_QUERIES = 64  # fewer than this against more keys: reading K and V is the work, and GB/s its measure
+
+
+def _heads(case: Case) -> str:
+    return f", {case.heads_q} on {case.heads_kv} heads" if case.heads_q != case.heads_kv else ""
+
+
 def _groups(cells: Cells, timings: set[str], *, decode: bool) -> dict[str, list[Mapping[str, Any]]]:
-    """Cells that share a chart: all but the sequence lengths alike (and the batch, which prefill grids trade for length)."""
+    """Cells that share a chart: all but the sequence lengths alike (and the batch, which prefill grids trade for length).
+
+    Of prefill, a group with one length has no line to draw; it is left to the tables, unless no group has more.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in cells:
         case = case_from_json(cell["case"])
-        if cell["timing"] in timings and cell["summaries"] and (case.seq_q != case.seq_k) == decode:
-            heads = f", {case.heads_q} on {case.heads_kv} heads" if case.heads_q != case.heads_kv else ""
-            queries = f", B = {case.batch}, {case.seq_q} of Q" if decode else ""
-            groups.setdefault(f"{case.dtype}, D = {case.head_dim}, {case.mask}{heads}{queries}", []).append(cell)
-    return groups
+        is_decode = case.seq_q != case.seq_k and case.seq_q < FEW_QUERIES
+        if cell["timing"] in timings and cell["summaries"] and is_decode == decode:
+            queries = f", B = {case.batch}, {case.seq_q} of Q" if case.seq_q != case.seq_k else ""
+            groups.setdefault(f"{case.dtype}, D = {case.head_dim}, {case.mask}{_heads(case)}{queries}", []).append(cell)
+    lines = {name: group for name, group in groups.items() if len({cell["case"]["seq_k"] for cell in group}) > 1}
+    return groups if decode else lines or groups
 
 
 def rate_charts(cells: Cells, styles: Mapping[str, int], factor: float, unit: str) -> list[tuple[str, str]]:
@@ -139,15 +150,27 @@ def _roof_points(cells: Cells, name: str, factor: float) -> tuple[Point, ...]:
     return tuple(points)
 
 
+def _row_name(case: Case) -> str:
+    return f"{case.dtype} D={case.head_dim} {case.mask}{_heads(case)}"
+
+
 def heat_rows(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Ratios as a table: a group for each comparison, a row for each (dtype, head dim, mask), a column for each length."""
+    """Ratios as a table: a group for each comparison, a row for each (dtype, head dim, mask, grouping), a column for each
+    length, and batch where one length has several."""
     columns: list[str] = []
     groups: dict[str, dict[str, dict[str, dict[str, str]]]] = {}
-    for cell in data["cells"]:
-        case = case_from_json(cell["case"])
-        column = f"{case.seq_k}" if case.seq_q == case.seq_k else f"{case.seq_q} x {case.seq_k} (B={case.batch})"
+    cases = [case_from_json(cell["case"]) for cell in data["cells"]]
+    batches: dict[tuple[str, int], set[int]] = {}
+    for case in cases:
+        batches.setdefault((_row_name(case), case.seq_k), set()).add(case.batch)
+    for case, cell in zip(cases, data["cells"], strict=True):
+        square = case.seq_q == case.seq_k
+        column = f"{case.seq_k}" if square else f"{case.seq_q} x {case.seq_k}"
+        name = _row_name(case)
+        if not square or len(batches[name, case.seq_k]) > 1:
+            column += f" (B={case.batch})"
         for row in cell["comparisons"]:
-            pair, name = f"{row['subject']} / {row['baseline']}", f"{case.dtype} D={case.head_dim} {case.mask}"
+            pair = f"{row['subject']} / {row['baseline']}"
             if column not in columns:
                 columns.append(column)
             groups.setdefault(pair, {}).setdefault(name, {})[column] = {

@@ -8,8 +8,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from flashmoe.bench.case import Case
 from flashmoe.bench.markdown import bench_markdown
-from flashmoe.bench.page import heat_level, render_page
+from flashmoe.bench.page import heat_level, heat_rows, render_page
 from flashmoe.bench.svg import (
     DASHES,
     MARKERS,
@@ -163,3 +164,15 @@ def test_decoding_is_shown_in_bytes() -> None:
     page = render_page(synthetic_report("decode"))
     assert page.count('aria-label="bf16, D = 128, full, 32 on 8 heads, B = ') == 3
     assert "GB/s</text>" in page
+
+
+def test_no_case_hides_another_in_the_table_of_ratios() -> None:
+    """Equal lengths with other batches, groups of heads or rows of Q each have a place of their own."""
+    shapes = [(1, 8, 8, 512, 512), (4, 8, 8, 512, 512), (1, 8, 2, 512, 512), (1, 8, 8, 64, 512), (2, 8, 8, 64, 512)]
+    row = {"subject": "ours", "baseline": "base", "verdict": "FASTER", "reason": "inside", "ratio": 1.5}
+    cells = [
+        {"case": Case("bf16", batch, hq, hkv, sq, sk, 64, causal=True).to_json(), "comparisons": [row]}
+        for batch, hq, hkv, sq, sk in shapes
+    ]
+    (rows,) = heat_rows({"cells": cells})["groups"].values()
+    assert sum(len(columns) for columns in rows.values()) == len(shapes)
