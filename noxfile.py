@@ -102,6 +102,9 @@ def run_smoke(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 
 
 def run_bench(session: nox.Session, arguments: Sequence[str] = ()) -> None:
+    if "build-cost" in arguments:  # times builds of the checkout: the package there, not the installed one
+        program(session, locked(session, "test"), "flashmoe", "bench", "--json", REPORTS / "bench.json", *arguments)
+        return
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("bench")):
         program(session, python, "flashmoe", "bench", "--json", REPORTS / "bench.json", *arguments)
