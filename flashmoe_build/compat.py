@@ -109,7 +109,9 @@ class Setup:
 
 
 def run_cell(torch: str, minor: str, interpreter: str, setup: Setup, *, refused: bool = False) -> Cell:
-    """Install and test one cell; an interpreter that this torch has no wheel for is a SKIP with uv's reason."""
+    """Install and test one cell. SKIP, with uv's reason, is for an interpreter that this torch has no wheel for, and for
+    nothing else: what could not be installed for another reason (network, disk) was not shown to work.
+    """
     label = f"torch {torch}, Python {minor}"
     folder = setup.scratch / f"{torch}-{minor}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -122,7 +124,8 @@ def run_cell(torch: str, minor: str, interpreter: str, setup: Setup, *, refused:
     installed = time.monotonic() - begun
     if problem:
         shutil.rmtree(folder, ignore_errors=True)
-        return Cell(torch, minor, Verdict.SKIP, _reason(problem), 0, round(installed, 1), 0.0)
+        verdict = Verdict.SKIP if NO_WHEEL.search(" ".join(problem.split())) else Verdict.FAIL
+        return Cell(torch, minor, verdict, _reason(problem), 0, round(installed, 1), 0.0)
     begun = time.monotonic()
     verdict, found, passed = _refusal(python, torch) if refused else _tests(python, label, setup.tests)
     seconds = time.monotonic() - begun
@@ -130,10 +133,13 @@ def run_cell(torch: str, minor: str, interpreter: str, setup: Setup, *, refused:
     return Cell(torch, minor, verdict, found, passed, round(installed, 1), round(seconds, 1))
 
 
+NO_WHEEL = re.compile(r"torch==\S+ has no (?:usable )?wheels.*?(?=,? and you require|, we can|\.(?: |$)|$)")
+
+
 def _reason(problem: str) -> str:
     """uv's words in one line, without this machine's paths."""
     words = " ".join(problem.split())
-    match = re.search(r"torch==\S+ has no (?:usable )?wheels.*?(?=,? and you require|, we can|\.(?: |$)|$)", words)
+    match = NO_WHEEL.search(words)
     return textwrap.shorten(re.sub(r"\S*/\S*/\S*", "...", match[0] if match else words), 300)
 
 

@@ -113,3 +113,19 @@ def test_uvs_reason_without_this_machines_paths() -> None:
 def test_the_core_is_there() -> None:
     for name in (*compat.CORE, *compat.TESTS):
         assert (compat.ROOT / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("problem", "verdict"),
+    [
+        ("because torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`), we can", Verdict.SKIP),
+        ("Failed to extract archive: no space left on device (os error 28)", Verdict.FAIL),
+    ],
+)
+def test_only_a_missing_wheel_is_a_skip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problem: str, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(compat, "_uv", lambda words, label, cache: problem)
+    cell = compat.run_cell("2.10.0", "3.14", "python3.14", Setup(tmp_path / "x.whl", tmp_path, ()))
+    assert cell.verdict is verdict
+    assert cell.found in problem
