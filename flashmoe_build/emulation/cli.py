@@ -193,7 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
         tuple(checks if arguments.seeds == 1 else summarised(cases, checks)),
         data={"runs": len(checks), "totals": totals, "compiler": compiler()[1], "sanitize": arguments.sanitize},
         environment=host_environment(),
-        command=tuple(sys.argv),
+        command=tuple(Path(word).name if os.sep in word else word for word in sys.argv),
         started=started,
         seconds=seconds,
     )
