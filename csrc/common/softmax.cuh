@@ -30,12 +30,12 @@ struct RowState {
 
 // Takes the tile's maximum into the row state. Returns what the old sum and the old output must be multiplied by, and
 // in `shift` what exp2(score * scale_log2 - shift) subtracts.
-template <bool kMayBeEmpty>
-__device__ __forceinline__ float advance_max(RowState& row, float tile_max, float scale_log2, float& shift) {
+__device__ __forceinline__ float advance_max(RowState& row, float tile_max, float scale_log2, bool may_be_empty,
+                                             float& shift) {
   const float new_max = ptx::max_ftz(row.max, quad_max(tile_max));
   // A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN. Only masked tiles can leave it so; -inf
   // scores that come from the inputs go the way of a plain softmax.
-  shift = (kMayBeEmpty && new_max == ptx::negative_infinity() ? 0.0f : new_max) * scale_log2;
+  shift = (may_be_empty && new_max == ptx::negative_infinity() ? 0.0f : new_max) * scale_log2;
   const float rescale = ptx::exp2_approx(ptx::fma_rn(row.max, scale_log2, -shift));
   row.max = new_max;
   row.sum *= rescale;

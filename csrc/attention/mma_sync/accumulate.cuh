@@ -46,10 +46,10 @@ __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::k
 
 // Folds the tile's scores into the running maxima and sums, rescales O, and adds P V. The exponentials of 16 keys are
 // taken just before their product, so that the two can overlap.
-template <typename Spec, bool kIsMasked>
+template <typename Spec>
 __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
                                                 float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
-                                                ptx::SmemPointer V_smem, float scale_log2) {
+                                                ptx::SmemPointer V_smem, float scale_log2, bool is_masked) {
   float shift[Spec::kMmaM][2];
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
@@ -62,7 +62,7 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
         tile_max = ptx::max_ftz(tile_max, S_rmem[m][n][2 * half + 1]);
       }
       const float rescale =
-          advance_max<kIsMasked>(accumulator.rows[m][half], tile_max, scale_log2, shift[m][half]);
+          advance_max(accumulator.rows[m][half], tile_max, scale_log2, /*may_be_empty=*/is_masked, shift[m][half]);
 #pragma unroll
       for (int d = 0; d < Spec::kMmaD; ++d) {
         accumulator.O_rmem[m][d][2 * half] *= rescale;
