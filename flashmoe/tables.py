@@ -120,6 +120,7 @@ class Unit:
     row: KernelRow
     dtype: str
     target: Target
+    virtual: str  # the architecture whose PTX its machine code is made from: compute_80
 
     @property
     def name(self) -> str:
@@ -148,6 +149,7 @@ class Tables:
     gpus: tuple[Gpu, ...]
     targets: tuple[Target, ...]
     kernels: tuple[KernelRow, ...]
+    virtual: Mapping[str, Mapping[str, str]]  # by family, then by target or "default"
     smem_static_limit: int
     registers_per_thread_limit: int
 
@@ -165,13 +167,22 @@ class Tables:
         msg = f"no target {name!r}; known: {', '.join(t.name for t in self.targets)}"
         raise TableError(msg)
 
+    def virtual_architecture(self, family: str, target: str) -> str:
+        """Which PTX the machine code of a family's kernels for a target is made from."""
+        try:
+            chosen = self.virtual[family]
+            return chosen.get(target, chosen["default"])
+        except KeyError as error:
+            msg = f"kernels.toml: [virtual.{family}] states no virtual architecture for {target}; add a default"
+            raise TableError(msg) from error
+
     def units(self, targets: tuple[str, ...] | None = None) -> Iterator[Unit]:
         """Every translation unit, or those of the named targets, in table order."""
         for row in self.kernels:
             for dtype in row.dtypes:
                 for name in row.targets:
                     if targets is None or name in targets:
-                        yield Unit(row, dtype, self.target(name))
+                        yield Unit(row, dtype, self.target(name), self.virtual_architecture(row.family, name))
 
 
 def table_directory() -> Path:
@@ -191,6 +202,7 @@ def load_tables(directory: Path | None = None) -> Tables:
         gpus=tuple(_gpu(row) for row in arch["gpu"]),
         targets=tuple(Target(row["name"], tuple(row["gpus"])) for row in arch["target"]),
         kernels=tuple(_kernel(row) for row in kernels.get("kernel", [])),
+        virtual=kernels.get("virtual", {}),
         smem_static_limit=arch["smem_static_limit"],
         registers_per_thread_limit=arch["registers_per_thread_limit"],
     )
@@ -220,6 +232,7 @@ def _check_unit(tables: Tables, unit: Unit) -> None:
     if unit.dtype == "bf16" and not unit.target.supports_bf16:
         msg = f"{unit.name}: bf16 needs compute capability 8.0; {unit.target.name} has none"
         raise TableError(msg)
+    _check_virtual(unit)
     needed = unit.row.smem_bytes(unit.dtype)
     for name in unit.target.gpus:
         limit = tables.gpu(name).smem_per_block_optin
@@ -229,6 +242,20 @@ def _check_unit(tables: Tables, unit: Unit) -> None:
                 f"most {limit}; `python -m flashmoe smem --arch {name} --head-dim {unit.row.head_dim}` shows what fits"
             )
             raise TableError(msg)
+
+
+def _check_virtual(unit: Unit) -> None:
+    """ptxas assembles PTX for its own capability and later ones; arch-specific PTX (90a) for that alone."""
+    source, target = Target(unit.virtual, ()), unit.target
+    if not source.is_ptx or (target.is_ptx and source.name != target.name):
+        fits = False
+    elif source.is_arch_specific:
+        fits = target.name == f"sm_{source.name.removeprefix('compute_')}"
+    else:
+        fits = source.capability <= target.capability
+    if not fits:
+        msg = f"kernels.toml: [virtual.{unit.row.family}] makes {target.name} from {unit.virtual}, which cannot be"
+        raise TableError(msg)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flashmoe.tables import Target, load_tables
 from flashmoe_build import sbom
 from flashmoe_build.archs import requested, resolve
 from flashmoe_build.cache import Cache
-from flashmoe_build.device import CompiledUnit, compile_units
+from flashmoe_build.device import DeviceCode, compile_units
 from flashmoe_build.host import build_library
 from flashmoe_build.jobs import MEMORY_PER_JOB, job_count
 from flashmoe_build.provenance import provenance
@@ -50,18 +50,20 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     _announce(targets, len(units), jobs, toolchain)
     out = out.resolve()
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or out / "cache"))
-    compiled = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
+    device = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     device_seconds = time.monotonic() - clock
-    library = build_library(compiled, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
+    library = build_library(
+        device.units, root=root, out=out, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables
+    )
     names = [target.name for target in targets]
     stated = out / "provenance.json"
-    record = provenance(compiled, root=root, library=library, toolchain=toolchain, targets=names)
+    record = provenance(device.units, root=root, library=library, toolchain=toolchain, targets=names)
     write_json(stated, record)
     write_json(out / sbom.NAME, sbom.bill(record))
     report = Report(
         kind="build",
-        checks=_checks(compiled, library),
-        data=_data(compiled, library, names, jobs, device_seconds, toolchain),
+        checks=_checks(device, library),
+        data=_data(device, library, names, jobs, device_seconds, toolchain),
         environment=host_environment(),
         command=tuple(Path(word).name if os.sep in word else word for word in sys.argv),
         started=started,
@@ -79,18 +81,18 @@ def _announce(targets: Sequence[Target], units: int, jobs: int, toolchain: Toolc
     print(f"units    {units}")
     print(f"jobs     {jobs} at once, at most {MEMORY_PER_JOB / 1e9:.1f} GB each (MAX_JOBS changes it)")
     print(
-        f"tools    NVRTC {toolchain.nvrtc_version}, g++ {toolchain.cxx_version}, torch {toolchain.torch_version}",
+        f"tools    NVRTC {toolchain.nvrtc_version}, ptxas {toolchain.ptxas_version}, g++ {toolchain.cxx_version}, torch {toolchain.torch_version}",
         flush=True,
     )
 
 
-def _checks(compiled: Sequence[CompiledUnit], library: Path) -> tuple[Check, ...]:
-    peak = max((item.peak_bytes for item in compiled), default=0)
+def _checks(device: DeviceCode, library: Path) -> tuple[Check, ...]:
+    peak = device.peak_bytes
     return (
         Check(
             "device code",
-            Verdict.PASS if compiled else Verdict.SKIP,
-            found=f"{len(compiled)} binaries",
+            Verdict.PASS if device.units else Verdict.SKIP,
+            found=f"{len(device.units)} binaries",
             expected="no spill, no local memory, no warning",
         ),
         Check(
@@ -105,7 +107,7 @@ def _checks(compiled: Sequence[CompiledUnit], library: Path) -> tuple[Check, ...
 
 
 def _data(
-    compiled: Sequence[CompiledUnit],
+    device: DeviceCode,
     library: Path,
     targets: list[str],
     jobs: int,
@@ -116,25 +118,30 @@ def _data(
         "targets": targets,
         "jobs": jobs,
         "device_seconds": round(device_seconds, 3),
-        "compile_seconds": round(sum(item.seconds for item in compiled if not item.cached), 3),
-        "cached_units": sum(item.cached for item in compiled),
-        "peak_bytes_per_job": max((item.peak_bytes for item in compiled), default=0),
+        "compile_seconds": round(device.fresh_seconds, 3),
+        "cached_units": sum(item.cached for item in device.units),
+        "ptx": len(device.ptx),
+        "cached_ptx": sum(item.cached for item in device.ptx),
+        "peak_bytes_per_job": device.peak_bytes,
         "library_bytes": library.stat().st_size,
         "versions": {
             "nvrtc": toolchain.nvrtc_version,
+            "ptxas": toolchain.ptxas_version,
             "cuda_headers": toolchain.cuda_headers_version,
             "torch_headers": toolchain.torch_version,
             "cxx": toolchain.cxx_version,
         },
-        "units": [item.to_json() for item in compiled],
+        "units": [item.to_json() for item in device.units],
     }
 
 
 def _summary(report: Report) -> str:
     data = report.data
     fresh = len(data["units"]) - data["cached_units"]
+    front = data["ptx"] - data["cached_ptx"]
     return (
-        f"built    {len(data['units'])} device binaries ({fresh} compiled, {data['cached_units']} from the cache), "
+        f"built    {len(data['units'])} device binaries ({fresh} assembled from {front} new PTX of {data['ptx']}, "
+        f"{data['cached_units']} from the cache), "
         f"library {data['library_bytes'] / 1e6:.1f} MB, {report.seconds:.1f} s, "
         f"largest compiler process {data['peak_bytes_per_job'] / 1e9:.2f} GB"
     )

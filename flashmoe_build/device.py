@@ -1,11 +1,11 @@
-"""Device code: each translation unit through NVRTC, cached by content, checked against the kernel table's limits."""
+"""Device code: translation unit -> PTX (NVRTC) -> machine code (ptxas), cached by content, checked against the table.
+
+Targets that share a virtual architecture and a tile share their PTX, and the optimiser, half of a compilation's work, runs
+once for all of them. A cubin is kept under the hash of its PTX: an edit that does not change the PTX assembles nothing.
+"""
 
 from __future__ import annotations
 
-import base64
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,18 @@ from typing import Any
 from flashmoe.errors import BuildError
 from flashmoe.progress import Progress
 from flashmoe.tables import Tables, Unit
-from flashmoe_build.cache import Cache, content_key, include_closure
+from flashmoe_build import nvrtc, ptxas
+from flashmoe_build.cache import Cache, content_key
 from flashmoe_build.codegen import unit_source
-from flashmoe_build.jobs import run_all
+from flashmoe_build.jobs import run_staged
+from flashmoe_build.nvrtc import Ptx
 from flashmoe_build.resources import findings, parse_log, summary
 from flashmoe_build.toolchain import Toolchain
-
-UNIT_TIME_LIMIT = 600  # seconds
 
 
 @dataclass(frozen=True)
 class CompiledUnit:
-    """One finished device binary and what its compilation cost and said."""
+    """One finished device binary and what its last step cost and said; of a PTX target that step is NVRTC's."""
 
     unit: Unit
     output: bytes
@@ -48,94 +48,89 @@ class CompiledUnit:
         }
 
 
-def options_for(unit: Unit) -> list[str]:
-    """NVRTC options; no line information (it embeds paths), no fast-math (wrappers name the approximations)."""
-    arch = unit.target.name
-    resources = (
-        []
-        if unit.target.is_ptx
-        else ["--ptxas-options=-v", "--ptxas-options=-warn-spills", "--ptxas-options=-warn-lmem-usage"]
-    )
-    return ["--std=c++17", f"--gpu-architecture={arch}", "-default-device", *resources]
+@dataclass(frozen=True)
+class DeviceCode:
+    """Every unit's binary, in the order asked for, and the PTX that they were made from."""
+
+    units: tuple[CompiledUnit, ...]
+    ptx: tuple[Ptx, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the largest compiler process, of those whose outputs came from the cache too."""
+        return max([*(item.peak_bytes for item in self.units), *(item.peak_bytes for item in self.ptx)], default=0)
+
+    @property
+    def fresh_seconds(self) -> float:
+        """Process seconds of what was not in the cache."""
+        machine_code = (item for item in self.units if not item.unit.target.is_ptx and not item.cached)
+        return sum(item.seconds for item in machine_code) + sum(item.seconds for item in self.ptx if not item.cached)
 
 
 def compile_units(
     units: Sequence[Unit], *, root: Path, toolchain: Toolchain, cache: Cache, jobs: int, tables: Tables
-) -> list[CompiledUnit]:
+) -> DeviceCode:
     """Compile all units; raises BuildError with every finding of the first unit that fails."""
-    with Progress("device code", len(units)) as progress:
+    sources: dict[tuple[str, str], list[Unit]] = {}  # by (source, virtual architecture)
+    for unit in units:
+        sources.setdefault((unit_source(unit), unit.virtual), []).append(unit)
 
-        def work(unit: Unit) -> CompiledUnit:
-            done = compile_unit(unit, root=root, toolchain=toolchain, cache=cache)
-            problems = findings(unit, done.log, tables)
-            if problems:
-                lines = "\n".join(f"  {problem.kind}: {problem.text}" for problem in problems)
-                msg = (
-                    f"{unit.binary_name} must not be built like this:\n{lines}\n"
-                    "change the kernel or its tile, or allow it in csrc/kernels.toml with a reason"
-                )
-                raise BuildError(msg)
+    with Progress("device code", len(units) + len(sources)) as progress:
+
+        def front_end(key: tuple[str, str]) -> Ptx:
+            source, virtual = key
+            name = sources[key][0].name
+            ptx = nvrtc.compile_ptx(source, name, virtual, csrc=root / "csrc", toolchain=toolchain, cache=cache)
+            progress.advance(f"{name}.{virtual} {'cached' if ptx.cached else f'{ptx.seconds:.1f}s'}")
+            return ptx
+
+        def back_end(unit: Unit, ptx: Ptx) -> CompiledUnit:
+            done = finish_unit(unit, ptx, toolchain=toolchain, cache=cache)
+            _check(done, tables)
             progress.advance(f"{unit.binary_name} {'cached' if done.cached else f'{done.seconds:.1f}s'}")
             return done
 
-        return run_all(units, work, jobs)
+        ptx, compiled = run_staged(sources, front_end, back_end, jobs)
+    by_unit = {item.unit.binary_name: item for item in compiled}
+    return DeviceCode(tuple(by_unit[unit.binary_name] for unit in units), tuple(ptx))
+
+
+def _check(done: CompiledUnit, tables: Tables) -> None:
+    problems = findings(done.unit, done.log, tables)
+    if problems:
+        lines = "\n".join(f"  {problem.kind}: {problem.text}" for problem in problems)
+        msg = (
+            f"{done.unit.binary_name} must not be built like this:\n{lines}\n"
+            "change the kernel or its tile, or allow it in csrc/kernels.toml with a reason"
+        )
+        raise BuildError(msg)
 
 
 def compile_unit(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
-    source = unit_source(unit)
-    options = options_for(unit)
+    """One unit by itself."""
     csrc = root / "csrc"
-    key = content_key(
-        source,
-        include_closure(source, [csrc]),
-        csrc,
-        {
-            "options": options,
-            "nvrtc": toolchain.nvrtc_sha256,
-            "headers": toolchain.cuda_headers_version,
-            "name": unit.name,
-        },
-    )
-    suffix = Path(unit.binary_name).suffix
-    known = cache.load(key, suffix)
-    if known is not None:
-        output, facts = known
-        return CompiledUnit(
-            unit, output, facts["sha256"], facts["log"], facts["seconds"], facts["peak_bytes"], cached=True
-        )
-    answer = _run_worker(unit, source, options, csrc, toolchain)
-    output = base64.b64decode(answer["output"])
-    facts = {name: answer[name] for name in ("log", "seconds", "peak_bytes")}
-    cache.store(key, suffix, output, facts)
-    stored = cache.load(key, suffix)
-    if stored is None:
+    ptx = nvrtc.compile_ptx(unit_source(unit), unit.name, unit.virtual, csrc=csrc, toolchain=toolchain, cache=cache)
+    return finish_unit(unit, ptx, toolchain=toolchain, cache=cache)
+
+
+def finish_unit(unit: Unit, ptx: Ptx, *, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
+    """The unit's binary: the PTX itself for a PTX target, else what ptxas makes of it."""
+    if unit.target.is_ptx:
+        return CompiledUnit(unit, ptx.text, ptx.sha256, ptx.log, ptx.seconds, ptx.peak_bytes, ptx.cached)
+    target = unit.target.name
+    depends_on = {"ptx": ptx.sha256, "ptxas": toolchain.ptxas_sha256, "options": ptxas.OPTIONS, "target": target}
+    key = content_key("", (), cache.folder, depends_on)
+    known = cache.load(key, ".cubin")
+    cached = known is not None
+    if known is None:
+        made = ptxas.assemble(ptx.text, unit.name, target, toolchain)
+        facts = {"log": made.log, "seconds": made.seconds, "peak_bytes": made.peak_bytes}
+        cache.store(key, ".cubin", made.cubin, facts)
+        known = cache.load(key, ".cubin")
+    if known is None:
         msg = f"{unit.binary_name} could not be kept in the cache; is the disk full?"
         raise BuildError(msg)
+    output, said = known
     return CompiledUnit(
-        unit, output, stored[1]["sha256"], facts["log"], facts["seconds"], facts["peak_bytes"], cached=False
+        unit, output, said["sha256"], ptx.log + said["log"], said["seconds"], said["peak_bytes"], cached
     )
-
-
-def _run_worker(unit: Unit, source: str, options: list[str], csrc: Path, toolchain: Toolchain) -> dict[str, Any]:
-    job = {
-        "library": str(toolchain.nvrtc_library),
-        "source": source,
-        "name": f"{unit.name}.cu",
-        "options": [*options, f"--include-path={csrc}", f"--include-path={toolchain.cuda_include}"],
-    }
-    command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("nvrtc_worker.py"))]
-    try:
-        run = subprocess.run(
-            command, input=json.dumps(job), capture_output=True, text=True, timeout=UNIT_TIME_LIMIT, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        msg = f"{unit.binary_name}: NVRTC did not finish within {UNIT_TIME_LIMIT} s"
-        raise BuildError(msg) from error
-    if run.returncode != 0:
-        msg = f"{unit.binary_name}: the NVRTC process ended with {run.returncode}: {run.stderr.strip()[-2000:]}"
-        raise BuildError(msg)
-    answer: dict[str, Any] = json.loads(run.stdout)
-    if answer["status"] != "ok":
-        msg = f"{unit.binary_name}: {answer['status']}\n{answer['log'].strip()}"
-        raise BuildError(msg)
-    return answer

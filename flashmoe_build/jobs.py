@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from flashmoe.errors import BuildError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Key = TypeVar("Key")
+Middle = TypeVar("Middle")
 
 MEMORY_PER_JOB = 1_500_000_000  # bytes; the bar that a compilation must stay under, so the worst case to plan for
 
@@ -52,3 +54,27 @@ def run_all(items: Iterable[Item], work: Callable[[Item], Result], jobs: int) ->
             if not future.cancelled() and (error := future.exception()) is not None:
                 raise error
         return [future.result() for future in futures]
+
+
+def run_staged(
+    groups: Mapping[Key, Sequence[Item]],
+    first: Callable[[Key], Middle],
+    second: Callable[[Item, Middle], Result],
+    jobs: int,
+) -> tuple[list[Middle], list[Result]]:
+    """``first`` over the keys, then ``second`` over each key's items with what ``first`` made of the key, ``jobs`` at a time.
+
+    An item waits for its own key alone. The first failure stops what has not begun.
+    """
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        firsts = {pool.submit(first, key): key for key in groups}
+        seconds: list[Future[Result]] = []
+        try:
+            for done in as_completed(firsts):
+                middle = done.result()
+                seconds += [pool.submit(second, item, middle) for item in groups[firsts[done]]]
+            results = [future.result() for future in as_completed(seconds)]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [done.result() for done in firsts], results

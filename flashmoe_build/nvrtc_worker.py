@@ -1,12 +1,11 @@
 """One NVRTC compilation in a process of its own, so that its memory is measured and returned.
 
 Reads a JSON job on standard input: {"library", "source", "name", "options"}; writes a JSON answer on standard output:
-{"status", "log", "output" (base64 of the cubin or PTX), "seconds", "peak_bytes"}.
+{"status", "log", "output" (the PTX), "seconds", "peak_bytes"}.
 """
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import json
 import resource
@@ -15,12 +14,13 @@ import time
 from typing import Any
 
 
-def _text(library: ctypes.CDLL, program: ctypes.c_void_p, size_call: str, get_call: str) -> bytes:
+def _text(library: ctypes.CDLL, program: ctypes.c_void_p, size_call: str, get_call: str) -> str:
     size = ctypes.c_size_t()
     if getattr(library, size_call)(program, ctypes.byref(size)) != 0:
-        return b""
+        return ""
     buffer = ctypes.create_string_buffer(size.value)
-    return buffer.raw if getattr(library, get_call)(program, buffer) == 0 else b""
+    raw = buffer.raw if getattr(library, get_call)(program, buffer) == 0 else b""
+    return raw.rstrip(b"\0").decode(errors="replace")
 
 
 def compile_job(job: dict[str, Any]) -> dict[str, Any]:
@@ -34,14 +34,10 @@ def compile_job(job: dict[str, Any]) -> dict[str, Any]:
     options = [option.encode() for option in job["options"]]
     if status == 0:
         status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    log = _text(library, program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
-    wants_ptx = any("compute_" in option for option in job["options"])
-    kind = "PTX" if wants_ptx else "CUBIN"
-    output = _text(library, program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}") if status == 0 else b""
     return {
         "status": "ok" if status == 0 else library.nvrtcGetErrorString(status).decode(),
-        "log": log,
-        "output": base64.b64encode(output).decode(),
+        "log": _text(library, program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog"),
+        "output": _text(library, program, "nvrtcGetPTXSize", "nvrtcGetPTX") if status == 0 else "",
         "seconds": time.monotonic() - started,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

@@ -34,7 +34,7 @@ def bill(provenance: Mapping[str, Any]) -> dict[str, Any]:
         "metadata": {
             "timestamp": timestamp.isoformat(timespec="seconds").replace("+00:00", "Z"),
             "lifecycles": [{"phase": "build"}],
-            "tools": {"components": [_nvrtc(compilers), _cxx(str(compilers["cxx"]))]},
+            "tools": {"components": [_nvrtc(compilers), _ptxas(compilers), _cxx(str(compilers["cxx"]))]},
             "component": {
                 "type": "library",
                 "bom-ref": own,
@@ -59,14 +59,24 @@ def bill(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nvrtc(compilers: Mapping[str, Any]) -> dict[str, Any]:
+    text = "NVRTC, the device compiler; the hash is that of libnvrtc.so.12"
+    return _compiler("library", "nvidia-cuda-nvrtc-cu12", compilers["nvrtc"], compilers["nvrtc_sha256"], text)
+
+
+def _ptxas(compilers: Mapping[str, Any]) -> dict[str, Any]:
+    text = "ptxas, the device assembler; the hash is that of the program"
+    return _compiler("application", "nvidia-cuda-nvcc-cu12", compilers["ptxas"], compilers["ptxas_sha256"], text)
+
+
+def _compiler(kind: str, name: str, version: object, digest: object, description: str) -> dict[str, Any]:
     return {
-        "type": "library",
-        "bom-ref": f"pkg:pypi/nvidia-cuda-nvrtc-cu12@{compilers['nvrtc']}",
-        "name": "nvidia-cuda-nvrtc-cu12",
-        "version": str(compilers["nvrtc"]),
-        "description": "NVRTC, the device compiler; the hash is that of libnvrtc.so.12",
-        "purl": f"pkg:pypi/nvidia-cuda-nvrtc-cu12@{compilers['nvrtc']}",
-        "hashes": [{"alg": "SHA-256", "content": str(compilers["nvrtc_sha256"])}],
+        "type": kind,
+        "bom-ref": f"pkg:pypi/{name}@{version}",
+        "name": name,
+        "version": str(version),
+        "description": description,
+        "purl": f"pkg:pypi/{name}@{version}",
+        "hashes": [{"alg": "SHA-256", "content": str(digest)}],
     }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from flashmoe.errors import BuildError
 
 NVRTC_DISTRIBUTION = "nvidia-cuda-nvrtc-cu12"
+PTXAS_DISTRIBUTION = "nvidia-cuda-nvcc-cu12"
 HEADERS_DISTRIBUTION = "nvidia-cuda-runtime-cu12"
 MINIMUM_GXX = 11
 
@@ -26,6 +27,9 @@ class Toolchain:
     nvrtc_library: Path
     nvrtc_version: str
     nvrtc_sha256: str
+    ptxas: Path
+    ptxas_version: str
+    ptxas_sha256: str
     cuda_include: Path
     cuda_headers_version: str
     torch_include: Path
@@ -39,6 +43,7 @@ class Toolchain:
 def find_toolchain() -> Toolchain:
     """The toolchain of this environment; raises BuildError that names the part which is missing."""
     nvrtc = _file(NVRTC_DISTRIBUTION, "libnvrtc.so.12")
+    ptxas = _file(PTXAS_DISTRIBUTION, "ptxas")
     cuda = _file(HEADERS_DISTRIBUTION, "cuda_fp16.h")
     torch = _file("torch", "torch/csrc/stable/library.h")
     library = _file("torch", "libtorch_cpu.so")
@@ -47,6 +52,9 @@ def find_toolchain() -> Toolchain:
         nvrtc_library=nvrtc,
         nvrtc_version=importlib.metadata.version(NVRTC_DISTRIBUTION),
         nvrtc_sha256=hashlib.sha256(nvrtc.read_bytes()).hexdigest(),
+        ptxas=ptxas,
+        ptxas_version=importlib.metadata.version(PTXAS_DISTRIBUTION),
+        ptxas_sha256=hashlib.sha256(ptxas.read_bytes()).hexdigest(),
         cuda_include=cuda.parent,
         cuda_headers_version=importlib.metadata.version(HEADERS_DISTRIBUTION),
         torch_include=torch.parents[3],

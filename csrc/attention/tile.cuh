@@ -68,23 +68,31 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
   return tile;
 }
 
-// Key tiles [begin, end) that some row of the query tile sees.
+// Key tiles [begin, end) that some row of the query tile sees; those from `masked` on need a mask for some row.
 struct KeyTiles {
   int begin;
+  int masked;
   int end;
 };
 
 template <int kBlockN, bool kIsCausal, bool kIsSplit>
 __device__ __forceinline__ KeyTiles visible_key_tiles(const ForwardParams& params, const QueryTile& tile) {
   KeyTiles tiles;
-  int visible = params.seq_k;  // keys that the last row sees
-  if constexpr (kIsCausal) visible = max(0, tile.row + tile.rows + params.seq_k - params.seq_q);
+  int visible_to_first = params.seq_k;  // keys that the first row sees
+  int visible_to_last = params.seq_k;
+  if constexpr (kIsCausal) {
+    const int diagonal = params.seq_k - params.seq_q;
+    visible_to_first = max(0, tile.row + 1 + diagonal);
+    visible_to_last = max(0, tile.row + tile.rows + diagonal);
+  }
   tiles.begin = 0;
-  tiles.end = ceil_div(visible, kBlockN);
+  tiles.end = ceil_div(visible_to_last, kBlockN);
+  tiles.masked = visible_to_first / kBlockN;
   if constexpr (kIsSplit) {
     const int share = ceil_div(ceil_div(params.seq_k, kBlockN), params.num_splits);
     tiles.begin = min(tile.split * share, tiles.end);
     tiles.end = min(tiles.begin + share, tiles.end);
+    tiles.masked = min(max(tiles.masked, tiles.begin), tiles.end);
   }
   return tiles;
 }

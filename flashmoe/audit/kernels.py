@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashmoe.audit.context import failed, limited, listing, passed, warned
 from flashmoe.audit.cubin import CubinFacts
@@ -107,13 +107,7 @@ def _check_set(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]
         if unit.target.name not in present:
             continue  # one failure for the whole target says it already
         others = sorted(
-            {
-                dtype
-                for b, t in held
-                if t == key[1]
-                for dtype in unit.row.dtypes
-                if b == Unit(unit.row, dtype, unit.target).name
-            }
+            {dtype for b, t in held if t == key[1] for dtype in unit.row.dtypes if b == replace(unit, dtype=dtype).name}
         )
         cause = (
             f"the unit for {unit.dtype} was not compiled or not embedded; {', '.join(others)} is there"

@@ -8,7 +8,6 @@ python FOLDER/on_gpu.py FOLDER --json agreement.json          on a machine with 
 from __future__ import annotations
 
 import argparse
-import base64
 import ctypes
 import shutil
 import sys
@@ -21,13 +20,15 @@ import torch
 from flashmoe.errors import BuildError, ExitCode
 from flashmoe.tables import Tables, Unit, load_tables
 from flashmoe_build.cache import Cache
-from flashmoe_build.device import _run_worker, compile_unit, options_for
+from flashmoe_build.device import compile_unit
 from flashmoe_build.emulation import on_gpu
 from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, geometry, run_forward
 from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
 from flashmoe_build.emulation.combine import combine_geometry, make_partials, run_combine
 from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.problem import DTYPES, Problem, Shape, Values, make_inputs
+from flashmoe_build.nvrtc import compile_ptx
+from flashmoe_build.ptxas import assemble
 from flashmoe_build.toolchain import find_toolchain
 
 TARGET = "sm_90a"
@@ -214,10 +215,12 @@ def record_probe(emulated: KernelLibrary, name: str, cubin: str) -> dict[str, An
 
 def probe_cubin(unit: Unit) -> bytes:
     """The probes for the GPU; ``unit`` lends its target."""
-    toolchain = find_toolchain()
-    options = [option for option in options_for(unit) if "warn" not in option]
-    answer = _run_worker(unit, PROBE.read_text(encoding="utf-8"), options, REPOSITORY / "csrc", toolchain)
-    return base64.b64decode(answer["output"])
+    toolchain, source = find_toolchain(), PROBE.read_text(encoding="utf-8")
+    virtual = unit.target.name.replace("sm_", "compute_")
+    ptx = compile_ptx(
+        source, "probe", virtual, csrc=REPOSITORY / "csrc", toolchain=toolchain, cache=Cache(CACHE / "cubins")
+    )
+    return assemble(ptx.text, "probe", unit.target.name, toolchain).cubin
 
 
 def gpu_units(tables: Tables, selected: str) -> list[Unit]:

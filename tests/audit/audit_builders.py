@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
 KERNELS_TOML = """
 schema = 1
+[virtual.sm80]
+default = "compute_80"
 [[kernel]]
 operation = "attention_forward"
 family = "sm80"
@@ -37,7 +39,7 @@ warps = 4
 min_blocks = 1
 schedule = "grid"
 why = "a small row for the tests of the audit"
-options = { query_in_registers = 0, split = 0 }
+options = { query_in_registers = 0, split = 0, masked_loop = 1 }
 """
 # Uses the shims as our host code does, exports our four names, registers nothing.
 HOST = r"""

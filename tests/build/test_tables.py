@@ -11,6 +11,8 @@ from flashmoe.tables import load_tables
 
 GOOD_ROW = """
 schema = 1
+[virtual.sm80]
+default = "compute_80"
 [[kernel]]
 operation = "attention_forward"
 family = "sm80"
@@ -23,7 +25,7 @@ stages = 2
 warps = 4
 min_blocks = 2
 schedule = "grid"
-options = {query_in_registers = 0, split = 0}
+options = {query_in_registers = 0, split = 0, masked_loop = 1}
 why = "a test"
 """
 

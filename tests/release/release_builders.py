@@ -43,6 +43,8 @@ def provenance_of(library: bytes, clone: Path, **changes: Any) -> dict[str, Any]
         "compilers": {
             "nvrtc": "12.8.93",
             "nvrtc_sha256": "ab" * 32,
+            "ptxas": "12.8.93",
+            "ptxas_sha256": "cd" * 32,
             "cuda_headers": "12.8.90",
             "torch_headers": "2.10.0",
             "cxx": "g++ 12.2.0",

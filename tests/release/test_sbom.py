@@ -34,6 +34,7 @@ def test_it_names_the_compilers_the_headers_and_every_binary(provenance: dict[st
     made = bill(provenance)
     tools = {tool["name"]: tool for tool in made["metadata"]["tools"]["components"]}
     assert tools["nvidia-cuda-nvrtc-cu12"]["hashes"] == [{"alg": "SHA-256", "content": "ab" * 32}]
+    assert tools["nvidia-cuda-nvcc-cu12"]["hashes"] == [{"alg": "SHA-256", "content": "cd" * 32}]
     assert tools["g++"]["version"] == "12.2.0"
     assert {(part["name"], part["version"]) for part in made["components"]} == {
         ("torch", "2.10.0"),

@@ -52,7 +52,7 @@ struct KeyTileWalk {
   }
 
   // On entry K of this tile has been stored, but not yet waited for.
-  template <bool kIsCausal>
+  template <bool kIsMasked, bool kIsCausal>
   __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q) {
     const int first_key = n * Spec::kBlockN;
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
@@ -65,13 +65,13 @@ struct KeyTileWalk {
       V_staged.store(V_smem);
     }
     ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
-    const int last_key = params.seq_k - 1 - first_key;
-    const int causal_limit = causal_offset - first_key;
-    const bool is_masked = (kIsCausal ? min(last_key, causal_limit) : last_key) < Spec::kBlockN - 1;
-    if (is_masked) mma_sync::mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), last_key, causal_limit);
+    if constexpr (kIsMasked) {
+      mma_sync::mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), params.seq_k - 1 - first_key,
+                                             causal_offset - first_key);
+    }
     StagedTile<Spec, Spec::kBlockN> K_staged;
     if (n > 0) fetch_key(K_staged, n - 1);
-    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
+    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, kIsMasked);
     if (n > 0) K_staged.store(K_smem);
   }
 };
@@ -95,7 +95,8 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   }
   ptx::barrier_sync_block();  // Q is whole
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
-  for (; walk.n >= 0; --walk.n) walk.template step<kIsCausal>(accumulator, Q);
+  for (; walk.n >= key_tiles.masked; --walk.n) walk.template step<true, kIsCausal>(accumulator, Q);
+  for (; walk.n >= 0; --walk.n) walk.template step<false, kIsCausal>(accumulator, Q);
 }
 
 template <typename Spec, bool kIsCausal>

@@ -1,8 +1,8 @@
 // Flash attention forward with mma.sync and cp.async: sm_80 and every later GPU.
 //
 // One thread block computes kBlockM query rows of one head; a warp owns kWarpRows of them and never exchanges a score
-// with another warp. Key tiles are walked from the last visible one down to the first, so that only
-// the first load has rows past the end of the tensor.
+// with another warp. Key tiles are walked from the last visible one down to the first, so that the tiles that need a
+// mask come first, and only the first load has rows past the end of the tensor.
 #pragma once
 
 #include "attention/params.h"
@@ -23,6 +23,9 @@ namespace sm80 {
 
 using mma_sync::Accumulator;
 using mma_sync::QueryOperand;
+
+// Which of a loop's tiles need a mask. kSome decides for each tile and warp.
+enum class Masked { kNone, kSome, kAll };
 
 // The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands.
 template <typename Spec, bool kIsCausal>
@@ -84,13 +87,14 @@ struct KeyTileWalk {
   }
 
   // S = Q K^T of the current tile, and every load that may start by then. Leaves V whole in shared memory.
+  template <Masked kMasked>
   __device__ __forceinline__ ptx::SmemPointer scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
                                                      const QueryOperand<Spec>& Q) {
     const ptx::SmemPointer K_smem = KV_smem + stage * Spec::kKeyBytes;
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
-      if ((n + 1) * Spec::kBlockN > params.seq_k) {
+      if (kMasked == Masked::kAll || (kMasked == Masked::kSome && (n + 1) * Spec::kBlockN > params.seq_k)) {
         load_value<false>(n, 0);
       } else {
         load_value<true>(n, 0);
@@ -117,15 +121,17 @@ struct KeyTileWalk {
     return K_smem + kStages * Spec::kKeyBytes;
   }
 
-  // One body serves masked and unmasked tiles: with a loop of their own for each, twice the code had to be compiled and
-  // fetched. A warp masks only the tiles whose last key its first row does not see.
+  template <Masked kMasked>
   __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q) {
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
-    const ptx::SmemPointer V_smem = scores(S_rmem, Q);
+    const ptx::SmemPointer V_smem = scores<kMasked>(S_rmem, Q);
     const int first_key = n * Spec::kBlockN;
     const int last_key = params.seq_k - 1 - first_key;
     const int causal_limit = causal_offset - first_key;
-    const bool is_masked = (kIsCausal ? min(last_key, causal_limit) : last_key) < Spec::kBlockN - 1;
+    // With a limit of its own a warp needs no register for the first masked tile.
+    const bool is_masked = kMasked == Masked::kAll ||
+                           (kMasked == Masked::kSome &&
+                            (kIsCausal ? min(last_key, causal_limit) : last_key) < Spec::kBlockN - 1);
     if (is_masked) mma_sync::mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), last_key, causal_limit);
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
   }
@@ -158,7 +164,12 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
     ptx::barrier_sync_block();  // Q is whole
   }
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
-  for (; walk.n >= key_tiles.begin; --walk.n) walk.step(accumulator, Q);
+  if constexpr (Spec::kHasMaskedLoop) {
+    for (; walk.n >= key_tiles.masked; --walk.n) walk.template step<Masked::kAll>(accumulator, Q);
+    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kNone>(accumulator, Q);
+  } else {
+    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kSome>(accumulator, Q);
+  }
   ptx::cp_async_wait<0>();
 }
 

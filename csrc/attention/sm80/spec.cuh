@@ -12,8 +12,9 @@ namespace sm80 {
 //                 tile. 2 or more: a ring of (K, V) pairs, loaded kNumStages - 1 tiles ahead; one barrier a tile.
 // kQueryInRegisters   1: a warp reads its Q rows once and keeps them; 0: again for every tile, for want of registers.
 // kSplit              1: params.num_splits blocks share a query tile's keys and write fp32 partial results.
+// kMaskedLoop         1: tiles that need a mask have a loop of their own; 0: one loop, which is half the code.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kQueryInRegisters_, int kSplit_>
+          int kQueryInRegisters_, int kSplit_, int kMaskedLoop_>
 struct ForwardSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -23,6 +24,7 @@ struct ForwardSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
   static constexpr bool kIsSplit = kSplit_ != 0;
+  static constexpr bool kHasMaskedLoop = kMaskedLoop_ != 0;
 
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kWarpRows = kBlockM / kNumWarps;

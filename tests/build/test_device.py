@@ -1,0 +1,115 @@
+"""Targets share PTX, and nothing is compiled or assembled that need not be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flashmoe.errors import BuildError, TableError
+from flashmoe.tables import Tables, Unit, load_tables
+from flashmoe_build.cache import Cache
+from flashmoe_build.device import DeviceCode, compile_units
+from flashmoe_build.jobs import run_staged
+from flashmoe_build.toolchain import find_toolchain
+
+TARGETS = ("sm_80", "sm_86", "sm_90a", "sm_120a", "compute_80")
+COMBINE = "attention_combine_sm80_f16"  # the smallest kernel; one tile for all targets
+HEADER = "attention/sm80/combine.cuh"
+
+
+@pytest.fixture
+def tree(tmp_path: Path, root: Path) -> Path:
+    shutil.copytree(root / "csrc", tmp_path / "csrc")
+    return tmp_path
+
+
+def units_of(tables: Tables) -> list[Unit]:
+    return [unit for unit in tables.units(TARGETS) if unit.name.startswith(COMBINE)]
+
+
+def build(tree: Path) -> DeviceCode:
+    tables = load_tables(tree / "csrc")
+    return compile_units(
+        units_of(tables), root=tree, toolchain=find_toolchain(), cache=Cache(tree / "cache"), jobs=2, tables=tables
+    )
+
+
+def new(code: DeviceCode) -> tuple[int, int]:
+    """(PTX made, cubins made)"""
+    machine_code = [item for item in code.units if not item.unit.target.is_ptx]
+    return sum(not item.cached for item in code.ptx), sum(not item.cached for item in machine_code)
+
+
+def edit(tree: Path, old: str, replacement: str) -> None:
+    path = tree / "csrc" / HEADER
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, replacement, 1))
+
+
+def test_targets_share_ptx_and_an_edit_costs_what_it_changes(tree: Path) -> None:
+    code = build(tree)
+    assert [item.unit.target.name for item in code.units] == list(TARGETS), "in the order asked for"
+    assert new(code) == (2, 4), "compute_80 for three targets and itself, compute_100 for sm_120a"
+    for item in code.units:
+        assert item.output[:4] == (b"\x7fELF" if not item.unit.target.is_ptx else b"//\n/"), item.unit.binary_name
+    digests = [item.sha256 for item in code.units]
+    assert new(build(tree)) == (0, 0)
+
+    edit(tree, "#pragma once", "#pragma once\n// A comment changes the source, and not the PTX.")
+    commented = build(tree)
+    assert new(commented) == (2, 0)
+    assert [item.sha256 for item in commented.units] == digests
+
+    edit(tree, "combine(const ForwardParams& params) {", "combine(const ForwardParams& params) {\n  __threadfence();")
+    changed = build(tree)
+    assert new(changed) == (2, 4)
+    assert all(item.sha256 != digest for item, digest in zip(changed.units, digests))
+
+
+def test_a_front_end_error_names_unit_and_line(tree: Path) -> None:
+    edit(tree, "#pragma once", "#pragma once\n#error planted")
+    with pytest.raises(BuildError, match=rf"(?s){COMBINE}.*combine.cuh\(\d+\).*planted"):
+        build(tree)
+
+
+def test_a_failure_stops_what_has_not_begun() -> None:
+    begun: list[int] = []
+
+    def first(key: int) -> int:
+        if key == 1:
+            msg = "planted"
+            raise BuildError(msg)
+        return key
+
+    def second(item: int, middle: int) -> int:
+        begun.append(item + middle)
+        return item
+
+    with pytest.raises(BuildError, match="planted"):
+        run_staged({1: [1], **{key: list(range(100)) for key in range(2, 50)}}, first, second, 1)
+    assert len(begun) < 100
+
+
+def test_stages_give_every_item_its_own_key() -> None:
+    groups = {key: list(range(key)) for key in range(6)}
+    firsts, seconds = run_staged(groups, lambda key: 10 * key, lambda item, middle: (middle, item), 3)
+    assert firsts == [0, 10, 20, 30, 40, 50]
+    assert sorted(seconds) == sorted((10 * key, item) for key in groups for item in groups[key])
+
+
+@pytest.mark.parametrize("virtual", ["compute_90", "compute_90a", "sm_80", "compute_86"])
+def test_ptx_that_a_target_cannot_take_is_refused(tree: Path, virtual: str) -> None:
+    path = tree / "csrc" / "kernels.toml"
+    path.write_text(path.read_text().replace('default = "compute_80"', f'default = "{virtual}"', 1))
+    with pytest.raises(TableError, match=rf"\[virtual.sm80\] makes .* from {virtual}, which cannot be"):
+        load_tables(tree / "csrc")
+
+
+def test_a_family_without_a_virtual_architecture_is_refused(tree: Path) -> None:
+    path = tree / "csrc" / "kernels.toml"
+    path.write_text(path.read_text().replace("[virtual.sm75]", "[virtual.sm76]", 1))
+    with pytest.raises(TableError, match=r"\[virtual.sm75\] states no virtual architecture"):
+        load_tables(tree / "csrc")
