@@ -67,12 +67,7 @@ def _copy_tree(root: Path, target: Path) -> None:
 
 def _one_build(source: Path, case: BuildCase) -> tuple[dict[str, Any], Check]:
     if case.touch:
-        touched = source / case.touch
-        if not touched.is_file():
-            msg = f"the build case touches {case.touch}, which does not exist"
-            raise ArgumentError(msg)
-        # A content cache does not see a new time stamp: the content must change, without changing the code.
-        touched.write_text(touched.read_text(encoding="utf-8") + "\n// touched\n", encoding="utf-8")
+        _touch(source / case.touch, case)
     argv = [sys.executable, "-m", "flashmoe_build", "--library-only", "--out", "build", "--archs", case.archs]
     seconds, code, tail, largest = _run(argv, source)
     row: dict[str, Any] = {
@@ -89,12 +84,26 @@ def _one_build(source: Path, case: BuildCase) -> tuple[dict[str, Any], Check]:
     row |= {
         "units": len(built["units"]),
         "compiled": len(built["units"]) - built["cached_units"],
+        "new_ptx": built["ptx"] - built["cached_ptx"],
         "jobs": built["jobs"],
         "peak_process_bytes": peak,
     }
     if not case.touch:
         row |= _wheel(source, case)
     return row, _judge(case, row)
+
+
+def _touch(path: Path, case: BuildCase) -> None:
+    if not path.is_file():
+        msg = f"the build case touches {case.touch}, which does not exist"
+        raise ArgumentError(msg)
+    text = path.read_text(encoding="utf-8")
+    # A content cache does not see a new time stamp: the content must change.
+    old, new = case.replace or (text, text + "\n// touched\n")
+    if text.count(old) != 1:
+        msg = f"the build case replaces {old!r}, which stands {text.count(old)} times in {case.touch}; give a text that stands once"
+        raise ArgumentError(msg)
+    path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def _wheel(source: Path, case: BuildCase) -> dict[str, Any]:
@@ -111,7 +120,7 @@ def _judge(case: BuildCase, row: Mapping[str, Any]) -> Check:
     limit = TOUCHED_SECONDS if case.touch else COLD_SECONDS
     peak = row["peak_process_bytes"]
     found = (
-        f"{row['seconds']:.1f} s, {row['compiled']} of {row['units']} units compiled by {row['jobs']} jobs, "
+        f"{row['seconds']:.1f} s, {row['new_ptx']} PTX and {row['compiled']} of {row['units']} binaries made by {row['jobs']} jobs, "
         f"largest process {peak / 1e9:.2f} GB"
     )
     if row.get("wheel_bytes"):

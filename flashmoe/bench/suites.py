@@ -39,14 +39,20 @@ class SuiteError(ArgumentError):
 
 @dataclass(frozen=True)
 class BuildCase:
-    """One build to time: the targets, and a file to touch first (empty: build from nothing)."""
+    """One build to time: the targets, and a file to touch first (empty: build from nothing).
+
+    ``replace`` is what the touch does: (old, new) text, the old text standing in the file once. Without it a comment is added.
+    """
 
     archs: str
     touch: str = ""
+    replace: tuple[str, str] | None = None
 
     @property
     def key(self) -> str:
-        return f"build-{self.archs}" + (f"-touch-{Path(self.touch).stem}" if self.touch else "-cold")
+        if not self.touch:
+            return f"build-{self.archs}-cold"
+        return f"build-{self.archs}-{'edit' if self.replace else 'touch'}-{Path(self.touch).stem}"
 
 
 @dataclass(frozen=True)
@@ -199,9 +205,24 @@ def _builds(rows: Any, source: str) -> tuple[BuildCase, ...]:
     found = []
     for number, row in enumerate(rows, start=1):
         table = _table(row, source, f"builds[{number}]")
-        _known(table, {"archs", "touch"}, f"{source}: builds[{number}]")
-        found.append(BuildCase(_text(table.get("archs"), source, "archs"), str(table.get("touch", ""))))
+        where = f"{source}: builds[{number}]"
+        _known(table, {"archs", "touch", "replace"}, where)
+        found.append(
+            BuildCase(
+                _text(table.get("archs"), source, "archs"),
+                str(table.get("touch", "")),
+                _replacement(table.get("replace"), where),
+            )
+        )
     return tuple(found)
+
+
+def _replacement(value: Any, where: str) -> tuple[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) and text for text in value):
+        _fail(where, "replace", value, "two texts, the old and the new one")
+    return value[0], value[1]
 
 
 def _axis(value: Any) -> list[Any]:

@@ -29,7 +29,7 @@ cache.mkdir(parents=True, exist_ok=True)
 key = cache / hashlib.sha256(Path("csrc/kernel.cuh").read_bytes()).hexdigest()
 cached = int(key.exists())
 key.touch()
-data = {{"units": [{{}}], "cached_units": cached, "jobs": 1, "peak_bytes_per_job": 1000}}
+data = {{"units": [{{}}], "cached_units": cached, "ptx": 1, "cached_ptx": cached, "jobs": 1, "peak_bytes_per_job": 1000}}
 if not arguments.library_only:
     arguments.dist.mkdir(exist_ok=True)
     (arguments.dist / "made.whl").write_bytes(b"x" * 1234567)
@@ -73,10 +73,31 @@ def test_a_missing_file_to_touch_is_named(checkout: Path) -> None:
         build_cost.measure_builds(suite({"archs": "all", "touch": "csrc/gone.cuh"}), ())  # type: ignore[arg-type]
 
 
-def test_our_own_suite_touches_a_file_that_exists() -> None:
+def test_a_replacement_is_made_once(checkout: Path) -> None:
+    edit = {"archs": "all", "touch": "csrc/kernel.cuh", "replace": ["int a;", "int b;"]}
+    report = build_cost.measure_builds(suite({"archs": "all"}, edit, edit | {"replace": ["b;", "c;"]}), ("bench",))  # type: ignore[arg-type,dict-item]
+    assert [(row["key"], row["new_ptx"]) for row in report.data["builds"]] == [
+        ("build-all-cold", 1),
+        ("build-all-edit-kernel", 1),
+        ("build-all-edit-kernel", 1),
+    ]
+
+
+@pytest.mark.parametrize(("old", "times"), [("gone", 0), ("int ", 2)])
+def test_a_replacement_that_is_not_unique_is_refused(checkout: Path, old: str, times: int) -> None:
+    (checkout / "csrc" / "kernel.cuh").write_text("int a; int b;\n")
+    edit = {"archs": "all", "touch": "csrc/kernel.cuh", "replace": [old, "new"]}
+    with pytest.raises(ArgumentError, match=f"stands {times} times in csrc/kernel.cuh"):
+        build_cost.measure_builds(suite(edit), ())  # type: ignore[arg-type,dict-item]
+
+
+def test_our_own_suite_edits_what_exists() -> None:
     root = Path(__file__).resolve().parents[2]
-    for case in load_suite("build-cost").builds:
-        assert not case.touch or (root / case.touch).is_file()
+    cases = load_suite("build-cost").builds
+    assert [bool(case.touch) + bool(case.replace) for case in cases] == [0, 1, 2]
+    for case in cases:
+        text = (root / case.touch).read_text() if case.touch else ""
+        assert case.replace is None or text.count(case.replace[0]) == 1
 
 
 def test_a_wheel_has_no_builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
