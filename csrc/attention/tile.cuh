@@ -68,7 +68,7 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
   return tile;
 }
 
-// Key tiles [begin, end) that some row of the query tile sees; those from `masked` on need a mask for some row.
+// Key tiles [begin, end) that some row of the query tile sees; those from `masked` on need a mask for some row (without a split).
 struct KeyTiles {
   int begin;
   int masked;
@@ -92,7 +92,6 @@ __device__ __forceinline__ KeyTiles visible_key_tiles(const ForwardParams& param
     const int share = ceil_div(ceil_div(params.seq_k, kBlockN), params.num_splits);
     tiles.begin = min(tile.split * share, tiles.end);
     tiles.end = min(tiles.begin + share, tiles.end);
-    tiles.masked = min(max(tiles.masked, tiles.begin), tiles.end);
   }
   return tiles;
 }
