@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 
 from flashmoe._version import __version__
-from flashmoe.errors import ExitCode, FlashmoeError
+from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
 
 COMMANDS = {
     "doctor": ("flashmoe.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
@@ -42,10 +42,17 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
+        return ExitCode.USAGE if isinstance(error, ArgumentError) else ExitCode.FAILED
     except BrokenPipeError:  # `... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush into the same pipe
         return ExitCode.PIPE_CLOSED
+    except OSError as error:
+        told = explain_os_error(error)
+        if told is None:
+            raise
+        print(told, file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what could not be printed would fail once more
+        return ExitCode.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -6,6 +6,7 @@ a bad dtype), so code written against ``torch`` keeps catching them.
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 
@@ -82,3 +83,27 @@ class LockError(FlashmoeError, RuntimeError):
 
 class ReportError(FlashmoeError, ValueError):
     """A report file is missing, damaged or of another schema."""
+
+
+_ROOM = "the disk is full; free some space, or name a place with more (TMPDIR, FLASHMOE_CACHE_DIR, UV_CACHE_DIR)"
+_ACCESS = "this user may not write there; use a folder of your own (for a checkout: clone it anew)"
+_OF_THE_MACHINE = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.EROFS: _ACCESS,
+    errno.ENOENT: "there is no such place, and it cannot be made; check the path",
+    errno.ENOTDIR: "a part of that path is a file; check the path",
+    errno.EISDIR: "it is a folder, and a file is needed; check the path",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
+    errno.ENOMEM: "out of memory; lower MAX_JOBS or end other programs",
+}
+
+
+def explain_os_error(error: OSError) -> str | None:
+    """What a machine refused and what to do, or None for an error that only a bug can cause."""
+    advice = _OF_THE_MACHINE.get(error.errno or 0)
+    if advice is None:
+        return None
+    return f"{error.filename or 'writing'}: {error.strerror}; {advice}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import threading
 import time
@@ -15,16 +17,21 @@ class Progress:
     """Counts finished parts of a step and prints what, how many of how many, and the time elapsed.
 
     Use as a context manager; call :meth:`advance` when a part is done. Safe to call from several threads. ``total`` 0
-    means unknown. A background timer prints a line when nothing has been printed for ``HEARTBEAT_SECONDS``.
+    means unknown. A background timer prints a line when nothing has been printed for ``HEARTBEAT_SECONDS``. A step that
+    usually ends at once says nothing before ``quiet_for`` seconds.
     """
 
-    def __init__(self, what: str, total: int = 0, *, stream: TextIO | None = None, every: float = 2.0) -> None:
+    def __init__(
+        self, what: str, total: int = 0, *, stream: TextIO | None = None, every: float = 2.0, quiet_for: float = 0.0
+    ) -> None:
         self.what = what
         self.total = total
         self.done = 0
         self._stream = stream if stream is not None else sys.stderr
-        self._terminal = self._stream.isatty()
+        self._terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._every = 0.1 if self._terminal else every
+        self._quiet_for = quiet_for
+        self._spoke = False
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._printed = 0.0
@@ -62,14 +69,18 @@ class Progress:
     def _heartbeat(self) -> None:
         while not self._stop.wait(1.0):
             with self._lock:
-                if time.monotonic() - self._printed >= HEARTBEAT_SECONDS:
+                if time.monotonic() - self._printed >= (HEARTBEAT_SECONDS if self._spoke else 0.0):
                     self._emit(final=False)
 
     def _emit(self, *, final: bool) -> None:
+        if self.elapsed < self._quiet_for or (final and self._quiet_for and not self._spoke):
+            return
+        self._spoke = True
         count = f" {self.done}/{self.total}" if self.total else (f" {self.done}" if self.done else "")
         line = f"{self.what}{count} {self.elapsed:.0f}s {self._detail}".rstrip()
         if self._terminal:
-            self._stream.write("\r\x1b[2K" + line + ("\n" if final else ""))
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
+            self._stream.write("\r\x1b[2K" + line[:width] + ("\n" if final else ""))
         else:
             self._stream.write(line + "\n")
         self._stream.flush()

@@ -111,7 +111,18 @@ def _processor_name() -> str:
 
 
 def write_json(path: Path, payload: Mapping[str, Any]) -> None:
-    """Write ``payload`` so that a reader sees the old file or the new one, never half of it."""
+    """Write ``payload`` so that a reader sees the old file or the new one, never half of it.
+
+    Raises ReportError where nothing can be written.
+    """
+    try:
+        _replace_file(path, payload)
+    except OSError as error:
+        msg = f"cannot write {path}: {error.strerror}; name a file in a folder that this user can write to, on a disk with room"
+        raise ReportError(msg) from error
+
+
+def _replace_file(path: Path, payload: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashmoe.errors import ArgumentError, ExitCode
+from flashmoe.errors import ArgumentError, DtypeError, ExitCode, TableError
 from flashmoe.occupancy import FAMILIES, Layout, base_rows, check_dtype, largest_tile, layout, pick_family
 from flashmoe.tables import Gpu, KernelRow, Tables, load_tables
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.arch is None:
         gpus = tuple(gpu for gpu in tables.gpus if args.family is None or args.family in gpu.families)
     else:
-        gpus = (tables.gpu(arch_name(args.arch)),)
+        gpus = (named_gpu(tables, args.arch),)
     if not gpus:
         msg = f"no GPU runs a kernel family {args.family!r}; known: {', '.join(FAMILIES)}"
         raise ArgumentError(msg)
@@ -74,6 +74,14 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ArgumentError(msg)
 
 
+def named_gpu(tables: Tables, text: str) -> Gpu:
+    try:
+        return tables.gpu(arch_name(text))
+    except TableError as error:
+        msg = f"--arch {text!r}: {error}"
+        raise ArgumentError(msg) from error
+
+
 def arch_name(text: str) -> str:
     """``sm89`` for sm89, sm_89, 89, 8.9 and sm_90a's kind of suffix."""
     match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)[af]?", text.strip().lower())
@@ -93,7 +101,10 @@ def plan(tables: Tables, gpu: Gpu, args: argparse.Namespace) -> list[Layout]:
     dtype = args.dtype or ("bf16" if gpu.bf16 else "f16")
     if dtype == "bf16" and not gpu.bf16 and args.arch is None:
         dtype = "f16"  # side by side, the oldest GPU is shown with the type that it has
-    check_dtype(gpu, dtype)
+    try:
+        check_dtype(gpu, dtype)
+    except DtypeError as error:
+        raise ArgumentError(str(error)) from error
     family = pick_family(tables, gpu, args.family)
     rows = base_rows(tables, gpu, family, dtype, args.head_dim)
     if not rows:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from flashmoe.errors import ExitCode, FlashmoeError
+from flashmoe.errors import ExitCode, FlashmoeError, explain_os_error
 from flashmoe_build.build import ROOT, build
 from flashmoe_build.wheel import build_sdist, build_wheel
 
@@ -36,6 +36,15 @@ def main() -> int:
             print(f"wheel    {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB")
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        print("interrupted; what was compiled is kept, and the next build goes on from there", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except OSError as error:
+        told = explain_os_error(error)
+        if told is None:
+            raise
+        print(f"the build stopped: {told}", file=sys.stderr)
         return ExitCode.FAILED
     return ExitCode.OK
 

@@ -53,7 +53,10 @@ def _named(word: str, tables: Tables) -> Target:
     for target in tables.targets:  # "90" means the machine code for 9.0, which is arch-specific in the table
         if not target.is_ptx and plain == target.name.removeprefix("sm_").rstrip("af"):
             return target
-    msg = f"FLASHMOE_ARCHS: unknown target {word!r}; known: {_names(tables)}, or all, native, none"
+    if word.lower() in ("all", "native", "none"):
+        msg = f"FLASHMOE_ARCHS: {word!r} stands alone and in small letters, or is left out of a list of targets"
+        raise BuildError(msg)
+    msg = f"FLASHMOE_ARCHS (or FA_ARCHS): unknown target {word!r}; known: {_names(tables)}, or all, native, none"
     raise BuildError(msg)
 
 

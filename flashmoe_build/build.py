@@ -17,6 +17,7 @@ from flashmoe_build import sbom
 from flashmoe_build.archs import requested, resolve
 from flashmoe_build.cache import Cache
 from flashmoe_build.device import DeviceCode, compile_units
+from flashmoe_build.exclusive import hold_until_exit
 from flashmoe_build.host import build_library
 from flashmoe_build.jobs import MEMORY_PER_JOB, job_count
 from flashmoe_build.provenance import provenance
@@ -49,6 +50,7 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     toolchain = find_toolchain()
     _announce(targets, len(units), jobs, toolchain)
     out = out.resolve()
+    hold_until_exit(out / "build.lock")
     cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or out / "cache"))
     device = compile_units(units, root=root, toolchain=toolchain, cache=cache, jobs=jobs, tables=tables)
     device_seconds = time.monotonic() - clock

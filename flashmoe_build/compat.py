@@ -75,8 +75,9 @@ def discover() -> tuple[list[str], str]:
 def local_pythons() -> dict[str, str]:
     """{minor version: interpreter} of the CPythons on this machine; nothing is downloaded."""
     found = {}
+    own = str(getattr(sys, "_base_executable", None) or sys.executable)  # may be nowhere that the others are looked for
     for minor in PYTHONS:
-        for path in python_candidates(minor, os.environ, sys.executable):
+        for path in (*python_candidates(minor, os.environ, own), own):
             words = probe_python(path).split()
             if len(words) == 3 and words[0] == "CPython" and words[1].startswith(f"{minor}."):
                 found[minor] = path

@@ -10,7 +10,6 @@ next to no disk.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import re
@@ -19,13 +18,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from flashmoe.errors import FlashmoeError, LockError
+from flashmoe.errors import FlashmoeError, LockError, explain_os_error
 from flashmoe.progress import Progress
+from flashmoe_build.exclusive import exclusive
 from flashmoe_build.lock import verify_environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +51,9 @@ MISMATCH = re.compile(
     r"Hash mismatch for `(?P<package>[^`]+)`\s+Expected:\s+(?P<expected>(?:sha256:\S+\s+)+)Computed:\s+(?P<computed>sha256:\S+)"
 )
 NO_HASH = re.compile(r"none were provided for: (?P<package>\S+)")
+NO_PIN = re.compile(r"no trusted hash was provided for: `(?P<package>[^`]+)`")  # what a locked package needs
+FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
+ROOM = "a locked environment takes up to 7 GB, shared with uv's cache where both are on one file system"
 NOT_PINNED = re.compile(r"pinned with `==`, but found: (?P<package>\S+)")
 
 
@@ -161,7 +163,14 @@ def explain_failure(stderr: str, lock: str) -> str:
     unpinned = NOT_PINNED.search(stderr)
     if unpinned:
         return f"{unpinned['package']} in {lock} is not pinned to one version; run `nox -s lock` to write it anew"
+    missing = NO_PIN.search(stderr)
+    if missing:
+        return f"{missing['package']} is needed by a package of {lock}, which has no pin for it; run `nox -s lock` to write it anew"
     tail = "\n".join(stderr.strip().splitlines()[-15:])
+    if FULL.search(stderr):
+        return (
+            f"installing {lock} failed, the disk is full:\n{tail}\nFree some space: {ROOM} (UV_CACHE_DIR moves that)."
+        )
     return f"installing {lock} failed:\n{tail}\nIf that names the network, check the package index that pip and uv are set up for."
 
 
@@ -196,11 +205,24 @@ def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int
     return status, "".join(lines)
 
 
+def install_limit(environ: Mapping[str, str]) -> float:
+    """Seconds that an install may take. Raises LockError for a setting that is no time."""
+    text = environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not 0.0 < limit <= threading.TIMEOUT_MAX:
+        msg = f"{TIMEOUT_VARIABLE}={text!r} is no time; write a number of seconds above 0"
+        raise LockError(msg)
+    return limit
+
+
 def uv_install(python: Path, requirements: Path, *, what: str, shown: str, extra: Sequence[str] = ()) -> None:
     """``uv pip install --require-hashes`` of a requirement file. Raises LockError that names the package at fault."""
     command = [find_uv(), "pip", "install", "--python", str(python), "--require-hashes", "--only-binary", ":all:"]
     command += ["--link-mode", "hardlink", *extra, "-r", str(requirements)]
-    status, stderr = run_logged(command, what, float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S)))
+    status, stderr = run_logged(command, what, install_limit(os.environ))
     if status:
         raise LockError(explain_failure(stderr, shown))
 
@@ -219,21 +241,19 @@ def verify(lock: Path, folder: Path, python: str) -> None:
         raise LockError(msg) from error
 
 
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold ``path`` as a lock between processes; says so when another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another session is making {path.stem}; waiting for it", file=sys.stderr, flush=True)
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
 def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, extra: Sequence[str] = ()) -> Path:
     """The interpreter of the environment of ``lockfiles/<lock>.txt``, made now unless it is there already."""
+    try:
+        return _prepare(lock, root, python, extra)
+    except OSError as error:
+        told = explain_os_error(error)
+        if told is None:
+            raise
+        msg = f"cannot make the environment of lockfiles/{lock}.txt: {told}"
+        raise LockError(msg) from error
+
+
+def _prepare(lock: str, root: Path, python: Interpreter | None, extra: Sequence[str]) -> Path:
     python = python if python is not None else find_python()
     lock_file = root / "lockfiles" / f"{lock}.txt"
     if not lock_file.is_file():

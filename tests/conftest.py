@@ -10,14 +10,17 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "needs a CUDA GPU"
+HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
@@ -39,6 +42,38 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     origin = "" if spec is None or spec.origin is None else spec.origin
     if os.environ.get("FLASHMOE_TEST_INSTALLED") == "1" and "site-packages" not in Path(origin).parts:
         pytest.exit(f"the installed flashmoe is meant to be tested, but {origin or 'none'} would be imported", 2)
+
+
+class Heartbeat:
+    """Names the test that runs for long (a compiler, a build), so that no run is silent for over 30 s (F21)."""
+
+    def __init__(self) -> None:
+        self._out = os.dup(sys.stderr.fileno())  # while nothing is captured; a test's own output is
+        self._running = ("", 0.0)
+        self._end = threading.Event()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._end.wait(HEARTBEAT_S / 4):
+            name, spoke = self._running
+            if name and time.monotonic() - spoke >= HEARTBEAT_S:
+                os.write(self._out, f"\n... {name} is still running\n".encode())
+                self._running = (name, time.monotonic())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._running = (item.nodeid, time.monotonic())
+        try:
+            return (yield)
+        finally:
+            self._running = ("", 0.0)
+
+    def pytest_unconfigure(self) -> None:
+        self._end.set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Heartbeat(), "heartbeat")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

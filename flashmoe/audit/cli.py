@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from flashmoe.audit.engine import Options, audit, exit_is_empty
 from flashmoe.audit.render import show
-from flashmoe.errors import ExitCode
+from flashmoe.errors import ArgumentError, ExitCode, TableError
+from flashmoe.progress import Progress
 from flashmoe.report import write_report
+from flashmoe.tables import load_tables
+
+QUIET_S = 5.0  # most audits take a second or two; a gigabyte of symbols takes half a minute
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="a shared object, a wheel, or a folder that holds one")
+    parser.add_argument("path", type=given_path, help="a shared object, a wheel, or a folder that holds one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report to this file too")
     parser.add_argument(
         "--torch-version",
@@ -31,10 +36,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def given_path(text: str) -> Path:
+    """A path that names something: an empty one would mean this folder, whatever it holds."""
+    if not text:
+        msg = "an empty path; give a shared object, a wheel, or a folder (. for this one)"
+        raise argparse.ArgumentTypeError(msg)
+    return Path(text)
+
+
+def given_targets(text: str | None) -> tuple[str, ...] | None:
+    """Names of arch.toml. Raises ArgumentError for another one."""
+    if text is None:
+        return None
+    names = tuple(word.strip() for word in text.split(",") if word.strip())
+    tables = load_tables()
+    try:
+        for name in names:
+            tables.target(name)
+    except TableError as error:
+        msg = f"--targets {text!r}: {error}"
+        raise ArgumentError(msg) from error
+    return names
+
+
 def run(args: argparse.Namespace) -> int:
-    targets = tuple(t.strip() for t in args.targets.split(",") if t.strip()) if args.targets else None
-    options = Options(args.torch_version, args.foreign, args.objects, args.source, targets)
-    report = replace(audit(args.path, options), command=tuple(Path(word).name for word in sys.argv))
+    if args.torch_version is not None and not re.match(r"\d+\.\d+", args.torch_version):
+        msg = f"--torch-version {args.torch_version!r} is no version; write it as 2.10.0"
+        raise ArgumentError(msg)
+    options = Options(args.torch_version, args.foreign, args.objects, args.source, given_targets(args.targets))
+    with Progress(f"audit of {args.path.name}", quiet_for=QUIET_S):
+        found = audit(args.path, options)
+    report = replace(found, command=tuple(Path(word).name for word in sys.argv))
     show(report)
     if args.json is not None:
         write_report(args.json, report)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
 
 MAGIC = b"\x7fELF"
+MAX_BYTES = 4 << 30  # the largest library of torch has 1 GB
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section index, value, size
 _BINDINGS = {0: "local", 1: "global", 2: "weak", 10: "unique"}
 _SECTION, _FILE = 3, 4  # symbol types that name no entity of the program
@@ -78,14 +79,38 @@ class ElfFacts:
         return frozenset(s.name for s in (*self.dynamic, *(self.static or ())) if s.defined)
 
 
-def read_bytes(path: Path) -> bytes:
-    """The file's content; raises UnreadableError with the reason."""
+def require_magic(path: Path) -> None:
+    """Refuse a file that is no ELF by its first bytes, and one beyond MAX_BYTES, before all of it is read."""
+    start = read_bytes(path, limit=16)
+    size = path.stat().st_size
+    if not start.startswith(MAGIC):
+        raise _no_elf(path.name, start, size)
+    if size > MAX_BYTES:
+        msg = f"{path.name} has {size} bytes, more than the {MAX_BYTES} that an audit reads into memory"
+        raise UnreadableError(msg, "audit the extension itself, without data appended to it")
+
+
+def _no_elf(name: str, start: bytes, size: int) -> NotElfError:
+    looks = (
+        "empty"
+        if not size
+        else ("text" if start.isascii() and "".join(start.decode().split()).isprintable() else "binary")
+    )
+    msg = f"{name} is no ELF file: it is {looks} ({size} bytes, starts with {start!r})"
+    return NotElfError(msg, "this is not what the linker wrote; build it again and audit that file")
+
+
+def read_bytes(path: Path, limit: int = -1) -> bytes:
+    """The file's content, or its first ``limit`` bytes; raises UnreadableError with the reason."""
     try:
         if not path.is_file():
             reason = "is a folder" if path.is_dir() else ("is no regular file" if path.exists() else "does not exist")
             msg = f"{path.name} {reason}"
             raise UnreadableError(msg, "give the path of a shared object, a wheel, or a folder that holds one")
-        return path.read_bytes()
+        if limit < 0:
+            return path.read_bytes()
+        with path.open("rb") as stream:
+            return stream.read(limit)
     except OSError as error:
         msg = f"cannot read {path.name}: {error.strerror}"
         raise UnreadableError(msg, "make the file readable for this user") from error
@@ -104,10 +129,7 @@ def require_pyelftools() -> Any:
 def open_elf(content: bytes, name: str) -> ELFFile:
     """A 64-bit little-endian ELF file from memory; raises a typed error for anything else."""
     if not content.startswith(MAGIC):
-        start = content[:16]
-        looks = "empty" if not content else ("text" if start.isascii() and start.decode().isprintable() else "binary")
-        msg = f"{name} is no ELF file: it is {looks} ({len(content)} bytes, starts with {start!r})"
-        raise NotElfError(msg, "this is not what the linker wrote; build it again and audit that file")
+        raise _no_elf(name, content[:16], len(content))
     elf_class = require_pyelftools()
     if len(content) < 64:
         msg = f"{name} is cut short: {len(content)} bytes, an ELF header alone has 64"
@@ -150,6 +172,7 @@ def section_data(elf: ELFFile, name: str) -> bytes | None:
 
 def read_elf(path: Path) -> ElfFacts:
     """Read a shared object or an object file. Raises a subclass of AuditError for everything that is neither."""
+    require_magic(path)
     content = read_bytes(path)
     elf = open_elf(content, path.name)
     kind = elf["e_type"]

@@ -13,7 +13,7 @@ from typing import Any
 from flashmoe.audit.context import Context, failed, skipped, warned
 from flashmoe.audit.elf import ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe.audit.embedded import INDEX_SECTION, Binary, read_embedded
-from flashmoe.audit.errors import AuditError, EmptyInputError
+from flashmoe.audit.errors import AuditError, EmptyInputError, UnreadableError
 from flashmoe.audit.inputs import OUR_LIBRARY, Wheel, collect, unpack
 from flashmoe.audit.kernels import KernelAudit, audit_kernels
 from flashmoe.audit.launch import Launch
@@ -60,7 +60,11 @@ def audit(path: Path, options: Options | None = None, tables: Tables | None = No
     """Audit a shared object, a wheel, or a folder of them. Unusable input becomes a failure in the report."""
     chosen, started, clock = options or Options(), utc_now(), time.monotonic()
     subjects: list[Subject] = []
+    shown = path.name or path.resolve().name  # `.` has no name of its own
     try:
+        if chosen.source is not None and not chosen.source.is_dir():
+            msg = f"--source {chosen.source} is no folder, so no declaration can be looked for"
+            raise UnreadableError(msg, "give the folder of the sources, or leave --source out")
         inputs = collect(path)
         objects = read_objects(chosen.objects)
         subjects += [_guarded(label, file, chosen, tables, objects) for label, file in inputs.libraries]
@@ -69,12 +73,12 @@ def audit(path: Path, options: Options | None = None, tables: Tables | None = No
         if objects:
             subjects.append(Subject("object files", ours=not chosen.foreign, checks=tuple(check_duplicates(objects))))
     except AuditError as error:
-        subjects.append(Subject(path.name, ours=False, checks=(input_check(error),)))
+        subjects.append(Subject(shown, ours=False, checks=(input_check(error),)))
     named = len(subjects) > 1
     return Report(
         kind="audit",
         checks=tuple(replace(c, name=f"{s.label}: {c.name}") if named else c for s in subjects for c in s.checks),
-        data={"path": path.name, "subjects": [_subject_json(s) for s in subjects]},
+        data={"path": shown, "subjects": [_subject_json(s) for s in subjects]},
         environment={**host_environment(), "torch": getattr(installed_torch(), "version", None)},
         started=started,
         seconds=round(time.monotonic() - clock, 3),

@@ -43,7 +43,7 @@ class Inputs:
 def collect(path: Path) -> Inputs:
     """Sort out what ``path`` is. Raises UnreadableError or EmptyInputError."""
     if not path.exists():
-        msg = f"{path} does not exist"
+        msg = f"{path} is a symbolic link to nothing" if path.is_symlink() else f"{path} does not exist"
         raise UnreadableError(msg, "give the path of a shared object, a wheel, or a folder that holds one")
     if path.is_dir():
         return _folder(path)
@@ -73,6 +73,9 @@ def unpack(path: Path, root: Path) -> Wheel:
             return _read(path, archive, members, root)
     except AuditError:
         raise
+    except FileNotFoundError as error:
+        msg = f"{path} does not exist"
+        raise UnreadableError(msg, "build it first (./nox -s build), or give the path of a wheel") from error
     except OSError as error:
         msg = f"cannot read {path.name}: {error.strerror or error}"
         raise UnreadableError(msg, "make the file readable for this user") from error

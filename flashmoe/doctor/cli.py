@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -26,11 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds_above_zero,
         default=DEFAULT_PROBE_TIMEOUT_S,
         metavar="SECONDS",
         help="for loading the extension and the smoke test (default: %(default)g)",
     )
+
+
+def seconds_above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < math.inf:
+        msg = f"{text!r} is no time; write a number of seconds above 0"
+        raise argparse.ArgumentTypeError(msg)
+    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -149,6 +149,13 @@ def read_extension(library: Path | None, checkout: Path | None) -> Extension:
         library.parent / "provenance.json" if library.parent == PACKAGE else library.parent.parent / "provenance.json"
     )
     try:
+        with library.open("rb") as stream:
+            damaged = stream.read(4) != b"\x7fELF"
+    except OSError as error:
+        return Extension(found=False, shown=shown, error=str(error.strerror))
+    if damaged:
+        return Extension(found=True, shown=shown, damaged=True)
+    try:
         targets = tuple(json.loads(stated.read_text(encoding="utf-8"))["targets"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Extension(found=True, shown=shown, error=f"{stated.name}: {type(error).__name__}")

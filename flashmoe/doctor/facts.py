@@ -63,6 +63,7 @@ class Extension:
     shown: str = ""  # where, as a path relative to the package or checkout
     targets: tuple[str, ...] = ()
     error: str = ""
+    damaged: bool = False  # a file of that name, but no ELF file
 
 
 @dataclass(frozen=True)

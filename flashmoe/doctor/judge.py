@@ -219,7 +219,12 @@ def compiler(facts: Facts) -> Check:
         return Check("g++", Verdict.SKIP, have.version or "none", expected, "an installed wheel needs no compiler")
     if not have.version:
         return Check(
-            "g++", Verdict.FAIL, f"no {have.command}", expected, "", "Debian, Ubuntu: apt-get install g++; or set CXX"
+            "g++",
+            Verdict.FAIL,
+            f"no {have.command}, or none that tells its version",
+            expected,
+            "",
+            "Debian, Ubuntu: apt-get install g++; or set CXX",
         )
     if numbers(have.version)[0] < GXX_FLOOR:
         why = "torch's headers need a complete C++17"
@@ -292,6 +297,10 @@ def extension(facts: Facts) -> Check:
             "the wheel is damaged, or this is no wheel (F11)",
             "pip install --force-reinstall flashmoe",
         )
+    if have.damaged:
+        fix = "./nox -s build" if facts.lock.checkout else "pip install --force-reinstall flashmoe"
+        why = "a download that was cut short, a pointer of Git LFS, or another file under this name"
+        return Check("extension", Verdict.FAIL, f"{have.shown}; it is no ELF file", expected, why, fix)
     if have.error:
         return Check(
             "extension",
@@ -309,6 +318,10 @@ def loads(facts: Facts) -> Check:
     expected = "torch imports it and registers its operator"
     if not have.ran:
         return Check("loads", Verdict.SKIP, "not tried", expected, "torch or the extension is missing, see above")
+    if not have.loaded and not have.torch_version:
+        why = "torch itself is not imported" + (": it took too long or hangs" if have.timed_out else "")
+        fix = f"python -c 'import torch' shows the same; pip install --force-reinstall torch=={facts.torch.version or '2.10'}"
+        return Check("loads", Verdict.FAIL, have.load_error, expected, why, fix)
     if not have.loaded:
         why = "it took too long or hangs" if have.timed_out else ""
         return Check(

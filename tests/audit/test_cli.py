@@ -74,6 +74,44 @@ def test_no_path_is_a_usage_error() -> None:
     assert command().returncode == ExitCode.USAGE
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("",), "an empty path"),
+        (("{sound}", "--targets", "sm_75,sm_99"), "--targets 'sm_75,sm_99': no target 'sm_99'"),
+        (("{sound}", "--torch-version", "newest"), "--torch-version 'newest' is no version; write it as 2.10.0"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_usage_errors(sound: Path, words: tuple[str, ...], says: str) -> None:
+    done = command(*(word.format(sound=sound) for word in words))
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert says in done.stderr
+
+
+def test_a_source_folder_that_is_not_there_is_a_failure(sound: Path, tmp_path: Path) -> None:
+    done = command(str(sound), "--source", str(tmp_path / "gone"))
+    assert done.returncode == ExitCode.NOTHING_CHECKED
+    assert "gone is no folder" in done.stdout
+
+
+@pytest.mark.parametrize("place", ["a file/report.json", "."])
+def test_a_report_that_cannot_be_written_is_said_in_one_line(sound: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "a file").touch()
+    done = command(str(sound), "--json", str(tmp_path / place))
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr.startswith("ReportError: cannot write ")
+    assert "Traceback" not in done.stderr
+
+
+def test_output_onto_a_full_disk_is_said_in_one_line() -> None:
+    words = [sys.executable, "-m", "flashmoe", "smem", "--head-dim", "64"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, cwd="/", env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == ExitCode.FAILED
+    assert "the disk is full" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_torch_is_not_imported(sound: Path) -> None:
     script = f"import sys; from pathlib import Path; from flashmoe.audit import audit; audit(Path({str(sound)!r})); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], cwd="/", env=environment(), check=True, timeout=120)

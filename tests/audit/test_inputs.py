@@ -34,6 +34,37 @@ def test_text_file_named_so(tmp_path: Path) -> None:
     assert "it is text" in refused(path, "not-elf").found
 
 
+def test_a_short_first_line_is_text_too(tmp_path: Path) -> None:
+    path = tmp_path / "_C.so"
+    path.write_text("hello\nworld\n")
+    assert "it is text" in refused(path, "not-elf").found
+
+
+def test_a_huge_file_is_refused_unread(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 GB of holes: no ELF file by its first bytes, then one that is too large to be read into memory."""
+
+    def refuse(self: Path) -> bytes:
+        raise AssertionError(f"{self.name} was read whole")
+
+    path = tmp_path / "_C.so"
+    for head, kind in ((b"", "not-elf"), (sound.read_bytes()[:4096], "unreadable")):
+        path.write_bytes(head)
+        os.truncate(path, 64 << 30)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", refuse)
+            assert str(64 << 30) in refused(path, kind).found
+
+
+def test_a_link_to_nothing_says_so(tmp_path: Path) -> None:
+    (tmp_path / "_C.so").symlink_to(tmp_path / "gone.so")
+    assert "is a symbolic link to nothing" in refused(tmp_path / "_C.so", "unreadable").found
+
+
+def test_a_folder_by_its_dot_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert audit(Path()).data["path"] == tmp_path.name
+
+
 def test_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "_C.so"
     path.touch()

@@ -116,7 +116,6 @@ def test_a_signal_leaves_a_valid_partial_report(
         (("--suite", "cpu", "--contenders", "sdpa-flsh"), "no contender 'sdpa-flsh'"),
         (("--suite", "cpu", "--repeats", "0"), "--repeats 0"),
         (("--suite", "cpu", "--case", "f32-d1"), "has no case 'f32-d1'"),
-        (("--compare", "a.json", "b.json"), "cannot read the report a.json"),
     ],
 )
 def test_mistakes_end_with_one_line(
@@ -127,7 +126,15 @@ def test_mistakes_end_with_one_line(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 1
+    assert main(["bench", *arguments]) == ExitCode.USAGE
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
+
+
+def test_a_report_that_is_not_there_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "--compare", "a.json", "b.json"]) == ExitCode.FAILED
+    assert "cannot read the report a.json" in capsys.readouterr().err

@@ -35,6 +35,12 @@ def test_unknown_target_lists_the_known() -> None:
         names("70")
 
 
+@pytest.mark.parametrize("request_", ["all,80", "80 native", "ALL", "none,90a"])
+def test_a_word_for_several_stands_alone(request_: str) -> None:
+    with pytest.raises(BuildError, match="stands alone and in small letters"):
+        names(request_)
+
+
 def test_nothing_named() -> None:
     with pytest.raises(BuildError, match="names no target"):
         names(",")

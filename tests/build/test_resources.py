@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,26 @@ def test_static_shared_memory_over_48_kib_does_not_compile(compile_log: Compile)
     """F15: the pre-opt-in limit; ptxas refuses, so no such kernel reaches a launch."""
     with pytest.raises(BuildError, match="(?s)case: ptxas for sm_80 ended with .*too much shared data"):
         compile_log("__shared__ float s[12500]; s[threadIdx.x] = x[0]; __syncthreads(); x[1] = s[5];")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "stands", "says"),
+    [
+        (r"Used \d+ registers", "Used 255 registers", "131072 registers a block; sm80 has 65536"),
+        (r"(Used \d+ registers)", r"\1, 49153 bytes smem", "49153 bytes of static shared memory; any GPU has 49152"),
+        (r"(Used \d+ registers)", r"\1, 48000 bytes smem", "bytes of shared memory a block; sm86 has 101376"),
+    ],
+)
+def test_what_no_block_can_have_is_found(
+    unit: Unit, compile_log: Compile, pattern: str, stands: str, says: str
+) -> None:
+    """F15: the log of a kernel that compiled, with the numbers of one that could never be launched."""
+    row = dataclasses.replace(unit.row, warps=16, block_m=192, block_n=64)
+    wide = dataclasses.replace(unit, row=row)
+    log = compile_log("x[threadIdx.x] *= 2.0f;", to=wide)
+    assert findings(wide, log, load_tables()) == ()
+    found = findings(wide, re.sub(pattern, stands, log), load_tables())
+    assert any(finding.kind == "resources" and says in finding.text for finding in found), found
 
 
 def test_missing_entry_is_found(unit: Unit, compile_log: Compile) -> None:

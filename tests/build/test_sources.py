@@ -89,6 +89,18 @@ def test_includes_are_closed_over_tracked_files(root: Path) -> None:
     assert missing == []
 
 
+def test_host_code_sees_no_device_code() -> None:
+    """F9: what g++ compiles includes no bf16 or fp16 intrinsic and no kernel, so it cannot call one."""
+    found = []
+    for path in SOURCES:
+        if path.suffix not in {".h", ".cpp"} or relative(path).startswith("emulation/"):
+            continue
+        for name in re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', path.read_text(encoding="utf-8"), re.MULTILINE):
+            if name.endswith(".cuh") or re.match(r"(?:cuda_|mma|crt/|cooperative_groups)", name):
+                found.append(f"{relative(path)} includes {name}")
+    assert found == []
+
+
 def test_no_device_helper_is_defined_twice() -> None:
     """F8: conversion helpers have one home."""
     homes: dict[str, set[str]] = {}

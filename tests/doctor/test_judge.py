@@ -226,6 +226,7 @@ def test_no_variable_is_needed_and_ours_are_named() -> None:
         (Extension(found=False), False, Verdict.FAIL),
         (Extension(found=False, shown="/gone.so", error="no such file"), False, Verdict.FAIL),
         (Extension(found=True, shown="x", error="provenance.json: FileNotFoundError"), False, Verdict.WARN),
+        (Extension(found=True, shown="x", damaged=True), False, Verdict.FAIL),
         (Extension(found=True, shown="x"), False, Verdict.PASS),
     ],
 )
@@ -234,11 +235,21 @@ def test_extension(extension: Extension, checkout: bool, verdict: Verdict) -> No
 
 
 def test_a_load_failure_keeps_its_words() -> None:
-    probe = Probe(ran=True, load_error="ExtensionError: undefined symbol: aoti_torch_x")
+    probe = Probe(ran=True, torch_version="2.10.0", load_error="ExtensionError: undefined symbol: aoti_torch_x")
     check = look("loads", probe=probe)
     assert check.verdict is Verdict.FAIL
     assert "undefined symbol: aoti_torch_x" in check.found
     assert look("smoke", probe=probe).verdict is Verdict.SKIP
+    assert "flashmoe audit" in check.next_step
+
+
+def test_a_torch_that_does_not_import_is_not_blamed_on_the_extension() -> None:
+    check = look(
+        "loads", probe=Probe(ran=True, load_error="ImportError: libcudart.so.12: cannot open shared object file")
+    )
+    assert check.verdict is Verdict.FAIL
+    assert check.why == "torch itself is not imported"
+    assert "import torch" in check.next_step
 
 
 def test_a_wrong_answer_fails() -> None:

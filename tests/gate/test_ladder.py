@@ -127,6 +127,18 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     assert time.monotonic() - begin < 30.0
 
 
+def test_a_rung_is_ended_at_its_own_limit(tmp_path: Path) -> None:
+    slow = '[[rung]]\nname = "one"\ncommand = ["{python}", "-c", "import time; time.sleep(60)"]\nlimit_seconds = 0.5'
+    begin = time.monotonic()
+    report = climb(tmp_path, slow, seconds=3000.0)
+    assert "did not end within" in report.checks[0].found
+    assert time.monotonic() - begin < 30.0
+    begin = time.monotonic()
+    report = climb(tmp_path, slow.replace("0.5", "3000.0"), seconds=0.5)
+    assert "did not end within" in report.checks[0].found, "nor may it outlive the whole budget"
+    assert time.monotonic() - begin < 30.0
+
+
 def test_a_spent_budget_stops_the_ladder(tmp_path: Path) -> None:
     moments = iter([0.0, 0.0, *[100.0] * 20])
     (tmp_path / "write.py").write_text(WRITE)
@@ -291,8 +303,8 @@ def test_the_program_climbs_records_and_remembers(
     assert "last known good none" in text  # there is no commit to name
     assert text.count("stopped at two") == 1
     assert main(["history", "--folder", str(tmp_path / "nothing")]) == ExitCode.NOTHING_CHECKED
-    assert main([*words, "--budget-minutes", "0"]) == ExitCode.FAILED
-    assert main([*words, "--only", "four"]) == ExitCode.FAILED
+    assert main([*words, "--budget-minutes", "0"]) == ExitCode.USAGE
+    assert main([*words, "--only", "four"]) == ExitCode.USAGE
     assert "the ladder has one, two, three" in capsys.readouterr().err
 
 

@@ -162,11 +162,27 @@ def test_an_installer_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("error: In `--require-hashes` mode, all requirements must have a hash, but none were provided for: a==1.0", "a==1.0 has no hash"),
         ("error: In `--require-hashes` mode, all requirements must have their versions pinned with `==`, but found: a>=1", "a>=1 in x.txt is not pinned"),
+        ("error: Hash-checking is required, but no trusted hash was provided for: `filelock`", "filelock is needed by a package of x.txt"),
+        ("error: failed to copy file: No space left on device (os error 28)", "the disk is full"),
         ("error: dns error", "dns error"),
     ],
 )  # fmt: skip
 def test_other_failures_of_uv_are_explained(stderr: str, says: str) -> None:
     assert says in explain_failure(stderr, "x.txt")
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(LockError, match=f"FLASHMOE_INSTALL_TIMEOUT_S='{text}' is no time"):
+        environment.install_limit({"FLASHMOE_INSTALL_TIMEOUT_S": text})
+    assert environment.install_limit({"FLASHMOE_INSTALL_TIMEOUT_S": ""}) == environment.DEFAULT_TIMEOUT_S
+
+
+def test_a_checkout_that_cannot_be_written_to_says_so(project: Project) -> None:
+    """As root every folder can be written to; a file in the folder's place is refused for all."""
+    (project.root / ".nox").write_text("", encoding="utf-8")
+    with pytest.raises(LockError, match=r"cannot make the environment of lockfiles/tiny\.txt: .*check the path"):
+        project.prepare()
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,14 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
     assert (data["data"]["passed"], data["data"]["gpu_not_run"]) == (1, 1)
 
 
+def test_a_long_test_is_named_while_it_runs(tmp_path: Path) -> None:
+    body = "import time\ndef test_long(): time.sleep(1.5)\ndef test_short(): pass\n"
+    done = run_pytest(tmp_path, body, FLASHMOE_TEST_HEARTBEAT_S="0.4")
+    assert done.returncode == 0
+    assert 2 <= done.stderr.count("... test_it.py::test_long is still running") <= 4
+    assert "test_short" not in done.stderr
+
+
 def test_a_run_that_must_have_a_gpu_fails_without(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_REQUIRE_GPU="1")
     assert done.returncode == 1

@@ -96,6 +96,13 @@ def test_the_pythons_found_are_what_they_are_called() -> None:
     assert f"{sys.version_info[0]}.{sys.version_info[1]}" in found
 
 
+def test_the_running_python_is_found_wherever_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("PATH", str(tmp_path)), ("HOME", str(tmp_path)), ("PYENV_ROOT", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert list(compat.local_pythons()) == [f"{sys.version_info[0]}.{sys.version_info[1]}"]
+
+
 def test_uvs_reason_without_this_machines_paths() -> None:
     words = (
         "  x No solution found\n  because torch==2.10.0 has no wheels with a matching Python ABI tag (`cp314`), we can"

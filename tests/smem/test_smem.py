@@ -139,7 +139,7 @@ def test_longer_spellings(text: str, name: str) -> None:
 def test_the_program_refuses_with_the_reason(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["smem", *arguments]) == 1
+    assert main(["smem", *arguments]) == ExitCode.USAGE, "1 says that a tile does not fit"
     assert says in capsys.readouterr().err
 
 
