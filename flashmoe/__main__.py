@@ -22,13 +22,36 @@ COMMANDS = {
     "bisect": ("flashmoe.gate.bisect", "find the first commit that fails a gate"),
 }
 
+# What a plain `pip install flashmoe` leaves out: module -> what to install for it.
+OPTIONAL = {
+    **dict.fromkeys(("auditwheel", "elftools", "packaging"), "flashmoe[tools]"),
+    **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), "flashmoe[bench]"),
+    "torch": "torch>=2.10",
+    "tomli": "tomli>=2.0",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (see :class:`flashmoe.errors.ExitCode`)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(arguments)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in OPTIONAL:
+            raise
+        command = arguments[0] if arguments else ""
+        print(
+            f"flashmoe {command} needs {module}, which is not installed; pip install '{OPTIONAL[module]}'",
+            file=sys.stderr,
+        )
+        return ExitCode.FAILED
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    arguments = sys.argv[1:] if argv is None else argv
     for name, (module_name, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:  # a command's imports are paid for by that command alone

@@ -47,7 +47,11 @@ def run_all(items: Iterable[Item], work: Callable[[Item], Result], jobs: int) ->
     """``work`` over ``items``, ``jobs`` at a time, results in order; the first failure stops what has not begun."""
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         futures: list[Future[Result]] = [pool.submit(work, item) for item in items]
-        wait(futures, return_when=FIRST_EXCEPTION)
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # Ctrl-C: leaving the pool would first work off the whole queue
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         for future in futures:
             future.cancel()
         for future in futures:

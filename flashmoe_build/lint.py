@@ -87,6 +87,9 @@ def run_checker(checker: Checker, root: Path) -> Check:
 def main(arguments: Sequence[str]) -> int:
     known = checkers(ROOT, Path(sys.executable).parent)
     names = [checker.name for checker in known]
+    if {"-h", "--help"} & set(arguments):
+        print(f"usage: nox -s lint -- [CHECKER ...]\n\nall of them, or some of: {', '.join(names)}")
+        return ExitCode.OK
     unknown = [word for word in arguments if word not in names]
     if unknown:
         print(f"no checker {unknown[0]!r}; known: {', '.join(names)}", file=sys.stderr)

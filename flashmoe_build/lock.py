@@ -285,9 +285,10 @@ def verify_environment(
 
 def main(arguments: Sequence[str]) -> int:
     """``python -m flashmoe_build.lock FILE``: 0 when this interpreter's environment is the locked one, 1 when not."""
-    if len(arguments) != 1:
-        print("usage: python -m flashmoe_build.lock lockfiles/NAME.txt", file=sys.stderr)
-        return 2
+    asked = bool({"-h", "--help"} & set(arguments))
+    if asked or len(arguments) != 1:
+        print("usage: python -m flashmoe_build.lock lockfiles/NAME.txt", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     try:
         pins = verify_environment(Path(arguments[0]))
     except LockError as error:

@@ -60,9 +60,10 @@ def load(folder: Path, stage: str) -> Report | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) < 2:
-        print("usage: python -m flashmoe_build.summary FOLDER STAGE...", file=sys.stderr)
-        return ExitCode.USAGE
+    asked = bool({"-h", "--help"} & set(arguments))
+    if asked or len(arguments) < 2:
+        print("usage: python -m flashmoe_build.summary FOLDER STAGE...", file=sys.stdout if asked else sys.stderr)
+        return ExitCode.OK if asked else ExitCode.USAGE
     folder, stages = Path(arguments[0]), arguments[1:]
     try:
         reports = {stage: load(folder, stage) for stage in stages}

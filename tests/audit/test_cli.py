@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from audit_builders import Workshop, audit
+from audit_builders import Workshop, audit, package_files
 
 import flashmoe
 from flashmoe.audit.render import kernel_table, plain, show
@@ -110,6 +110,23 @@ def test_output_onto_a_full_disk_is_said_in_one_line() -> None:
     assert done.returncode == ExitCode.FAILED
     assert "the disk is full" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "says"),
+    [
+        ("packaging", ("audit", "{wheel}"), "flashmoe audit needs packaging, which is not installed; pip install 'flashmoe[tools]'"),
+        ("torch", ("bench", "--quick"), "flashmoe bench needs torch, which is not installed; pip install 'torch>=2.10'"),
+        ("scipy", ("bench", "--compare", "a", "b"), "flashmoe bench needs scipy, which is not installed; pip install 'flashmoe[bench]'"),
+    ],
+)  # fmt: skip
+def test_a_plain_install_says_what_a_command_needs_beside_it(
+    workshop: Workshop, sound: Path, module: str, words: tuple[str, ...], says: str
+) -> None:
+    filled = [word.format(wheel=workshop.wheel(package_files(sound))) for word in words]
+    code = f"import sys; sys.modules[{module!r}] = None; from flashmoe.__main__ import main; sys.exit(main({filled!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (ExitCode.FAILED, says)
 
 
 def test_torch_is_not_imported(sound: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,35 @@ def test_the_second_process_waits_until_the_first_has_ended(tmp_path: Path) -> N
             assert second.stdout.readline() == "has it\n"
             second.communicate("", timeout=30)
             assert (first.returncode, second.returncode) == (0, 0)
+
+
+def build(out: Path, cache: Path) -> subprocess.Popen[str]:
+    """A build without GPU code, as its own process."""
+    command = [sys.executable, "-m", "flashmoe_build", "--library-only", "--out", str(out)]
+    environ = {**os.environ, "FLASHMOE_ARCHS": "none", "FLASHMOE_CACHE_DIR": str(cache)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_build_waits_for_the_one_that_writes_the_same_folder(tmp_path: Path) -> None:
+    with exclusive(tmp_path / "out" / "build.lock"):
+        second = build(tmp_path / "out", ROOT / "build" / "cache")
+        assert second.stderr is not None
+        assert "waiting for another session that is making build" in second.stderr.readline()
+        assert not (tmp_path / "out" / "lib").exists()
+    output, errors = second.communicate(timeout=240)
+    assert second.returncode == 0, output + errors
+    assert (tmp_path / "out" / "lib" / "libflashmoe.so").is_file()
+
+
+def test_a_cache_that_cannot_be_written_stops_the_build_in_words(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    done = build(tmp_path / "out", tmp_path / "cache")
+    _, errors = done.communicate(timeout=240)
+    assert done.returncode == 1
+    assert "the build stopped: " in errors
+    assert "check the path" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_lock_that_was_given_back_is_free(tmp_path: Path) -> None:

@@ -156,6 +156,20 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
     assert (data["data"]["passed"], data["data"]["gpu_not_run"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("", ".lock", ".environment", ".relock", ".docs", ".lint", ".summary", ".compat", ".reproduce", ".workflows"),
+        *(".emulation", ".containers.gpu", ".containers.image", ".containers.base", ".containers.pins"),
+    ],
+)
+def test_every_program_tells_its_usage(module: str) -> None:
+    command = [sys.executable, "-m", f"flashmoe_build{module}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
+
+
 def test_a_long_test_is_named_while_it_runs(tmp_path: Path) -> None:
     body = "import time\ndef test_long(): time.sleep(1.5)\ndef test_short(): pass\n"
     done = run_pytest(tmp_path, body, FLASHMOE_TEST_HEARTBEAT_S="0.4")
