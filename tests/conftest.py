@@ -49,7 +49,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._out = os.dup(sys.stderr.fileno())  # while nothing is captured; a test's own output is
-        self._running = ("", 0.0)
+        self._running = ("the collection of the tests", time.monotonic())
         self._end = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -59,6 +59,9 @@ class Heartbeat:
             if name and time.monotonic() - spoke >= HEARTBEAT_S:
                 os.write(self._out, f"\n... {name} is still running\n".encode())
                 self._running = (name, time.monotonic())
+
+    def pytest_collection_finish(self) -> None:
+        self._running = ("", 0.0)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

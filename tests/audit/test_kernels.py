@@ -20,6 +20,7 @@ from audit_builders import (
     row_of,
 )
 
+from flashmoe.audit.resources import MAX_PARAM_BYTES, check_launches
 from flashmoe.report import Verdict
 from flashmoe.tables import Tables, Unit
 
@@ -141,6 +142,37 @@ def test_relinked_library(workshop: Workshop, rows: tuple[Row, ...], tables: Tab
     assert "not the one that was built" in only_failure(audit(library, tables=tables), "provenance").why
 
 
+def test_a_kernel_that_the_provenance_promises_is_gone(
+    workshop: Workshop, rows: tuple[Row, ...], tables: Tables
+) -> None:
+    gone = rows[-1]
+    report = audit(workshop.library(rows[:-1], stated=rows), tables=tables)
+    assert named(report, f"provenance: {gone.name}.{gone.target}").found == "not embedded"
+
+
+def test_a_kernel_that_the_provenance_does_not_know(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
+    added = rows[-1]
+    every = list(dict.fromkeys(row.target for row in rows))
+    report = audit(workshop.library(rows, stated=rows[:-1], targets=every), tables=tables)
+    assert only_failure(report, f"provenance: {added.name}.{added.target}").found == "embedded"
+
+
+def test_an_index_that_names_another_entry(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
+    row = replace(rows[0], entries=(*rows[0].entries[:-1], "flashmoe_something_else"))
+    report = audit(workshop.library([row, *rows[1:]]), tables=tables)
+    assert "flashmoe_something_else" in named(report, f"index entries: {row.name}.{row.target}").found
+
+
+def test_a_binary_for_a_target_that_no_table_has(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
+    report = audit(workshop.library([*rows, replace(rows[0], target="sm_99")]), tables=tables)
+    assert named(report, "targets: sm_99").why.startswith("No GPU is known to load it")
+
+
+def test_nothing_that_could_be_launched_is_no_pass() -> None:
+    (check,) = check_launches(())
+    assert (check.verdict, check.why) == (Verdict.FAIL, "Nothing was proved.")
+
+
 def test_no_provenance(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     library = workshop.library(rows)
     (library.parent / "provenance.json").unlink()
@@ -191,6 +223,14 @@ def test_parameters_of_another_layout(workshop: Workshop, rows: tuple[Row, ...],
     )
     assert "12 bytes in" in check.found
     assert "stale cache" in check.why
+
+
+def test_parameters_over_the_limit(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
+    unit = unit_of(tables, "f16", "sm_90a")
+    many = ", ".join(f"double4 d{index}" for index in range(MAX_PARAM_BYTES // 32 + 1))
+    row = row_of(unit, parameters=f"float* out, int n, {many}")
+    report = audit(workshop.library(swapped(rows, unit.name, "sm_90a", row)), tables=tables)
+    assert any(check.expected == f"at most {MAX_PARAM_BYTES}" for check in failures(report)), failures(report)
 
 
 def test_binary_that_is_no_cubin(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:

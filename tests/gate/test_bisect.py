@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.__main__ import main
-from flashmoe.errors import ExtensionError
+from flashmoe.errors import ExitCode, ExtensionError
 from flashmoe.gate.step import speed_word
 from flashmoe.report import read_report
 from tests.bench.synthetic import synthetic_report
@@ -154,7 +154,7 @@ def test_ends_that_are_not_as_named_are_refused(
     repository: Repository, bisect: Callable[..., Done], good: int, bad: int, words: str
 ) -> None:
     done = bisect(repository.commits[good], repository.commits[bad])
-    assert done.code == 1
+    assert done.code == ExitCode.USAGE
     assert words in done.err
     assert repository.git("worktree", "list").count("\n") == 0
 
