@@ -172,13 +172,34 @@ def tiles(row: KernelRow) -> Iterator[KernelRow]:
     """
     if row.family == "sm90":
         rows_of_q = [WARPGROUP_ROWS * (row.warps // 4 - 1)] if row.warps >= 8 else []
-        step = MMA_ROWS
     else:
         rows_of_q = [MMA_ROWS * row.warps * factor for factor in (1, 2, 3, 4)]
-        step = max(MMA_ROWS, 4 * row.warps)
+    step = key_step(row)
     for block_m in rows_of_q:
         for block_n in range(step, MAX_BLOCK_N + 1, step):
             yield replace(row, block_m=block_m, block_n=block_n)
+
+
+def key_step(row: KernelRow) -> int:
+    """What the rows of K and V of a tile are a multiple of."""
+    return MMA_ROWS if row.family == "sm90" else max(MMA_ROWS, 4 * row.warps)
+
+
+def tile_problem(row: KernelRow) -> str:
+    """Why no kernel of the family can have this tile, whatever fits; empty when one can."""
+    if row.family == "sm90":
+        if row.warps < 8 or row.warps % 4:
+            return f"sm90 has whole warpgroups of 4 warps, one that loads and one or more that compute: not {row.warps} warps"
+        whole = WARPGROUP_ROWS * (row.warps // 4 - 1)
+        if row.block_m != whole:
+            return f"with {row.warps} warps a tile of sm90 has {whole} rows of Q, not {row.block_m}"
+    elif row.block_m % (MMA_ROWS * row.warps):
+        return f"{row.warps} warps of {row.family} share {MMA_ROWS * row.warps} rows of Q, or a multiple; not {row.block_m}"
+    if row.block_n % key_step(row):
+        return (
+            f"rows of K come in multiples of {key_step(row)} with {row.warps} warps of {row.family}; not {row.block_n}"
+        )
+    return ""
 
 
 def largest_tile(gpu: Gpu, row: KernelRow, dtype: str) -> Layout | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode, TableError
-from flashmoe.occupancy import FAMILIES, Layout, base_rows, check_dtype, largest_tile, layout, pick_family
+from flashmoe.occupancy import FAMILIES, Layout, base_rows, check_dtype, largest_tile, layout, pick_family, tile_problem
 from flashmoe.tables import Gpu, KernelRow, Tables, load_tables
 
 MAX_HEAD_DIM = 256
@@ -164,6 +164,9 @@ def itemised(item: Layout, head_dim: int) -> str:
         lines.append(f"  DOES NOT FIT: {-item.left:,} bytes too many")
     else:
         lines.append(f"  DOES NOT FIT: {item.row.threads} threads, a block has at most 1024")
+    problem = tile_problem(item.row)
+    if problem:
+        lines.append(f"  no kernel has this tile: {problem}")
     lines.append(f"  {largest_text(item)}")
     return "\n".join(lines)
 
@@ -216,6 +219,7 @@ def to_json(item: Layout) -> dict[str, Any]:
         "limit": item.limit,
         "left": item.left,
         "fits": item.fits,
+        "problem": tile_problem(item.row),
         "registers": item.registers,
         "blocks_per_sm": item.blocks_per_sm,
         "limits": {limit.resource: limit.blocks for limit in item.limits},

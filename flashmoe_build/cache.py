@@ -84,6 +84,10 @@ class Cache:
     def _write(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        Path(temporary).replace(path)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+            Path(temporary).replace(path)
+        except BaseException:  # a full disk, Ctrl-C: half a file would stay, and nobody would ever read it
+            Path(temporary).unlink(missing_ok=True)
+            raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,14 @@ def test_damaged_facts_are_not_used(tmp_path: Path) -> None:
     cache.store("ab12", ".cubin", b"binary", {})
     cache.path("ab12", ".json").write_text("{")
     assert cache.load("ab12", ".cubin") is None
+
+
+def test_a_full_disk_leaves_no_half_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            Cache(tmp_path).store("ab12", ".cubin", b"binary", {})
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -13,7 +13,17 @@ import pytest
 from flashmoe import smem
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode
-from flashmoe.occupancy import FAMILIES, Layout, check_dtype, largest_tile, layout, pick_family, rows_on, tiles
+from flashmoe.occupancy import (
+    FAMILIES,
+    Layout,
+    check_dtype,
+    largest_tile,
+    layout,
+    pick_family,
+    rows_on,
+    tile_problem,
+    tiles,
+)
 from flashmoe.tables import KernelRow, load_tables
 
 TABLES = load_tables()
@@ -175,6 +185,31 @@ def test_the_program_itemises(capsys: pytest.CaptureFixture[str]) -> None:
         "largest tile that fits",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--arch", "sm89", "--tile", "17x64"], "4 warps of sm80 share 64 rows of Q, or a multiple; not 17"),
+        (["--arch", "sm89", "--tile", "64x63"], "rows of K come in multiples of 16 with 4 warps of sm80; not 63"),
+        (["--arch", "sm89", "--tile", "128x16", "--warps", "8"], "multiples of 32 with 8 warps of sm80; not 16"),
+        (["--arch", "sm90", "--tile", "128x64", "--warps", "16"], "with 16 warps a tile of sm90 has 192 rows of Q, not 128"),
+        (["--arch", "sm90", "--tile", "128x64", "--warps", "4"], "one that loads and one or more that compute: not 4 warps"),
+    ],
+)  # fmt: skip
+def test_a_tile_that_no_kernel_has_is_said_to_be_one(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["smem", "--head-dim", "64", "--stages", "1", *arguments])
+    text = capsys.readouterr().out
+    assert "no kernel has this tile: " in text
+    assert says in text
+
+
+def test_every_tile_of_the_table_and_every_largest_one_can_be_had() -> None:
+    for row in (row for row in TABLES.kernels if row.family in FAMILIES and row.operation == "attention_forward"):
+        assert tile_problem(row) == ""
+        assert all(tile_problem(tile) == "" for tile in tiles(row))
 
 
 def test_a_tile_that_does_not_fit_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
