@@ -13,6 +13,8 @@ _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _USED = re.compile(r"Used (\d+) registers")
 _STATIC = re.compile(r"(\d+) bytes smem")
 _WGMMA = re.compile(r"C75\d\d|wgmma.*serializ", re.IGNORECASE)
+# What -warn-lmem-usage and -warn-spills say once more, in words: of the same kind, so that one allowance covers both.
+_SAME_IN_WORDS = {"local_memory": "Local memory used for function", "spill": "Registers are spilled to local memory"}
 _HARMLESS = re.compile(
     r"^\s*$|ptxas info|bytes stack frame|Used \d+ registers|Compile time|Function properties|bytes gmem"
 )
@@ -67,7 +69,8 @@ def _warnings(log: str) -> Sequence[Finding]:
         if _WGMMA.search(line):
             result.append(Finding("wgmma_serialised", line.strip()))
         elif "warning" in line.lower() and not _HARMLESS.search(line):
-            result.append(Finding("warning", line.strip()))
+            kind = next((kind for kind, words in _SAME_IN_WORDS.items() if words in line), "warning")
+            result.append(Finding(kind, line.strip()))
     return result
 
 

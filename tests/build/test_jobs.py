@@ -34,6 +34,7 @@ def test_results_are_in_order_and_a_failure_stops_what_has_not_begun() -> None:
         begun.append(item)
         if item == 3:
             raise BuildError("three")
+        time.sleep(0.01)  # what has begun may end
         return -item
 
     assert run_all([1, 2], work, 2) == [-1, -2]
