@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -174,9 +175,31 @@ def explain_failure(stderr: str, lock: str) -> str:
     return f"installing {lock} failed:\n{tail}\nIf that names the network, check the package index that pip and uv are set up for."
 
 
+def uv_environment(environ: Mapping[str, str], fallback: Path = ROOT / ".nox" / "uv-cache") -> dict[str, str]:
+    """The caller's variables for uv, with a cache in the checkout where the home folder can hold none.
+
+    As in a container that runs under a user without a home.
+    """
+    kept = {key: value for key, value in environ.items() if key not in WITHHELD}
+    if kept.get("UV_CACHE_DIR") or kept.get("UV_NO_CACHE"):
+        return kept
+    folder = Path(kept.get("XDG_CACHE_HOME") or Path(kept.get("HOME") or _home_of_this_user()) / ".cache")
+    there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        kept["UV_CACHE_DIR"] = str(fallback)
+    return kept
+
+
+def _home_of_this_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a number without a name
+        return "/nonexistent"
+
+
 def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int, str]:
     """Run ``command`` under a progress line; returns its exit status and its stderr. 124 when it ran out of time."""
-    environ = {key: value for key, value in os.environ.items() if key not in WITHHELD}
+    environ = uv_environment(os.environ)
     lines: list[str] = []
     with (
         Progress(what) as progress,

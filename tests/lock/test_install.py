@@ -171,6 +171,21 @@ def test_other_failures_of_uv_are_explained(stderr: str, says: str) -> None:
     assert says in explain_failure(stderr, "x.txt")
 
 
+def test_a_user_without_a_home_gets_a_cache_in_the_checkout(tmp_path: Path) -> None:
+    """As root every folder can be written to; a file in the home's place serves nobody."""
+    (tmp_path / "a file").touch()
+    own = tmp_path / "own"
+
+    def cache(**environ: str) -> str | None:
+        return environment.uv_environment(environ, own).get("UV_CACHE_DIR")
+
+    assert cache(HOME=str(tmp_path / "a file")) == str(own)
+    assert cache(HOME=str(tmp_path)) is None
+    assert cache(HOME=str(tmp_path / "a file"), XDG_CACHE_HOME=str(tmp_path / "new" / "folder")) is None
+    assert cache(HOME=str(tmp_path / "a file"), UV_CACHE_DIR="/given") == "/given"
+    assert cache(HOME=str(tmp_path / "a file"), UV_NO_CACHE="1") is None
+
+
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf"])
 def test_a_limit_that_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(LockError, match=f"FLASHMOE_INSTALL_TIMEOUT_S='{text}' is no time"):
