@@ -20,8 +20,9 @@ from flashmoe_build.device import DeviceCode, compile_units
 from flashmoe_build.exclusive import hold_until_exit
 from flashmoe_build.host import build_library
 from flashmoe_build.jobs import MEMORY_PER_JOB, job_count
+from flashmoe_build.lock import verify_environment
 from flashmoe_build.provenance import provenance
-from flashmoe_build.toolchain import Toolchain, find_toolchain
+from flashmoe_build.toolchain import PINNED_DISTRIBUTIONS, Toolchain, find_toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +48,8 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
             msg = f"kernels.toml has no kernel for {target.name}; add a row, or drop the target from FLASHMOE_ARCHS"
             raise BuildError(msg)
     jobs = job_count(os.environ)
+    # Sessions compare the whole environment; `pip wheel .` and a plain call run in one that somebody else made.
+    verify_environment(root / "lockfiles" / "build.txt", names=PINNED_DISTRIBUTIONS)
     toolchain = find_toolchain()
     _announce(targets, len(units), jobs, toolchain)
     out = out.resolve()

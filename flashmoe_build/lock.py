@@ -277,7 +277,7 @@ def verify_environment(
         listed = "\n".join(f"  - {item}" for item in drift)
         msg = (
             f"this environment is not the one that {lock.name} describes:\n{listed}\n"
-            "Delete the environment and run the same session again: it is made anew from the lock."
+            "Delete the environment and run the same session again: it is made anew from the lock (`./nox -s build`)."
         )
         raise LockError(msg)
     return pins

@@ -17,6 +17,7 @@ from flashmoe.errors import BuildError
 NVRTC_DISTRIBUTION = "nvidia-cuda-nvrtc-cu12"
 PTXAS_DISTRIBUTION = "nvidia-cuda-nvcc-cu12"
 HEADERS_DISTRIBUTION = "nvidia-cuda-runtime-cu12"
+PINNED_DISTRIBUTIONS = (NVRTC_DISTRIBUTION, PTXAS_DISTRIBUTION, HEADERS_DISTRIBUTION, "torch", "numpy")
 MINIMUM_GXX = 11
 
 
@@ -81,7 +82,7 @@ def _file(distribution: str, ending: str) -> Path:
 
 
 def _host_compiler() -> tuple[str, str]:
-    wanted = os.environ.get("CXX", "g++")
+    wanted = os.environ.get("CXX") or "g++"
     found = shutil.which(wanted)
     if found is None:
         msg = (

@@ -108,6 +108,23 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
     assert sha256(built) == sha256(wheel)
 
 
+@pytest.mark.parametrize("package", ["torch-2.9.1", "numpy-2.1.0", "nvidia_cuda_nvcc_cu12-12.9.41"])
+def test_tools_that_are_not_the_locked_ones_stop_a_plain_build(clone: Path, tmp_path: Path, package: str) -> None:
+    """F12, F13: `python -m flashmoe_build` and `pip wheel --no-build-isolation` run in any environment."""
+    name, _, version = package.partition("-")
+    info = tmp_path / f"{package}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    command = [sys.executable, "-m", "flashmoe_build", "--library-only", "--out", str(tmp_path / "out")]
+    environment = {**os.environ, **CPU_ONLY, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "not the one that build.txt describes" in done.stderr
+    assert version in done.stderr
+    assert "./nox -s build" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def isolation() -> list[str]:
     """A command prefix that runs its arguments in an empty network namespace; empty where the kernel refuses one."""
     for prefix in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
