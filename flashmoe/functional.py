@@ -151,14 +151,16 @@ def scaled_dot_product_attention(
     scale not finite, or a tensor                                     torch
     bfloat16 on a GPU below compute capability 8.0                    torch
     forward-mode differentiation                                      torch
-    arguments that torch refuses                                      torch, which raises its own error
+    key and value of different lengths                                nothing: ShapeError
+    other arguments that torch refuses                                torch, which raises its own error
     ================================================================  ==========================================
 
     ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
     is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch. ``sdpa_kernel`` chooses among torch's
     own backends and says nothing about flashmoe.
 
-    Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does.
+    Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does; and ShapeError where key and value
+    differ in length, for which torch's fused CPU kernel has no check: it reads past the end of the shorter.
     """
     if attn_mask is None and dropout_p == 0.0 and not torch.compiler.is_compiling():
         out = _plain_call(query, key, value, is_causal, scale, enable_gqa)
@@ -170,9 +172,10 @@ def scaled_dot_product_attention(
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             traced: Tensor = handle_torch_function(scaled_dot_product_attention, (query, key, value), *arguments)
             return traced
+        routing.refuse_unequal_lengths(key, value)
         routing.note_fallback(obstacle)
         return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if query.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
         return _top_left(query, key, value, is_causal, scale)
     q, k, v, batch_shape = _as_four_dimensions(query, key, value, enable_gqa)
     return _top_left(q, k, v, is_causal, scale).reshape(*batch_shape, *query.shape[-2:])
@@ -188,7 +191,7 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
         k_batch, k_heads, keys, _ = k.shape
         if batch != k_batch or (heads != k_heads and not enable_gqa) or (causal and rows != keys):
             return None
-        if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):
+        if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
             return None
         factor = head_dim**-0.5 if scale is None else scale
         if _is_plain(q, k, v):

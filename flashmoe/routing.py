@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashmoe.checks import DTYPES, MAX_HEAD_DIM, is_finite_number
-from flashmoe.errors import ArgumentError
+from flashmoe.errors import ArgumentError, ShapeError
 from flashmoe.transforms import autocast_dtype, has_tangent
 
 FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
@@ -153,6 +153,16 @@ def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: boo
 
 def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
+
+
+def refuse_unequal_lengths(key: Any, value: Any) -> None:
+    """Raise ShapeError for what would make torch read outside of a tensor, or divide by zero (torch 2.10, CPU)."""
+    for tensor in (key, value):
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() < 2:
+            return
+    if key.shape[-2] != value.shape[-2]:
+        msg = f"key and value must have one length; found {key.shape[-2]} and {value.shape[-2]}; cut or pad one of them"
+        raise ShapeError(msg)
 
 
 def _at_trace_time(function: Callable[[str], None]) -> Callable[[str], None]:
