@@ -94,12 +94,21 @@ def _check_is_dense_tensor(name: str, tensor: Any) -> None:
             "pad or densify it, or use flashmoe.scaled_dot_product_attention, which hands it to torch"
         )
         raise ArgumentError(msg)
-    if tensor.has_names():
+    if has_names(tensor):
         msg = f"{name} has named dimensions {tensor.names}; no operator here knows names; drop them with .rename(None)"
         raise ArgumentError(msg)
     if tensor._is_zerotensor():
         msg = f"{name} is a zero tensor without memory, as forward-mode differentiation makes them; give it some with .clone()"
         raise ArgumentError(msg)
+
+
+def has_names(tensor: Tensor) -> bool:
+    """Whether dimensions have names; later versions of torch know no names at all."""
+    return bool(getattr(tensor, "has_names", _no)())
+
+
+def _no() -> bool:
+    return False
 
 
 def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.checks import DTYPES, MAX_HEAD_DIM, is_finite_number
+from flashmoe.checks import DTYPES, MAX_HEAD_DIM, has_names, is_finite_number
 from flashmoe.errors import ArgumentError, ShapeError
 from flashmoe.transforms import autocast_dtype, has_tangent
 
@@ -73,7 +73,7 @@ def find_obstacle(
             return f"an input is a {type(tensor).__name__}, not a tensor"
         if tensor.is_nested or tensor.layout is not torch.strided:
             return "an input is nested or sparse; flashmoe takes dense tensors"
-        if not torch.compiler.is_compiling() and (tensor.has_names() or tensor._is_zerotensor()):
+        if not torch.compiler.is_compiling() and (has_names(tensor) or tensor._is_zerotensor()):
             return "an input has named dimensions or is a zero tensor without memory"
     return (
         _scalar_obstacle(is_causal, scale, enable_gqa)

@@ -63,6 +63,8 @@ UNFIT: dict[str, tuple[Any, type[FlashmoeError], str]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", UNFIT)
 def test_tensors_that_do_not_fit(name: str) -> None:
+    if name == "named" and not hasattr(Tensor, "rename"):
+        pytest.skip("this torch knows no named dimensions")
     change, error, words = UNFIT[name]
     q, k, v = _inputs()
     with pytest.raises(error, match=words):
@@ -207,6 +209,7 @@ def test_gradcheck_in_float64_says_what_there_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # 1 / sqrt(head_dim) becomes a constant of the trace
 def test_torch_jit_traces() -> None:
     """With gradients, and traced without them and trained afterwards."""
@@ -383,7 +386,7 @@ def test_inference_tensors_are_those_of_torch() -> None:
         flashmoe.attention(q, leaf, v)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
 def test_forward_mode_on_the_operator_is_refused_and_not_dropped() -> None:
     q, k, v = _inputs()
     with torch.autograd.forward_ad.dual_level():

@@ -152,12 +152,13 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
 @pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")
 def test_tensors_of_torchs_own_kinds_are_torchs() -> None:
     q = torch.randn(2, 4, 33, 64)
-    named = q.rename("B", "H", "S", "D")
-    with pytest.raises(RuntimeError) as theirs:
-        torch_attention(named, q, q)
-    with pytest.raises(type(theirs.value)) as ours:
-        flashmoe.scaled_dot_product_attention(named, q, q)
-    assert str(ours.value) == str(theirs.value)
+    if hasattr(q, "rename"):  # later versions of torch know no names
+        named = q.rename("B", "H", "S", "D")
+        with pytest.raises(RuntimeError) as theirs:
+            torch_attention(named, q, q)
+        with pytest.raises(type(theirs.value)) as ours:
+            flashmoe.scaled_dot_product_attention(named, q, q)
+        assert str(ours.value) == str(theirs.value)
     zero = torch._efficientzerotensor(q.shape)
     assert "zero tensor" in flashmoe.explain(zero, q, q).reason
     assert flashmoe.scaled_dot_product_attention(zero, q, q).shape == q.shape

@@ -21,6 +21,9 @@ from flashmoe.routing import Path
 
 from .reference import CLOSE
 
+# torch 2.15 returns the query's own shape where there are no queries or no keys, whatever is broadcast.
+FORGETS_TO_BROADCAST = torch_attention(*(torch.empty(n, 0, 1) for n in (1, 2, 2))).shape[0] == 1
+
 
 @dataclass(frozen=True)
 class Call:
@@ -122,6 +125,8 @@ def _compare(call: Call, device: str) -> None:
         assert _words(ours) == _words(theirs)
         return
     assert isinstance(ours, Tensor), f"we raise {ours!r}, torch returns a result"
+    if FORGETS_TO_BROADCAST and 0 in (tensors[0].shape[-2], tensors[1].shape[-2]):
+        return
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
     assert ours.device == theirs.device

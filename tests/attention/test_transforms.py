@@ -15,7 +15,7 @@ from flashmoe.errors import DifferentiationError, ShapeError
 
 from .reference import Problem, make_inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
