@@ -133,6 +133,11 @@ def _compare(call: Call, device: str) -> None:
     if flashmoe.explain(*tensors, **keywords).path is Path.TORCH:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
         return
+    _assert_near(ours, tensors, keywords)
+
+
+def _assert_near(ours: Tensor, tensors: list[Tensor], keywords: dict[str, Any]) -> None:
+    """The shape and, within rounding, the values of torch's formula in double precision."""
     expected = _exact(tensors, keywords)
     close = CLOSE[tensors[0].dtype] * max(1.0, expected.abs().max().item() if expected.numel() else 1.0)
     torch.testing.assert_close(ours.double(), expected, rtol=close, atol=close)
@@ -153,10 +158,19 @@ def test_every_call_is_as_torchs_on_the_cpu(call: Call) -> None:
 
 
 @pytest.mark.gpu
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
-def test_every_call_is_as_torchs_on_a_gpu(call: Call) -> None:
-    _compare(call, "cuda")
+def test_every_call_that_runs_here_is_as_torchs_on_a_gpu(call: Call) -> None:
+    """Against torch's formula. What goes to torch is compared on the CPU: twice the same fused kernel would prove nothing here,
+    and one such comparison of four ended in a crash inside torch's function (2.11, H200)."""
+    tensors = call.tensors("cuda")
+    keywords = call.keywords(*tensors[:2])
+    if flashmoe.explain(*tensors, **keywords).path is Path.TORCH:
+        return
+    ours = flashmoe.scaled_dot_product_attention(*tensors, **keywords)
+    assert ours.dtype == tensors[0].dtype
+    assert ours.device == tensors[0].device
+    _assert_near(ours, tensors, keywords)
 
 
 def test_the_calls_that_are_compared_take_both_paths() -> None:
