@@ -21,6 +21,7 @@ from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
 
 LIBRARY_NAME = "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
+CPU_ISA_VARIABLE = "FLASHMOE_CPU_ISA"
 MINIMUM_TORCH = (2, 10)
 OPERATOR = "flash_attention_forward"
 
@@ -86,7 +87,7 @@ def require_torch() -> None:
 
 
 def load() -> Path:
-    """Load the extension and register its fake, autograd, autocast and vmap rules. Idempotent and thread-safe.
+    """Load the extension and register its fake, autograd, autocast, vmap and flop-count rules. Idempotent and thread-safe.
 
     Returns the path that was loaded. Raises TorchVersionError (torch too old, decided before anything is loaded) or
     ExtensionError (file missing, unreadable, built against something else, or not this extension).
@@ -99,11 +100,12 @@ def load() -> Path:
             path = library_path()
             require_torch()
             _load_library(path)
-            from flashmoe import autograd, fake, transforms  # they import torch
+            from flashmoe import autograd, fake, flops, transforms  # they import torch
 
             fake.register()
             autograd.register()
             transforms.register()
+            flops.register()
             _loaded = path
     return _loaded
 
@@ -205,8 +207,18 @@ def index() -> dict[str, Any]:
 
 
 def cpu_isa() -> str:
-    """The instruction set that the CPU backend uses now."""
-    return _text(_c_interface().flashmoe_cpu_isa())
+    """The instruction set that the CPU backend uses now.
+
+    Raises ArgumentError when $FLASHMOE_CPU_ISA names one that this machine or this build lacks.
+    """
+    name = _text(_c_interface().flashmoe_cpu_isa())
+    if not name:
+        msg = (
+            f"{CPU_ISA_VARIABLE} is {os.environ.get(CPU_ISA_VARIABLE)!r}: unknown to this build, or not supported by this CPU; "
+            "unset it to let flashmoe choose"
+        )
+        raise ArgumentError(msg)
+    return name
 
 
 def set_cpu_isa(name: str) -> None:

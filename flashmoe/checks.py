@@ -6,7 +6,7 @@ reason only after a call has failed. Fake tensors have no C++ behind them, so th
 
 from __future__ import annotations
 
-import math
+import numbers
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from flashmoe.errors import (
 
 MAX_HEAD_DIM = 256
 MAX_SIZE = 2**31 - 1  # the kernels hold sizes in 32 bits and strides in 64
+MAX_SCALE = 3.4028234663852886e38 / 1.4426950408889634  # the kernels hold scale * log2(e) in float32
 LAYOUT = "[batch, heads, length, head_dim]"
 DTYPES: Mapping[str, tuple[torch.dtype, ...]] = MappingProxyType(
     {
@@ -62,7 +63,7 @@ def validate(q: Any, k: Any, v: Any, scale: Any, causal: Any = False) -> None:
     """Raise the typed error that says what is wrong with these arguments, or return when the operator takes them.
 
     q is [B, Hq, Sq, D], k and v are [B, Hkv, Sk, D], Hkv divides Hq, 1 <= D <= 256, the last dimension is contiguous,
-    scale is a finite number. Sizes may be symbolic.
+    scale is a number, finite in float32. Sizes may be symbolic.
     """
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
@@ -79,7 +80,7 @@ def validate(q: Any, k: Any, v: Any, scale: Any, causal: Any = False) -> None:
     _check_sizes(q, k, v)
     for name, tensor in tensors.items():
         _check_last_stride(name, tensor)
-    _check_scalars(scale, causal)
+    check_scalars(scale, causal)
 
 
 def _check_is_dense_tensor(name: str, tensor: Any) -> None:
@@ -93,6 +94,21 @@ def _check_is_dense_tensor(name: str, tensor: Any) -> None:
             "pad or densify it, or use flashmoe.scaled_dot_product_attention, which hands it to torch"
         )
         raise ArgumentError(msg)
+    if has_names(tensor):
+        msg = f"{name} has named dimensions {tensor.names}; no operator here knows names; drop them with .rename(None)"
+        raise ArgumentError(msg)
+    if tensor._is_zerotensor():
+        msg = f"{name} is a zero tensor without memory, as forward-mode differentiation makes them; give it some with .clone()"
+        raise ArgumentError(msg)
+
+
+def has_names(tensor: Tensor) -> bool:
+    """Whether dimensions have names; later versions of torch know no names at all."""
+    return bool(getattr(tensor, "has_names", _no)())
+
+
+def _no() -> bool:
+    return False
 
 
 def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -155,16 +171,46 @@ def _check_last_stride(name: str, tensor: Tensor) -> None:
         raise ShapeError(msg)
 
 
-def _check_scalars(scale: Any, causal: Any) -> None:
-    if isinstance(scale, Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+def check_scalars(scale: Any, causal: Any) -> None:
+    """The rules for ``scale`` (None stands for the default) and ``causal``."""
+    if isinstance(scale, Tensor):
+        msg = (
+            f"scale must be a number or None; found a {type(scale).__name__}; use float(scale), or multiply q by it where its "
+            "gradient is wanted"
+        )
+        raise ArgumentTypeError(msg)
+    if not (scale is None or _is_number(scale)):
         msg = f"scale must be a number or None; found {type(scale).__name__}; use float(scale)"
         raise ArgumentTypeError(msg)
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
-        msg = f"scale must be finite; found {scale}; the default is 1 / sqrt(head_dim)"
+    if not (scale is None or is_finite_number(scale)):
+        found = str(scale) if len(str(scale)) < 40 else f"{str(scale)[:20]}... ({len(str(scale))} characters)"
+        msg = f"scale must be finite in float32; found {found}; the default is 1 / sqrt(head_dim)"
         raise ArgumentError(msg)
+    if isinstance(causal, Tensor):
+        msg = (
+            f"causal must be True or False; found a {type(causal).__name__} of shape {_shape(causal)}; use bool(causal); "
+            "flashmoe.scaled_dot_product_attention takes a mask, as attn_mask, and hands it to torch"
+        )
+        raise ArgumentTypeError(msg)
     if not hasattr(type(causal), "__bool__"):  # torch takes numbers and None by their truth value, but no text
         msg = f"causal must be True or False; found {causal!r} ({type(causal).__name__}); use bool(causal)"
         raise ArgumentTypeError(msg)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether ``value`` is a number (no tensor) that the kernels can hold; a symbolic one is taken to be."""
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return True
+    return _is_number(value) and -MAX_SCALE <= value <= MAX_SCALE  # false for NaN; right for integers of any size
+
+
+def are_stand_ins(*inputs: Any) -> bool:
+    """Whether a tracer's stand-ins (torch.fx proxies) are among the inputs: no tensors, but torch functions take them."""
+    return any(not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__") for x in inputs)
 
 
 def translate(error: BaseException) -> FlashmoeError | None:
@@ -183,9 +229,9 @@ def explain(error: BaseException, q: Any, k: Any, v: Any, scale: Any, causal: An
 
     ``scale`` None stands for the default. Out of memory and other errors of torch come back unchanged.
     """
-    if isinstance(error, (FlashmoeError, torch.OutOfMemoryError)):
+    if isinstance(error, torch.OutOfMemoryError):
         return error
-    coded = translate(error)
+    coded = error if isinstance(error, FlashmoeError) else translate(error)
     try:
         validate(q, k, v, 1.0 if scale is None else scale, causal)
     except FlashmoeError as broken_rule:

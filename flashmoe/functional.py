@@ -8,16 +8,22 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch._C import _get_tracing_state as tracing_state
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
+from torch.overrides import handle_torch_function
 
-from flashmoe import _extension, autograd, checks, routing
+from flashmoe import _extension, autograd, checks, routing, transforms
 from flashmoe.errors import DifferentiationError
 
 _extension.load()
 _operator = torch.ops.flashmoe.flash_attention_forward.default
-_inference_operator = torch.ops.flashmoe._flash_attention_inference.default
+# An OpOverload's __call__ only hands its arguments on to ``_op``, at a cost of 0.24 us; the compiler never sees this operator.
+_inference_operator = torch.ops.flashmoe._flash_attention_inference.default._op
 
 
 @overload
@@ -46,7 +52,7 @@ def attention(
         k, v: [B, Hkv, Sk, D] of the same dtype and device. Hkv divides Hq: query head h reads key head h // (Hq // Hkv).
         causal: hide keys j > i + (Sk - Sq) from query i: the mask ends in the bottom-right corner, so that the last query
             sees every key. Where Sq > Sk the first Sq - Sk queries see none.
-        scale: multiplies q k^T; 1 / sqrt(D) by default.
+        scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
@@ -59,7 +65,9 @@ def attention(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
-    if torch.compiler.is_compiling():
+    if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
+        checks.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
+    if is_compiling():
         out, lse = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
     else:
         try:
@@ -68,6 +76,11 @@ def attention(
                 return only
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
+            if checks.are_stand_ins(q, k, v):
+                traced: Tensor = handle_torch_function(
+                    attention, (q, k, v), q, k, v, causal=causal, scale=scale, return_lse=return_lse
+                )
+                return traced
             cause = checks.explain(error, q, k, v, scale, causal)
             if cause is error:
                 raise
@@ -76,12 +89,13 @@ def attention(
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing but the output is wanted: no gradient, no torch.func transform, no mode that looks at operators."""
+    """Whether nothing but the output is wanted: no gradient, no transform, no mode or tracer that looks at operators."""
     return not (
-        (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        or torch._C._are_functorch_transforms_active()
+        (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or transforms_are_active()
         or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
+        or num_dispatch_modes() > 0
+        or tracing_state() is not None  # a graph with the inference operator would train nothing
     )
 
 
@@ -91,14 +105,14 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
     The autograd rule is Python, called by the dispatcher on every call at a cost of several us; where no gradient can be
     asked for it is skipped. Under torch.func a tensor's outer levels cannot be seen from here, so nothing is skipped.
     """
-    if torch._C._are_functorch_transforms_active():
-        result: tuple[Tensor, Tensor] = autograd.TransformedForward.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]
-        return result
-    if forward_ad._current_level >= 0 and routing.has_tangent(q, k, v):
+    if transforms_are_active():
+        return autograd.under_transforms(q, k, v, scale, causal)
+    if forward_ad._current_level >= 0 and transforms.has_tangent(q, k, v):
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if torch._C._len_torch_dispatch_stack() > 0:  # a mode must see the operator, not what is in the rule
-            result = _operator(q, k, v, scale, causal)
+    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        # A mode or torch.jit.trace must see the operator, not what is in the rule.
+        if num_dispatch_modes() > 0 or tracing_state() is not None:
+            result: tuple[Tensor, Tensor] = _operator(q, k, v, scale, causal)
         else:
             result = autograd.EagerForward.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]
         return result
@@ -134,28 +148,36 @@ def scaled_dot_product_attention(
     last dimension not contiguous                                     flashmoe, after a copy
     attn_mask; dropout_p > 0                                          torch
     float32 on CUDA; float64 and every other dtype                    torch
-    D > 256; head dim of value other than that of query               torch
-    nested or sparse tensors; devices other than CPU and CUDA         torch
+    D = 0, D > 256; head dim of value other than that of query        torch
+    nested, sparse, named, zero tensors; devices but CPU and CUDA     torch
+    scale not finite, or a tensor                                     torch
     bfloat16 on a GPU below compute capability 8.0                    torch
     forward-mode differentiation                                      torch
-    arguments that torch refuses                                      torch, which raises its own error
+    key and value of different lengths                                nothing: ShapeError
+    other arguments that torch refuses                                torch, which raises its own error
     ================================================================  ==========================================
 
     ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
-    is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch.
+    is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch. ``sdpa_kernel`` chooses among torch's
+    own backends and says nothing about flashmoe.
 
-    Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does.
+    Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does; and ShapeError where key and value
+    differ in length, for which torch's fused CPU kernel has no check: it reads past the end of the shorter.
     """
-    if attn_mask is None and dropout_p == 0.0 and not torch.compiler.is_compiling():
+    if attn_mask is None and dropout_p == 0.0 and not is_compiling():
         out = _plain_call(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    obstacle = routing.find_obstacle(query, key, value, attn_mask, dropout_p, enable_gqa)
+    obstacle = routing.find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if obstacle is not None:
-        if not torch.compiler.is_compiling():
-            routing.note_fallback(obstacle)
+        if checks.are_stand_ins(query, key, value):
+            arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            traced: Tensor = handle_torch_function(scaled_dot_product_attention, (query, key, value), *arguments)
+            return traced
+        routing.refuse_unequal_lengths(key, value)
+        routing.note_fallback(obstacle)
         return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if query.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
         return _top_left(query, key, value, is_causal, scale)
     q, k, v, batch_shape = _as_four_dimensions(query, key, value, enable_gqa)
     return _top_left(q, k, v, is_causal, scale).reshape(*batch_shape, *query.shape[-2:])
@@ -170,6 +192,8 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
         batch, heads, rows, head_dim = q.shape
         k_batch, k_heads, keys, _ = k.shape
         if batch != k_batch or (heads != k_heads and not enable_gqa) or (causal and rows != keys):
+            return None
+        if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
             return None
         factor = head_dim**-0.5 if scale is None else scale
         if _is_plain(q, k, v):

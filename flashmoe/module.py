@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor, nn
+from torch._C import _get_tracing_state
 
-from flashmoe.checks import MAX_HEAD_DIM
-from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
+from flashmoe.checks import DTYPES, MAX_HEAD_DIM, are_stand_ins
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from flashmoe.functional import attention
 
 
@@ -25,7 +28,8 @@ class Attention(nn.Module):
     Parameters (names are stable): q_proj [heads * head_dim, dim], k_proj and v_proj [kv_heads * head_dim, dim],
     out_proj [dim, heads * head_dim], each ``.weight`` and, with ``bias``, ``.bias``.
 
-    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for one that is no integer.
+    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for one that is no integer and for flags that
+    are no bool, DtypeError for a dtype that no kernel takes.
     """
 
     def __init__(
@@ -42,8 +46,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.kv_heads, self.head_dim = _sizes(dim, heads, kv_heads, head_dim)
+        _check_options(causal, bias, dtype)
         self.causal = causal
         inner, inner_kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        dim = self.dim
         self.q_proj = nn.Linear(dim, inner, bias=bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(dim, inner_kv, bias=bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(dim, inner_kv, bias=bias, device=device, dtype=dtype)
@@ -56,10 +62,11 @@ class Attention(nn.Module):
         keeps their order of strides, so no tensor is transposed in memory. Raises ShapeError, and what attention raises.
         """
         source = x if context is None else context
-        for name, tensor in (("x", x), ("context", source)):
-            if tensor.dim() != 3 or tensor.shape[2] != self.dim:
-                msg = f"{name} must be [batch, length, {self.dim}]; found {list(tensor.shape)}; reshape it, or build with its dim"
-                raise ShapeError(msg)
+        if not (
+            are_stand_ins(x, source) or _get_tracing_state() is not None
+        ):  # a tracer takes every check of a size for a choice
+            self._check_input("x", x)
+            self._check_input("context", source)
         q = self.q_proj(x).unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
         k = self.k_proj(source).unflatten(2, (self.kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(source).unflatten(2, (self.kv_heads, self.head_dim)).transpose(1, 2)
@@ -67,31 +74,55 @@ class Attention(nn.Module):
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 
+    def _check_input(self, name: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            msg = f"{name} must be a torch.Tensor [batch, length, {self.dim}]; found {type(tensor).__name__}"
+            raise ArgumentTypeError(msg)
+        if tensor.dim() != 3 or tensor.shape[2] != self.dim:
+            msg = f"{name} must be [batch, length, {self.dim}]; found {list(tensor.shape)}; reshape it, or build with its dim"
+            raise ShapeError(msg)
+
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, causal={self.causal}"
 
 
+def _check_options(causal: bool, bias: bool, dtype: torch.dtype | None) -> None:
+    for name, flag in (("causal", causal), ("bias", bias)):
+        if not isinstance(flag, bool):
+            msg = f"{name} must be True or False; found {flag!r} ({type(flag).__name__})"
+            raise ArgumentTypeError(msg)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        msg = f"dtype must be a torch.dtype or None; found {dtype!r}; write torch.float16 or another"
+        raise ArgumentTypeError(msg)
+    if dtype is not None and dtype not in DTYPES["cpu"]:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES["cpu"])
+        msg = f"no kernel for {dtype}; supported: {names}"
+        raise DtypeError(msg)
+
+
 def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int, int]:
     """(dim, heads, kv_heads, head_dim), checked and completed."""
-    given = {"dim": dim, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    for name, value in given.items():
-        if value is None and name in ("kv_heads", "head_dim"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
-            raise ArgumentTypeError(msg)
-        if value < 1:
-            msg = f"{name} must be at least 1; found {value}"
-            raise ArgumentError(msg)
-    groups = heads if kv_heads is None else kv_heads
+    dim, heads = _size("dim", dim), _size("heads", heads)
+    groups = heads if kv_heads is None else _size("kv_heads", kv_heads)
     if heads % groups:
         msg = f"heads must be a multiple of kv_heads; found {heads} and {groups}; use a divisor of {heads}"
         raise ArgumentError(msg)
     if head_dim is None and dim % heads:
         msg = f"dim must be a multiple of heads; found {dim} and {heads}; change one, or give head_dim"
         raise ArgumentError(msg)
-    size = dim // heads if head_dim is None else head_dim
+    size = dim // heads if head_dim is None else _size("head_dim", head_dim)
     if size > MAX_HEAD_DIM:
         msg = f"head_dim is {size}; supported: 1 to {MAX_HEAD_DIM}; use more heads"
         raise ArgumentError(msg)
     return dim, heads, groups, size
+
+
+def _size(name: str, value: int) -> int:
+    """A positive integer of any integer type, NumPy's included."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__") or isinstance(value, Tensor):
+        msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
+        raise ArgumentTypeError(msg)
+    if value < 1:
+        msg = f"{name} must be at least 1; found {value}"
+        raise ArgumentError(msg)
+    return operator.index(value)

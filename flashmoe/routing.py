@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -15,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from flashmoe.checks import DTYPES, MAX_HEAD_DIM
-from flashmoe.errors import ArgumentError
-from flashmoe.transforms import autocast_dtype
+from flashmoe.checks import DTYPES, MAX_HEAD_DIM, has_names, is_finite_number
+from flashmoe.errors import ArgumentError, ShapeError
+from flashmoe.transforms import autocast_dtype, has_tangent
 
 FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
 BF16_CAPABILITY = (8, 0)
@@ -54,13 +54,15 @@ def explain(
     enable_gqa: bool = False,
 ) -> Route:
     """Say where ``flashmoe.scaled_dot_product_attention`` would run these arguments; computes nothing."""
-    obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, enable_gqa)
+    obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if obstacle is None:
         return Route(Path.FLASHMOE, "everything asked for is supported")
     return Route(Path.TORCH, obstacle)
 
 
-def find_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, enable_gqa: bool) -> str | None:
+def find_obstacle(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> str | None:
     """Why flashmoe does not run this call, or None when it does. Symbolic sizes may be guarded on."""
     if attn_mask is not None:
         return "attn_mask is given; flashmoe has causal masks only"
@@ -71,12 +73,24 @@ def find_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: A
             return f"an input is a {type(tensor).__name__}, not a tensor"
         if tensor.is_nested or tensor.layout is not torch.strided:
             return "an input is nested or sparse; flashmoe takes dense tensors"
+        if not torch.compiler.is_compiling() and (has_names(tensor) or tensor._is_zerotensor()):
+            return "an input has named dimensions or is a zero tensor without memory"
     return (
-        _device_obstacle(query, key, value)
+        _scalar_obstacle(is_causal, scale, enable_gqa)
+        or _device_obstacle(query, key, value)
         or _dtype_obstacle(query, key, value)
         or _shape_obstacle(query, key, value, enable_gqa)
         or _derivative_obstacle(query, key, value)
     )
+
+
+def _scalar_obstacle(is_causal: Any, scale: Any, enable_gqa: Any) -> str | None:
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            return f"{name} is a {type(flag).__name__}, not a bool"
+    if scale is None or is_finite_number(scale):
+        return None
+    return "scale is not a finite number"
 
 
 def _device_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -122,11 +136,11 @@ def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
     """The dimensions before [length, head_dim]: equal, or broadcastable as SDPA broadcasts them."""
+    if enable_gqa and min(len(q), len(k), len(v)) < 1:
+        return "enable_gqa needs a head dimension"
     if q == k and k == v:
         return None
     if enable_gqa:
-        if min(len(q), len(k), len(v)) < 1:
-            return "enable_gqa needs a head dimension"
         if k[-1] != v[-1] or k[-1] < 1 or q[-1] % k[-1] != 0:
             return f"query heads {q[-1]}, key heads {k[-1]} and value heads {v[-1]} form no groups"
         q, k, v = q[:-1], k[:-1], v[:-1]
@@ -141,16 +155,30 @@ def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | Non
     return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
 
 
-def has_tangent(*tensors: Tensor) -> bool:
-    """Whether a forward-mode derivative is being computed through one of the tensors."""
-    if forward_ad._current_level < 0:  # no dual level is open; the usual case, decided in 0.1 us
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+def refuse_unequal_lengths(key: Any, value: Any) -> None:
+    """Raise ShapeError for what would make torch read outside of a tensor, or divide by zero (torch 2.10, CPU)."""
+    for tensor in (key, value):
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() < 2:
+            return
+    if key.shape[-2] != value.shape[-2]:
+        msg = f"key and value must have one length; found {key.shape[-2]} and {value.shape[-2]}; cut or pad one of them"
+        raise ShapeError(msg)
 
 
+def _at_trace_time(function: Callable[[str], None]) -> Callable[[str], None]:
+    """Run as plain Python while torch.compile traces; what torch.compiler.assume_constant_result does, without its import
+    of the whole compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_at_trace_time
 def note_fallback(reason: str) -> None:
-    """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError)."""
-    policy = os.environ.get(FALLBACK_VARIABLE, "allow")
+    """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
+
+    Compiled code decides once, when it is traced.
+    """
+    policy = os.environ.get(FALLBACK_VARIABLE) or "allow"
     if policy == "warn":
         warnings.warn(f"flashmoe hands attention to torch: {reason}", stacklevel=3)
     elif policy == "error":

@@ -1,14 +1,16 @@
-"""Rules for autocast and torch.func.vmap.
+"""Rules for autocast, and what torch.func's transforms need to know about tensors.
 
-Both sit above autograd in torch's dispatcher and run only when asked for, so a plain call pays nothing for them.
+Autocast's rules sit above autograd in torch's dispatcher and run only when asked for, so a plain call pays nothing for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _AUTOCAST_KEYS = (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
 _registrations: list[torch.library.Library] = []
@@ -20,7 +22,6 @@ def register() -> None:
     for device_type, key in _AUTOCAST_KEYS:
         for name in ("flash_attention_forward", "_flash_attention_inference"):
             library.impl(name, _autocast_rule(name, device_type, key), key)
-    torch.library.register_vmap("flashmoe::flash_attention_forward", _vmap_forward, lib=library)
     _registrations.append(library)  # a Library drops its registrations when it is collected
 
 
@@ -44,22 +45,28 @@ def _autocast_rule(name: str, device_type: str, key: str) -> Any:
     return cast_and_call
 
 
-def _vmap_forward(
-    info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """The mapped dimension becomes part of the batch."""
-    merged = [merge_batch(t, dim, info.batch_size) for t, dim in zip((q, k, v), in_dims[:3], strict=True)]
-    out, lse = torch.ops.flashmoe.flash_attention_forward.default(*merged, scale, causal)
-    return (split_batch(out, info.batch_size), split_batch(lse, info.batch_size)), (0, 0)
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether a forward-mode derivative is being computed through one of the tensors."""
+    if forward_ad._current_level < 0:  # no dual level is open; the usual case, decided in 0.1 us
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
-def merge_batch(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """[..., size, ...] with the mapped dimension at ``dim`` (None: shared by all) to [size * batch, heads, ...]."""
+def merge_batches(tensors: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
+    """Each tensor with the mapped dimension, found at its ``dim`` (None: shared by all), as part of the batch.
+
+    [..., size, ...] becomes [size * batch, heads, ...]; None stays None.
+    """
+    return [None if t is None else _merge_batch(t, dim, size) for t, dim in zip(tensors, dims, strict=False)]
+
+
+def _merge_batch(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     front = tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return front.flatten(0, 1)
+    merged = front.flatten(0, 1)
+    return merged if merged.stride(-1) == 1 else merged.contiguous()
 
 
-def split_batch(tensor: Tensor, size: int) -> Tensor:
-    """[size * batch, ...] to [size, batch, ...]; the division by size 0 leaves an empty batch."""
-    batch = tensor.shape[0] // size if size else 0
+def split_batch(tensor: Tensor, size: int, like: Tensor, dim: int | None) -> Tensor:
+    """[size * batch, ...] to [size, batch, ...]; the batch is that of ``like``, whose mapped dimension is ``dim``."""
+    batch = like.shape[1 if dim == 0 else 0]
     return tensor.reshape(size, batch, *tensor.shape[1:])

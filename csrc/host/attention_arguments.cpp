@@ -4,12 +4,15 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <string>
+#include <utility>
 
 namespace flashmoe {
 namespace host {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
+constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;  // kernels hold scale * log2(e) in float32
 
 struct Shape {
   const int64_t* sizes;
@@ -24,6 +27,22 @@ std::string describe(const int64_t* sizes, int64_t rank) {
   return text.str();
 }
 
+// torch's numbers for its scalar types, which its stable ABI fixes.
+std::string describe_dtype(int32_t dtype) {
+  static constexpr const char* kNames[] = {"uint8",     "int8",       "int16", "int32", "int64",  "float16", "float32", "float64",
+                                           "complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"};
+  constexpr int32_t kNumNames = sizeof(kNames) / sizeof(kNames[0]);
+  if (dtype >= 0 && dtype < kNumNames) return kNames[dtype];
+  return "torch scalar type " + std::to_string(dtype);
+}
+
+std::string describe_device(const Tensor& tensor) {
+  const int32_t type = tensor.device_type();
+  std::string text = type == aoti_torch_device_type_cpu() ? "cpu" : type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+  if (type != aoti_torch_device_type_cpu()) text += ":" + std::to_string(tensor.device_index());
+  return text;
+}
+
 Dtype supported_dtype(int32_t dtype, bool is_cuda) {
   static const int32_t kHalf = aoti_torch_dtype_float16();
   static const int32_t kBFloat16 = aoti_torch_dtype_bfloat16();
@@ -35,7 +54,7 @@ Dtype supported_dtype(int32_t dtype, bool is_cuda) {
     fail(ErrorCode::kDtype, "float32 has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors or "
                             "use torch's scaled_dot_product_attention");
   }
-  fail(ErrorCode::kDtype, "unsupported dtype (torch scalar type ", dtype, "); supported: float16, bfloat16",
+  fail(ErrorCode::kDtype, "no kernel for ", describe_dtype(dtype), "; supported: float16, bfloat16",
        is_cuda ? "" : ", float32", "; convert the tensors");
 }
 
@@ -44,7 +63,8 @@ Shape check_shape(const Tensor& tensor, const char* name) {
   const int64_t* sizes = tensor.sizes();
   if (rank != 4) {
     fail(ErrorCode::kShape, name, " has shape ", describe(sizes, rank),
-         "; four dimensions are needed: [batch, heads, sequence, head_dim]");
+         "; four dimensions are needed: [batch, heads, sequence, head_dim]; ",
+         rank < 4 ? "add dimensions with unsqueeze" : "merge the leading ones with flatten");
   }
   for (int64_t axis = 0; axis < rank; ++axis) {
     if (sizes[axis] > std::numeric_limits<int32_t>::max()) {
@@ -63,7 +83,7 @@ void check_same_size(const Shape& left, const char* left_name, const Shape& righ
                      const char* axis_name) {
   if (left.sizes[axis] != right.sizes[axis]) {
     fail(ErrorCode::kShape, axis_name, " differs: ", left_name, " has ", describe(left.sizes, 4), ", ", right_name,
-         " has ", describe(right.sizes, 4));
+         " has ", describe(right.sizes, 4), "; make them equal");
   }
 }
 
@@ -97,17 +117,22 @@ void check_arguments(AttentionArguments& arguments) {
   const Tensor& q = arguments.q;
   const Tensor& k = arguments.k;
   const Tensor& v = arguments.v;
+  for (const auto& [tensor, name] : {std::pair(&q, "q"), std::pair(&k, "k"), std::pair(&v, "v")}) {
+    if (!tensor->is_defined()) fail(ErrorCode::kArgument, name, " is None; a tensor is needed");
+  }
   arguments.device_type = q.device_type();
   arguments.device_index = q.device_index();
   const bool is_cuda = arguments.device_type == aoti_torch_device_type_cuda();
   for (const Tensor* other : {&k, &v}) {
     if (other->device_type() != arguments.device_type || other->device_index() != arguments.device_index) {
-      fail(ErrorCode::kDevice, "q, k and v are on different devices; move them to one");
+      fail(ErrorCode::kDevice, "q, k and v must be on one device; found ", describe_device(q), ", ", describe_device(k), " and ",
+           describe_device(v), "; move them with .to(q.device)");
     }
   }
   arguments.torch_dtype = q.dtype();
   if (k.dtype() != arguments.torch_dtype || v.dtype() != arguments.torch_dtype) {
-    fail(ErrorCode::kDtype, "q, k and v have different dtypes; convert them to one");
+    fail(ErrorCode::kDtype, "q, k and v must share one dtype; found ", describe_dtype(q.dtype()), ", ",
+         describe_dtype(k.dtype()), " and ", describe_dtype(v.dtype()), "; convert them with .to(q.dtype)");
   }
   arguments.dtype = supported_dtype(arguments.torch_dtype, is_cuda);
 
@@ -128,8 +153,9 @@ void check_arguments(AttentionArguments& arguments) {
     fail(ErrorCode::kShape, "q has ", heads_q, " heads and k has ", heads_kv,
          "; the number of query heads must be a multiple of the number of key heads");
   }
-  if (!std::isfinite(arguments.scale)) {
-    fail(ErrorCode::kArgument, "scale is ", arguments.scale, "; a finite number is needed (default 1/sqrt(head_dim))");
+  if (!(std::abs(arguments.scale) <= kMaxScale)) {  // false for NaN, too
+    fail(ErrorCode::kArgument, "scale is ", arguments.scale,
+         "; a number is needed that is finite in float32 (default 1/sqrt(head_dim))");
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdio>
+#include <stdexcept>
 
 #include "cpu/attention.h"
 #include "host/attention.h"
@@ -30,6 +31,11 @@ void attention_forward_cpu(const AttentionArguments& arguments, const AttentionO
   uint32_t num_threads = 1;
   check_shim(torch_get_num_threads(&num_threads), "get_num_threads");
   const attention::ForwardParams params = make_params(arguments, outputs);
+  try {
+    cpu::selected_isa();
+  } catch (const std::invalid_argument& error) {  // what FLASHMOE_CPU_ISA names, read at the first call
+    fail(ErrorCode::kArgument, error.what());
+  }
   cpu::attention_forward(params, scalar_type(arguments.dtype), arguments.is_causal,
                          torch_pool, static_cast<int>(num_threads));
   thread_local std::array<char, 32> label;

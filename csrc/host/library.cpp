@@ -74,8 +74,14 @@ FLASHMOE_EXPORT const char* flashmoe_last_kernel() { return flashmoe::host::last
 // The JSON index of the embedded device binaries, as in the section .flashmoe.index.
 FLASHMOE_EXPORT const char* flashmoe_index_json() { return flashmoe::host::embedded_index(); }
 
-// The instruction set that the CPU backend uses.
-FLASHMOE_EXPORT const char* flashmoe_cpu_isa() { return flashmoe::cpu::selected_isa(); }
+// The instruction set that the CPU backend uses; "" when FLASHMOE_CPU_ISA names one that this machine or this build lacks.
+FLASHMOE_EXPORT const char* flashmoe_cpu_isa() {
+  try {
+    return flashmoe::cpu::selected_isa();
+  } catch (const std::exception&) {
+    return "";
+  }
+}
 
 // Forces the CPU backend's instruction set; returns 0, or 1 when this machine or this build lacks it.
 FLASHMOE_EXPORT int flashmoe_set_cpu_isa(const char* name) {

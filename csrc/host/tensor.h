@@ -38,6 +38,11 @@ class Tensor {
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
 
+  bool is_defined() const {  // false for a None that torch passed on as a tensor
+    bool value = false;
+    check_shim(aoti_torch_is_defined(handle_, &value), "is_defined");
+    return value;
+  }
   int64_t dim() const {
     int64_t value = 0;
     check_shim(aoti_torch_get_dim(handle_, &value), "get_dim");

@@ -105,6 +105,25 @@ def _flashmoe(inputs: Inputs) -> Prepared:
     return Prepared(call, lse)
 
 
+def _flashmoe_sdpa(inputs: Inputs) -> Prepared:
+    """Our function with torch's signature; its causal mask is top-left, so square problems alone can be compared."""
+    import flashmoe
+
+    case = inputs.case
+    if case.causal and case.seq_q != case.seq_k:
+        msg = f"{case.key}: is_causal is aligned top-left, this problem bottom-right"
+        raise ArgumentError(msg)
+    attention = flashmoe.scaled_dot_product_attention
+    grouped = case.heads_q != case.heads_kv
+
+    def call() -> torch.Tensor:
+        return attention(
+            inputs.q, inputs.k, inputs.v, None, is_causal=case.causal, scale=inputs.scale, enable_gqa=grouped
+        )
+
+    return Prepared(call)
+
+
 def _family(family: str) -> Context:
     @contextlib.contextmanager
     def context() -> Iterator[None]:
@@ -163,6 +182,8 @@ def default_registry() -> dict[str, Contender]:
             )
             for one in FAMILIES
         ),
+        Contender("flashmoe-sdpa", "flashmoe's SDPA", ("cpu", "cuda"), _flashmoe_available, _flashmoe_sdpa, ours=True),
+        Contender("sdpa", "SDPA, its own choice", ("cpu", "cuda"), _always, _sdpa),
         _sdpa_backend("sdpa-flash", "FLASH_ATTENTION", "SDPA FLASH"),
         _sdpa_backend("sdpa-cudnn", "CUDNN_ATTENTION", "SDPA CUDNN"),
         _sdpa_backend("sdpa-efficient", "EFFICIENT_ATTENTION", "SDPA EFFICIENT"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flashmoe.bench.call_cost import TIMING
 from flashmoe.bench.case import case_from_json
 from flashmoe.report import Report, Verdict
 
@@ -16,6 +17,7 @@ def bench_markdown(report: Report) -> str:
     lines = [f"## {data['suite']['title']}", "", _headline(report), ""]
     lines += _cells(data)
     lines += _aggregates(data)
+    lines += _call_shares(data)
     lines += _problems(report)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -32,7 +34,7 @@ def _headline(report: Report) -> str:
 def _cells(data: Mapping[str, Any]) -> list[str]:
     """One row a case: median and TFLOP/s of each contender, then ratio and verdict of each comparison."""
     names = [row["name"] for row in data["contenders"]]
-    factor, unit = rate_unit(data)
+    factor, unit = (None, "CPU time") if data["settings"].get("timing") == TIMING else rate_unit(data)
     pairs = list(
         dict.fromkeys((row["subject"], row["baseline"]) for cell in data["cells"] for row in cell["comparisons"])
     )
@@ -62,9 +64,11 @@ def rate_unit(data: Mapping[str, Any]) -> tuple[float, str]:
     return (1e3, "GFLOP/s") if data["settings"]["device"] == "cpu" else (1.0, "TFLOP/s")
 
 
-def _time(cell: Mapping[str, Any], name: str, factor: float) -> str:
+def _time(cell: Mapping[str, Any], name: str, factor: float | None) -> str:
     if name in cell["summaries"]:
         summary = cell["summaries"][name]
+        if factor is None:
+            return number(summary["median_us"])
         return f"{number(summary['median_us'])} ({number(factor * summary['tflops'])})"
     outcome = cell["verification"].get(name)
     if outcome is not None and not outcome["passed"]:
@@ -92,6 +96,19 @@ def _aggregates(data: Mapping[str, Any]) -> list[str]:
         verdicts = ", ".join(f"{count} {word}" for word, count in row["verdicts"].items())
         name = f"{row['subject']} / {row['baseline']}"
         lines.append(_row([name, mean, f"{row['worst']:.3f}", row["worst_case"], str(row["cells"]), verdicts]))
+    return [*lines, ""]
+
+
+def _call_shares(data: Mapping[str, Any]) -> list[str]:
+    rows = data.get("call_shares", [])
+    if not rows:
+        return []
+    lines = [_row(["CPU time of a call", "share, geometric mean", "worst", "worst case", "cells"]), _row(["---"] * 5)]
+    for row in rows:
+        name = f"{row['subject']} of {row['baseline']}"
+        lines.append(
+            _row([name, f"{row['geometric_mean']:.3f}", f"{row['worst']:.3f}", row["worst_case"], str(row["cells"])])
+        )
     return [*lines, ""]
 
 

@@ -4,11 +4,13 @@ events  CUDA events around each call, L2 overwritten before it; the queue is kep
 graph   a CUDA graph of many calls, replayed: what a call takes inside a graph, caches warm
         (both: one call that is not timed begins each slot, as the first after another's is up to 6% slower)
 wall    perf_counter_ns around each call (CPU)
+call    CPU time of an eager call, on a CPU or a GPU: the queue is empty first and never fills
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from flashmoe.bench.contenders import Call
 
 _cuda: Any = torch.cuda  # its classes are untyped
 GRAPH_CALLS = 20
+CALL_CALLS = 50  # far from the thousand launches that a GPU's queue holds
 CPU_TIME_CALLS = 8
 # Twice the largest L2 there is, and long enough on every GPU for the CPU to queue the next call meanwhile.
 FLUSH_BYTES = 256 * 2**20
@@ -50,6 +53,36 @@ class WallSampler:
             prepared()
             samples.append(clock() - start)
         return samples
+
+
+class CallSampler:
+    """What a call costs the thread that makes it, until it returns; a sample is the mean of ``CALL_CALLS`` calls in a row."""
+
+    timing = "call"
+    untimed = 1
+
+    def __init__(self, device: str) -> None:
+        self._wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else _nothing
+
+    def prepare(self, call: Call) -> Call:
+        return call
+
+    def slot(self, prepared: Call, count: int) -> list[int]:
+        clock = time.perf_counter_ns
+        samples = []
+        for _ in range(count):
+            self._wait()
+            prepared()  # the first after a wait also pays for waking the driver's path
+            start = clock()
+            for _ in range(CALL_CALLS):
+                prepared()
+            samples.append(round((clock() - start) / CALL_CALLS))
+        self._wait()
+        return samples
+
+
+def _nothing() -> None:
+    """A CPU has no queue to wait for."""
 
 
 class EventSampler:
@@ -107,7 +140,9 @@ class GraphSampler:
 
 
 def make_sampler(device: str, timing: str, *, flush: bool) -> Sampler:
-    """The sampler of a suite's ``timing``; a CPU is always timed by the wall clock."""
+    """The sampler of a suite's ``timing``; a CPU's attention is always timed by the wall clock."""
+    if timing == "call":
+        return CallSampler(device)
     if device == "cpu" or timing == "wall":
         return WallSampler()
     return GraphSampler() if timing == "graph" else EventSampler(flush=flush)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashmoe.bench.call_cost import TIMING, share_checks, shares
 from flashmoe.bench.case import Case
 from flashmoe.bench.ceilings import measure_ceilings
 from flashmoe.bench.contenders import Contender, choose, package_versions
@@ -160,6 +161,7 @@ class Session:
         checks = cell_checks(self._record(self.smoke), self.ours, self.baseline, smoke=True)
         checks += [self.quiet] if self.quiet else []
         checks += [check for record in self.records for check in cell_checks(record, self.ours, self.baseline)]
+        checks += share_checks(self.records, self.ours, self.baseline, self.options.device)
         checks += [
             Check(f"contender {name}", Verdict.FAIL if name in self.ours else Verdict.SKIP, reason, "usable here")
             for name, reason in self.absent.items()
@@ -193,6 +195,7 @@ class Session:
             "ceilings": self.ceilings,
             "cells": self.records,
             "aggregates": aggregate(self.records),
+            **({"call_shares": shares(self.records, self.baseline)} if suite.timing == TIMING else {}),
         }
 
 

@@ -24,7 +24,7 @@ else:
 SCHEMA = 1
 SUITE_FOLDER = Path(__file__).resolve().parent / "suites"
 DEVICES = ("cpu", "cuda")
-TIMINGS = ("events", "graph", "wall")
+TIMINGS = ("events", "graph", "wall", "call")
 KINDS = ("attention", "build")
 MAX_CASES = 4096
 _CASE_FIELDS = {"dtype", "head_dim", "causal", "layout", "quick"}

@@ -64,6 +64,11 @@ class RatchetThresholds:
 
 
 @dataclass(frozen=True)
+class CallThresholds:
+    max_share: float
+
+
+@dataclass(frozen=True)
 class Thresholds:
     verdict: VerdictThresholds
     statistics: StatisticsSettings
@@ -72,6 +77,7 @@ class Thresholds:
     machine: MachineThresholds
     compare: CompareThresholds
     ratchet: RatchetThresholds
+    call: CallThresholds
 
 
 @lru_cache(maxsize=1)
@@ -86,4 +92,5 @@ def load_thresholds() -> Thresholds:
         machine=MachineThresholds(**table["machine"]),
         compare=CompareThresholds(**table["compare"]),
         ratchet=RatchetThresholds(**table["ratchet"]),
+        call=CallThresholds(**table["call"]),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -110,3 +111,47 @@ def test_wrong_inputs() -> None:
         module(torch.randn(1, 4, 32), torch.randn(2, 4, 32))
     with pytest.raises(DtypeError, match="float64"):
         flashmoe.Attention(32, 2, dtype=torch.float64)(torch.randn(1, 4, 32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [None, [1.0], "x"])
+def test_inputs_that_are_no_tensors(bad: object) -> None:
+    module = flashmoe.Attention(32, 2)
+    with pytest.raises(ArgumentTypeError, match=r"x must be a torch.Tensor \[batch, length, 32\]"):
+        module(bad)
+    if bad is not None:
+        with pytest.raises(ArgumentTypeError, match=r"context must be a torch\.Tensor"):
+            module(torch.randn(1, 4, 32), bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"causal": "yes"}, ArgumentTypeError, "causal must be True or False; found 'yes'"),
+        ({"causal": torch.tensor([True, False])}, ArgumentTypeError, "causal must be True or False"),
+        ({"bias": 1}, ArgumentTypeError, "bias must be True or False; found 1"),
+        ({"dtype": "float16"}, ArgumentTypeError, "dtype must be a torch.dtype or None; found 'float16'"),
+        ({"dtype": torch.int64}, DtypeError, "no kernel for torch.int64; supported: float16, bfloat16, float32"),
+        ({"dtype": torch.complex64}, DtypeError, "no kernel for torch.complex64"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_when_it_is_built(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        flashmoe.Attention(32, 2, **options)
+
+
+def test_sizes_of_any_integer_type() -> None:
+    module = flashmoe.Attention(np.int64(32), np.int32(4), np.uint8(2))
+    assert module(torch.randn(1, 3, 32)).shape == (1, 3, 32)
+    assert all(type(size) is int for size in (module.dim, module.heads, module.kv_heads, module.head_dim))
+
+
+@pytest.mark.parametrize(("batch", "length", "keys"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)])
+def test_empty_inputs(batch: int, length: int, keys: int, device: str) -> None:
+    module = flashmoe.Attention(32, 4, 2, device=device, dtype=DTYPE[device])
+    x, context = (torch.randn(batch, size, 32, device=device, dtype=DTYPE[device]) for size in (length, keys))
+    out = module(x.requires_grad_(), context)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad.isfinite().all()

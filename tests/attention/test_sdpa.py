@@ -149,6 +149,37 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
         monkeypatch.delenv("FLASHMOE_FALLBACK")
 
 
+@pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")
+def test_tensors_of_torchs_own_kinds_are_torchs() -> None:
+    q = torch.randn(2, 4, 33, 64)
+    if hasattr(q, "rename"):  # later versions of torch know no names
+        named = q.rename("B", "H", "S", "D")
+        with pytest.raises(RuntimeError) as theirs:
+            torch_attention(named, q, q)
+        with pytest.raises(type(theirs.value)) as ours:
+            flashmoe.scaled_dot_product_attention(named, q, q)
+        assert str(ours.value) == str(theirs.value)
+    zero = torch._efficientzerotensor(q.shape)
+    assert "zero tensor" in flashmoe.explain(zero, q, q).reason
+    assert flashmoe.scaled_dot_product_attention(zero, q, q).shape == q.shape
+
+
+def test_policy_of_falling_back_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code asks when it is traced; an empty variable is no policy."""
+    q = torch.randn(1, 2, 5, 8)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    for policy, expectation in (("error", pytest.raises(Exception, match="would run on torch")), ("", None)):
+        torch._dynamo.reset()
+        monkeypatch.setenv("FLASHMOE_FALLBACK", policy)
+        compiled = torch.compile(flashmoe.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+        if expectation is None:
+            assert torch.equal(compiled(q, q, q, mask), torch_attention(q, q, q, mask))
+        else:
+            with expectation:
+                compiled(q, q, q, mask)
+    torch._dynamo.reset()
+
+
 def test_dropout_goes_to_torch(device: str) -> None:
     q, k, v = _tensors((2, 4, 33, 64), (2, 4, 33, 64), device, torch.float16)
     assert "dropout" in flashmoe.explain(q, k, v, dropout_p=0.5).reason

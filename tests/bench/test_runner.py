@@ -269,7 +269,7 @@ def test_the_registry_knows_every_backend() -> None:
         registry
     )
     names = [one.name for one in choose(registry, list(registry), "cpu", baseline_only=True)]
-    assert names == ["sdpa-math", "sdpa-cpu"]
+    assert names == ["sdpa", "sdpa-math", "sdpa-cpu"]
     with pytest.raises(ArgumentError, match=r"no contender 'sdpa-flsh'; known: flash-attn"):
         choose(registry, ["sdpa-flsh"], "cuda", baseline_only=False)
 
