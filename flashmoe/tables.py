@@ -91,6 +91,7 @@ class KernelRow:
     masks: tuple[str, ...]
     options: Mapping[str, int]
     allow: Mapping[str, str]
+    virtual: Mapping[str, str]  # by target, where the family's virtual architecture would lack an instruction
 
     @property
     def threads(self) -> int:
@@ -128,6 +129,11 @@ class Unit:
         variant = f"_{row.variant}" if row.variant else ""
         masks = f"_{row.masks[0]}" if len(row.masks) == 1 else ""
         return f"{row.operation}_{row.family}_{self.dtype}_d{row.head_dim}{variant}{masks}"
+
+    @property
+    def virtual_capability(self) -> tuple[int, int]:
+        """What ``__CUDA_ARCH__`` was when the unit was compiled: instructions of later GPUs are not in it."""
+        return Target(self.virtual, ()).capability
 
     @property
     def entries(self) -> tuple[tuple[str, str], ...]:
@@ -182,7 +188,12 @@ class Tables:
             for dtype in row.dtypes:
                 for name in row.targets:
                     if targets is None or name in targets:
-                        yield Unit(row, dtype, self.target(name), self.virtual_architecture(row.family, name))
+                        yield Unit(
+                            row,
+                            dtype,
+                            self.target(name),
+                            row.virtual.get(name) or self.virtual_architecture(row.family, name),
+                        )
 
 
 def table_directory() -> Path:
@@ -254,7 +265,8 @@ def _check_virtual(unit: Unit) -> None:
     else:
         fits = source.capability <= target.capability
     if not fits:
-        msg = f"kernels.toml: [virtual.{unit.row.family}] makes {target.name} from {unit.virtual}, which cannot be"
+        stated = f"row {unit.name}" if target.name in unit.row.virtual else f"[virtual.{unit.row.family}]"
+        msg = f"kernels.toml: {stated} makes {target.name} from {unit.virtual}, which cannot be"
         raise TableError(msg)
 
 
@@ -296,6 +308,7 @@ def _kernel(row: Mapping[str, Any]) -> KernelRow:
             variant=fields.pop("variant", ""),
             options=MappingProxyType(dict(fields.pop("options", {}))),
             allow=MappingProxyType(dict(fields.pop("allow", {}))),
+            virtual=MappingProxyType(dict(fields.pop("virtual", {}))),
             **fields,
         )
     except (KeyError, TypeError) as error:

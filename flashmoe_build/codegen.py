@@ -95,6 +95,7 @@ def kernel_table_source(tables: Tables, placed: Sequence[PlacedBinary]) -> str:
     """kernel_table.cpp: the arrays behind csrc/host/kernel_table.h."""
     binaries = [
         f'    {{"{p.unit.name}", "{p.unit.target.name}", {_number(p.unit.target.capability)}, '
+        f"{_number(p.unit.virtual_capability)}, "
         f"{_bool(p.unit.target.is_arch_specific)}, {_bool(p.unit.target.is_ptx)}, {p.offset}u, {p.size}u}},"
         for p in placed
     ]

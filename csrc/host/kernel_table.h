@@ -14,7 +14,8 @@ enum class Mask : uint8_t { kNone, kFull, kCausal };
 struct DeviceBinary {
   const char* name;
   const char* target;  // "sm_90a", "compute_80", ...
-  int32_t capability;  // 10 * major + minor
+  int32_t capability;          // 10 * major + minor
+  int32_t virtual_capability;  // of the PTX that it was made from: what __CUDA_ARCH__ was, at most `capability`
   bool is_arch_specific;
   bool is_ptx;
   uint64_t offset;  // into the section .flashmoe.cubins

@@ -116,10 +116,10 @@ void launch(const Kernel& kernel, CUfunction function, const LaunchShape& shape,
 
 void launch_dependent(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream,
                       void** arguments) {
-  // By the code that was loaded, not by the GPU: PTX for an older one, compiled for a newer one, does not wait.
+  // By what the code was compiled from, not by the GPU: PTX for an older one, assembled for a newer one, does not wait.
   constexpr int32_t kFirstToWait = 90;
   const DeviceBinary& binary = kernel_table().binaries[static_cast<std::size_t>(kernel.binary)];
-  if (binary.capability < kFirstToWait || driver().cuLaunchKernelEx == nullptr) {
+  if (binary.virtual_capability < kFirstToWait || driver().cuLaunchKernelEx == nullptr) {
     launch(kernel, function, shape, stream, arguments);
     return;
   }

@@ -10,8 +10,10 @@ import pytest
 from flashmoe.errors import BuildError, TableError
 from flashmoe.tables import Tables, Unit, load_tables
 from flashmoe_build.cache import Cache
+from flashmoe_build.codegen import PlacedBinary, kernel_table_source, unit_source
 from flashmoe_build.device import DeviceCode, compile_units
 from flashmoe_build.jobs import run_staged
+from flashmoe_build.nvrtc import compile_ptx
 from flashmoe_build.toolchain import find_toolchain
 
 TARGETS = ("sm_80", "sm_86", "sm_90a", "sm_120a", "compute_80")
@@ -52,7 +54,7 @@ def edit(tree: Path, old: str, replacement: str) -> None:
 def test_targets_share_ptx_and_an_edit_costs_what_it_changes(tree: Path) -> None:
     code = build(tree)
     assert [item.unit.target.name for item in code.units] == list(TARGETS), "in the order asked for"
-    assert new(code) == (2, 4), "compute_80 for three targets and itself, compute_100 for sm_120a"
+    assert new(code) == (3, 4), "compute_80 for two targets and itself, compute_90 for sm_90a, compute_100 for sm_120a"
     for item in code.units:
         assert item.output[:4] == (b"\x7fELF" if not item.unit.target.is_ptx else b"//\n/"), item.unit.binary_name
     digests = [item.sha256 for item in code.units]
@@ -60,13 +62,39 @@ def test_targets_share_ptx_and_an_edit_costs_what_it_changes(tree: Path) -> None
 
     edit(tree, "#pragma once", "#pragma once\n// A comment changes the source, and not the PTX.")
     commented = build(tree)
-    assert new(commented) == (2, 0)
+    assert new(commented) == (3, 0)
     assert [item.sha256 for item in commented.units] == digests
 
     edit(tree, "combine(const ForwardParams& params) {", "combine(const ForwardParams& params) {\n  __threadfence();")
     changed = build(tree)
-    assert new(changed) == (2, 4)
+    assert new(changed) == (3, 4)
     assert all(item.sha256 != digest for item, digest in zip(changed.units, digests))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100a", "sm_120a", "compute_80"])
+def test_a_dependent_kernel_waits_where_the_host_launches_it_early(tmp_path: Path, root: Path, target: str) -> None:
+    """The host asks for an early launch from a virtual capability of 9.0 on; without the wait partial results are read too soon."""
+    unit = next(unit for unit in load_tables(root / "csrc").units((target,)) if unit.name.startswith(COMBINE))
+    ptx = compile_ptx(
+        unit_source(unit),
+        unit.name,
+        unit.virtual,
+        csrc=root / "csrc",
+        toolchain=find_toolchain(),
+        cache=Cache(tmp_path),
+    )
+    assert (b"griddepcontrol.wait" in ptx.text) == (unit.virtual_capability >= (9, 0))
+    assert (unit.virtual_capability >= (9, 0)) == (unit.target.capability >= (9, 0))
+
+
+def test_the_host_is_told_the_virtual_capability(root: Path) -> None:
+    tables = load_tables(root / "csrc")
+    units = list(tables.units(("sm_90a",)))
+    source = kernel_table_source(tables, [PlacedBinary(unit, 0, 1, "") for unit in units])
+    for unit in units:
+        major, minor = unit.virtual_capability
+        assert f'{{"{unit.name}", "sm_90a", 90, {10 * major + minor}, true, false, 0u, 1u}}' in source
+    assert {unit.virtual_capability for unit in units} == {(7, 5), (8, 0), (9, 0)}
 
 
 def test_a_front_end_error_names_unit_and_line(tree: Path) -> None:
