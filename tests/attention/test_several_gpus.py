@@ -175,7 +175,8 @@ def test_graph_captured_on_the_second_gpu(name: str) -> None:
     flashmoe.attention(*near, causal=problem.causal)
     with torch.cuda.device(SECOND):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # A stream of this GPU: torch's own choice is one for the process, of whichever GPU captured first.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             captured = flashmoe.attention(*far, causal=problem.causal)
     for seed in range(1, 4):
         fresh, fresh_far = _both(problem, seed=seed)
