@@ -70,7 +70,8 @@ class Scratch {
 };
 
 // The tasks of some heads, in order: the longest tasks of a causal problem (the last rows) come first, so that no worker
-// starts one when the others end. A worker begins with its own queue and goes on with the others': so a head's K and V
+// starts one when the others end. (The fp32 tile kernel takes a task ahead where tasks are one block of keys long.) A
+// worker begins with its own queue and goes on with the others': so a head's K and V
 // are read by one core as a rule, the same one in every call, whose cache may hold them.
 struct alignas(64) Queue {
   std::atomic<int64_t> next{0};
@@ -130,6 +131,26 @@ void make_queues(Plan& plan) {
   }
 }
 
+// Where a worker is: it begins with its own queue.
+struct Worker {
+  Plan* plan;
+  int64_t own;
+  int64_t passed;  // queues that it found empty
+};
+
+bool take_task(void* context, Task* task) noexcept {
+  Worker& worker = *static_cast<Worker*>(context);
+  Plan& plan = *worker.plan;
+  for (; worker.passed < plan.queue_count; ++worker.passed) {
+    Queue& queue = plan.queues[static_cast<size_t>((worker.own + worker.passed) % plan.queue_count)];
+    const int64_t index = queue.next.fetch_add(1, std::memory_order_relaxed);
+    if (index >= queue.heads * plan.blocks) continue;
+    *task = make_task(plan, queue, index);
+    return true;
+  }
+  return false;
+}
+
 // Body of the parallel loop. Each index of [begin, end) is a worker, which takes tasks until none is left. It must not
 // throw: the pool may be C code.
 void work(int64_t begin, int64_t, void* context) noexcept {
@@ -137,15 +158,8 @@ void work(int64_t begin, int64_t, void* context) noexcept {
   thread_local Scratch scratch;
   try {
     void* memory = scratch.reserve(plan.scratch_bytes);
-    const int64_t own = begin * plan.queue_count / plan.workers;
-    for (int64_t i = 0; i < plan.queue_count; ++i) {
-      Queue& queue = plan.queues[static_cast<size_t>((own + i) % plan.queue_count)];
-      const int64_t tasks = queue.heads * plan.blocks;
-      for (int64_t index = queue.next.fetch_add(1, std::memory_order_relaxed); index < tasks;
-           index = queue.next.fetch_add(1, std::memory_order_relaxed)) {
-        plan.kernel->run(make_task(plan, queue, index), memory);
-      }
-    }
+    Worker worker = {&plan, begin * plan.queue_count / plan.workers, 0};
+    plan.kernel->run({take_task, &worker}, memory);
   } catch (const std::bad_alloc&) {
     plan.out_of_memory = true;
   }

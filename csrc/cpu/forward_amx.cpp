@@ -5,7 +5,7 @@
 //
 // Types of more digits than bf16 are cut into planes of 8 significant bits, x = x0 + x1 + x2, and the products of
 // planes that matter are added: fp16 in two planes (exact), three or four products; fp32 in three planes (exact), six
-// products; what is left out is 2^-16 and 2^-24 of the whole.
+// products; what is left out is 2^-16 and 2^-24 of the whole. fp32 has a kernel of its own, amx_forward_f32.h.
 //
 // Inf - Inf would arise between planes, and 0 * Inf where the weight of a hidden key meets V: a group whose output is not
 // all finite is computed again by forward_simd.h, which knows which keys a row sees.
@@ -16,6 +16,9 @@
 
 #include "vector_avx512.h"
 
+#include <new>
+
+#include "amx_forward_f32.h"
 #include "amx_pack.h"
 #include "amx_softmax.h"
 #include "amx_tiles.h"
@@ -242,11 +245,9 @@ class AmxForward {
   uint32_t bad_groups_ = 0;
 };
 
+// Computes groups of a task again, a bit for each.
 template <class T>
-void forward_amx(const Task& task, void* memory) {
-  configure_tiles();
-  uint32_t bad = AmxForward<T>(task, memory).run();
-  _tile_release();
+void repeat_groups(const Task& task, uint32_t bad, void* memory) {
   for (int32_t row = task.row_begin; bad != 0; bad >>= 1, row += kGroupRows) {
     if ((bad & 1) == 0) continue;
     Task group = task;
@@ -254,6 +255,14 @@ void forward_amx(const Task& task, void* memory) {
     group.row_end = clamp(int64_t{row} + kGroupRows, 0, task.row_end);
     forward_simd<T>(group, memory);
   }
+}
+
+template <class T>
+void forward_amx(const Task& task, void* memory) {
+  configure_tiles();
+  const uint32_t bad = AmxForward<T>(task, memory).run();
+  _tile_release();
+  repeat_groups<T>(task, bad, memory);
 }
 
 // Whether the tile unit beats the vectors. For fp32, at six products, it does by 1.1 to 1.5 where the rows are enough
@@ -266,23 +275,47 @@ inline bool tiles_win(const Task& task) {
          (task.params->seq_q >= kFewestRows && 8 * head_dim >= 7 * round_up(head_dim, kStep));
 }
 
-void run_amx(const Task& task, void* memory) {
-  if (task.params->seq_q <= kFewRows || !tiles_win(task)) return run_simd(task, memory);
-  switch (task.type) {
-    case ScalarType::kFloat32:
-      return forward_amx<float>(task, memory);
-    case ScalarType::kFloat16:
-      return forward_amx<Half>(task, memory);
-    case ScalarType::kBFloat16:
-      return forward_amx<BFloat16>(task, memory);
+// fp32, from the given task on. Where a task is short the next one's operands are packed while it runs.
+void forward_f32(const Task& first, const TaskSource& source, void* memory) {
+  const bool is_short = first.params->seq_k <= kBlockKeys;
+  Task tasks[2] = {first, first};
+  alignas(F32Forward) unsigned char storage[2][sizeof(F32Forward)];
+  const auto prepared = [&](int place) {
+    F32Forward* forward = new (storage[place]) F32Forward(tasks[place], memory, place);
+    forward->prepare();
+    return forward;
+  };
+  configure_tiles();
+  F32Forward* current = prepared(0);
+  for (int place = 1; current != nullptr; place ^= 1) {
+    F32Forward* next = is_short && source.take(source.context, &tasks[place]) ? prepared(place) : nullptr;
+    const uint32_t bad = current->run(next);
+    repeat_groups<float>(tasks[place ^ 1], bad, current->simd_scratch());
+    current = is_short ? next : source.take(source.context, &tasks[place]) ? prepared(place) : nullptr;
+  }
+  _tile_release();
+}
+
+void run_amx(const TaskSource& source, void* memory) {
+  Task task;
+  while (source.take(source.context, &task)) {
+    if (task.params->seq_q <= kFewRows || !tiles_win(task)) {
+      run_simd(task, memory);
+    } else if (task.type == ScalarType::kFloat32) {
+      forward_f32(task, source, memory);
+    } else if (task.type == ScalarType::kFloat16) {
+      forward_amx<Half>(task, memory);
+    } else {
+      forward_amx<BFloat16>(task, memory);
+    }
   }
 }
 
 size_t amx_scratch_bytes(ScalarType type, int32_t head_dim, int32_t rows) {
-  const int planes = type == ScalarType::kFloat32   ? Planes<float>::value
-                     : type == ScalarType::kFloat16 ? Planes<Half>::value
-                                                    : Planes<BFloat16>::value;
-  const size_t bytes = AmxScratch(nullptr, planes, group_count(rows), round_up(head_dim, kStep)).bytes;
+  const int32_t groups = group_count(rows), padded_dim = round_up(head_dim, kStep);
+  const int planes = type == ScalarType::kFloat16 ? Planes<Half>::value : Planes<BFloat16>::value;
+  const size_t bytes = type == ScalarType::kFloat32 ? F32Scratch(nullptr, groups, head_dim).bytes
+                                                    : AmxScratch(nullptr, planes, groups, padded_dim).bytes;
   const size_t simd_bytes = simd_scratch_bytes(type, head_dim, rows);
   return bytes > simd_bytes ? bytes : simd_bytes;
 }

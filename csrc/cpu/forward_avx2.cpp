@@ -9,7 +9,7 @@
 namespace flashmoe {
 namespace cpu {
 
-extern const Kernel kAvx2Kernel = {"avx2", kGroupRows, simd_scratch_bytes, run_simd};
+extern const Kernel kAvx2Kernel = {"avx2", kGroupRows, simd_scratch_bytes, run_simd_tasks};
 
 }  // namespace cpu
 }  // namespace flashmoe

@@ -10,7 +10,7 @@
 namespace flashmoe {
 namespace cpu {
 
-extern const Kernel kAvx512Kernel = {"avx512", kGroupRows, simd_scratch_bytes, run_simd};
+extern const Kernel kAvx512Kernel = {"avx512", kGroupRows, simd_scratch_bytes, run_simd_tasks};
 
 }  // namespace cpu
 }  // namespace flashmoe

@@ -7,7 +7,7 @@
 namespace flashmoe {
 namespace cpu {
 
-extern const Kernel kBaselineKernel = {"baseline", kGroupRows, simd_scratch_bytes, run_simd};
+extern const Kernel kBaselineKernel = {"baseline", kGroupRows, simd_scratch_bytes, run_simd_tasks};
 
 }  // namespace cpu
 }  // namespace flashmoe

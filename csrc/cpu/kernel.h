@@ -22,6 +22,12 @@ struct Task {
   int32_t row_end;
 };
 
+// A worker's tasks. Writes the next one to *task and returns true until none is left.
+struct TaskSource {
+  bool (*take)(void* context, Task* task);
+  void* context;
+};
+
 // One instruction set's implementation.
 struct Kernel {
   const char* name;
@@ -30,7 +36,8 @@ struct Kernel {
   int32_t row_granularity;
   // Bytes of scratch memory that a task of `rows` rows needs, 64-byte aligned.
   size_t (*scratch_bytes)(ScalarType type, int32_t head_dim, int32_t rows);
-  void (*run)(const Task& task, void* scratch);
+  // Runs tasks until none is left.
+  void (*run)(const TaskSource& tasks, void* scratch);
 };
 
 extern const Kernel kBaselineKernel;

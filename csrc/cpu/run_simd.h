@@ -25,6 +25,11 @@ void run_simd(const Task& task, void* scratch) {
   }
 }
 
+inline void run_simd_tasks(const TaskSource& tasks, void* scratch) {
+  Task task;
+  while (tasks.take(tasks.context, &task)) run_simd(task, scratch);
+}
+
 size_t simd_scratch_bytes(ScalarType, int32_t head_dim, int32_t rows) {
   const size_t bytes = SimdScratch(nullptr, group_count(rows), round_up(head_dim, Vector::kWidth)).bytes;
   const size_t few_rows_bytes = few_rows_scratch_bytes(head_dim);

@@ -12,6 +12,7 @@
 
 #include "cpu/amx_softmax.h"
 #include "cpu/amx_tiles.h"
+#include "cpu/amx_units_f32.h"
 
 namespace flashmoe {
 namespace cpu {
@@ -72,6 +73,28 @@ double softmax() {
   for (int64_t i = 0; i < Layout::kFloats; ++i) scores[i] = 0.0f;
   alignas(64) float max_log2[kGroupRows] = {}, sum[kGroupRows] = {}, alpha[kGroupRows] = {};
   return fastest(200, [&] { softmax_to_weights<T>(scores, kBlockKeys, 1.0f, {max_log2, sum, alpha}); }) /
+         (kGroupRows * kBlockKeys / Vector::kWidth);
+}
+
+// The units of fp32, without products.
+template <>
+double softmax<float>() {
+  constexpr int kSteps = kBlockKeys / kStep;
+  constexpr int64_t kRow = kSteps * kStepFloats;
+  float* scores = reinterpret_cast<float*>(g_memory);
+  float* of_row = scores + kGroupRows * kRow;
+  for (int64_t i = 0; i < kGroupRows * kRow; ++i) scores[i] = 0.0f;
+  alignas(64) float max_log2[kGroupRows] = {}, sum[kGroupRows] = {}, alpha[kGroupRows] = {}, minus_shift[kGroupRows];
+  return fastest(200, [&] {
+           take_maxima(scores, kRow, 1.0f, {max_log2, sum, alpha}, minus_shift, NoStep{});
+           for (int step = 0; step < kSteps; ++step) {
+             keep_awake();
+             for (int row = 0; row < kGroupRows; row += kTileRows) {
+               weights_of_step(scores + row * kRow + step * kStepFloats, kRow, 1.0f, minus_shift + row,
+                               of_row + row * Vector::kWidth, step == 0, NoStep{});
+             }
+           }
+         }) /
          (kGroupRows * kBlockKeys / Vector::kWidth);
 }
 
