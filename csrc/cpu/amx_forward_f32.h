@@ -80,8 +80,8 @@ class F32Forward : private F32Items {
   float* q_planes(int32_t i) {
     return has_own_q(i) ? packed_.q_planes : scratch_.q_planes + q_place(i) * kGroupRows * q_row();
   }
-  char* k_panel(int32_t panel) const { return packed_.k_tiles + panel * dim_steps() * F32Right::kStepBytes; }
-  char* v_panel(int32_t panel) const { return packed_.v_tiles + panel * kBlockSteps * F32Right::kStepBytes; }
+  char* k_panel(int32_t panel) const { return packed_.k_tiles + panel * dim_steps() * F32Right::kF32StepBytes; }
+  char* v_panel(int32_t panel) const { return packed_.v_tiles + panel * kBlockSteps * F32Right::kF32StepBytes; }
 
   // -- jobs --
   void add_q(int32_t i) {
@@ -123,7 +123,7 @@ class F32Forward : private F32Items {
       const float* src = k.data + job.index * kStep;
       const float* next =
           job.index + 1 < job.count ? src + kStep : self.k_rows_[job.panel < last_panel ? job.panel + 1 : 0].data;
-      pack_k_step(src, next, k.stride, self.k_panel(job.panel) + job.index * F32Right::kStepBytes, step);
+      pack_k_step(src, next, k.stride, self.k_panel(job.panel) + job.index * F32Right::kF32StepBytes, step);
     }
   };
 
@@ -139,7 +139,7 @@ class F32Forward : private F32Items {
       const bool is_last = job.index + 1 == job.count;
       const float* next =
           is_last ? self.v_rows_[0].data + column + kPanelColumns : self.v_rows_[job.index + 1].data + column;
-      pack_v_step(v.data + column, next, v.stride, self.v_panel(job.panel) + job.index * F32Right::kStepBytes, step);
+      pack_v_step(v.data + column, next, v.stride, self.v_panel(job.panel) + job.index * F32Right::kF32StepBytes, step);
     }
   };
 
@@ -347,8 +347,8 @@ class F32Forward : private F32Items {
       step.left = reinterpret_cast<const char*>(scores());
       step.right = v_panel(place.panel);
     }
-    step.left += place.step * kStepBytes;
-    step.right += place.step * F32Right::kStepBytes;
+    step.left += place.step * kF32StepBytes;
+    step.right += place.step * F32Right::kF32StepBytes;
     step.opens_panel = place.step == 0;
     step.is_whole = is_whole(place);
     return step;

@@ -17,23 +17,23 @@ constexpr int64_t kScoresFloats = kGroupRows * kScoresRow;
 
 // What a task reads first, in two copies: the next task's is filled while this one runs.
 struct F32Operands {
-  float* q_planes;  // of the first item: [group][padded_dim / 32 steps] of kStepBytes
+  float* q_planes;  // of the first item: [group][padded_dim / 32 steps] of kF32StepBytes
   float* q_whole;   // of the first item: [group, padded_dim], where Q is not whole
   float* k_whole;   // [kBlockKeys, padded_dim], where K is not whole
   float* v_whole;
-  char* k_tiles;    // [kBlockKeys / 32 panels][padded_dim / 32 steps] of F32Right::kStepBytes
-  char* v_tiles;    // [padded_dim / 32 panels][kBlockKeys / 32 steps] of F32Right::kStepBytes
+  char* k_tiles;    // [kBlockKeys / 32 panels][padded_dim / 32 steps] of F32Right::kF32StepBytes
+  char* v_tiles;    // [padded_dim / 32 panels][kBlockKeys / 32 steps] of F32Right::kF32StepBytes
 };
 
 struct F32Scratch {
   F32Operands operands[2];
-  float* scores;    // [group][kBlockKeys / 32 steps] of kStepBytes: scores, then weights
+  float* scores;    // [group][kBlockKeys / 32 steps] of kF32StepBytes: scores, then weights
   float* product;   // [group, padded_dim]
   float* alpha;     // [2 items][group]
   float* of_row;    // [group] vectors: sums of weights
   void* simd;       // for forward_simd, of one group
   // From here on places depend on the task's height.
-  float* q_planes;  // [groups][group][padded_dim / 32 steps] of kStepBytes
+  float* q_planes;  // [groups][group][padded_dim / 32 steps] of kF32StepBytes
   float* q_whole;   // [groups][group, padded_dim]
   float* max_log2;  // [groups, group]
   float* sum;       // [groups, group]
@@ -50,8 +50,8 @@ struct F32Scratch {
       copy.q_whole = arena.take<float>(group_elements);
       copy.k_whole = arena.take<float>(block_elements);
       copy.v_whole = arena.take<float>(block_elements);
-      copy.k_tiles = arena.take<char>(block_elements / (kStep * kStep) * F32Right::kStepBytes);
-      copy.v_tiles = arena.take<char>(block_elements / (kStep * kStep) * F32Right::kStepBytes);
+      copy.k_tiles = arena.take<char>(block_elements / (kStep * kStep) * F32Right::kF32StepBytes);
+      copy.v_tiles = arena.take<char>(block_elements / (kStep * kStep) * F32Right::kF32StepBytes);
     }
     scores = arena.take<float>(kScoresFloats);
     product = arena.take<float>(group_elements);

@@ -18,8 +18,8 @@ constexpr int kF32Planes = Planes<float>::value;
 using F32Right = RightLayout<kF32Planes>;
 static_assert(PlanePairs<kF32Planes, Product::kScores>::kCount == 6, "units have 24 ticks");
 // A step of a row of a left operand: planes side by side. The scores of a step lie where its weights will.
-constexpr int64_t kStepBytes = kF32Planes * kTileBytesPerRow;
-constexpr int64_t kStepFloats = kStepBytes / static_cast<int64_t>(sizeof(float));
+constexpr int64_t kF32StepBytes = kF32Planes * kTileBytesPerRow;
+constexpr int64_t kStepFloats = kF32StepBytes / static_cast<int64_t>(sizeof(float));
 
 // What the first plane leaves.
 inline __m512i rest_of(__m512i x, __m512i upper) {
@@ -133,7 +133,7 @@ inline void pack_k_step(const float* k, const float* next, int64_t stride, char*
     step.template tick<kTick + 1>();
     // Pairs of both tiles; past them those of the next unit.
     const auto place = [&](int pair) {
-      return dst + pair / 32 * F32Right::kStepBytes + pair / 16 % 2 * F32Right::kTile + pair % 16 * kRightRow;
+      return dst + pair / 32 * F32Right::kF32StepBytes + pair / 16 % 2 * F32Right::kTile + pair % 16 * kRightRow;
     };
 #pragma GCC unroll 12
     for (int line = 0; line < 12; ++line) {
@@ -163,7 +163,7 @@ inline void pack_v_step(const float* v, const float* next, int64_t stride, char*
     step.template tick<kTick + 1>();
     const auto place = [&](int part) { return dst + part % 2 * F32Right::kTile + part / 2 * kRightRow; };
     // Two pieces ahead; past the last ones of a unit those of the next.
-    const char* ahead = kTick < 18 ? place(8) : dst + F32Right::kStepBytes - 12 * kRightRow;
+    const char* ahead = kTick < 18 ? place(8) : dst + F32Right::kF32StepBytes - 12 * kRightRow;
 #pragma GCC unroll 12
     for (int line = 0; line < 12; ++line) {
       fetch_to_write(ahead + (line % 2) * F32Right::kTile + line / 2 % 2 * kRightRow + line / 4 * F32Right::kPlane);

@@ -33,7 +33,7 @@ template <int kPlanes>
 struct RightLayout {
   static constexpr int64_t kPlane = 2 * kTileBytes;
   static constexpr int64_t kTile = kTileBytes;
-  static constexpr int64_t kStepBytes = kPlanes * 2 * kTileBytes;
+  static constexpr int64_t kF32StepBytes = kPlanes * 2 * kTileBytes;
 };
 
 // The products of one step: four for each pair of planes, done by tick<0>, tick<1>, ... of the vector unit beside it.

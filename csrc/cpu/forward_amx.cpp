@@ -12,12 +12,13 @@
 //
 // The target is set here, not by compiler flags, so that all files of this folder are compiled alike; it must come
 // before the intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,amx-tile,amx-bf16")
 
 #include "vector_avx512.h"
 
 #include <new>
 
+#include "amx_forward_bf16.h"
 #include "amx_forward_f32.h"
 #include "amx_pack.h"
 #include "amx_softmax.h"
@@ -69,7 +70,8 @@ struct AmxScratch {
 template <class T>
 class AmxForward {
  public:
-  AmxForward(const Task& task, void* memory)
+  // wanted: a bit for each group to compute.
+  AmxForward(const Task& task, void* memory, uint32_t wanted)
       : task_(task),
         params_(*task.params),
         operands_(task),
@@ -78,6 +80,7 @@ class AmxForward {
         groups_(group_count(task.row_end - task.row_begin)),
         key_end_(clamp(round_up(visible_end(task), kStep), 0, params_.seq_k)),
         scale_(make_scale(params_.scale)),
+        wanted_(wanted),
         scratch_(memory, kPlanes, groups_, padded_dim_) {}
 
   // Returns a bit for each group whose output is not all finite.
@@ -87,7 +90,7 @@ class AmxForward {
       attend(key, clamp(int64_t{key_end_} - key, 0, kBlockKeys));
     }
     for (int32_t group = 0; group < groups_; ++group) {
-      if (!is_single_block() || !sees_keys(group)) end_group(group, out(group));
+      if (is_wanted(group) && (!is_single_block() || !sees_keys(group))) end_group(group, out(group));
     }
     return bad_groups_;
   }
@@ -96,6 +99,7 @@ class AmxForward {
   static constexpr int kPlanes = Planes<T>::value;
   using Layout = ScoresLayout<kPlanes>;
 
+  bool is_wanted(int32_t group) const { return (wanted_ >> group & 1) != 0; }
   bool is_single_block() const { return key_end_ <= kBlockKeys; }
   int32_t group_row(int32_t group) const { return task_.row_begin + group * kGroupRows; }
   int32_t group_height(int32_t group) const { return clamp(task_.row_end - group_row(group), 0, kGroupRows); }
@@ -164,7 +168,7 @@ class AmxForward {
                                  Layout::kRowFloats * static_cast<int64_t>(sizeof(float))};
     for (int32_t group = 0; group < groups_; ++group) {
       const VisibleKeys visible = visible_keys(task_.causal, diagonal(group), begin, block_keys);
-      if (visible.end == 0) continue;
+      if (!is_wanted(group) || visible.end == 0) continue;
       const int32_t keys = round_up(visible.end, kStep);
       multiply_tiles<kPlanes, Product::kScores>(load_q(group, begin == 0), k, padded_dim_ / kStep, keys / kPanelColumns,
                                                 scratch_.scores, Layout::kRowFloats);
@@ -241,9 +245,20 @@ class AmxForward {
   // Whole steps, so that what a group's last step holds does not depend on the task's height.
   const int32_t key_end_;
   const Scale scale_;
+  const uint32_t wanted_;
   const AmxScratch scratch_;
   uint32_t bad_groups_ = 0;
 };
+
+// A bit for each group that is left to do by subtracting maxima.
+template <class T>
+inline uint32_t forward_in_window(const Task&, void*) {
+  return ~0u;
+}
+template <>
+inline uint32_t forward_in_window<BFloat16>(const Task& task, void* memory) {
+  return WindowForward(task, memory).run();
+}
 
 // Computes groups of a task again, a bit for each.
 template <class T>
@@ -260,7 +275,8 @@ void repeat_groups(const Task& task, uint32_t bad, void* memory) {
 template <class T>
 void forward_amx(const Task& task, void* memory) {
   configure_tiles();
-  const uint32_t bad = AmxForward<T>(task, memory).run();
+  const uint32_t left = forward_in_window<T>(task, memory);
+  const uint32_t bad = left == 0 ? 0 : AmxForward<T>(task, memory, left).run();
   _tile_release();
   repeat_groups<T>(task, bad, memory);
 }
@@ -313,9 +329,21 @@ void run_amx(const TaskSource& source, void* memory) {
 
 size_t amx_scratch_bytes(ScalarType type, int32_t head_dim, int32_t rows) {
   const int32_t groups = group_count(rows), padded_dim = round_up(head_dim, kStep);
-  const int planes = type == ScalarType::kFloat16 ? Planes<Half>::value : Planes<BFloat16>::value;
-  const size_t bytes = type == ScalarType::kFloat32 ? F32Scratch(nullptr, groups, head_dim).bytes
-                                                    : AmxScratch(nullptr, planes, groups, padded_dim).bytes;
+  size_t bytes = 0;
+  switch (type) {
+    case ScalarType::kFloat32:
+      bytes = F32Scratch(nullptr, groups, head_dim).bytes;
+      break;
+    case ScalarType::kFloat16:
+      bytes = AmxScratch(nullptr, Planes<Half>::value, groups, padded_dim).bytes;
+      break;
+    case ScalarType::kBFloat16: {
+      bytes = AmxScratch(nullptr, Planes<BFloat16>::value, groups, padded_dim).bytes;
+      const size_t window_bytes = WindowScratch(nullptr, groups, padded_dim).bytes;
+      bytes = window_bytes > bytes ? window_bytes : bytes;
+      break;
+    }
+  }
   const size_t simd_bytes = simd_scratch_bytes(type, head_dim, rows);
   return bytes > simd_bytes ? bytes : simd_bytes;
 }

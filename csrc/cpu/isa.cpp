@@ -49,9 +49,11 @@ bool has_avx512() {
 bool has_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // leaf 7, subleaf 0, edx
+  constexpr unsigned kAvx512Vbmi = 1u << 1;                      // leaf 7, subleaf 0, ecx
   constexpr unsigned kAvx512Bf16 = 1u << 5;                      // leaf 7, subleaf 1, eax
   if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   if ((edx & (kAmxBf16 | kAmxTile)) != (kAmxBf16 | kAmxTile) || !os_saves(kXcr0Amx)) return false;
+  if (!(ecx & kAvx512Vbmi)) return false;
   if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & kAvx512Bf16)) return false;
   return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;
 }

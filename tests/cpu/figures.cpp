@@ -1,5 +1,5 @@
 // What the parts of the AMX kernel cost on one core, in nanoseconds: the fastest of many runs of each. Printed as JSON.
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,amx-tile,amx-bf16")
 
 #include "cpu/vector_avx512.h"
 
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/amx_softmax.h"
+#include "cpu/amx_softmax_bf16.h"
 #include "cpu/amx_tiles.h"
 #include "cpu/amx_units_f32.h"
 
@@ -56,6 +57,13 @@ double load_tiles(int kilobytes) {
          }) / kilobytes;
 }
 
+double store_tiles() {
+  constexpr int kTiles = 16;
+  return fastest(200, [&] {
+           for (int tile = 0; tile < kTiles; ++tile) _tile_stored(0, g_memory + tile * kTileBytes, kTileBytesPerRow);
+         }) / kTiles;
+}
+
 double store_vectors(int kilobytes) {
   return fastest(200, [&] {
            for (int line = 0; line < kilobytes * 16; ++line) {
@@ -98,6 +106,20 @@ double softmax<float>() {
          (kGroupRows * kBlockKeys / Vector::kWidth);
 }
 
+template <>
+double softmax<BFloat16>() {
+  constexpr int64_t kScores = kGroupRows * kBlockKeys, kPortion = kRowsAtOnce * kStep;
+  float* scores = reinterpret_cast<float*>(g_memory);
+  uint16_t* weights = reinterpret_cast<uint16_t*>(g_memory + kScores * sizeof(float));
+  for (int64_t i = 0; i < kScores; ++i) scores[i] = 0.0f;
+  return fastest(200, [&] {
+           for (int64_t i = 0; i < kScores; i += kPortion) {
+             scores_to_weights<false>(scores + i, 1.0f, kStep, kStep, weights + i);
+             order_memory();
+           }
+         }) / (kScores / Vector::kWidth);
+}
+
 void measure() {
   const double product = fastest(1000, four_products) / 4;
   const double vectors = fastest(1000, vector_work) / kVectorWork;
@@ -118,7 +140,8 @@ void measure() {
   std::printf("{\"tile_product\": %.3f, \"multiply_add\": %.4f, \"multiply_add_beside_tiles\": %.4f, ", product, vectors,
               vectors_beside);
   std::printf("\"four_products_after_%.0f_ns_of_vectors\": %.1f, ", alone, woken - alone);
-  std::printf("\"tile_load_l1\": %.3f, \"tile_load_l2\": %.3f, ", load_tiles(32), load_tiles(512));
+  std::printf("\"tile_load_l1\": %.3f, \"tile_load_l2\": %.3f, \"tile_store\": %.3f, ", load_tiles(32), load_tiles(512),
+              store_tiles());
   std::printf("\"store_kilobyte_l1\": %.3f, \"store_kilobyte_l2\": %.3f, ", store_vectors(32), store_vectors(512));
   std::printf("\"softmax_vector_f32\": %.3f, \"softmax_vector_f16\": %.3f, \"softmax_vector_bf16\": %.3f}\n",
               softmax<float>(), softmax<Half>(), softmax<BFloat16>());

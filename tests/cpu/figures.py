@@ -71,14 +71,21 @@ def visible_keys(causal: bool) -> int:
 
 
 def parts_us(dtype: str, head_dim: int, causal: bool, core: dict[str, float], call: float) -> dict[str, float]:
-    """One thread: tile products; softmax; stores of packed K, V and Q and of the output, which miss the L1 cache; a call."""
+    """One thread: tile products; softmax; stores of what misses the L1 cache; a call.
+
+    These are packed Q, K and V and the output; in bf16 the weights and the output, for Q is used where it lies, and what
+    is packed of K and V stays in the cache. There the weights' sums are products, too: of 16 x 16 tiles with ones.
+    """
     keys = visible_keys(causal)
     tiles = GROUP // TILE * (keys // TILE) * (head_dim // STEP)  # of one product of a head; P V has as many as Q K^T
-    planes = PLANES[dtype]
-    packed = (3 if planes > 1 else 2) * planes * 2  # bytes for each element of a head; bf16 Q is used where it lies
-    kilobytes = LENGTH * head_dim * (packed + DTYPES[dtype].itemsize) / 1024
+    products = tiles * sum(PRODUCTS[dtype])
+    stored = LENGTH * head_dim * (3 * PLANES[dtype] * 2 + DTYPES[dtype].itemsize)
+    if dtype == "bf16":
+        products += GROUP // TILE * keys // STEP
+        stored = (GROUP * keys + LENGTH * head_dim) * DTYPES[dtype].itemsize
+    kilobytes = stored / 1024
     parts = {
-        "products": HEADS * tiles * sum(PRODUCTS[dtype]) * core["tile_product"] / 1e3,
+        "products": HEADS * products * core["tile_product"] / 1e3,
         "softmax": HEADS * GROUP * keys // VECTOR * core[f"softmax_vector_{dtype}"] / 1e3,
         "stores": HEADS * kilobytes * core["store_kilobyte_l2"] / 1e3,
         "call": call,

@@ -13,7 +13,7 @@ import pytest
 from .backend import ISAS, SOURCES, Backend, BackendError
 
 FLAG_OF_ISA = {"avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
-FLAG_OF_ISA["amx"] = (*FLAG_OF_ISA["avx512"], "amx_tile", "amx_bf16", "avx512_bf16")
+FLAG_OF_ISA["amx"] = (*FLAG_OF_ISA["avx512"], "amx_tile", "amx_bf16", "avx512_bf16", "avx512vbmi")
 
 
 def cpu_flags() -> set[str]:

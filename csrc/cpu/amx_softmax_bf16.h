@@ -1,0 +1,135 @@
+// Scores to bf16 weights in 16-bit fixed point, 32 to a vector, for bf16 tensors. Include after vector_avx512.h. Internal
+// linkage.
+//
+// A weight is 2^(x + 30), x = score * scale * log2(e): the row's maximum is not subtracted. It would cancel when the output
+// is divided by the sum of the same weights, and bf16 has the exponents of fp32, so only the range of x needs looking at.
+// x in 1/256 is a word of 8 bits of exponent and 8 of fraction f; with 2^f - 1 - f added, which a table gives by the first
+// 7 bits of f, and rounded to 7 bits of fraction it is the weight.
+//
+// Where an x is outside the window or NaN, or all weights of a row are very small, the group is left to the kernel that
+// subtracts maxima.
+#pragma once
+
+#include <cstdint>
+
+#include "amx_tiles.h"
+#include "softmax.h"
+
+namespace flashmoe {
+namespace cpu {
+namespace {
+
+// The window is -157 <= x < 99; its last unit and first tenth give weights of Inf or NaN, which the output shows.
+constexpr int kWindowLow = 157;
+// The tile unit takes weights and products below 2^-126 for 0. That is of no account where a row's sum is this many times
+// the number of keys, unless V is below 2^-76.
+constexpr float kLeastSumOfKey = 0x1p-50f;
+constexpr int kFractions = 256;
+constexpr int kCells = 128;
+constexpr int kCellFractions = kFractions / kCells;
+constexpr int kHalfUnit = 1;  // of bf16, whose fraction has a bit less than the words
+
+// 2^f for |f| <= 1, when compiling.
+constexpr double exp2_series(double f) {
+  double term = 1.0, sum = 1.0;
+  for (int i = 1; i < 24; ++i) {
+    term *= f * 0.69314718055994530942 / i;
+    sum += term;
+  }
+  return sum;
+}
+
+// Entry i: 1 + f - 2^f in 1/256, for the words that have i in the first bits of their fraction; of all integers the one
+// that leaves the least square error of the weights. The words hold kHalfUnit more than x.
+struct Correction {
+  alignas(64) uint8_t entry[kCells] = {};
+
+  // Of a weight of fraction `word`, relative.
+  static constexpr double square_error(int word, int correction) {
+    const int shifted = word - correction + 2 * kFractions;  // positive
+    const int rounded = shifted / 2 - kFractions;            // in 1/128; below 0 the exponent is one less
+    const double weight = 1.0 + rounded / (rounded < 0 ? 256.0 : 128.0);
+    const double error = weight / exp2_series(static_cast<double>(word - kHalfUnit) / kFractions) - 1.0;
+    return error * error;
+  }
+  constexpr Correction() {
+    constexpr int kMost = 24;  // 0.0861 * 256 = 22.04
+    for (int cell = 0; cell < kCells; ++cell) {
+      double least = 1.0;
+      for (int correction = 0; correction <= kMost; ++correction) {
+        double sum = 0.0;
+        for (int i = 0; i < kCellFractions; ++i) sum += square_error(cell * kCellFractions + i, correction);
+        if (sum >= least) continue;
+        least = sum;
+        entry[cell] = static_cast<uint8_t>(correction);
+      }
+    }
+  }
+};
+constexpr Correction kCorrection;
+
+// Entry n: the words of keys 0..n-1 of 32. Word 2 i is key i, word 2 i + 1 key i + 16: the pairs of V (amx_pack_bf16.h).
+struct FirstKeys {
+  uint32_t words[kStep + 1] = {};
+
+  constexpr FirstKeys() {
+    for (int keys = 0; keys < kStep; ++keys) {
+      words[keys + 1] = words[keys] | 1u << (keys % kTileRows * 2 + keys / kTileRows);
+    }
+  }
+};
+constexpr FirstKeys kFirstKeys;
+
+constexpr int32_t kRowsAtOnce = 16;  // of a block of 32, so that two products can have vector work each behind them
+
+// weights [16, 32] of scores [16 rows, 32 keys]; row r sees the block's first min(first_end + r, last_end) keys if
+// kMasked. Returns words whose upper halves are zero if all x were inside the window.
+template <bool kMasked>
+inline __m512i scores_to_weights(const float* scores, float scale_log2, int64_t first_end, int32_t last_end,
+                                 uint16_t* weights) {
+  constexpr float kMagic = 0x1.8p23f;  // the bits of kMagic + n, 0 <= n < 2^16, are its own and n below
+  const __m512i magic = _mm512_castps_si512(Vector::broadcast(kMagic));
+  const __m512 scale = Vector::broadcast(scale_log2 * kFractions);
+  const __m512 offset = Vector::broadcast(kMagic + kWindowLow * kFractions + kHalfUnit);
+  const __m512i table = _mm512_load_si512(kCorrection.entry), table_end = _mm512_load_si512(kCorrection.entry + 64);
+  const __m512i low_to_high = _mm512_set4_epi32(0x0d0c0000, 0x09080000, 0x05040000, 0x01000000);
+  constexpr __mmask64 kHighWords = 0xccccccccccccccccu, kLowBytes = 0x5555555555555555u;
+  __m512i outside_low = _mm512_setzero_si512(), outside_high = outside_low;  // one chain would be the slowest part
+#pragma GCC unroll 16
+  for (int32_t row = 0; row < kRowsAtOnce; ++row) {
+    const float* s = scores + row * kStep;
+    const __m512i low = _mm512_castps_si512(Vector::fma(Vector::load(s), scale, offset));
+    const __m512i high = _mm512_castps_si512(Vector::fma(Vector::load(s + Vector::kWidth), scale, offset));
+    constexpr int kOrDiffers = 0xf6;  // first | (second ^ third)
+    outside_low = _mm512_ternarylogic_epi32(outside_low, low, magic, kOrDiffers);
+    outside_high = _mm512_ternarylogic_epi32(outside_high, high, magic, kOrDiffers);
+    const __m512i words = _mm512_mask_shuffle_epi8(low, kHighWords, high, low_to_high);
+    const __m512i cells = _mm512_srli_epi16(words, 1);  // in 7 bits of each low byte
+    const __m512i corrections = _mm512_maskz_permutex2var_epi8(kLowBytes, table, cells, table_end);
+    __m512i result = _mm512_srli_epi16(_mm512_sub_epi16(words, corrections), 1);
+    if (kMasked) result = _mm512_maskz_mov_epi16(kFirstKeys.words[clamp(first_end + row, 0, last_end)], result);
+    _mm512_store_si512(weights + row * kStep, result);
+  }
+  return _mm512_or_si512(outside_low, outside_high);
+}
+
+// Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]: where the log-sum-exp is wanted, the rounded weights' sum would
+// not do.
+inline void add_exact_weights(const float* scores, float scale_log2, int64_t first_end, int32_t last_end,
+                              float* sums) {
+  const __m512 scale = Vector::broadcast(scale_log2), hidden = Vector::broadcast(kMinusInfinity);
+  for (int32_t row = 0; row < kRowsAtOnce; ++row) {
+    const int32_t end = clamp(first_end + row, 0, last_end);
+    const float* s = scores + row * kStep;
+    __m512 x[2] = {Vector::mul(Vector::load(s), scale), Vector::mul(Vector::load(s + Vector::kWidth), scale)};
+    x[0] = Vector::from_lane(end, hidden, x[0]);
+    x[1] = Vector::from_lane(end - Vector::kWidth, hidden, x[1]);
+    exp2_of<kExpDegreeFull>(x);
+    float* sum = sums + row * Vector::kWidth;
+    Vector::store(sum, Vector::add(Vector::load(sum), Vector::add(x[0], x[1])));
+  }
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace flashmoe
