@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,29 @@ LOG = """\
 #17 exporting layers 37.6s done
 #17 DONE 47.1s
 """
+
+
+def copied_by_stage(name: str) -> list[tuple[list[str], str]]:
+    """The sources and the target of every COPY in one stage of the Dockerfile."""
+    stage = re.split(r"^FROM .* AS ", DOCKERFILE.replace("\\\n", " "), flags=re.MULTILINE)
+    (body,) = (text for text in stage if text.startswith(f"{name}\n"))
+    copies = [words.split() for words in re.findall(r"^COPY --chown=\S+ (.*)$", body, re.MULTILINE)]
+    return [(words[:-1], words[-1]) for words in copies]
+
+
+def test_the_toolchain_stage_holds_all_that_its_sessions_import(tmp_path: Path) -> None:
+    copies = copied_by_stage("toolchain")
+    assert len(copies) >= 4
+    for sources, target in copies:
+        for source in sources:
+            to = tmp_path / target / Path(source).name if target.endswith("/") else tmp_path / target
+            to.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, to)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "nox", "--list"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "environments" in done.stdout
 
 
 def test_seconds_are_added_up_by_stage() -> None:
