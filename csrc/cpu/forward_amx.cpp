@@ -233,7 +233,8 @@ class AmxForward {
     }
     const __m512 finite = Vector::sub(total, total);
     store_lse(state, rows, operands_.lse_row(first));
-    bad_groups_ |= static_cast<uint32_t>(Vector::any_differs(finite, Vector::zero())) << group;
+    const bool is_bad = Vector::any_differs(finite, Vector::zero()) || maxima_are_far(state.max_log2, rows);
+    bad_groups_ |= static_cast<uint32_t>(is_bad) << group;
   }
 
   const Task& task_;

@@ -127,11 +127,16 @@ inline void attend_row(const float* q, const T* k, int64_t k_stride, const T* v,
   const float shift = now == kMinusInfinity ? 0.0f : now;
   float alpha[Vector::kWidth];
   Vector::store(alpha, exp2<kExpDegreeFull>(Vector::broadcast(before - shift)));
-  Vector::Float sum = Vector::zero();
+  Vector::Float sum = Vector::zero(), scale = Vector::broadcast(scale_log2);
+  if (maxima_are_far(&now, 1)) {  // products rounded as the maximum's was
+    for (int32_t key = 0; key < keys; key += Vector::kWidth) {
+      Vector::store(scratch.scores + key, Vector::mul(Vector::load(scratch.scores + key), scale));
+    }
+    scale = Vector::broadcast(1.0f);
+  }
   for (int32_t key = 0; key < keys; key += Vector::kWidth) {
     float* s = scratch.scores + key;
-    const Vector::Float weight =
-        exp2<kDegree>(Vector::fma(Vector::load(s), Vector::broadcast(scale_log2), Vector::broadcast(-shift)));
+    const Vector::Float weight = exp2<kDegree>(Vector::fma(Vector::load(s), scale, Vector::broadcast(-shift)));
     sum = Vector::add(sum, weight);
     Vector::store(s, weight);
   }

@@ -168,12 +168,19 @@ inline void accumulate_visible_output(const float* p_t, const float* v, int64_t 
 // Turns scores_t into weights, in place, and updates the state.
 template <int kDegree>
 inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, GroupState state) {
-  const Vector::Float scale = Vector::broadcast(scale_log2);
   for (int c = 0; c < kGroupVectors; ++c) {
+    Vector::Float scale = Vector::broadcast(scale_log2);
     const Vector::Float minus_shift =
         Vector::sub(Vector::zero(), update_max(scores_t, keys, scale_log2, state, c));
     Vector::Float sum0 = Vector::zero(), sum1 = Vector::zero();
     float* s = scores_t + c * Vector::kWidth;
+    if (maxima_are_far(state.max_log2 + c * Vector::kWidth, Vector::kWidth)) {  // products rounded as the maximum's was
+      for (int32_t key = 0; key < keys; ++key) {
+        float* score = s + int64_t{key} * kGroupRows;
+        Vector::store(score, Vector::mul(Vector::load(score), scale));
+      }
+      scale = Vector::broadcast(1.0f);
+    }
     int32_t key = 0;
     for (; key + 1 < keys; key += 2, s += 2 * kGroupRows) {
       const Vector::Float p0 = exp2<kDegree>(Vector::fma(Vector::load(s), scale, minus_shift));

@@ -132,6 +132,20 @@ inline void clear_state(GroupState state) {
   }
 }
 
+// Scaled scores from which on `score * scale - maximum` in one rounding is no longer near 0 for the maximum itself, whose
+// product was rounded before: what is left of it is half a unit in its last place, 2^-4 here and 2^39 at 2^63.
+constexpr float kFarLog2 = 0x1p20f;
+
+// Whether the maximum of one of `rows` rows lies there.
+inline bool maxima_are_far(const float* max_log2, int32_t rows) {
+  bool any = false;
+  for (int32_t row = 0; row < rows; ++row) {
+    const float size = __builtin_fabsf(max_log2[row]);
+    any |= size >= kFarLog2 && max_log2[row] != kMinusInfinity;
+  }
+  return any;
+}
+
 // 1 / sum, or 0 for rows that saw no key (their sum is exactly 0: any key's maximum contributes 1, a NaN gives NaN).
 inline Vector::Float inverse_sum(GroupState state, int c) {
   const Vector::Float sum = Vector::load(state.sum + c * Vector::kWidth);

@@ -163,6 +163,29 @@ def test_scores_far_apart(backend: Backend) -> None:
             compare_lse(lse, expected_lse)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seq_q", [2, 130])
+@pytest.mark.parametrize("size", [1e3, 3e4, 1e6, 1e10, 1e15])
+def test_far_scores(backend: Backend, size: float, seq_q: int, dtype: torch.dtype) -> None:
+    """Scores of up to 1e31, where rounding the maximum's product leaves more of it than exp2 takes: one key wins all the same."""
+    if dtype == torch.float16 and size > 1e4:
+        size = 1e4  # the largest of them is 5e4, and fp16 ends at 65504
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for n in (seq_q, 300, 300))
+    q, k, v = (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
+    for causal in (False, True):
+        out, lse = backend.forward(q, k, v, causal)
+        scores = q.double() @ k.double().mT / 8.0
+        if causal:
+            scores = scores.masked_fill(~visible(seq_q, 300, q.device), -math.inf)
+        best = scores.topk(2).values
+        decided = best[..., 0] - best[..., 1] > 1e-5 * best[..., 0].abs() + 20.0
+        assert decided.float().mean() > 0.9
+        winner = torch.gather(v.expand_as(k), 2, scores.argmax(-1)[..., None].expand(-1, -1, -1, 64))
+        torch.testing.assert_close(out[decided], winner[decided], rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1), rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
