@@ -32,6 +32,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return result;
 }
 
+// a * b, rounded, whatever it is added to: a plain product may be contracted into an fma.
+__device__ __forceinline__ float mul_rn(float a, float b) {
+  float result;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // a * b + c with one rounding.
 __device__ __forceinline__ float fma_rn(float a, float b, float c) {
   float result;

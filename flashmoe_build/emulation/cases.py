@@ -105,6 +105,8 @@ def problems(unit: Unit) -> Iterator[Problem]:
         (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),
         # Row and head offsets past 2^31 elements.
         (36, 40, dim, 2, 1, 1, Layout.FAR, Values.NORMAL),
+        # Equal scores, far from 0: a maximum that stays must leave the old sums as they are.
+        (20, 3 * n + 7, dim, 1, 1, 1, Layout.BHSD, Values.LEVEL),
         # NaN in the inputs, in a last key that most causal rows do not see among them.
         (20, n + 9, dim, 2, 2, 1, Layout.BHSD, Values.NAN),
     )

@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="print the labels and stop")
     made.add_argument("--mask", choices=("full", "causal"), help="one mask only")
     made.add_argument("--shape", type=Shape.parse, help="one problem instead of the suite, as b1.h2.kv1.q65.k65.d64")
-    made.add_argument("--layout", type=Layout, choices=list(Layout), default=Layout.BHSD, help="with --shape")
-    made.add_argument("--values", type=Values, choices=list(Values), default=Values.NORMAL, help="with --shape")
+    made.add_argument("--layout", choices=[layout.value for layout in Layout], default="bhsd", help="with --shape")
+    made.add_argument("--values", choices=[values.value for values in Values], default="normal", help="with --shape")
     made.add_argument("--data-seed", type=int, default=0, metavar="N", help="with --shape: of the random inputs")
     made.add_argument("--splits", type=int, help="with --shape: blocks that share a query tile's keys (split kernels)")
     made.add_argument("--huge", action="store_true", help="the last block of a problem whose offsets pass 2^31")
@@ -82,8 +82,8 @@ def _problem(arguments: argparse.Namespace, dtype: str, causal: bool, is_split: 
         arguments.shape,
         dtype,
         causal,
-        arguments.layout,
-        arguments.values,
+        Layout(arguments.layout),
+        Values(arguments.values),
         arguments.data_seed,
         splits,
         wants_lse=not arguments.no_lse,

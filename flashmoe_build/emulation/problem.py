@@ -34,6 +34,7 @@ class Values(str, Enum):
     LARGE = "large"  # logits times ten: nearly one-hot rows
     OUTLIER = "outlier"  # one huge key
     RISING = "rising"  # scores grow with the key index: the maximum moves with every tile, upwards and downwards
+    LEVEL = "level"  # every other row: equal scores of over 2^20; between them: scores that rise
     NAN = "nan"  # in the last key, in one value of the first, in one query: they go where a plain softmax takes them
 
 
@@ -123,6 +124,13 @@ def make_inputs(problem: Problem) -> Inputs:
         sign = torch.where(torch.arange(s.seq_q) % 2 == 0, 1.0, -1.0)[None, None, :, None]
         k = 0.2 * k + ramp * direction
         q = 0.2 * q + sign * direction * 4
+    elif problem.values is Values.LEVEL:
+        # Integers: the scores of the level rows are exact, and equal.
+        q, k = torch.full_like(q, 384.0), torch.full_like(k, 384.0)
+        k[..., 0] = torch.arange(s.seq_k) % 256
+        q[..., 0] = 0.0
+        q[:, :, 1::2] = 0.0
+        q[:, :, 1::2, 0] = 8.0
     elif problem.values is Values.NAN:
         nan = float("nan")
         k[-1, -1, -1, s.head_dim // 2] = nan
@@ -151,14 +159,17 @@ def reference(problem: Problem, inputs: Inputs) -> Reference:
     q = inputs.q.double()
     k, v = (t.double().repeat_interleave(repeat, dim=1) for t in (inputs.k, inputs.v))
     scores = (q @ k.transpose(-1, -2)) * problem.scale
+    is_level = scores.amax(dim=-1, keepdim=True) == scores.amin(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible(s, problem.causal), float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     out = weights @ v  # 0 * NaN is NaN: so says a plain softmax of a masked key, too
     spread = weights @ v.abs()
     unit = UNIT_ROUNDOFF[problem.dtype]
-    # Scores of size 100 carry an fp32 error of about 1e-5 into the exponent, relative to p.
+    # Scores of size 100 carry an fp32 error of about 1e-5 into the exponent, relative to p; unless all of a row carry the same.
     exponent = 4e-7 * scores.masked_fill(scores == float("-inf"), 0.0).abs().amax(dim=-1, keepdim=True)
+    if problem.splits == 1:  # the splits of a row are weighed by their lse, rounded each
+        exponent = exponent.masked_fill(is_level, 0.0)
     small = s.seq_k * 2.0**-25 * float(v.nan_to_num(0).abs().max()) if problem.dtype == "f16" else 0.0
     bound = (unit + 2e-5 + exponent) * spread + unit * out.abs() + 1e-6 + small
     return Reference(out, lse, bound)

@@ -30,8 +30,8 @@ def test_large_logits(factor: int, device: str) -> None:
 def test_scores_beyond_the_range_of_half(device: str) -> None:
     """q k^T of 4e6 overflows float16 but not the float32 that scores are kept in: each row picks one key.
 
-    The largest weight is exp2(fma(s, c, -round(m c))), off from 1 by a few per cent here; the row sum holds the same
-    factor, so what is left is the rounding of that weight to the inputs' dtype.
+    The largest weight is exp2(fma(s, c, -round(m c))) on a GPU, off from 1 by a few per cent here; the row sum holds the
+    same factor, so what is left is the rounding of that weight to the inputs' dtype.
     """
     for dtype in DTYPES[device]:
         q = torch.full((1, 1, 40, 64), 250.0, dtype=dtype, device=device)
@@ -53,6 +53,24 @@ def test_constant_inputs_average_the_values(device: str) -> None:
         mean = v.double().cumsum(2) / torch.arange(1, 66, device=device).view(-1, 1)
         expected = mean if causal else mean[:, :, -1:].expand_as(mean)
         torch.testing.assert_close(out.double(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 2e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("size", [24.0, 48.0, 384.0, 448.0, 3072.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_equal_scores_of_any_size(head_dim: int, size: float, device: str) -> None:
+    """A maximum that stays the same over 64 tiles: the first keys weigh as much as the last, at scores of up to 2e8."""
+    heads = 2 if device == "cpu" else 256  # enough for every GPU to leave the keys of a row together (no split)
+    for dtype, causal in product(DTYPES[device], (False, True)):
+        q = torch.full((1, heads, 150, head_dim), size, dtype=dtype, device=device)
+        k = torch.full((1, 1, 4097, head_dim), size, dtype=dtype, device=device)
+        v = torch.ones(1, 1, 4097, head_dim, dtype=dtype, device=device)
+        v[:, :, 2048:] = 3.0
+        seen = 4097 - 149 + torch.arange(150, device=device) if causal else torch.tensor(4097, device=device)
+        expected = (3.0 - 2.0 * 2048 / seen.double()).view(1, 1, -1, 1).expand(q.shape)
+        out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
+        torch.testing.assert_close(out.double(), expected, rtol=max(torch.finfo(dtype).eps, 2e-6), atol=0.0)
+        scores = torch.full_like(lse, size * size * head_dim**0.5)
+        torch.testing.assert_close(lse, scores + seen.log().float(), rtol=1e-6, atol=2e-4)
 
 
 def test_nan_in_a_query_stays_in_its_row(device: str) -> None:
