@@ -179,9 +179,7 @@ class F32Forward : private F32Items {
     // A maximum of -inf over scores that are not all -inf.
     const __mmask16 sees_keys = _mm512_cmp_ps_mask(sum, Vector::zero(), _CMP_NEQ_UQ);
     const __m512 max_log2 = Vector::load(all.max_log2 + row);
-    const __mmask16 is_far = _mm512_cmp_ps_mask(_mm512_abs_ps(max_log2), Vector::broadcast(kFarLog2), _CMP_GE_OQ) &
-                             _mm512_cmp_ps_mask(max_log2, Vector::broadcast(kMinusInfinity), _CMP_NEQ_UQ);
-    if (is_far != 0 ||
+    if (any_is_far(max_log2) ||
         _mm512_mask_cmp_ps_mask(sees_keys, max_log2, Vector::broadcast(kMinusInfinity), _CMP_EQ_OQ) != 0) {
       bad_groups_ |= 1u << item(i).group;
     }

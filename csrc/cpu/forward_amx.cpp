@@ -233,7 +233,8 @@ class AmxForward {
     }
     const __m512 finite = Vector::sub(total, total);
     store_lse(state, rows, operands_.lse_row(first));
-    const bool is_bad = Vector::any_differs(finite, Vector::zero()) || maxima_are_far(state.max_log2, rows);
+    bool is_bad = Vector::any_differs(finite, Vector::zero());
+    for (int c = 0; c < kGroupVectors; ++c) is_bad |= any_is_far(Vector::load(state.max_log2 + c * Vector::kWidth));
     bad_groups_ |= static_cast<uint32_t>(is_bad) << group;
   }
 

@@ -128,7 +128,7 @@ inline void attend_row(const float* q, const T* k, int64_t k_stride, const T* v,
   float alpha[Vector::kWidth];
   Vector::store(alpha, exp2<kExpDegreeFull>(Vector::broadcast(before - shift)));
   Vector::Float sum = Vector::zero(), scale = Vector::broadcast(scale_log2);
-  if (maxima_are_far(&now, 1)) {  // products rounded as the maximum's was
+  if (any_is_far(Vector::broadcast(now))) {  // products rounded as the maximum's was
     for (int32_t key = 0; key < keys; key += Vector::kWidth) {
       Vector::store(scratch.scores + key, Vector::mul(Vector::load(scratch.scores + key), scale));
     }

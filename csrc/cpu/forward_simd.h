@@ -174,7 +174,7 @@ inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, Gr
         Vector::sub(Vector::zero(), update_max(scores_t, keys, scale_log2, state, c));
     Vector::Float sum0 = Vector::zero(), sum1 = Vector::zero();
     float* s = scores_t + c * Vector::kWidth;
-    if (maxima_are_far(state.max_log2 + c * Vector::kWidth, Vector::kWidth)) {  // products rounded as the maximum's was
+    if (any_is_far(Vector::load(state.max_log2 + c * Vector::kWidth))) {  // products rounded as the maximum's was
       for (int32_t key = 0; key < keys; ++key) {
         float* score = s + int64_t{key} * kGroupRows;
         Vector::store(score, Vector::mul(Vector::load(score), scale));

@@ -136,14 +136,11 @@ inline void clear_state(GroupState state) {
 // product was rounded before: what is left of it is half a unit in its last place, 2^-4 here and 2^39 at 2^63.
 constexpr float kFarLog2 = 0x1p20f;
 
-// Whether the maximum of one of `rows` rows lies there.
-inline bool maxima_are_far(const float* max_log2, int32_t rows) {
-  bool any = false;
-  for (int32_t row = 0; row < rows; ++row) {
-    const float size = __builtin_fabsf(max_log2[row]);
-    any |= size >= kFarLog2 && max_log2[row] != kMinusInfinity;
-  }
-  return any;
+// Whether one of these maxima lies there; -inf, of a row that has seen no key, does not.
+inline bool any_is_far(Vector::Float max_log2) {
+  const Vector::Float far = Vector::broadcast(kFarLog2);
+  const Vector::Float x = Vector::where_equal(max_log2, Vector::broadcast(kMinusInfinity), far, max_log2);
+  return Vector::any_differs(Vector::max(Vector::max(x, Vector::sub(Vector::zero(), x)), far), far);
 }
 
 // 1 / sum, or 0 for rows that saw no key (their sum is exactly 0: any key's maximum contributes 1, a NaN gives NaN).

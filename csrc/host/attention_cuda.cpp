@@ -195,20 +195,16 @@ TensorMaps make_tensor_maps(const attention::ForwardParams& params, const Kernel
           encode(from.out, type, "out")};
 }
 
-// Float scratch memory for the partial results of split kernels, freed in stream order by torch's allocator.
-struct PartialResults {
-  Tensor out;
-  Tensor lse;
-};
-
-PartialResults allocate_partials(const AttentionArguments& arguments, attention::ForwardParams& params) {
-  const int32_t dtype = aoti_torch_dtype_float32();
+// Float scratch memory for the partial results of split kernels, freed in stream order by torch's allocator. One tensor for
+// both: each costs the calling thread about a microsecond.
+Tensor allocate_partials(const AttentionArguments& arguments, attention::ForwardParams& params) {
   const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
-  PartialResults partials;
-  partials.out = empty({params.num_splits, rows, params.head_dim}, dtype, arguments.device_type, arguments.device_index);
-  partials.lse = empty({params.num_splits, rows}, dtype, arguments.device_type, arguments.device_index);
-  params.out_partial = static_cast<float*>(partials.out.data());
-  params.lse_partial = static_cast<float*>(partials.lse.data());
+  const int64_t out_elements = params.num_splits * rows * params.head_dim;
+  const int64_t lse_elements = params.num_splits * rows;
+  Tensor partials = empty({out_elements + lse_elements}, aoti_torch_dtype_float32(), arguments.device_type,
+                          arguments.device_index);
+  params.out_partial = static_cast<float*>(partials.data());
+  params.lse_partial = params.out_partial + out_elements;
   return partials;
 }
 
@@ -244,7 +240,7 @@ void run(const AttentionArguments& arguments, const Problem& problem, const Choi
     counter = tile_counter(arguments.device_type, arguments.device_index, stream);
     params.tile_counter = counter.address;
   }
-  PartialResults partials;
+  Tensor partials;
   if (choice.combine != nullptr) partials = allocate_partials(arguments, params);
   launch_forward(params, kernel, function, shape, stream);
   if (choice.combine != nullptr) {
