@@ -32,10 +32,10 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return result;
 }
 
-// a * b, rounded, whatever it is added to: a plain product may be contracted into an fma.
-__device__ __forceinline__ float mul_rn(float a, float b) {
+// a - b, of what a and b are once rounded: in a plain difference a product may lose its rounding to an fma.
+__device__ __forceinline__ float sub_rn(float a, float b) {
   float result;
-  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  asm("sub.rn.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 

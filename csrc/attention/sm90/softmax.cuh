@@ -60,16 +60,16 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
     for (int r = 0; r < 2; ++r) {
       new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 1));
       new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 2));
+      const float shift = (kMayBeEmpty && new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r]) * scale_log2;
       // Rounded products on both sides, as the exponentials have them: a row whose maximum stays is multiplied by exactly 1.
-      const float shift = ptx::mul_rn(kMayBeEmpty && new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r], scale_log2);
-      rescale[r] = ptx::exp2_approx(ptx::mul_rn(rows.max[r], scale_log2) - shift);
+      rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, shift));
       rows.max[r] = new_max[r];
       rows.sum[r] *= rescale[r];
     }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float shift = ptx::mul_rn(kMayBeEmpty && rows.max[r] == ptx::negative_infinity() ? 0.0f : rows.max[r], scale_log2);
+    const float shift = (kMayBeEmpty && rows.max[r] == ptx::negative_infinity() ? 0.0f : rows.max[r]) * scale_log2;
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
 #pragma unroll

@@ -27,8 +27,8 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return emulation::flush_to_zero(static_cast<float>(1.0 / static_cast<double>(emulation::flush_to_zero(x))));
 }
 
-__device__ __forceinline__ float mul_rn(float a, float b) {
-  return emulation::flush_to_zero(emulation::flush_to_zero(a) * emulation::flush_to_zero(b));
+__device__ __forceinline__ float sub_rn(float a, float b) {
+  return emulation::flush_to_zero(emulation::flush_to_zero(a) - emulation::flush_to_zero(b));
 }
 
 __device__ __forceinline__ float fma_rn(float a, float b, float c) {
