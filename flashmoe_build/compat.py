@@ -195,8 +195,14 @@ def _tests(python: Path, label: str, tests: Sequence[str]) -> tuple[Verdict, str
     passed = int(match[1]) if (match := CLOSING.search(closing)) else 0
     if process.returncode == 0 and passed:
         return Verdict.PASS, closing, passed
-    failures = [line.strip() for line in lines if line.startswith(("FAILED", "ERROR"))][:5]
-    return Verdict.FAIL, "; ".join([closing or f"exit {process.returncode}", *failures])[:1500], passed
+    return Verdict.FAIL, "; ".join([closing or f"exit {process.returncode}", *failures_of(lines)])[:1500], passed
+
+
+def failures_of(lines: Sequence[str]) -> list[str]:
+    """What pytest names as failed, then what it says of them; a failure that does not come back is known by this alone."""
+    named = [line.strip() for line in lines if line.startswith(("FAILED", "ERROR"))]
+    told = [line[1:].strip() for line in lines if line.startswith("E   ") and line[1:].strip()]
+    return [*named[:5], *told[:8]]
 
 
 def run_version(torch: str, pythons: Mapping[str, str], setup: Setup) -> list[Cell]:
@@ -245,9 +251,10 @@ def compat(wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequenc
         "threads": THREADS,
         "cells": [asdict(cell) for cell in cells],
     }
-    return Report(
-        "compat", checks, data, host_environment(), tuple(sys.argv[1:]), started, round(time.monotonic() - clock, 1)
-    )
+    command = tuple(
+        Path(word).name if word.endswith(".whl") else word for word in sys.argv[1:]
+    )  # no path of this machine
+    return Report("compat", checks, data, host_environment(), command, started, round(time.monotonic() - clock, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

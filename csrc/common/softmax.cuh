@@ -37,7 +37,7 @@ __device__ __forceinline__ float advance_max(RowState& row, float tile_max, floa
   // scores that come from the inputs go the way of a plain softmax.
   shift = (may_be_empty && new_max == ptx::negative_infinity() ? 0.0f : new_max) * scale_log2;
   // The old exponentials refer to the rounded product. An fma here would leave its rounding error, in every tile anew: at
-  // scores of 2^14, 9% after 128 tiles. So a maximum that stays gives exactly 1.
+  // scores of 2^14, up to 9% after 128 tiles. So a maximum that stays gives exactly 1.
   const float rescale = ptx::exp2_approx(ptx::sub_rn(row.max * scale_log2, shift));
   row.max = new_max;
   row.sum *= rescale;

@@ -136,3 +136,14 @@ def test_only_a_missing_wheel_is_a_skip(
     cell = compat.run_cell("2.10.0", "3.14", "python3.14", Setup(tmp_path / "x.whl", tmp_path, ()))
     assert cell.verdict is verdict
     assert cell.found in problem
+
+
+def test_a_failure_is_told_with_its_reason() -> None:
+    lines = [
+        "....F\n",
+        "E       AssertionError: 6 of 2112 differ\n",
+        "E   \n",
+        "FAILED tests/a.py::test_b[cpu]\n",
+        "1 failed\n",
+    ]
+    assert compat.failures_of(lines) == ["FAILED tests/a.py::test_b[cpu]", "AssertionError: 6 of 2112 differ"]
