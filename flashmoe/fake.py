@@ -14,6 +14,7 @@ def register() -> None:
     """Called once by ``_extension.load``."""
     torch.library.register_fake("flashmoe::flash_attention_forward", flash_attention_forward)
     torch.library.register_fake("flashmoe::_flash_attention_inference", flash_attention_inference)
+    torch.library.register_fake("flashmoe::_flash_attention_drop_in", flash_attention_drop_in)
 
 
 def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -24,9 +25,22 @@ def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causa
     return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
-def flash_attention_inference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """As :func:`flash_attention_forward`, without lse."""
-    return flash_attention_forward(q, k, v, scale, causal)[0]
+def flash_attention_inference(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
+    """As :func:`flash_attention_forward`, without lse; scale is 1 / sqrt(D) by default."""
+    return flash_attention_forward(q, k, v, 1.0 if scale is None else scale, causal)[0]
+
+
+def flash_attention_drop_in(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, enable_gqa: bool
+) -> Tensor | None:
+    """As :func:`flash_attention_inference`; None where scaled_dot_product_attention would broadcast or mask otherwise."""
+    usual = (
+        q.dim() == k.dim() == 4
+        and q.shape[0] == k.shape[0]
+        and (enable_gqa or q.shape[1] == k.shape[1])
+        and not (causal and q.shape[2] != k.shape[2])
+    )
+    return flash_attention_inference(q, k, v, scale, causal) if usual else None
 
 
 def output_strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,13 @@ BACKWARD_PRODUCTS = 5  # the scores again, dV, dP, dQ and dK
 def register() -> None:
     """Called once by ``_extension.load``."""
     operators = torch.ops.flashmoe
-    register_flop_formula((operators.flash_attention_forward, operators._flash_attention_inference))(forward_flops)
+    register_flop_formula(
+        (
+            operators.flash_attention_forward,
+            operators._flash_attention_inference,
+            operators._flash_attention_drop_in,
+        )
+    )(forward_flops)
     register_flop_formula(operators.flash_attention_backward)(backward_flops)
 
 

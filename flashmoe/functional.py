@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_are_active
-from torch._C import _get_tracing_state as tracing_state
+from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -22,8 +22,9 @@ from flashmoe.errors import DifferentiationError
 
 _extension.load()
 _operator = torch.ops.flashmoe.flash_attention_forward.default
-# An OpOverload's __call__ only hands its arguments on to ``_op``, at a cost of 0.24 us; the compiler never sees this operator.
+# An OpOverload's __call__ only hands its arguments on to ``_op``, at a cost of 0.24 us; the compiler never sees these two.
 _inference_operator = torch.ops.flashmoe._flash_attention_inference.default._op
+_drop_in_operator = torch.ops.flashmoe._flash_attention_drop_in.default._op
 
 
 @overload
@@ -72,7 +73,7 @@ def attention(
     else:
         try:
             if not return_lse and _is_plain(q, k, v):
-                only: Tensor = _inference_operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+                only: Tensor = _inference_operator(q, k, v, scale, causal)
                 return only
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
@@ -95,7 +96,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         or transforms_are_active()
         or forward_ad._current_level >= 0
         or num_dispatch_modes() > 0
-        or tracing_state() is not None  # a graph with the inference operator would train nothing
+        or is_tracing()  # a graph with the inference operator would train nothing
     )
 
 
@@ -111,7 +112,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         # A mode or torch.jit.trace must see the operator, not what is in the rule.
-        if num_dispatch_modes() > 0 or tracing_state() is not None:
+        if num_dispatch_modes() > 0 or is_tracing():
             result: tuple[Tensor, Tensor] = _operator(q, k, v, scale, causal)
         else:
             result = autograd.EagerForward.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]
@@ -188,18 +189,17 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
 
     None where it is another case or where the operator refused: then the caller finds out which.
     """
+    if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        return None
     try:
+        if _is_plain(q, k, v):
+            only: Tensor | None = _drop_in_operator(q, k, v, scale, causal, enable_gqa)
+            return only
         batch, heads, rows, head_dim = q.shape
         k_batch, k_heads, keys, _ = k.shape
         if batch != k_batch or (heads != k_heads and not enable_gqa) or (causal and rows != keys):
             return None
-        if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
-            return None
-        factor = head_dim**-0.5 if scale is None else scale
-        if _is_plain(q, k, v):
-            only: Tensor = _inference_operator(q, k, v, factor, causal)
-            return only
-        return _call(q, k, v, factor, causal)[0]
+        return _call(q, k, v, head_dim**-0.5 if scale is None else scale, causal)[0]
     except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):
         return None
 

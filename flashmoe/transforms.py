@@ -20,7 +20,7 @@ def register() -> None:
     """Called once by ``_extension.load``."""
     library = torch.library.Library("flashmoe", "FRAGMENT")
     for device_type, key in _AUTOCAST_KEYS:
-        for name in ("flash_attention_forward", "_flash_attention_inference"):
+        for name in ("flash_attention_forward", "_flash_attention_inference", "_flash_attention_drop_in"):
             library.impl(name, _autocast_rule(name, device_type, key), key)
     _registrations.append(library)  # a Library drops its registrations when it is collected
 
@@ -35,12 +35,12 @@ def _autocast_rule(name: str, device_type: str, key: str) -> Any:
     operator = getattr(torch.ops.flashmoe, name).default
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Any:
+    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> Any:
         """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
         target = torch.get_autocast_dtype(device_type)
         q, k, v = (t.to(autocast_dtype(t, device_type, target)) for t in (q, k, v))
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return operator(q, k, v, scale, causal)
+            return operator(q, k, v, *scalars)
 
     return cast_and_call
 

@@ -153,6 +153,7 @@ void check_arguments(AttentionArguments& arguments) {
     fail(ErrorCode::kShape, "q has ", heads_q, " heads and k has ", heads_kv,
          "; the number of query heads must be a multiple of the number of key heads");
   }
+  if (arguments.has_default_scale) arguments.scale = std::pow(static_cast<double>(head_dim), -0.5);  // as Python's **
   if (!(std::abs(arguments.scale) <= kMaxScale)) {  // false for NaN, too
     fail(ErrorCode::kArgument, "scale is ", arguments.scale,
          "; a number is needed that is finite in float32 (default 1/sqrt(head_dim))");

@@ -16,6 +16,7 @@ struct AttentionArguments {
   Tensor k;    // [batch, heads_kv, seq_k, head_dim]
   Tensor v;    // [batch, heads_kv, seq_k, head_dim]
   double scale = 0.0;
+  bool has_default_scale = false;  // then scale is set by check_arguments
   bool is_causal = false;
   Dtype dtype = Dtype::kFloat32;
   int32_t torch_dtype = 0;

@@ -60,6 +60,16 @@ def test_opcheck_forward(case: str, grad: bool, device: str) -> None:
         torch.library.opcheck(operator, (*tensors, 0.25, "causal" in case))
 
 
+@pytest.mark.parametrize("scale", [None, 0.25], ids=["default", "scale"])
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck_without_gradients(case: str, scale: float | None, device: str) -> None:
+    assert flashmoe.attention  # loads the extension
+    operators = torch.ops.flashmoe
+    tensors, causal = _inputs(device, **CASES[case]), "causal" in case
+    torch.library.opcheck(operators._flash_attention_inference.default, (*tensors, scale, causal))
+    torch.library.opcheck(operators._flash_attention_drop_in.default, (*tensors, scale, causal, True))
+
+
 @pytest.mark.parametrize("missing", ["none", "grad_out", "grad_lse"])
 def test_opcheck_backward(missing: str, device: str) -> None:
     q, k, v = _inputs(device, heads_q=4, heads_kv=2)

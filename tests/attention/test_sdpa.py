@@ -71,12 +71,16 @@ def test_signature_is_torchs() -> None:
     assert documented.replace(" ", "") in (torch_attention.__doc__ or "").replace(" ", "").replace("\n", "")
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
+every_shape = pytest.mark.parametrize(
     ("query", "key", "options"),
     SHAPES,
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else None,
 )
+full_and_causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+@full_and_causal
+@every_shape
 def test_same_as_torch_and_run_here(
     query: tuple[int, ...],
     key: tuple[int, ...],
@@ -280,6 +284,34 @@ def test_gradients_through_every_shape_rule() -> None:
             gradients = torch.autograd.grad(out, ours, weights)
             for a, b in zip(gradients, torch.autograd.grad(expected, theirs, weights.double()), strict=True):
                 torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@full_and_causal
+@every_shape
+def test_the_operator_leaves_what_it_would_get_wrong(
+    query: tuple[int, ...], key: tuple[int, ...], options: dict[str, Any], causal: bool, device: str
+) -> None:
+    """None, and no error, for what is to be broadcast or masked from another corner; the fake kernel agrees."""
+    tensors = _tensors(query, key, device, torch.float16)
+    arguments = (options.get("scale"), causal, options.get("enable_gqa", False))
+    operator = torch.ops.flashmoe._flash_attention_drop_in
+    out, shape = operator(*tensors, *arguments), operator(*(t.to("meta") for t in tensors), *arguments)
+    plain = len(query) == len(key) == 4 and query[0] == key[0]
+    if plain and (query[1] == key[1] or "enable_gqa" in options) and (not causal or query[2] == key[2]):
+        assert torch.equal(out, flashmoe.attention(*tensors, causal=causal, scale=options.get("scale")))
+        assert (shape.shape, shape.dtype, shape.stride()) == (out.shape, out.dtype, out.stride())
+    else:
+        assert out is None
+        assert shape is None
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 59, 64, 96, 128, 255])
+def test_default_scale_of_the_operator_is_pythons(head_dim: int, device: str) -> None:
+    q, k, v = _tensors((1, 2, 9, head_dim), (1, 2, 9, head_dim), device, torch.float16)
+    expected = flashmoe.attention(q, k, v, scale=head_dim**-0.5)
+    assert torch.equal(flashmoe.attention(q, k, v), expected)
+    assert torch.equal(flashmoe.scaled_dot_product_attention(q, k, v), expected)
+    assert torch.equal(flashmoe.attention(q, k, v, return_lse=True)[0], expected)
 
 
 def test_default_scale_is_one_over_root_of_head_dim(device: str) -> None:
