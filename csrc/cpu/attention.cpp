@@ -74,7 +74,7 @@ class Scratch {
 // worker begins with its own queue and goes on with the others': so a head's K and V
 // are read by one core as a rule, the same one in every call, whose cache may hold them.
 struct alignas(64) Queue {
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next;
   int64_t first_head;
   int64_t heads;
 };
@@ -92,7 +92,7 @@ struct Plan {
   size_t scratch_bytes;
   int64_t workers;
   int64_t queue_count;
-  std::array<Queue, kMaxQueues> queues;
+  std::array<Queue, kMaxQueues> queues;  // queue_count of them; the others' cache lines are not touched
   std::atomic<bool> out_of_memory{false};
 };
 
@@ -126,6 +126,7 @@ void make_queues(Plan& plan) {
   plan.queue_count = std::min({plan.workers, plan.heads, kMaxQueues});
   for (int64_t i = 0; i < plan.queue_count; ++i) {
     Queue& queue = plan.queues[static_cast<size_t>(i)];
+    queue.next.store(0, std::memory_order_relaxed);
     queue.first_head = plan.heads * i / plan.queue_count;
     queue.heads = plan.heads * (i + 1) / plan.queue_count - queue.first_head;
   }

@@ -1,7 +1,5 @@
 #include <torch/csrc/stable/c/shim.h>
 
-#include <array>
-#include <cstdio>
 #include <stdexcept>
 
 #include "cpu/attention.h"
@@ -38,9 +36,7 @@ void attention_forward_cpu(const AttentionArguments& arguments, const AttentionO
   }
   cpu::attention_forward(params, scalar_type(arguments.dtype), arguments.is_causal,
                          torch_pool, static_cast<int>(num_threads));
-  thread_local std::array<char, 32> label;
-  std::snprintf(label.data(), label.size(), "cpu:%s", cpu::selected_isa());
-  set_last_kernel(label.data());
+  set_last_isa(cpu::selected_isa());
 }
 
 }  // namespace host

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdio>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -15,6 +16,7 @@ constexpr int32_t kMaxDevices = 64;  // as in driver.cpp, whose device() rejects
 constexpr std::size_t kJitLogBytes = 8192;
 
 thread_local const char* g_last_kernel = "";
+thread_local const char* g_last_isa = nullptr;  // of the CPU backend, if that ran
 
 struct DeviceFunctions {
   explicit DeviceFunctions(const KernelTable& table)
@@ -141,8 +143,17 @@ void launch_dependent(const Kernel& kernel, CUfunction function, const LaunchSha
   check_launch(driver().cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx", kernel, shape);
 }
 
-void set_last_kernel(const char* name) { g_last_kernel = name; }
-const char* last_kernel() { return g_last_kernel; }
+void set_last_kernel(const char* name) {
+  g_last_kernel = name;
+  g_last_isa = nullptr;
+}
+void set_last_isa(const char* name) { g_last_isa = name; }
+const char* last_kernel() {
+  if (g_last_isa == nullptr) return g_last_kernel;
+  thread_local std::array<char, 32> label;
+  std::snprintf(label.data(), label.size(), "cpu:%s", g_last_isa);
+  return label.data();
+}
 
 }  // namespace host
 }  // namespace flashmoe

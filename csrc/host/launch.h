@@ -29,6 +29,7 @@ void launch_dependent(const Kernel& kernel, CUfunction function, const LaunchSha
 
 // What the last call on this thread ran: a kernel symbol, "cpu:<isa>", or "".
 void set_last_kernel(const char* name);
+void set_last_isa(const char* name);  // a call on the CPU; made into text when somebody asks
 const char* last_kernel();
 
 }  // namespace host
