@@ -150,7 +150,7 @@ class F32Forward : private F32Items {
   struct TakeMaxima {
     template <class Step>
     static void run(F32Forward& self, const F32Job& job, const Step& step) {
-      self.hide_scores(job.item, 0, 0, kGroupRows);
+      self.hide_scores(self.item(job.item), 0, 0, kGroupRows, self.scores(), kScoresRow);
       take_maxima(self.scores(), kScoresRow, self.scale_.log2, self.state(self.item(job.item).group, job.item),
                   self.minus_shift_, step);
     }
@@ -160,9 +160,10 @@ class F32Forward : private F32Items {
     template <class Step>
     static void run(F32Forward& self, const F32Job& job, const Step& step) {
       const int32_t row = job.index * kTileRows;
-      if (job.panel > 0) self.hide_scores(job.item, job.panel, row, kTileRows);
+      float* scores = self.scores() + row * kScoresRow + job.panel * kStepFloats;
+      if (job.panel > 0) self.hide_scores(self.item(job.item), job.panel, row, kTileRows, scores, kScoresRow);
       const bool in_range = weights_of_step(
-          self.scores() + row * kScoresRow + job.panel * kStepFloats, kScoresRow, self.scale_.log2,
+          scores, kScoresRow, self.scale_.log2,
           self.minus_shift_ + row, self.scratch_.of_row + row * Vector::kWidth, job.panel == 0, step);
       if (!in_range) self.bad_groups_ |= 1u << self.item(job.item).group;
       if ((job.panel + 1) * kStep == self.item(job.item).keys) self.take_sums(job.item, row);
@@ -170,35 +171,8 @@ class F32Forward : private F32Items {
   };
   // Of 16 rows.
   void take_sums(int32_t i, int32_t row) {
-    __m512 rows[kTileRows];
-#pragma GCC unroll 16
-    for (int k = 0; k < kTileRows; ++k) rows[k] = Vector::load(scratch_.of_row + (row + k) * Vector::kWidth);
-    const __m512 sum = reduce_rows<SumOf>(rows);
-    const GroupState all = state(item(i).group, i);
-    Vector::store(all.sum + row, Vector::fma(Vector::load(all.sum + row), Vector::load(all.alpha + row), sum));
-    // A maximum of -inf over scores that are not all -inf.
-    const __mmask16 sees_keys = _mm512_cmp_ps_mask(sum, Vector::zero(), _CMP_NEQ_UQ);
-    const __m512 max_log2 = Vector::load(all.max_log2 + row);
-    if (any_is_far(max_log2) ||
-        _mm512_mask_cmp_ps_mask(sees_keys, max_log2, Vector::broadcast(kMinusInfinity), _CMP_EQ_OQ) != 0) {
-      bad_groups_ |= 1u << item(i).group;
-    }
-  }
-
-  // -inf for what the mask hides and for the keys that fill up the last step, in a panel of some rows.
-  void hide_scores(int32_t i, int32_t panel, int32_t first, int32_t rows) {
-    const Item& x = item(i);
-    const int32_t key = panel * kPanelColumns;
-    if (x.visible.full >= key + kPanelColumns) return;
-    const __m512 hidden = Vector::broadcast(kMinusInfinity);
-    const int64_t last = diagonal(x.group) - x.begin;
-    for (int32_t row = first; row < first + rows; ++row) {
-      const int32_t end = task_.causal ? clamp(last + row + 1, 0, x.visible.end) : x.visible.end;
-      float* s = scores() + row * kScoresRow + panel * kStepFloats;
-      Vector::store(s, Vector::from_lane(end - key, hidden, Vector::load(s)));
-      s += Vector::kWidth;
-      Vector::store(s, Vector::from_lane(end - key - Vector::kWidth, hidden, Vector::load(s)));
-    }
+    const int32_t group = item(i).group;
+    if (!add_sums(scratch_.of_row + row * Vector::kWidth, state(group, i), row)) bad_groups_ |= 1u << group;
   }
 
   // Columns of a panel of item i's product, into the output or the sums of the group.

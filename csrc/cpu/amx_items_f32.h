@@ -46,6 +46,20 @@ class F32Items {
   int64_t group_elements() const { return int64_t{padded_dim_} * kGroupRows; }
   int32_t dim_steps() const { return padded_dim_ / kStep; }
 
+  // -inf for what the mask hides and for the keys that fill up the last step, in some rows of a panel of scores.
+  void hide_scores(const Item& x, int32_t panel, int32_t first, int32_t rows, float* scores, int64_t row_floats) const {
+    const int32_t key = panel * kPanelColumns;
+    if (x.visible.full >= key + kPanelColumns) return;
+    const __m512 hidden = Vector::broadcast(kMinusInfinity);
+    const int64_t last = diagonal(x.group) - x.begin;
+    for (int32_t row = first; row < first + rows; ++row, scores += row_floats) {
+      const int32_t end = task_.causal ? clamp(last + row + 1, 0, x.visible.end) : x.visible.end;
+      Vector::store(scores, Vector::from_lane(end - key, hidden, Vector::load(scores)));
+      float* right = scores + Vector::kWidth;
+      Vector::store(right, Vector::from_lane(end - key - Vector::kWidth, hidden, Vector::load(right)));
+    }
+  }
+
   // Finds item i, the one after item i - 1.
   bool advance(int32_t i) {
     Item& next = item(i);

@@ -266,6 +266,20 @@ inline bool weights_of_step(float* s, int64_t row_floats, float scale_log2, cons
   return in_range == 0xffff;
 }
 
+// Adds the sums of 16 rows' weights, of_row [16] vectors, to the state's from `row` on. Returns whether the maxima are of use:
+// not too far from 0, and not -inf over scores that are not all -inf.
+inline bool add_sums(const float* of_row, GroupState state, int32_t row) {
+  __m512 rows[kTileRows];
+#pragma GCC unroll 16
+  for (int k = 0; k < kTileRows; ++k) rows[k] = Vector::load(of_row + k * Vector::kWidth);
+  const __m512 sum = reduce_rows<SumOf>(rows);
+  Vector::store(state.sum + row, Vector::fma(Vector::load(state.sum + row), Vector::load(state.alpha + row), sum));
+  const __mmask16 sees_keys = _mm512_cmp_ps_mask(sum, Vector::zero(), _CMP_NEQ_UQ);
+  const __m512 max_log2 = Vector::load(state.max_log2 + row);
+  return !any_is_far(max_log2) &&
+         _mm512_mask_cmp_ps_mask(sees_keys, max_log2, Vector::broadcast(kMinusInfinity), _CMP_EQ_OQ) == 0;
+}
+
 }  // namespace
 }  // namespace cpu
 }  // namespace flashmoe

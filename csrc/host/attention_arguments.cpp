@@ -153,7 +153,8 @@ void check_arguments(AttentionArguments& arguments) {
     fail(ErrorCode::kShape, "q has ", heads_q, " heads and k has ", heads_kv,
          "; the number of query heads must be a multiple of the number of key heads");
   }
-  if (arguments.has_default_scale) arguments.scale = std::pow(static_cast<double>(head_dim), -0.5);  // as Python's **
+  // In float32 what Python's head_dim ** -0.5 is, for all of them; std::pow would need GLIBC_2.29.
+  if (arguments.has_default_scale) arguments.scale = 1.0 / std::sqrt(static_cast<double>(head_dim));
   if (!(std::abs(arguments.scale) <= kMaxScale)) {  // false for NaN, too
     fail(ErrorCode::kArgument, "scale is ", arguments.scale,
          "; a number is needed that is finite in float32 (default 1/sqrt(head_dim))");

@@ -20,8 +20,7 @@ namespace {
 enum class Operator { kForward, kInference, kDropIn };
 using Backend = void (*)(const AttentionArguments&, const AttentionOutputs&);
 
-// What scaled_dot_product_attention and our operator mean the same by: four dimensions, nothing to broadcast, a mask whose
-// two ends are in corners.
+// Whether scaled_dot_product_attention means what our operator does: four dimensions, nothing to broadcast, a square mask.
 bool is_usual(const AttentionArguments& arguments, bool enable_gqa) {
   const Tensor& q = arguments.q;
   const Tensor& k = arguments.k;
