@@ -294,6 +294,7 @@ def test_the_operator_leaves_what_it_would_get_wrong(
     """None, and no error, for what is to be broadcast or masked from another corner; the fake kernel agrees."""
     tensors = _tensors(query, key, device, torch.float16)
     arguments = (options.get("scale"), causal, options.get("enable_gqa", False))
+    _extension.load()
     operator = torch.ops.flashmoe._flash_attention_drop_in
     out, shape = operator(*tensors, *arguments), operator(*(t.to("meta") for t in tensors), *arguments)
     plain = len(query) == len(key) == 4 and query[0] == key[0]
