@@ -46,14 +46,15 @@ def test_results_are_in_order_and_a_failure_stops_what_has_not_begun() -> None:
 
 def test_ctrl_c_does_not_work_off_the_queue() -> None:
     code = (
-        "import time; from flashmoe_build.jobs import run_all\n"
-        "def work(item):\n    print(item, flush=True); time.sleep(0.2)\n"
+        "import sys, time; from flashmoe_build.jobs import run_all\n"
+        "def work(item):\n"
+        "    sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(0.2)\n"  # print's newline is a second write
         "run_all(range(300), work, 2)"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "0\n"
+        assert process.stdout.readline() == "begun\n"
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
