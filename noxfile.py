@@ -176,11 +176,12 @@ def bisect(session: nox.Session) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Build if needed, install the wheel, run the tests against it (-- any pytest arguments)."""
+    """Build if needed, install the wheel, run the tests against it (-- any pytest arguments; -- -n 0 for one process)."""
     python = installed(session, wheel_file(session))
     arguments = absolute_paths(session.posargs)
     if not any(word.startswith(str(ROOT)) for word in arguments):
-        arguments.append(str(ROOT / "tests"))
+        # Whole files to each process: what a file's tests share is made once. How many processes: tests/conftest.py.
+        arguments = ["-n", "auto", "--dist", "loadfile", *arguments, str(ROOT / "tests")]
     environ = {
         "FLASHMOE_TEST_INSTALLED": "1",
         # Threads that wait by spinning make a machine with other work to do ten times slower; timings are not taken here.

@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "needs a CUDA GPU"
+MAX_PROCESSES = 8  # more wait for the longest file
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:
@@ -30,6 +31,19 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What ``-n auto`` means: one process where a GPU is timed, else one a core, as far as memory goes."""
+    from flashmoe_build.jobs import job_count
+
+    processes = 1 if gpu_count() else min(job_count(os.environ), MAX_PROCESSES)
+    return processes if processes > 1 else 0  # 0: this one
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this process runs tests for another one, which reports."""
+    return hasattr(config, "workerinput")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -76,7 +90,8 @@ class Heartbeat:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Heartbeat(), "heartbeat")
+    if config.getoption("dist", default="no") == "no":  # who spreads the tests over processes runs none
+        config.pluginmanager.register(Heartbeat(), "heartbeat")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,6 +126,8 @@ def skip_reason(report: pytest.TestReport) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if is_worker(session.config):
+        return
     if os.environ.get("FLASHMOE_REQUIRE_GPU") == "1" and exitstatus == 0 and gpu_count() == 0:
         print("\nFLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU: no GPU test ran", file=sys.stderr)
         session.exitstatus = 1

@@ -56,6 +56,16 @@ def test_an_environment_is_made_once_and_reused(project: Project) -> None:
     assert stamp.stat().st_mtime_ns == made
 
 
+@pytest.mark.parametrize(("setting", "lock", "made"), [("1", "tiny", True), ("1", "other", False), ("", "tiny", False)])
+def test_bytecode_comes_with_it_where_python_keeps_none(
+    setting: str, lock: str, made: bool, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", setting)
+    monkeypatch.setattr(environment, "WITH_BYTECODE", lock)
+    folder = project.prepare().parent.parent
+    assert bool(list(folder.glob("lib/*/site-packages/**/__pycache__/*.pyc"))) == made
+
+
 def test_a_changed_lock_makes_it_anew(project: Project) -> None:
     project.prepare()
     project.pin(make_wheel(project.index, "tinypkg", "1.1"), "1.1")

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,9 @@ def test_an_unknown_checker_lists_the_known(capsys: pytest.CaptureFixture[str]) 
     assert "no checker 'rufff'; known: ruff, format, mypy" in capsys.readouterr().err
 
 
-def run_pytest(tmp_path: Path, body: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    tmp_path: Path, body: str, arguments: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
     """A test run of its own with this project's conftest and one test file."""
     (tmp_path / "conftest.py").write_text(
         (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
@@ -136,7 +139,7 @@ def run_pytest(tmp_path: Path, body: str, **environ: str) -> subprocess.Complete
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n", encoding="utf-8")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLASHMOE_", "COV", "PYTEST"))}
     package = str(Path(summary.__file__).parents[1])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
     environ = {**kept, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
 
@@ -146,8 +149,9 @@ GPU_TEST = "import pytest\ndef test_skip(): pytest.skip('no such tool')\n@pytest
 
 def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_TEST_REPORT=str(report))
+    done = run_pytest(tmp_path, GPU_TEST, ["-n", "auto"], FLASHMOE_TEST_REPORT=str(report), MAX_JOBS="1")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "bringing up nodes" not in done.stdout, "one process needs no second one"
     assert "GPU: 1 tests did not run: this machine has no CUDA GPU" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 passed, 2 skipped")
     assert "SKIP: 1 not run: no such tool" in done.stdout
@@ -178,10 +182,28 @@ def test_a_long_test_is_named_while_it_runs(tmp_path: Path) -> None:
     assert "test_short" not in done.stderr
 
 
+def test_processes_report_as_one(tmp_path: Path) -> None:
+    """Counts and the name of a test that runs for long, with the tests spread over two processes."""
+    body = GPU_TEST + "import time\ndef test_long(): time.sleep(1.5)\n"
+    report = tmp_path / "report.json"
+    environ = {"FLASHMOE_TEST_HEARTBEAT_S": "0.4", "FLASHMOE_TEST_REPORT": str(report), "MAX_JOBS": "2"}
+    done = run_pytest(tmp_path, body, ["-n", "auto", "--dist", "loadfile"], **environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bringing up nodes" in done.stdout
+    assert done.stderr.count("... test_it.py::test_long is still running") >= 2
+    assert "GPU: 1 tests did not run: this machine has no CUDA GPU" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("2 passed, 2 skipped")
+    data = json.loads(report.read_text(encoding="utf-8"))
+    assert (data["verdict"], data["data"]["passed"], data["data"]["gpu_not_run"]) == ("PASS", 2, 1)
+
+
 def test_a_run_that_must_have_a_gpu_fails_without(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, GPU_TEST, FLASHMOE_REQUIRE_GPU="1")
     assert done.returncode == 1
     assert "FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU" in done.stderr
+    spread = run_pytest(tmp_path, GPU_TEST, ["-n", "2"], FLASHMOE_REQUIRE_GPU="1")
+    assert spread.returncode == 1
+    assert spread.stderr.count("FLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU") == 1
 
 
 def test_only_gpu_tests_without_a_gpu_is_no_pass(tmp_path: Path) -> None:
