@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from flashmoe_build.exclusive import exclusive
+
 from .backend import ISAS, Backend, build
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the objects and libcpu.so."""
-    return build(tmp_path_factory.mktemp("cpu")).parent
+    """The folder with the objects and libcpu.so; the processes of one run share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpu"
+    with exclusive(folder.with_name("cpu.lock")):
+        if not (folder / "libcpu.so").is_file():
+            folder.mkdir(exist_ok=True)
+            build(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
