@@ -33,6 +33,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which a machine with a GPU may lack
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What ``-n auto`` means: one process where a GPU is timed, else one a core, as far as memory goes."""
     from flashmoe_build.jobs import job_count
