@@ -141,7 +141,7 @@ def run_pytest(
     package = str(Path(summary.__file__).parents[1])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
     environ = {**kept, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
-    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
 
 
 GPU_TEST = "import pytest\ndef test_skip(): pytest.skip('no such tool')\n@pytest.mark.gpu\ndef test_gpu(): raise AssertionError\ndef test_cpu(): pass\n"
