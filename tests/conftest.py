@@ -6,6 +6,7 @@ checkout's ``flashmoe`` instead stop at once. ``FLASHMOE_REQUIRE_GPU=1`` makes a
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
@@ -28,6 +29,10 @@ if str(ROOT) not in sys.path:
 
 
 def gpu_count() -> int:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver; torch, which takes seconds to import, would find as much
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -131,6 +131,9 @@ int add_agent(Block& block, AgentKind kind, int owner) {
   return static_cast<int>(block.agents.size() - 1);
 }
 
+#if defined(__x86_64__) && !defined(FLASHMOE_EMULATION_SANITIZE)
+__attribute__((target_clones("avx512f", "avx2", "default")))  // SSE2 has no maximum of unsigned words
+#endif
 void View::join(const View& other, size_t agents) {
   uint32_t* a = seen.data();
   uint32_t* b = fenced.data();
