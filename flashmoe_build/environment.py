@@ -44,7 +44,7 @@ WITHHELD = (
     "UV_TARGET",
     "UV_PREFIX",
 )
-# Its environment runs torch in a hundred short processes, which import it in 2 s from bytecode and in 4 s from source.
+# The tests run many short processes with torch, which takes about twice as long to import from source as from bytecode.
 WITH_BYTECODE = "test"
 PROBE = (
     "import platform, sys, sysconfig; "

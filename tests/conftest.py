@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "needs a CUDA GPU"
-MAX_PROCESSES = 8  # more wait for the longest file
+MAX_PROCESSES = 8  # more would only wait for the longest file, a fifth of the suite's time
 HEARTBEAT_S = float(os.environ.get("FLASHMOE_TEST_HEARTBEAT_S", "20"))
 # flashmoe_build and tests are imported from the checkout; at the end of the path, so that an installed flashmoe wins.
 if str(ROOT) not in sys.path:
@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:
 def gpu_count() -> int:
     try:
         ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no driver; torch, which takes seconds to import, would find as much
+    except OSError:  # no driver: torch, which takes seconds to import, would find no GPU either
         return 0
     import torch
 
@@ -45,11 +45,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     processes = 1 if gpu_count() else min(job_count(os.environ), MAX_PROCESSES)
     return processes if processes > 1 else 0  # 0: this one
-
-
-def is_worker(config: pytest.Config) -> bool:
-    """Whether this process runs tests for another one, which reports."""
-    return hasattr(config, "workerinput")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -132,7 +127,7 @@ def skip_reason(report: pytest.TestReport) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if is_worker(session.config):
+    if hasattr(session.config, "workerinput"):  # the process that spread the tests says it, once
         return
     if os.environ.get("FLASHMOE_REQUIRE_GPU") == "1" and exitstatus == 0 and gpu_count() == 0:
         print("\nFLASHMOE_REQUIRE_GPU=1, but this machine has no CUDA GPU: no GPU test ran", file=sys.stderr)

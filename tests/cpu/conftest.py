@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from .backend import ISAS, Backend, build
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """The folder with the objects and libcpu.so; the processes of one run share it."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpu"
+    folder = (base.parent if hasattr(pytestconfig, "workerinput") else base) / "cpu"
     with exclusive(folder.with_name("cpu.lock")):
         if not (folder / "libcpu.so").is_file():
             folder.mkdir(exist_ok=True)
