@@ -22,9 +22,10 @@ FROM base AS toolchain
 COPY --chown=flashmoe:flashmoe nox noxfile.py pyproject.toml ./
 COPY --chown=flashmoe:flashmoe lockfiles lockfiles
 COPY --chown=flashmoe:flashmoe docker/with-network docker/with-network
-COPY --chown=flashmoe:flashmoe flashmoe/__init__.py flashmoe/_version.py flashmoe/errors.py flashmoe/progress.py flashmoe/
-COPY --chown=flashmoe:flashmoe flashmoe_build/__init__.py flashmoe_build/environment.py flashmoe_build/exclusive.py \
-    flashmoe_build/lock.py flashmoe_build/
+COPY --chown=flashmoe:flashmoe flashmoe/__init__.py flashmoe/_version.py flashmoe/errors.py flashmoe/
+COPY --chown=flashmoe:flashmoe flashmoe/tools/__init__.py flashmoe/tools/progress.py flashmoe/tools/
+COPY --chown=flashmoe:flashmoe flashmoe_build/__init__.py flashmoe_build/
+COPY --chown=flashmoe:flashmoe flashmoe_build/environments flashmoe_build/environments
 # One layer, with uv's cache inside it until its end: the three environments are hard links to the same 7 GB. A cache
 # mount is another file system, from which each environment would be a copy of its own (21 GB, three times the minutes).
 RUN --mount=type=secret,id=ca,uid=10001 --mount=type=secret,id=index,uid=10001 \

@@ -28,7 +28,7 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._compile(build_data)
 
     def _record_commit(self, build_data: dict[str, Any]) -> None:
-        from flashmoe_build.provenance import COMMIT_FILE, commit_json, find_commit
+        from flashmoe_build.release.provenance import COMMIT_FILE, commit_json, find_commit
 
         record = ROOT / "build" / COMMIT_FILE
         record.parent.mkdir(exist_ok=True)
@@ -36,8 +36,8 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["force_include"][str(record)] = COMMIT_FILE
 
     def _compile(self, build_data: dict[str, Any]) -> None:
-        from flashmoe_build.build import build
-        from flashmoe_build.wheel import WHEEL_TAG
+        from flashmoe_build.compile.build import build
+        from flashmoe_build.release.wheel import WHEEL_TAG
 
         built = build(ROOT / "build")
         build_data["pure_python"] = False

@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from flashmoe.errors import LockError  # noqa: E402
-from flashmoe_build import environment  # noqa: E402
+from flashmoe_build.environments import environment  # noqa: E402
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["main"]
@@ -83,7 +83,9 @@ def outside(name: str) -> Path:
 
 def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     python = locked(session, "build")
-    program(session, python, "flashmoe_build.lock", "lockfiles/build.txt")  # sees what PYTHONPATH adds, too
+    program(
+        session, python, "flashmoe_build.environments.lock", "lockfiles/build.txt"
+    )  # sees what PYTHONPATH adds, too
     program(session, python, "flashmoe_build", *arguments)
 
 
@@ -221,7 +223,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def lock(session: nox.Session) -> None:
     """Write lockfiles/*.txt anew and say what changed (-- --upgrade, -- --check)."""
-    program(session, sys.executable, "flashmoe_build.relock", *session.posargs)
+    program(session, sys.executable, "flashmoe_build.environments.relock", *session.posargs)
 
 
 @nox.session
@@ -291,13 +293,13 @@ def gpu_test(session: nox.Session) -> None:
 @nox.session
 def workflows(session: nox.Session) -> None:
     """Write CI's jobs for GPUs from csrc/arch.toml (-- --check)."""
-    program(session, locked(session, "container"), "flashmoe_build.workflows", *session.posargs)
+    program(session, locked(session, "container"), "flashmoe_build.release.workflows", *session.posargs)
 
 
 @nox.session
 def ci_summary(session: nox.Session) -> None:
     """CI's last job: the verdict over all others, from NEEDS."""
-    program(session, locked(session, "container"), "flashmoe_build.workflows", "--summary")
+    program(session, locked(session, "container"), "flashmoe_build.release.workflows", "--summary")
 
 
 @nox.session
@@ -311,10 +313,10 @@ def verify(session: nox.Session) -> None:
 @nox.session
 def reproduce(session: nox.Session) -> None:
     """Build HEAD twice in worlds that differ and compare every byte (-- --archs 90a)."""
-    program(session, locked(session, "build"), "flashmoe_build.reproduce", *session.posargs)
+    program(session, locked(session, "build"), "flashmoe_build.release.reproduce", *session.posargs)
 
 
 @nox.session
 def compat(session: nox.Session) -> None:
     """The newest wheel under every torch and Python that it claims (-- --quick for the two ends)."""
-    program(session, sys.executable, "flashmoe_build.compat", newest_wheel(session), *session.posargs)
+    program(session, sys.executable, "flashmoe_build.release.compat", newest_wheel(session), *session.posargs)

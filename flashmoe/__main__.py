@@ -11,16 +11,18 @@ from flashmoe._version import __version__
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
 
 COMMANDS = {
-    "doctor": ("flashmoe.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
-    "audit": ("flashmoe.audit.cli", "prove the symbols and resources of an extension or a wheel"),
-    "verify": ("flashmoe.verify", "hold a wheel against its provenance, or against a rebuild of its commit"),
-    "smem": ("flashmoe.smem", "what a kernel tile costs in shared memory, on which GPU it fits"),
-    "bench": ("flashmoe.bench.cli", "time attention against torch's backends"),
-    "gate": ("flashmoe.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
-    "profile": ("flashmoe.profile.cli", "where the time of a kernel goes, and the rule that says so"),
-    "history": ("flashmoe.gate.history", "what the gate found for each commit; the last known good"),
-    "bisect": ("flashmoe.gate.bisect", "find the first commit that fails a gate"),
+    "doctor": ("flashmoe.tools.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
+    "audit": ("flashmoe.tools.audit.cli", "prove the symbols and resources of an extension or a wheel"),
+    "verify": ("flashmoe.tools.verify", "hold a wheel against its provenance, or against a rebuild of its commit"),
+    "smem": ("flashmoe.tools.smem.cli", "what a kernel tile costs in shared memory, on which GPU it fits"),
+    "bench": ("flashmoe.tools.bench.cli", "time attention against torch's backends"),
+    "gate": ("flashmoe_build.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
+    "profile": ("flashmoe.tools.profile.cli", "where the time of a kernel goes, and the rule that says so"),
+    "history": ("flashmoe_build.gate.history", "what the gate found for each commit; the last known good"),
+    "bisect": ("flashmoe_build.gate.bisect", "find the first commit that fails a gate"),
 }
+
+CHECKOUT_PACKAGE = "flashmoe_build"  # not in the wheel
 
 # What a plain `pip install flashmoe` leaves out: module -> what to install for it.
 OPTIONAL = {
@@ -38,9 +40,12 @@ def main(argv: list[str] | None = None) -> int:
         return _run(arguments)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
+        command = arguments[0] if arguments else ""
+        if module == CHECKOUT_PACKAGE:
+            print(f"flashmoe {command} works in a checkout of the sources only; there: ./nox -s gate", file=sys.stderr)
+            return ExitCode.FAILED
         if module not in OPTIONAL:
             raise
-        command = arguments[0] if arguments else ""
         print(
             f"flashmoe {command} needs {module}, which is not installed; pip install '{OPTIONAL[module]}'",
             file=sys.stderr,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashmoe.errors import FlashmoeError
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError, explain_os_error
-from flashmoe_build.build import ROOT, build
-from flashmoe_build.wheel import build_sdist, build_wheel
+from flashmoe_build.compile.build import ROOT, build
+from flashmoe_build.release.wheel import build_sdist, build_wheel
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError, TableError
-from flashmoe.tables import Gpu, KernelRow, Tables, load_tables
+from flashmoe.tools.tables import Gpu, KernelRow, Tables, load_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATION = "attention_forward"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import ExitCode
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
@@ -39,7 +39,7 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         Checker("format", (str(tools / "ruff"), "format", "--check", "."), "ruff format ."),
         Checker("mypy", (python, "-m", "mypy")),
         Checker("shellcheck", (str(tools / "shellcheck"), *scripts)),
-        Checker("lock", (python, "-m", "flashmoe_build.relock", "--check"), "nox -s lock"),
+        Checker("lock", (python, "-m", "flashmoe_build.environments.relock", "--check"), "nox -s lock"),
         Checker("docs", (python, "-m", "flashmoe_build.docs", "--check"), "nox -s docs"),
     ]
     dockerfiles = sorted(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.report import Report, Verdict, overall, read_report
+from flashmoe.tools.report import Report, Verdict, overall, read_report
 
 MAX_PROBLEMS = 5
 

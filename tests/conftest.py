@@ -41,7 +41,7 @@ def gpu_count() -> int:
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which a machine with a GPU may lack
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What ``-n auto`` means: one process where a GPU is timed, else one a core, as far as memory goes."""
-    from flashmoe_build.jobs import job_count
+    from flashmoe_build.compile.jobs import job_count
 
     processes = 1 if gpu_count() else min(job_count(os.environ), MAX_PROCESSES)
     return processes if processes > 1 else 0  # 0: this one
@@ -135,8 +135,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: int, seconds: float) -> None:
-    from flashmoe.report import Check, Report, Verdict, host_environment, utc_now
-    from flashmoe.report import write_report as write
+    from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now
+    from flashmoe.tools.report import write_report as write
 
     bad = counts["failed"] + counts["error"]
     verdict = Verdict.FAIL if bad else Verdict.PASS if counts["passed"] else Verdict.SKIP

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../attention/params.h"
+#include "attention/params/forward.h"
 
 namespace flashmoe {
 namespace cpu {

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../attention/params.h"
+#include "attention/params/forward.h"
 #include "attention.h"
 
 namespace flashmoe {

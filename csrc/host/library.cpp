@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "cpu/attention.h"
-#include "host/attention.h"
+#include "attention/host/attention.h"
 #include "host/kernel_table.h"
 #include "host/launch.h"
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.engine import OutOfReachError, engine, run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError, UnsupportedGpuError
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tables import Gpu, load_tables
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.tables import Gpu, load_tables
 from flashmoe_build.containers.engine import docker_program, run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ExitCode, FlashmoeError
-from flashmoe.progress import Progress
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe_build.archs import VARIABLES
+from flashmoe.tools.progress import Progress
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_build.compile.archs import VARIABLES
 from flashmoe_build.containers.engine import OutOfReachError, engine, run
 from flashmoe_build.containers.image import TARGETS, make_context
 

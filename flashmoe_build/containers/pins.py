@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.engine import OutOfReachError, engine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from flashmoe.errors import InternalError
-from flashmoe.tables import Unit
+from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 from flashmoe_build.emulation.problem import Layout, Problem, disagreements, make_inputs, reference
@@ -25,13 +25,13 @@ EMULATED_MULTIPROCESSORS = 3  # blocks of a persistent grid: few, so that each t
 
 
 class Strides(ctypes.Structure):
-    """struct Strides of csrc/attention/params.h: elements."""
+    """struct Strides of csrc/attention/params/forward.h: elements."""
 
     _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
 
 
 class ForwardParams(ctypes.Structure):
-    """struct ForwardParams of csrc/attention/params.h; the library's own size is compared at load."""
+    """struct ForwardParams of csrc/attention/params/forward.h; the library's own size is compared at load."""
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial")),

@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from flashmoe.errors import BuildError
-from flashmoe.tables import Unit
-from flashmoe_build.cache import content_key, include_closure
-from flashmoe_build.codegen import unit_source
-from flashmoe_build.jobs import job_count, run_all
+from flashmoe.tools.tables import Unit
+from flashmoe_build.compile.cache import content_key, include_closure
+from flashmoe_build.compile.codegen import unit_source
+from flashmoe_build.compile.jobs import job_count, run_all
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CSRC = REPOSITORY / "csrc"
@@ -163,7 +163,10 @@ def unit_text(unit: Unit) -> str:
     has_maps = unit.row.family == "sm90" and unit.row.operation == "attention_forward"
     lines = [unit_source(unit)]
     if has_maps:
-        lines += ['#include "attention/sm90/tensor_map.h"', 'extern "C" const char* emulation_encode_tensor_map(']
+        lines += [
+            '#include "attention/forward/sm90/tensor_map.h"',
+            'extern "C" const char* emulation_encode_tensor_map(',
+        ]
         lines += ["    void*, int, int, uint64_t, const uint64_t*, const uint64_t*, const uint32_t*, int);", ""]
     maps = "".join(f", *static_cast<const flashmoe::ptx::TensorMap*>(arguments[{i}])" for i in range(1, 5))
     for _, symbol in unit.entries:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flashmoe.tables import Tables, Unit
+from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.emulation import huge
 from flashmoe_build.emulation.attention import Outcome, run_forward
 from flashmoe_build.emulation.build import Options

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError
-from flashmoe.progress import Progress
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tables import load_tables
+from flashmoe.tools.progress import Progress
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.tables import load_tables
 from flashmoe_build.emulation.attention import Outcome
 from flashmoe_build.emulation.build import Options, compiler, jobs, kernel_library
 from flashmoe_build.emulation.cases import Case, kernels, matching, run_case, suite

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from flashmoe.tables import Unit
+from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, load, mapped, place
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings

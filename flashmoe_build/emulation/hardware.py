@@ -18,18 +18,18 @@ from typing import Any
 import torch
 
 from flashmoe.errors import BuildError, ExitCode
-from flashmoe.tables import Tables, Unit, load_tables
-from flashmoe_build.cache import Cache
-from flashmoe_build.device import compile_unit
+from flashmoe.tools.tables import Tables, Unit, load_tables
+from flashmoe_build.compile.cache import Cache
+from flashmoe_build.compile.device import compile_unit
+from flashmoe_build.compile.nvrtc import compile_ptx
+from flashmoe_build.compile.ptxas import assemble
+from flashmoe_build.compile.toolchain import find_toolchain
 from flashmoe_build.emulation import on_gpu
 from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, geometry, run_forward
 from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
 from flashmoe_build.emulation.combine import combine_geometry, make_partials, run_combine
 from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.problem import DTYPES, Problem, Shape, Values, make_inputs
-from flashmoe_build.nvrtc import compile_ptx
-from flashmoe_build.ptxas import assemble
-from flashmoe_build.toolchain import find_toolchain
 
 TARGET = "sm_90a"
 PROBE = REPOSITORY / "tests" / "emulation" / "kernels" / "probe.cuh"
@@ -57,7 +57,7 @@ def problems(unit: Unit) -> list[Problem]:
 
 
 def _maps(unit: Unit, problem: Problem) -> list[tuple[str, dict[str, Any]]]:
-    """The four tensor maps of the sm90 kernels on contiguous tensors (csrc/attention/sm90/tensor_map.h)."""
+    """The four tensor maps of the sm90 kernels on contiguous tensors (csrc/attention/forward/sm90/tensor_map.h)."""
     s = problem.shape
 
     def content(rows: int, heads: int, box_rows: int) -> dict[str, Any]:

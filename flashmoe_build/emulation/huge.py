@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoe.tables import Unit
+from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     ForwardParams,
     Outcome,

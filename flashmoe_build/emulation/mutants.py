@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError, ExitCode, TableError
-from flashmoe.progress import Progress
-from flashmoe.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tables import load_tables
+from flashmoe.tools.progress import Progress
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.tables import load_tables
 
 if sys.version_info >= (3, 11):
     import tomllib

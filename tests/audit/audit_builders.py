@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flashmoe.audit import Options, audit
-from flashmoe.report import Check, Report, Verdict
-from flashmoe.tables import Tables, Unit, load_tables
+from flashmoe.tools.audit import Options, audit
+from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe.tools.tables import Tables, Unit, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_path("purelib"))

@@ -14,10 +14,10 @@ import pytest
 from audit_builders import Workshop, audit, package_files
 
 import flashmoe
-from flashmoe.audit.render import kernel_table, plain, show
 from flashmoe.errors import ExitCode
-from flashmoe.report import read_report
-from flashmoe.tables import Tables
+from flashmoe.tools.audit.render import kernel_table, plain, show
+from flashmoe.tools.report import read_report
+from flashmoe.tools.tables import Tables
 
 
 def environment() -> dict[str, str]:
@@ -130,7 +130,7 @@ def test_a_plain_install_says_what_a_command_needs_beside_it(
 
 
 def test_torch_is_not_imported(sound: Path) -> None:
-    script = f"import sys; from pathlib import Path; from flashmoe.audit import audit; audit(Path({str(sound)!r})); assert 'torch' not in sys.modules"
+    script = f"import sys; from pathlib import Path; from flashmoe.tools.audit import audit; audit(Path({str(sound)!r})); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], cwd="/", env=environment(), check=True, timeout=120)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe.audit.launch import Launch, Need, launchability
-from flashmoe.occupancy import warp_registers
-from flashmoe.tables import load_tables
+from flashmoe.tools.audit.launch import Launch, Need, launchability
+from flashmoe.tools.smem.occupancy import warp_registers
+from flashmoe.tools.tables import load_tables
 
 
 def launch(gpu: str, *, registers: int | None = 64, threads: int = 128, static: int = 0, dynamic: int = 0) -> Launch:

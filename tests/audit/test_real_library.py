@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from audit_builders import audit, failures
 
-from flashmoe.report import Verdict
+from flashmoe.tools.report import Verdict
 
 
 def session_library() -> Path | None:

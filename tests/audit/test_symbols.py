@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from audit_builders import EXPORTS, HOST, Options, Row, Workshop, audit, named, only_failure, run
 
-from flashmoe.report import Verdict
-from flashmoe.tables import Tables
+from flashmoe.tools.report import Verdict
+from flashmoe.tools.tables import Tables
 
 INSTANTIATED = """
 struct __half { unsigned short x; };

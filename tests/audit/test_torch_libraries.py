@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.audit.errors import ShimDataError
-from flashmoe.audit.policy import DATA
-from flashmoe.audit.torch_libraries import installed_torch, release, shim_data, shims_for, write_data
+from flashmoe.tools.audit.errors import ShimDataError
+from flashmoe.tools.audit.policy import DATA
+from flashmoe.tools.audit.torch_libraries import installed_torch, release, shim_data, shims_for, write_data
 
 
 def test_committed_data_is_what_the_script_writes(tmp_path: Path) -> None:
@@ -16,7 +16,9 @@ def test_committed_data_is_what_the_script_writes(tmp_path: Path) -> None:
     torch = installed_torch()
     assert torch is not None
     committed = DATA / f"torch_shims_{release(torch.version)}.json"
-    assert committed.is_file(), f"write it: python -m flashmoe.audit.torch_libraries --write (torch {torch.version})"
+    assert committed.is_file(), (
+        f"write it: python -m flashmoe.tools.audit.torch_libraries --write (torch {torch.version})"
+    )
     assert write_data(tmp_path).read_bytes() == committed.read_bytes()
 
 

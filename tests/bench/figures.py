@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from flashmoe.bench.compare import decide_change, difference
-from flashmoe.bench.statistics import log_ratios, paired_ratio
-from flashmoe.bench.thresholds import load_thresholds
-from flashmoe.bench.verdict import decide
-from flashmoe.report import write_json
+from flashmoe.tools.bench.compare import decide_change, difference
+from flashmoe.tools.bench.statistics import log_ratios, paired_ratio
+from flashmoe.tools.bench.thresholds import load_thresholds
+from flashmoe.tools.bench.verdict import decide
+from flashmoe.tools.report import write_json
 from tests.bench.synthetic import interleaved_samples
 
 

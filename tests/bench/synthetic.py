@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmoe.bench.case import Case
-from flashmoe.bench.cli import only_dtypes
-from flashmoe.bench.plan import block_orders
-from flashmoe.bench.record import DATA_SCHEMA, cell_checks, cell_record
-from flashmoe.bench.runner import Cell, Timing
-from flashmoe.bench.suites import Suite, load_suite
-from flashmoe.bench.summary import CeilingRates, aggregate
-from flashmoe.bench.telemetry import Reading
-from flashmoe.bench.verify import Verification
-from flashmoe.report import Check, Report, Verdict
+from flashmoe.tools.bench.case import Case
+from flashmoe.tools.bench.cli import only_dtypes
+from flashmoe.tools.bench.plan import block_orders
+from flashmoe.tools.bench.record import DATA_SCHEMA, cell_checks, cell_record
+from flashmoe.tools.bench.runner import Cell, Timing
+from flashmoe.tools.bench.suites import Suite, load_suite
+from flashmoe.tools.bench.summary import CeilingRates, aggregate
+from flashmoe.tools.bench.telemetry import Reading
+from flashmoe.tools.bench.verify import Verification
+from flashmoe.tools.report import Check, Report, Verdict
 
 CEILINGS = {"matmul_tflops": {"bf16": 790.0, "f16": 790.0}, "copy_gbps": 2900.0, "samples": {"copy": [1, 2, 3]}}
 

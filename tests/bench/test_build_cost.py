@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.bench import build_cost
-from flashmoe.bench.suites import load_suite, parse_suite
 from flashmoe.errors import ArgumentError
-from flashmoe.report import Verdict
+from flashmoe.tools.bench import build_cost
+from flashmoe.tools.bench.suites import load_suite, parse_suite
+from flashmoe.tools.report import Verdict
 
 BUILDER = """
 import argparse, hashlib, os, sys
 from pathlib import Path
 sys.path.insert(0, {package!r})
-from flashmoe.report import Check, Report, Verdict, write_report
+from flashmoe.tools.report import Check, Report, Verdict, write_report
 parser = argparse.ArgumentParser()
 parser.add_argument("--library-only", action="store_true")
 parser.add_argument("--out", type=Path)

@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from flashmoe.__main__ import main
-from flashmoe.bench.cli import add_arguments, default_suite, fit_suite, merge, only_cases, resolve_device, typed_command
-from flashmoe.bench.suites import Suite, load_suite
 from flashmoe.errors import ArgumentError, DeviceError, ExitCode
-from flashmoe.report import write_report
+from flashmoe.tools.bench.cli import (
+    add_arguments,
+    default_suite,
+    fit_suite,
+    merge,
+    only_cases,
+    resolve_device,
+    typed_command,
+)
+from flashmoe.tools.bench.suites import Suite, load_suite
+from flashmoe.tools.report import write_report
 from tests.bench.synthetic import synthetic_report
 
 

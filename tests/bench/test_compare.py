@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from flashmoe.__main__ import main
-from flashmoe.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
-from flashmoe.bench.ratchet import Mark, architecture, check_ratchet, evaluate, read_marks, write_marks
-from flashmoe.bench.statistics import Interval
-from flashmoe.bench.thresholds import load_thresholds
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.report import Check, Report, Verdict, write_report
+from flashmoe.tools.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
+from flashmoe.tools.bench.ratchet import Mark, architecture, check_ratchet, evaluate, read_marks, write_marks
+from flashmoe.tools.bench.statistics import Interval
+from flashmoe.tools.bench.thresholds import load_thresholds
+from flashmoe.tools.report import Check, Report, Verdict, write_report
 from tests.bench.synthetic import synthetic_report
 
 SPEEDS = {"flashmoe": 0.8, "sdpa-flash": 0.5}

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from flashmoe.__main__ import main
-from flashmoe.bench.ceilings import measure_ceilings
-from flashmoe.bench.contenders import Contender, Prepared, default_registry
-from flashmoe.bench.inputs import Inputs, make_inputs
-from flashmoe.bench.sampling import EventSampler, GraphSampler, call_time_ns, peak_bytes
-from flashmoe.bench.session import Options, Session
-from flashmoe.bench.suites import Suite, parse_suite
-from flashmoe.bench.verify import make_reference, verify
-from flashmoe.report import Verdict, read_report
+from flashmoe.tools.bench.ceilings import measure_ceilings
+from flashmoe.tools.bench.contenders import Contender, Prepared, default_registry
+from flashmoe.tools.bench.inputs import Inputs, make_inputs
+from flashmoe.tools.bench.sampling import EventSampler, GraphSampler, call_time_ns, peak_bytes
+from flashmoe.tools.bench.session import Options, Session
+from flashmoe.tools.bench.suites import Suite, parse_suite
+from flashmoe.tools.bench.verify import make_reference, verify
+from flashmoe.tools.report import Verdict, read_report
 
 pytestmark = pytest.mark.gpu
 CYCLES = 200_000  # about 0.1 ms on any GPU of today

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashmoe.bench.case import Case
-from flashmoe.bench.contenders import default_registry
-from flashmoe.bench.inputs import make_inputs
+from flashmoe.tools.bench.case import Case
+from flashmoe.tools.bench.contenders import default_registry
+from flashmoe.tools.bench.inputs import make_inputs
 
 
 @pytest.mark.parametrize("heads_kv", [2, 8])

@@ -8,10 +8,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from flashmoe.bench.case import Case
-from flashmoe.bench.markdown import bench_markdown
-from flashmoe.bench.page import heat_level, heat_rows, render_page
-from flashmoe.bench.svg import (
+from flashmoe.tools.bench.case import Case
+from flashmoe.tools.bench.markdown import bench_markdown
+from flashmoe.tools.bench.page import heat_level, heat_rows, render_page
+from flashmoe.tools.bench.svg import (
     DASHES,
     MARKERS,
     Point,

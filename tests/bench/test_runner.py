@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe.bench import ceilings
-from flashmoe.bench.case import Case
-from flashmoe.bench.contenders import Contender, Prepared, choose, default_registry
-from flashmoe.bench.inputs import Inputs, make_inputs
-from flashmoe.bench.record import quiet_check
-from flashmoe.bench.session import Options, Session
-from flashmoe.bench.suites import Suite, parse_suite
-from flashmoe.bench.telemetry import Telemetry
-from flashmoe.bench.verify import choose_pairs, make_reference, verify
 from flashmoe.errors import ArgumentError
-from flashmoe.report import Report, Verdict, read_report, write_report
+from flashmoe.tools.bench import ceilings
+from flashmoe.tools.bench.case import Case
+from flashmoe.tools.bench.contenders import Contender, Prepared, choose, default_registry
+from flashmoe.tools.bench.inputs import Inputs, make_inputs
+from flashmoe.tools.bench.record import quiet_check
+from flashmoe.tools.bench.session import Options, Session
+from flashmoe.tools.bench.suites import Suite, parse_suite
+from flashmoe.tools.bench.telemetry import Telemetry
+from flashmoe.tools.bench.verify import choose_pairs, make_reference, verify
+from flashmoe.tools.report import Report, Verdict, read_report, write_report
 
 CASE = Case("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
 
@@ -33,7 +33,7 @@ def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 128})
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
-    monkeypatch.setattr("flashmoe.bench.session.quiet_check", lambda *_: None)
+    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -230,7 +230,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path, monkeypatch: py
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Telemetry, "read", read)
-    monkeypatch.setattr("flashmoe.bench.runner.READ_SECONDS", 0.0)
+    monkeypatch.setattr("flashmoe.tools.bench.runner.READ_SECONDS", 0.0)
     report, session = run(suite(["ours", "base"]), [contender("ours", plain, ours=True), contender("base", plain)])
     assert session.stopped == "interrupted"
     write_report(tmp_path / "partial.json", report)

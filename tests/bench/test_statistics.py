@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from flashmoe.bench.plan import block_orders, plan_samples, share_of_budget
-from flashmoe.bench.statistics import (
+from flashmoe.tools.bench.plan import block_orders, plan_samples, share_of_budget
+from flashmoe.tools.bench.statistics import (
     Interval,
     Ratio,
     cliffs_delta,
@@ -18,7 +18,7 @@ from flashmoe.bench.statistics import (
     paired_ratio,
     signed_rank_p,
 )
-from flashmoe.bench.verdict import Reason, Speed, decide
+from flashmoe.tools.bench.verdict import Reason, Speed, decide
 from tests.bench.figures import SCENES, TWO_RUNS, Scene, TwoRuns, two_run_shares, verdict_shares
 
 RUNS = 240

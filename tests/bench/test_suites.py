@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe.bench.presets import apply_preset, find_preset, load_presets
-from flashmoe.bench.suites import SuiteError, load_suite, parse_suite, suite_names
+from flashmoe.tools.bench.presets import apply_preset, find_preset, load_presets
+from flashmoe.tools.bench.suites import SuiteError, load_suite, parse_suite, suite_names
 
 GOOD: dict[str, Any] = {
     "schema": 1,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe.tables import load_tables
-from flashmoe_build import archs
+from flashmoe.tools.tables import load_tables
+from flashmoe_build.compile import archs
 
 
 def names(request: str) -> list[str]:

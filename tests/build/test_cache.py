@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_build.cache import Cache, content_key, include_closure
+from flashmoe_build.compile.cache import Cache, content_key, include_closure
 
 SOURCE = '#include "a.cuh"\nint main();\n'
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError, TableError
-from flashmoe.tables import Tables, Unit, load_tables
-from flashmoe_build.cache import Cache
-from flashmoe_build.codegen import PlacedBinary, kernel_table_source, unit_source
-from flashmoe_build.device import DeviceCode, compile_units
-from flashmoe_build.jobs import run_staged
-from flashmoe_build.nvrtc import compile_ptx
-from flashmoe_build.toolchain import find_toolchain
+from flashmoe.tools.tables import Tables, Unit, load_tables
+from flashmoe_build.compile.cache import Cache
+from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source, unit_source
+from flashmoe_build.compile.device import DeviceCode, compile_units
+from flashmoe_build.compile.jobs import run_staged
+from flashmoe_build.compile.nvrtc import compile_ptx
+from flashmoe_build.compile.toolchain import find_toolchain
 
 TARGETS = ("sm_80", "sm_86", "sm_90a", "sm_120a", "compute_80")
 COMBINE = "attention_combine_sm80_f16"  # the smallest kernel; one tile for all targets
-HEADER = "attention/sm80/combine.cuh"
+HEADER = "attention/combine/combine.cuh"
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flashmoe_build.exclusive import exclusive
+from flashmoe_build.environments.exclusive import exclusive
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLD = "import sys, pathlib; from flashmoe_build.exclusive import hold_until_exit as hold; "
+HOLD = "import sys, pathlib; from flashmoe_build.environments.exclusive import hold_until_exit as hold; "
 TWICE = HOLD + "path = pathlib.Path(sys.argv[1]); hold(path); hold(path); print('has it', flush=True); sys.stdin.read()"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe_build.jobs import job_count, run_all
+from flashmoe_build.compile.jobs import job_count, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +46,7 @@ def test_results_are_in_order_and_a_failure_stops_what_has_not_begun() -> None:
 
 def test_ctrl_c_does_not_work_off_the_queue() -> None:
     code = (
-        "import sys, time; from flashmoe_build.jobs import run_all\n"
+        "import sys, time; from flashmoe_build.compile.jobs import run_all\n"
         "def work(item):\n"
         "    sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(0.2)\n"  # print's newline is a second write
         "run_all(range(300), work, 2)"

@@ -11,12 +11,12 @@ import pytest
 
 from flashmoe.errors import BuildError
 
-from flashmoe.tables import Unit, load_tables
-from flashmoe_build.cache import Cache
-from flashmoe_build.nvrtc import compile_ptx
-from flashmoe_build.ptxas import assemble
-from flashmoe_build.resources import findings, parse_log
-from flashmoe_build.toolchain import find_toolchain
+from flashmoe.tools.tables import Unit, load_tables
+from flashmoe_build.compile.cache import Cache
+from flashmoe_build.compile.nvrtc import compile_ptx
+from flashmoe_build.compile.ptxas import assemble
+from flashmoe_build.compile.resources import findings, parse_log
+from flashmoe_build.compile.toolchain import find_toolchain
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,6 @@ def test_an_assembler_that_hangs_is_stopped(unit: Unit, tmp_path: Path, monkeypa
     slow = tmp_path / "ptxas"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setattr("flashmoe_build.ptxas.TIME_LIMIT", 0.2)
+    monkeypatch.setattr("flashmoe_build.compile.ptxas.TIME_LIMIT", 0.2)
     with pytest.raises(BuildError, match="did not finish within 0.2 s"):
         assemble(b"", "case", unit.target.name, dataclasses.replace(find_toolchain(), ptxas=slow))

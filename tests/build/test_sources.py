@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.tables import load_tables
-from flashmoe_build.codegen import unit_source
-from flashmoe_build.nvrtc_worker import compile_job
-from flashmoe_build.toolchain import find_toolchain
+from flashmoe.tools.tables import load_tables
+from flashmoe_build.compile.codegen import unit_source
+from flashmoe_build.compile.nvrtc_worker import compile_job
+from flashmoe_build.compile.toolchain import find_toolchain
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 DEVICE_HEADERS = sorted(path for folder in ("ptx", "common", "attention") for path in (CSRC / folder).rglob("*.cuh"))

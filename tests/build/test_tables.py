@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import TableError
-from flashmoe.tables import load_tables
+from flashmoe.tools.tables import load_tables
 
 GOOD_ROW = """
 schema = 1

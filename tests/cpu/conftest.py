@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_build.exclusive import exclusive
+from flashmoe_build.environments.exclusive import exclusive
 
 from .backend import ISAS, Backend, build
 

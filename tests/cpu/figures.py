@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import flashmoe
-from flashmoe.report import host_environment, write_json
+from flashmoe.tools.report import host_environment, write_json
 
 from .backend import FLAGS, SOURCES
 

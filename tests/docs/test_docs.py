@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import TableError
-from flashmoe.tables import load_tables
+from flashmoe.tools.tables import load_tables
 from flashmoe_build import docs
 
 ROOT = Path(__file__).resolve().parents[2]

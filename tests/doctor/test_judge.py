@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from flashmoe.doctor import judge as judging
-from flashmoe.doctor.cli import render
-from flashmoe.doctor.facts import Compiler, Driver, Extension, Facts, Gpu, Lock, Package, Probe, Python
-from flashmoe.doctor.judge import judge, serving_target
 from flashmoe.errors import ExitCode
-from flashmoe.report import Check, Report, Verdict
-from flashmoe.tables import load_tables
+from flashmoe.tools.doctor import judge as judging
+from flashmoe.tools.doctor.cli import render
+from flashmoe.tools.doctor.facts import Compiler, Driver, Extension, Facts, Gpu, Lock, Package, Probe, Python
+from flashmoe.tools.doctor.judge import judge, serving_target
+from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe.tools.tables import load_tables
 
 TABLES = load_tables()
 ALL_TARGETS = tuple(target.name for target in TABLES.targets)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashmoe import smoke
-from flashmoe.report import Verdict
+from flashmoe.tools.report import Verdict
 
 CASE = smoke.Case("cpu", "float16", 65, causal=True)
 RIGHT = smoke.Outcome(error=1e-4, bound=1e-3, lse_error=1e-6, finite=True, kernel="cpu:avx2")

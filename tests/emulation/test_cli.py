@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ExitCode
-from flashmoe.report import Check, Verdict
-from flashmoe.tables import load_tables
+from flashmoe.tools.report import Check, Verdict
+from flashmoe.tools.tables import load_tables
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.cases import Case, suite
 from flashmoe_build.emulation.cli import main, parser, run_cases, selected_cases, summarised

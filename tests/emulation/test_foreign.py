@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.emulation.build import CSRC, compiler, jobs
-from flashmoe_build.jobs import run_all
 
 FOREIGN = Path(__file__).parent / "foreign"
 FLAGS = ("-std=c++17", "-O1", "-g", "-I.", "-Iemulation/include")

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 
-from flashmoe.tables import Unit, load_tables
+from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.emulation.attention import ForwardParams
 from flashmoe_build.emulation.hardware import (
     TARGET,

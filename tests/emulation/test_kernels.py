@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe.tables import load_tables
+from flashmoe.tools.tables import load_tables
+from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.emulation.build import Options, jobs, kernel_library
 from flashmoe_build.emulation.cases import Case, kernels, run_case, suite
 from flashmoe_build.emulation.machine import AsyncPolicy
-from flashmoe_build.jobs import run_all
 
 CASES = list(suite(load_tables()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashmoe.errors import TableError
-from flashmoe.tables import load_tables
+from flashmoe.tools.tables import load_tables
 from flashmoe_build.emulation.mutants import Kill, Mutant, anchor_pattern, hunt, load_mutants, markdown, patched
 
 MUTANTS = load_mutants()
@@ -32,7 +32,7 @@ def test_white_space_does_not_matter() -> None:
 
 
 def test_a_stale_anchor_is_an_error() -> None:
-    stale = Mutant("stale", "", "attention/tile.cuh", "this text is not in the file", "", ("x",))
+    stale = Mutant("stale", "", "attention/forward/tile.cuh", "this text is not in the file", "", ("x",))
     with pytest.raises(TableError, match="stands 0 times"):
         patched(stale)
 

@@ -12,15 +12,15 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ExtensionError
-from flashmoe.gate import history
-from flashmoe.gate.climb import Budget, Climb, find_places
-from flashmoe.gate.decide import decide
-from flashmoe.gate.execute import execute
-from flashmoe.gate.history import append_record, last_known_good, read_history, record_of, render
-from flashmoe.gate.ladder import LadderError, read_ladder, select
-from flashmoe.gate.load import load_check
-from flashmoe.gate.load import main as load_main
-from flashmoe.report import Report, ReportError, Verdict, read_report, write_report
+from flashmoe.tools.report import Report, ReportError, Verdict, read_report, write_report
+from flashmoe_build.gate import history
+from flashmoe_build.gate.climb import Budget, Climb, find_places
+from flashmoe_build.gate.decide import decide
+from flashmoe_build.gate.execute import execute
+from flashmoe_build.gate.history import append_record, last_known_good, read_history, record_of, render
+from flashmoe_build.gate.ladder import LadderError, read_ladder, select
+from flashmoe_build.gate.load import load_check
+from flashmoe_build.gate.load import main as load_main
 from tests.bench.synthetic import synthetic_report
 
 WRITE = """
@@ -152,7 +152,7 @@ def test_an_interruption_leaves_a_report(tmp_path: Path, monkeypatch: pytest.Mon
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flashmoe.gate.climb.execute", stop)
+    monkeypatch.setattr("flashmoe_build.gate.climb.execute", stop)
     report = climb(tmp_path, rung("one"))
     write_report(tmp_path / "gate.json", report)
     again = read_report(tmp_path / "gate.json")

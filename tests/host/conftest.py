@@ -15,16 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from flashmoe.tables import load_tables  # noqa: E402
-from flashmoe_build.codegen import PlacedBinary, kernel_table_source  # noqa: E402
-from flashmoe_build.toolchain import find_toolchain  # noqa: E402
+from flashmoe.tools.tables import load_tables  # noqa: E402
+from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source  # noqa: E402
+from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
 
 HARNESS = """
 #include <cstdio>
 #include <cstring>
 #include <exception>
 
-#include "host/select.h"
+#include "attention/host/select.h"
 
 extern "C" const unsigned char flashmoe_binaries[1] = {0};
 extern "C" const char flashmoe_index[1] = {0};

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flashmoe.tables import load_tables
+from flashmoe.tools.tables import load_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import LockError
-from flashmoe_build import environment
-from flashmoe_build.environment import Interpreter, choose_python, explain_failure, judge_python, prepare
+from flashmoe_build.environments import environment
+from flashmoe_build.environments.environment import Interpreter, choose_python, explain_failure, judge_python, prepare
 from tests.lock.wheels import make_wheel
 
 OWN = Interpreter(sys.executable, (sys.version_info.major, sys.version_info.minor))

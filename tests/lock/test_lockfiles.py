@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from flashmoe_build.lock import logical_lines, marker_environment, parse_lock, read_inputs, read_lock
-from flashmoe_build.relock import ORDER, Change, check, diff, main
+from flashmoe_build.environments.lock import logical_lines, marker_environment, parse_lock, read_inputs, read_lock
+from flashmoe_build.environments.relock import ORDER, Change, check, diff, main
 
 if sys.version_info >= (3, 11):
     import tomllib

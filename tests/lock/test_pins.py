@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import LockError
-from flashmoe_build.lock import (
+from flashmoe_build.environments.lock import (
     DriftKind,
     Installed,
     check_lock,
@@ -148,7 +148,7 @@ def test_a_missing_lock_says_where_to_get_it(tmp_path: Path) -> None:
 def test_the_program_exits_with_the_reason(tmp_path: Path) -> None:
     write(tmp_path, "a.in", "nobody-has-this==1\n")
     lock = write(tmp_path, "a.txt", lock_text("nobody-has-this==1"))
-    command = [sys.executable, "-m", "flashmoe_build.lock", str(lock)]
+    command = [sys.executable, "-m", "flashmoe_build.environments.lock", str(lock)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert "nobody-has-this is not installed; the lock has 1" in done.stderr

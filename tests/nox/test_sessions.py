@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.report import Check, Report, Verdict, write_report
+from flashmoe.tools.report import Check, Report, Verdict, write_report
 from flashmoe_build import lint, summary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from flashmoe import progress
-from flashmoe.progress import Progress
+from flashmoe.tools import progress
+from flashmoe.tools.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError, UnsupportedGpuError
-from flashmoe.report import Verdict
-from flashmoe.tables import load_tables
+from flashmoe.tools.report import Verdict
+from flashmoe.tools.tables import load_tables
 from flashmoe_build.containers import base, engine, gpu, image, pins
 from flashmoe_build.containers.engine import OutOfReachError
 from flashmoe_build.containers.image_test import compare_wheels

@@ -8,9 +8,9 @@ import pytest
 from release_builders import git
 
 from flashmoe.errors import BuildError
-from flashmoe.report import Check, Report, Verdict
-from flashmoe_build import reproduce as program
-from flashmoe_build.reproduce import Machine, compare, plan, reproduce
+from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe_build.release import reproduce as program
+from flashmoe_build.release.reproduce import Machine, compare, plan, reproduce
 
 # A build as the sessions call it, that writes into its wheel what each world varies.
 LEAKY = """

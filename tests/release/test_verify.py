@@ -12,8 +12,8 @@ import pytest
 from audit_builders import Workshop
 
 from flashmoe.__main__ import main
-from flashmoe.report import Check, Report, Verdict
-from flashmoe.verify import VerifyError, compare, find_clone, read_wheel, rebuild, verify
+from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe.tools.verify import VerifyError, compare, find_clone, read_wheel, rebuild, verify
 
 WheelMaker = Callable[..., Path]
 KERNEL = b"\x7fELF bf16 "

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe import smem
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode
-from flashmoe.occupancy import (
+from flashmoe.tools.smem import cli as smem
+from flashmoe.tools.smem.occupancy import (
     FAMILIES,
     Layout,
     check_dtype,
@@ -24,7 +24,7 @@ from flashmoe.occupancy import (
     tile_problem,
     tiles,
 )
-from flashmoe.tables import KernelRow, load_tables
+from flashmoe.tools.tables import KernelRow, load_tables
 
 TABLES = load_tables()
 

@@ -1,0 +1,108 @@
+// A warp's part of the output tile: normalise, round, store; and the log-sum-exp of its rows.
+#pragma once
+
+#include "attention/params/forward.h"
+#include "attention/forward/tile.cuh"
+#include "device/convert.cuh"
+#include "attention/forward/mma_sync/softmax.cuh"
+#include "device/swizzle.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace mma_sync {
+
+// warp_smem [kWarpRows, kHeadDim]: the warp's own rows of the Q tile, which no other warp reads, so that __syncwarp
+// semantics are enough between its last read as Q and the writes here.
+template <typename Spec>
+__device__ __forceinline__ void store_output(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
+                                             const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
+                                             ptx::SmemPointer warp_smem) {
+  using Element = typename Spec::Element;
+  ptx::warp_sync();  // write after read: Q
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int d = 0; d < Spec::kMmaD; ++d)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = m * 16 + half * 8 + lane / 4;
+        ptx::st_shared_32(warp_smem + swizzled_offset<Spec::kHeadDim>(row, d) + lane % 4 * 4,
+                          pack<Element>(O_rmem[m][d][2 * half], O_rmem[m][d][2 * half + 1]));
+      }
+  ptx::warp_sync();  // read after write: the rows were put together by all lanes
+  const Strides& stride = params.out_stride;
+  Element* out_gmem = static_cast<Element*>(params.out) + tile.batch * stride.batch + tile.head_q * stride.head +
+                      static_cast<int64_t>(tile.row + warp_row) * stride.row;
+  constexpr int kLanesPerRow = kSegmentChunks;
+  const int chunk = lane % kLanesPerRow;
+#pragma unroll
+  for (int pass = 0; pass < Spec::kWarpRows / (32 / kLanesPerRow); ++pass) {
+    const int row = pass * (32 / kLanesPerRow) + lane / kLanesPerRow;
+#pragma unroll
+    for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
+      const int column = segment * 64 + chunk * kChunkElements;
+      if (warp_row + row < tile.rows && column < params.head_dim) {
+        uint32_t value[4];
+        ptx::ld_shared_128(value, warp_smem + swizzled_offset<Spec::kHeadDim>(row, segment * kSegmentChunks + chunk));
+        ptx::st_global_128(out_gmem + row * stride.row + column, value);
+      }
+    }
+  }
+}
+
+// fp32 partial output of one split, straight from the accumulators: a quad writes 32 bytes.
+template <typename Spec>
+__device__ __forceinline__ void store_partial(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
+                                              const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
+  const int64_t head = (static_cast<int64_t>(tile.split) * params.batch + tile.batch) * params.heads_q + tile.head_q;
+  float* out_gmem = params.out_partial + (head * params.seq_q + tile.row + warp_row) * params.head_dim;
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = m * 16 + half * 8 + lane / 4;
+      if (warp_row + row >= tile.rows) continue;
+#pragma unroll
+      for (int d = 0; d < Spec::kMmaD; ++d) {
+        const int column = d * 8 + lane % 4 * 2;
+        const uint32_t value[2] = {ptx::float_bits(O_rmem[m][d][2 * half]), ptx::float_bits(O_rmem[m][d][2 * half + 1])};
+        if (column < params.head_dim) ptx::st_global_64(out_gmem + row * params.head_dim + column, value);
+      }
+    }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void finish_tile(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
+                                            const RowState (&rows)[Spec::kMmaM][2],
+                                            float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4], ptx::SmemPointer warp_smem) {
+  const int64_t head = (static_cast<int64_t>(tile.split) * params.batch + tile.batch) * params.heads_q + tile.head_q;
+  const bool wants_lse = Spec::kIsSplit || params.lse != nullptr;
+  float* lse_gmem = (Spec::kIsSplit ? params.lse_partial : params.lse) + head * params.seq_q + tile.row;
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + m * 16 + half * 8 + lane / 4;
+      const float sum = quad_sum(rows[m][half].sum);
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+      for (int d = 0; d < Spec::kMmaD; ++d) {
+        O_rmem[m][d][2 * half] *= inverse;
+        O_rmem[m][d][2 * half + 1] *= inverse;
+      }
+      if (wants_lse && lane % 4 == 0 && row < tile.rows) {
+        ptx::st_global_float(lse_gmem + row, log_sum_exp(rows[m][half].max, sum, params.scale_log2));
+      }
+    }
+  if constexpr (Spec::kIsSplit) {
+    store_partial<Spec>(params, tile, warp_row, lane, O_rmem);
+  } else {
+    store_output<Spec>(params, tile, warp_row, lane, O_rmem, warp_smem);
+  }
+}
+
+}  // namespace mma_sync
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,122 @@
+// The two matrix products of a warp: Q, S = Q K^T, P = exp(S), O = P V. Spec::multiply is the 16x8x16 product of the
+// family; the operand layouts are those of mma.m16n8k16 (ptx/mma.cuh).
+#pragma once
+
+#include "device/convert.cuh"
+#include "device/swizzle.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace mma_sync {
+
+// Where a lane starts in a tile for ldmatrix. Q and V: matrices 0 to 3 are (rows 0-7, left), (rows 8-15, left),
+// (rows 0-7, right), (rows 8-15, right); K: (keys 0-7, left), (keys 0-7, right), (keys 8-15, left), (keys 8-15, right).
+template <typename Spec>
+__device__ __forceinline__ ColumnWalk<Spec::kHeadDim> rows_first_walk(ptx::SmemPointer tile_smem) {
+  const int lane = ptx::recompute(ptx::lane_index());
+  return {tile_smem, swizzled_offset<Spec::kHeadDim>(lane % 16, lane / 16)};
+}
+
+template <typename Spec>
+__device__ __forceinline__ ColumnWalk<Spec::kHeadDim> columns_first_walk(ptx::SmemPointer tile_smem) {
+  const int lane = ptx::recompute(ptx::lane_index());
+  return {tile_smem, swizzled_offset<Spec::kHeadDim>(lane % 8 + lane / 16 * 8, lane / 8 % 2)};
+}
+
+// A warp's Q as A operands, [kWarpRows, kHeadDim]: from registers, or from shared memory at every use.
+template <typename Spec, bool kInRegisters = Spec::kQueryInRegisters>
+struct QueryOperand;
+
+template <typename Spec>
+struct QueryOperand<Spec, true> {
+  uint32_t Q_rmem[Spec::kMmaM][Spec::kHeadDim / 16][4];
+
+  __device__ __forceinline__ explicit QueryOperand(ptx::SmemPointer warp_Q_smem) {
+    const auto walk = rows_first_walk<Spec>(warp_Q_smem);
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+      for (int k = 0; k < Spec::kHeadDim / 16; ++k) ptx::ldmatrix_x4(Q_rmem[m][k], walk.at(k, m));
+  }
+
+  __device__ __forceinline__ void get(uint32_t (&a)[Spec::kMmaM][4], int k) const {
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[m][i] = Q_rmem[m][k][i];
+  }
+};
+
+template <typename Spec>
+struct QueryOperand<Spec, false> {
+  ColumnWalk<Spec::kHeadDim> walk;
+
+  __device__ __forceinline__ explicit QueryOperand(ptx::SmemPointer warp_Q_smem)
+      : walk(rows_first_walk<Spec>(warp_Q_smem)) {}
+
+  __device__ __forceinline__ void get(uint32_t (&a)[Spec::kMmaM][4], int k) const {
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m) ptx::ldmatrix_x4(a[m], walk.at(k, m));
+  }
+};
+
+// S = Q K^T: [kWarpRows, kBlockN], K_smem [kBlockN, kHeadDim].
+template <typename Spec>
+__device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
+                                                   const QueryOperand<Spec>& Q, ptx::SmemPointer K_smem) {
+  const auto walk = columns_first_walk<Spec>(K_smem);
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) S_rmem[m][n][i] = 0.0f;
+#pragma unroll
+  for (int k = 0; k < Spec::kHeadDim / 16; ++k) {
+    uint32_t a[Spec::kMmaM][4];
+    Q.get(a, k);
+#pragma unroll
+    for (int pair = 0; pair < Spec::kMmaN / 2; ++pair) {
+      uint32_t b[4];  // two 8-key blocks, 16 columns of the head dim
+      ptx::ldmatrix_x4(b, walk.at(k, pair));
+#pragma unroll
+      for (int m = 0; m < Spec::kMmaM; ++m) {
+        Spec::multiply(S_rmem[m][2 * pair], a[m], b[0], b[1]);
+        Spec::multiply(S_rmem[m][2 * pair + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The A operand for keys 16 k to 16 k + 15 out of the S accumulators: both layouts give a thread the same rows and
+// columns, so no exchange between lanes is needed.
+template <typename Spec>
+__device__ __forceinline__ void probability_operand(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+  a[0] = pack<typename Spec::Element>(left[0], left[1]);
+  a[1] = pack<typename Spec::Element>(left[2], left[3]);
+  a[2] = pack<typename Spec::Element>(right[0], right[1]);
+  a[3] = pack<typename Spec::Element>(right[2], right[3]);
+}
+
+// O += P V over keys 16 key_block to 16 key_block + 15 of V_smem [kBlockN, kHeadDim], which is read transposed.
+template <typename Spec>
+__device__ __forceinline__ void multiply_probability_value(float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
+                                                           const uint32_t (&P_rmem)[Spec::kMmaM][4],
+                                                           const ColumnWalk<Spec::kHeadDim>& V_walk, int key_block) {
+#pragma unroll
+  for (int pair = 0; pair < Spec::kMmaD / 2; ++pair) {
+    uint32_t b[4];  // 16 keys, two 8-column blocks of the head dim
+    ptx::ldmatrix_x4_trans(b, V_walk.at(pair, key_block));
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m) {
+      Spec::multiply(O_rmem[m][2 * pair], P_rmem[m], b[0], b[1]);
+      Spec::multiply(O_rmem[m][2 * pair + 1], P_rmem[m], b[2], b[3]);
+    }
+  }
+}
+
+}  // namespace mma_sync
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,190 @@
+// Flash attention forward with mma.sync and cp.async: sm_80 and every later GPU.
+//
+// One thread block computes kBlockM query rows of one head; a warp owns kWarpRows of them and never exchanges a score
+// with another warp. Key tiles are walked from the last visible one down to the first, so that the tiles that need a
+// mask come first, and only the first load has rows past the end of the tensor.
+#pragma once
+
+#include "attention/params/forward.h"
+#include "attention/forward/mma_sync/accumulate.cuh"
+#include "attention/forward/mma_sync/epilogue.cuh"
+#include "attention/forward/mma_sync/multiply.cuh"
+#include "attention/forward/sm80/load.cuh"
+#include "attention/forward/sm80/spec.cuh"
+#include "attention/forward/tile.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm80 {
+
+using mma_sync::Accumulator;
+using mma_sync::QueryOperand;
+
+// Which of a loop's tiles need a mask. kSome decides for each tile and warp.
+enum class Masked { kNone, kSome, kAll };
+
+// The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands.
+template <typename Spec, bool kIsCausal>
+struct KeyTileWalk {
+  static constexpr int kStages = Spec::kNumStages;
+
+  const ForwardParams& params;
+  const ptx::SmemPointer KV_smem;  // [kStages] of K [kBlockN, kHeadDim], then [kStages] of V
+  TileLoader<Spec> K_loader;
+  TileLoader<Spec> V_loader;
+  int n;              // the current key tile
+  const int begin;    // the last one
+  int stage;          // where the current tile lies
+  int causal_offset;  // last key that the warp's first row sees, if causal
+
+  __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, const KeyTiles& key_tiles,
+                                         ptx::SmemPointer KV_smem_)
+      : params(params_),
+        KV_smem(KV_smem_),
+        K_loader(static_cast<const typename Spec::Element*>(params.k) + tile.batch * params.k_stride.batch +
+                     tile.head_kv * params.k_stride.head,
+                 params.k_stride.row, key_tiles.end * Spec::kBlockN),
+        V_loader(static_cast<const typename Spec::Element*>(params.v) + tile.batch * params.v_stride.batch +
+                     tile.head_kv * params.v_stride.head,
+                 params.v_stride.row, key_tiles.end * Spec::kBlockN),
+        n(key_tiles.end - 1),
+        begin(key_tiles.begin),
+        stage(0),
+        causal_offset(tile.row + ptx::warp_index() * Spec::kWarpRows + params.seq_k - params.seq_q) {}
+
+  template <bool kIsWhole>
+  __device__ __forceinline__ void load_key(int tile, int to_stage) {
+    K_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
+                                                    params.head_dim, params.seq_k - tile * Spec::kBlockN);
+  }
+
+  template <bool kIsWhole>
+  __device__ __forceinline__ void load_value(int tile, int to_stage) {
+    V_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes,
+                                                    params.v_stride.row, params.head_dim,
+                                                    params.seq_k - tile * Spec::kBlockN);
+  }
+
+  // Starts what the first tile needs, and, with a ring, the kStages - 1 tiles that the loads run ahead.
+  __device__ __forceinline__ void start() {
+    if constexpr (kStages == 1) {
+      load_key<false>(n, 0);
+      ptx::cp_async_commit();
+    } else {
+#pragma unroll
+      for (int ahead = 0; ahead < kStages - 1; ++ahead) {
+        if (n - ahead >= begin) {
+          load_key<false>(n - ahead, ahead);
+          load_value<false>(n - ahead, ahead);
+        }
+        ptx::cp_async_commit();
+      }
+    }
+  }
+
+  // S = Q K^T of the current tile, and every load that may start by then. Leaves V whole in shared memory.
+  template <Masked kMasked>
+  __device__ __forceinline__ ptx::SmemPointer scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
+                                                     const QueryOperand<Spec>& Q) {
+    const ptx::SmemPointer K_smem = KV_smem + stage * Spec::kKeyBytes;
+    if constexpr (kStages == 1) {
+      ptx::cp_async_wait<0>();
+      ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
+      if (kMasked == Masked::kAll || (kMasked == Masked::kSome && (n + 1) * Spec::kBlockN > params.seq_k)) {
+        load_value<false>(n, 0);
+      } else {
+        load_value<true>(n, 0);
+      }
+      ptx::cp_async_commit();
+      mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
+      ptx::cp_async_wait<0>();
+      ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
+      if (n > begin) load_key<true>(n - 1, 0);
+      ptx::cp_async_commit();
+    } else {
+      ptx::cp_async_wait<kStages - 2>();
+      ptx::barrier_sync_block();  // this tile is whole; all warps are done with the tile before, whose buffers refill
+      const int next = n - (kStages - 1);
+      if (next >= begin) {
+        const int next_stage = stage == 0 ? kStages - 1 : stage - 1;
+        load_key<true>(next, next_stage);
+        load_value<true>(next, next_stage);
+      }
+      ptx::cp_async_commit();
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+      mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
+    }
+    return K_smem + kStages * Spec::kKeyBytes;
+  }
+
+  template <Masked kMasked>
+  __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q) {
+    float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
+    const ptx::SmemPointer V_smem = scores<kMasked>(S_rmem, Q);
+    const int first_key = n * Spec::kBlockN;
+    const int last_key = params.seq_k - 1 - first_key;
+    const int causal_limit = causal_offset - first_key;
+    // With a limit of its own a warp needs no register for the first masked tile.
+    const bool is_masked = kMasked == Masked::kAll ||
+                           (kMasked == Masked::kSome &&
+                            (kIsCausal ? min(last_key, causal_limit) : last_key) < Spec::kBlockN - 1);
+    if (is_masked) mma_sync::mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), last_key, causal_limit);
+    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
+  }
+};
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params) {
+  return locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kIsCausal, Spec::kIsSplit>(params);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void load_query(const ForwardParams& params, const QueryTile& tile, ptx::SmemPointer Q_smem) {
+  TileLoader<Spec> loader(static_cast<const typename Spec::Element*>(params.q) + tile.batch * params.q_stride.batch +
+                              tile.head_q * params.q_stride.head,
+                          params.q_stride.row, tile.row + Spec::kBlockM);
+  loader.template load<Spec::kBlockM, false>(Q_smem, params.q_stride.row, params.head_dim, tile.rows);
+}
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
+                                       ptx::SmemPointer Q_smem, int warp_row) {
+  const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
+  const KeyTiles key_tiles = visible_key_tiles<Spec::kBlockN, kIsCausal, Spec::kIsSplit>(params, tile);
+  if (key_tiles.begin >= key_tiles.end) return;
+  load_query<Spec>(params, tile, Q_smem);
+  KeyTileWalk<Spec, kIsCausal> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
+  walk.start();
+  if constexpr (Spec::kQueryInRegisters) {
+    ptx::cp_async_wait<Spec::kNumStages == 1 ? 0 : Spec::kNumStages - 2>();
+    ptx::barrier_sync_block();  // Q is whole
+  }
+  const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
+  if constexpr (Spec::kHasMaskedLoop) {
+    for (; walk.n >= key_tiles.masked; --walk.n) walk.template step<Masked::kAll>(accumulator, Q);
+    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kNone>(accumulator, Q);
+  } else {
+    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kSome>(accumulator, Q);
+  }
+  ptx::cp_async_wait<0>();
+}
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void forward(const ForwardParams& params) {
+  const ptx::SmemPointer Q_smem = ptx::dynamic_shared_memory();  // [kBlockM, kHeadDim]
+  const int warp_row = ptx::warp_index() * Spec::kWarpRows;
+  Accumulator<Spec> accumulator;
+  attend<Spec, kIsCausal>(params, accumulator, Q_smem, warp_row);
+  // Located again: five registers less through the loop, where there is none to spare.
+  const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
+  mma_sync::finish_tile<Spec>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
+                    Q_smem + warp_row * Spec::kRowBytes);
+}
+
+}  // namespace sm80
+}  // namespace attention
+}  // namespace flashmoe

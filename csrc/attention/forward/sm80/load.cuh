@@ -1,0 +1,53 @@
+// Global to shared memory by cp.async: 16 bytes a thread, eight neighbouring threads to 64 columns of a row.
+#pragma once
+
+#include "device/swizzle.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm80 {
+
+// One thread's share of the tiles of one tensor (a head's [rows, head_dim] matrix), walked from the last row upwards:
+// one running pointer is all the state, since the row above a tile's first is the last of the next tile to load.
+template <typename Spec>
+struct TileLoader {
+  using Element = typename Spec::Element;
+  static constexpr int kRowsPerPass = Spec::kNumThreads / kSegmentChunks;  // a multiple of 8: the swizzle stays the same
+  static constexpr int kSegments = Spec::kHeadDim / 64;
+
+  const Element* next_gmem;  // this thread's chunk in the last pass of the next tile
+
+  // The next tile ends before row `end_row` of the matrix that starts at `head_gmem`.
+  __device__ __forceinline__ TileLoader(const void* head_gmem, int64_t row_stride, int end_row)
+      : next_gmem(static_cast<const Element*>(head_gmem) + (end_row - kRowsPerPass + ptx::thread_index() / kSegmentChunks) * row_stride +
+                  ptx::thread_index() % kSegmentChunks * kChunkElements) {}
+
+  // Starts the copy of a tile of kRows rows. Rows from `rows` on and columns from head_dim on become zeros, which keeps
+  // 0 * NaN out of P V; kIsWhole promises that all rows exist.
+  template <int kRows, bool kIsWhole>
+  __device__ __forceinline__ void load(ptx::SmemPointer tile_smem, int64_t row_stride, int head_dim, int rows = kRows) {
+    const int thread = ptx::recompute(ptx::thread_index());
+    const int thread_row = thread / kSegmentChunks;
+    const int thread_column = thread % kSegmentChunks * kChunkElements;
+    const int64_t pass_bytes = ptx::recompute(row_stride) * (kRowsPerPass * static_cast<int>(sizeof(Element)));
+    const ptx::SmemPointer thread_smem = tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
+#pragma unroll
+    for (int pass = kRows / kRowsPerPass - 1; pass >= 0; --pass) {
+      const bool row_valid = kIsWhole || thread_row + pass * kRowsPerPass < rows;
+#pragma unroll
+      for (int segment = 0; segment < kSegments; ++segment) {
+        const bool valid = row_valid && segment * 64 + thread_column < head_dim;
+        ptx::cp_async_16(
+            thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
+            next_gmem + segment * 64, valid ? kChunkBytes : 0);
+      }
+      next_gmem = ptx::advance_pointer(next_gmem, -pass_bytes);
+    }
+  }
+};
+
+}  // namespace sm80
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,99 @@
+// The producer: one thread that asks the copy engine for Q, K and V, and hands tiles to the consumers.
+#pragma once
+
+#include "attention/forward/sm90/schedule.cuh"
+#include "attention/forward/sm90/spec.cuh"
+#include "ptx/tma.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// One stage of K or V: kBlockN rows from `row`, slab by slab. Rows and columns outside the tensor become zeros.
+template <typename Spec>
+__device__ __forceinline__ void load_keys(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                          ptx::Mbarrier* empty, int parity, int row, int kv_head, int batch) {
+  ptx::mbarrier_wait(empty, parity ^ 1);
+  ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
+#pragma unroll
+  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+    ptx::tma_load_4d(smem + slab * Spec::kKeySlabBytes, &map, full, slab * 64, row, kv_head, batch,
+                     ptx::CacheHint::kEvictLast);
+  }
+}
+
+// The 64 rows of Q of one consumer warpgroup, and the tile they belong to. Rows past seq_q become zeros.
+template <typename Spec>
+__device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, const ptx::TensorMap& map,
+                                           const RingPosition<Spec::kNumQueryStages>& at, int consumer,
+                                           const Tile& tile) {
+  ptx::Mbarrier* full = shared.query_full(at.stage, consumer);
+  ptx::mbarrier_wait(shared.query_empty(at.stage, consumer), at.parity ^ 1);
+  publish_tile(shared.tile(at.stage, consumer), tile);
+  ptx::mbarrier_arrive_expect_tx(full, Spec::kQueryBytes);
+#pragma unroll
+  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+    ptx::tma_load_4d(shared.query(at.stage, consumer) + slab * Spec::kQuerySlabBytes, &map, full, slab * 64,
+                     tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch, ptx::CacheHint::kEvictFirst);
+  }
+}
+
+// Per tile, with key blocks n-1 down to 0 (or the share of them that the work item has): K(n-1), Q of warpgroup 0,
+// V(n-1), Q of the others, then K(j), V(j) downwards. V(n-1) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the
+// last tile.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void produce(const ForwardParams& params, const SharedMemory<Spec>& shared,
+                                        const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                        const ptx::TensorMap& v_map) {
+  const int m_blocks = ceil_div(params.seq_q, Spec::kBlockM);
+  const int num_tiles = m_blocks * params.heads_q * params.batch * items_per_tile<Spec>(params);
+  const int section_heads = kIsCausal ? heads_per_section<Spec>(params) : 1;
+  const int heads_per_kv = params.heads_q / params.heads_kv;
+  RingPosition<Spec::kNumStages> key;
+  RingPosition<Spec::kNumStages> value;
+  RingPosition<Spec::kNumQueryStages> query;
+
+  const auto load_key = [&](int block, int kv_head, int batch) {
+    load_keys<Spec>(shared.key(key.stage), k_map, shared.key_full(key.stage), shared.key_empty(key.stage), key.parity,
+                    block * Spec::kBlockN, kv_head, batch);
+    key.advance();
+  };
+  const auto load_value = [&](int block, int kv_head, int batch) {
+    load_keys<Spec>(shared.value(value.stage), v_map, shared.value_full(value.stage), shared.value_empty(value.stage),
+                    value.parity, block * Spec::kBlockN, kv_head, batch);
+    value.advance();
+  };
+
+  for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
+    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+    const int next_index = next_tile_index(params, num_tiles, index);
+    const Tile tile = decode_tile<Spec, kIsCausal>(params, m_blocks, section_heads, index);
+    const KeyRange range = key_range<Spec, kIsCausal>(params, tile);
+    const int last_block = range.end - 1;
+    const int kv_head = tile.head / heads_per_kv;
+    const bool has_keys = !Spec::kIsSplit || range.begin < range.end;
+    if (has_keys) load_key(last_block, kv_head, tile.batch);
+    load_query<Spec>(shared, q_map, query, 0, tile);
+    if (has_keys) load_value(last_block, kv_head, tile.batch);
+#pragma unroll
+    for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) {
+      load_query<Spec>(shared, q_map, query, consumer, tile);
+    }
+    for (int block = last_block - 1; block >= range.begin; --block) {
+      load_key(block, kv_head, tile.batch);
+      load_value(block, kv_head, tile.batch);
+    }
+    index = next_index;
+  }
+
+#pragma unroll
+  for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
+    ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
+    publish_tile(shared.tile(query.stage, consumer), Tile{-1, 0, 0, 0});
+    ptx::mbarrier_arrive(shared.query_full(query.stage, consumer));
+  }
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,129 @@
+// The compile-time values of one sm90 forward kernel and its shared-memory map.
+#pragma once
+
+#include "attention/params/forward.h"
+#include "ptx/mbarrier.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// Warpgroup 0 produces (it feeds the copy engine), warpgroups 1 to kBlockM / 64 consume, 64 rows of Q each.
+//   kNumStages         K tiles, and V tiles, in shared memory
+//   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is there before this tile ends
+//   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes
+//   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
+//                      accumulators; kNumOutputSlabs is 0
+template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
+          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0>
+struct ForwardSpec {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kNumStages = kNumStages_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumQueryStages = kNumQueryStages_;
+  static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
+  static constexpr bool kIsSplit = kSplit_ != 0;
+
+  static constexpr int kNumConsumers = kBlockM / 64;
+  static constexpr int kNumThreads = kNumWarps * 32;
+  static constexpr int kNumSlabs = kHeadDim / 64;  // 64 columns, 128 bytes: the width of the swizzle
+
+  static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
+  static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 4, "a warpgroup owns 64 rows of Q");
+  static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
+  static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
+  static_assert(kIsSplit == (kNumOutputSlabs == 0), "partial results do not pass through shared memory");
+  static_assert(kIsSplit || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
+
+  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
+  static constexpr int kProducerRegisters = kNumConsumers >= 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kNumConsumers == 4 ? 112 : kNumConsumers == 3 ? 160 : 240;
+
+  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
+  static constexpr int kQuerySlabBytes = 64 * 128;                       // Q and output, of one warpgroup
+  static constexpr int kQueryBytes = kNumSlabs * kQuerySlabBytes;        // of one warpgroup
+  static constexpr int kOutputBytes = kNumOutputSlabs * kQuerySlabBytes; // of one warpgroup
+  static constexpr int kKeySlabBytes = kBlockN * 128;                    // K and V
+  static constexpr int kKeyBytes = kNumSlabs * kKeySlabBytes;            // one stage of K, or of V
+  static_assert(kKeySlabBytes % 1024 == 0, "slabs are 1024-byte aligned: block_n is a multiple of 8");
+
+  static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
+  static constexpr int kQueryOffset = 0;
+  static constexpr int kKeyOffset = kQueryOffset + kNumQueryTiles * kQueryBytes;
+  static constexpr int kValueOffset = kKeyOffset + kNumStages * kKeyBytes;
+  static constexpr int kOutputOffset = kValueOffset + kNumStages * kKeyBytes;
+  static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
+  static constexpr int kBarrierOffset = kTileOffset + kNumQueryTiles * 16;
+  static constexpr int kNumBarriers = 2 * kNumQueryTiles + 4 * kNumStages;
+  static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
+// A position in a ring of buffers, and the parity of the phase that its barriers are in.
+template <int kNumStages>
+struct RingPosition {
+  int stage = 0;
+  int parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kNumStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Pointers into a block's shared memory.
+template <typename Spec>
+struct SharedMemory {
+  unsigned char* base;
+
+  // [kNumSlabs][64 rows][64 columns], swizzled: the rows of warpgroup `consumer`.
+  __device__ __forceinline__ unsigned char* query(int stage, int consumer) const {
+    return base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::kQueryBytes;
+  }
+  // [kNumOutputSlabs][64 rows][64 columns], swizzled.
+  __device__ __forceinline__ unsigned char* output(int consumer) const {
+    return base + Spec::kOutputOffset + consumer * Spec::kOutputBytes;
+  }
+  // [kNumSlabs][kBlockN rows][64 columns], swizzled.
+  __device__ __forceinline__ unsigned char* key(int stage) const {
+    return base + Spec::kKeyOffset + stage * Spec::kKeyBytes;
+  }
+  __device__ __forceinline__ unsigned char* value(int stage) const {
+    return base + Spec::kValueOffset + stage * Spec::kKeyBytes;
+  }
+  // The Tile (16 bytes, schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
+  // barriers.
+  __device__ __forceinline__ unsigned char* tile(int stage, int consumer) const {
+    return base + Spec::kTileOffset + (stage * Spec::kNumConsumers + consumer) * 16;
+  }
+
+  __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
+  }
+  // full: the copy engine has written the buffer. empty: every consumer warp has read it for the last time.
+  __device__ __forceinline__ ptx::Mbarrier* query_full(int stage, int consumer) const {
+    return barrier(stage * Spec::kNumConsumers + consumer);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* query_empty(int stage, int consumer) const {
+    return query_full(stage, consumer) + Spec::kNumQueryTiles;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* key_full(int stage) const {
+    return barrier(2 * Spec::kNumQueryTiles + stage);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage) const { return key_full(Spec::kNumStages + stage); }
+  __device__ __forceinline__ ptx::Mbarrier* value_full(int stage) const {
+    return key_full(2 * Spec::kNumStages + stage);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* value_empty(int stage) const {
+    return key_full(3 * Spec::kNumStages + stage);
+  }
+};
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,203 @@
+#include "attention/host/arguments.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <utility>
+
+namespace flashmoe {
+namespace host {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;  // kernels hold scale * log2(e) in float32
+
+struct Shape {
+  const int64_t* sizes;
+  const int64_t* strides;
+};
+
+std::string describe(const int64_t* sizes, int64_t rank) {
+  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
+  text << '[';
+  for (int64_t axis = 0; axis < rank; ++axis) text << (axis > 0 ? ", " : "") << sizes[axis];
+  text << ']';
+  return text.str();
+}
+
+// torch's numbers for its scalar types, which its stable ABI fixes.
+std::string describe_dtype(int32_t dtype) {
+  static constexpr const char* kNames[] = {"uint8",     "int8",       "int16", "int32", "int64",  "float16", "float32", "float64",
+                                           "complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"};
+  constexpr int32_t kNumNames = sizeof(kNames) / sizeof(kNames[0]);
+  if (dtype >= 0 && dtype < kNumNames) return kNames[dtype];
+  return "torch scalar type " + std::to_string(dtype);
+}
+
+std::string describe_device(const Tensor& tensor) {
+  const int32_t type = tensor.device_type();
+  std::string text = type == aoti_torch_device_type_cpu() ? "cpu" : type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+  if (type != aoti_torch_device_type_cpu()) text += ":" + std::to_string(tensor.device_index());
+  return text;
+}
+
+Dtype supported_dtype(int32_t dtype, bool is_cuda) {
+  static const int32_t kHalf = aoti_torch_dtype_float16();
+  static const int32_t kBFloat16 = aoti_torch_dtype_bfloat16();
+  static const int32_t kFloat = aoti_torch_dtype_float32();
+  if (dtype == kHalf) return Dtype::kFloat16;
+  if (dtype == kBFloat16) return Dtype::kBFloat16;
+  if (dtype == kFloat && !is_cuda) return Dtype::kFloat32;
+  if (dtype == kFloat) {
+    fail(ErrorCode::kDtype, "float32 has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors or "
+                            "use torch's scaled_dot_product_attention");
+  }
+  fail(ErrorCode::kDtype, "no kernel for ", describe_dtype(dtype), "; supported: float16, bfloat16",
+       is_cuda ? "" : ", float32", "; convert the tensors");
+}
+
+Shape check_shape(const Tensor& tensor, const char* name) {
+  const int64_t rank = tensor.dim();
+  const int64_t* sizes = tensor.sizes();
+  if (rank != 4) {
+    fail(ErrorCode::kShape, name, " has shape ", describe(sizes, rank),
+         "; four dimensions are needed: [batch, heads, sequence, head_dim]; ",
+         rank < 4 ? "add dimensions with unsqueeze" : "merge the leading ones with flatten");
+  }
+  for (int64_t axis = 0; axis < rank; ++axis) {
+    if (sizes[axis] > std::numeric_limits<int32_t>::max()) {
+      fail(ErrorCode::kShape, name, " has shape ", describe(sizes, rank), "; each size must be below 2^31");
+    }
+  }
+  const int64_t* strides = tensor.strides();
+  if (sizes[3] > 1 && strides[3] != 1) {
+    fail(ErrorCode::kShape, name, " has stride ", strides[3],
+         " in its last dimension; 1 is needed: call .contiguous() on it first");
+  }
+  return {sizes, strides};
+}
+
+void check_same_size(const Shape& left, const char* left_name, const Shape& right, const char* right_name, int axis,
+                     const char* axis_name) {
+  if (left.sizes[axis] != right.sizes[axis]) {
+    fail(ErrorCode::kShape, axis_name, " differs: ", left_name, " has ", describe(left.sizes, 4), ", ", right_name,
+         " has ", describe(right.sizes, 4), "; make them equal");
+  }
+}
+
+// Strides of a dense tensor with q's order of dimensions, as torch's empty_like gives it; contiguous where q overlaps
+// itself or has gaps that make its order meaningless.
+Sizes4 output_strides(const int64_t* sizes, const int64_t* strides) {
+  std::array<int, 4> order{0, 1, 2, 3};
+  const bool is_expanded = std::any_of(strides, strides + 4, [](int64_t stride) { return stride == 0; });
+  if (!is_expanded) {
+    std::stable_sort(order.begin(), order.begin() + 3,
+                     [&](int left, int right) { return strides[left] > strides[right]; });
+  }
+  Sizes4 result{};
+  int64_t stride = 1;
+  for (int position = 3; position >= 0; --position) {
+    const auto axis = static_cast<std::size_t>(order[static_cast<std::size_t>(position)]);
+    result[axis] = stride;
+    stride *= std::max<int64_t>(sizes[axis], 1);
+  }
+  return result;
+}
+
+attention::Strides row_strides(const Tensor& tensor) {
+  const int64_t* strides = tensor.strides();
+  return {strides[0], strides[1], strides[2]};
+}
+
+}  // namespace
+
+void check_arguments(AttentionArguments& arguments) {
+  const Tensor& q = arguments.q;
+  const Tensor& k = arguments.k;
+  const Tensor& v = arguments.v;
+  for (const auto& [tensor, name] : {std::pair(&q, "q"), std::pair(&k, "k"), std::pair(&v, "v")}) {
+    if (!tensor->is_defined()) fail(ErrorCode::kArgument, name, " is None; a tensor is needed");
+  }
+  arguments.device_type = q.device_type();
+  arguments.device_index = q.device_index();
+  const bool is_cuda = arguments.device_type == aoti_torch_device_type_cuda();
+  for (const Tensor* other : {&k, &v}) {
+    if (other->device_type() != arguments.device_type || other->device_index() != arguments.device_index) {
+      fail(ErrorCode::kDevice, "q, k and v must be on one device; found ", describe_device(q), ", ", describe_device(k), " and ",
+           describe_device(v), "; move them with .to(q.device)");
+    }
+  }
+  arguments.torch_dtype = q.dtype();
+  if (k.dtype() != arguments.torch_dtype || v.dtype() != arguments.torch_dtype) {
+    fail(ErrorCode::kDtype, "q, k and v must share one dtype; found ", describe_dtype(q.dtype()), ", ",
+         describe_dtype(k.dtype()), " and ", describe_dtype(v.dtype()), "; convert them with .to(q.dtype)");
+  }
+  arguments.dtype = supported_dtype(arguments.torch_dtype, is_cuda);
+
+  const Shape q_shape = check_shape(q, "q");
+  const Shape k_shape = check_shape(k, "k");
+  const Shape v_shape = check_shape(v, "v");
+  check_same_size(q_shape, "q", k_shape, "k", 0, "the batch size");
+  for (int axis = 0; axis < 4; ++axis) check_same_size(k_shape, "k", v_shape, "v", axis, "the shape of k and v");
+  check_same_size(q_shape, "q", k_shape, "k", 3, "head_dim");
+  const int64_t head_dim = q_shape.sizes[3];
+  if (head_dim < 1 || head_dim > kMaxHeadDim) {
+    fail(ErrorCode::kShape, "head_dim is ", head_dim, "; supported: 1 to ", kMaxHeadDim,
+         "; use torch's scaled_dot_product_attention for larger heads");
+  }
+  const int64_t heads_q = q_shape.sizes[1];
+  const int64_t heads_kv = k_shape.sizes[1];
+  if (heads_kv == 0 ? heads_q != 0 : heads_q % heads_kv != 0) {
+    fail(ErrorCode::kShape, "q has ", heads_q, " heads and k has ", heads_kv,
+         "; the number of query heads must be a multiple of the number of key heads");
+  }
+  // In float32 what Python's head_dim ** -0.5 is, for all of them; std::pow would need GLIBC_2.29.
+  if (arguments.has_default_scale) arguments.scale = 1.0 / std::sqrt(static_cast<double>(head_dim));
+  if (!(std::abs(arguments.scale) <= kMaxScale)) {  // false for NaN, too
+    fail(ErrorCode::kArgument, "scale is ", arguments.scale,
+         "; a number is needed that is finite in float32 (default 1/sqrt(head_dim))");
+  }
+}
+
+AttentionOutputs allocate_outputs(const AttentionArguments& arguments, bool with_lse) {
+  const int64_t* sizes = arguments.q.sizes();
+  const Sizes4 strides = output_strides(sizes, arguments.q.strides());
+  AttentionOutputs outputs;
+  outputs.out = empty_strided(4, sizes, strides.data(), arguments.torch_dtype, arguments.device_type,
+                              arguments.device_index);
+  if (with_lse) {
+    outputs.lse = empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
+                        arguments.device_index);
+  }
+  return outputs;
+}
+
+attention::ForwardParams make_params(const AttentionArguments& arguments, const AttentionOutputs& outputs) {
+  const int64_t* q_sizes = arguments.q.sizes();
+  const int64_t* k_sizes = arguments.k.sizes();
+  attention::ForwardParams params{};
+  params.q = arguments.q.data();
+  params.k = arguments.k.data();
+  params.v = arguments.v.data();
+  params.out = outputs.out.data();
+  params.lse = outputs.lse.get() != nullptr ? static_cast<float*>(outputs.lse.data()) : nullptr;
+  params.q_stride = row_strides(arguments.q);
+  params.k_stride = row_strides(arguments.k);
+  params.v_stride = row_strides(arguments.v);
+  params.out_stride = row_strides(outputs.out);
+  params.batch = static_cast<int32_t>(q_sizes[0]);
+  params.heads_q = static_cast<int32_t>(q_sizes[1]);
+  params.heads_kv = static_cast<int32_t>(k_sizes[1]);
+  params.seq_q = static_cast<int32_t>(q_sizes[2]);
+  params.seq_k = static_cast<int32_t>(k_sizes[2]);
+  params.head_dim = static_cast<int32_t>(q_sizes[3]);
+  params.num_splits = 1;
+  params.scale = static_cast<float>(arguments.scale);
+  params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
+  return params;
+}
+
+}  // namespace host
+}  // namespace flashmoe

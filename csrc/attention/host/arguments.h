@@ -1,0 +1,42 @@
+// Checks of the operator's arguments, and the parameter block made from them. The Python statement of the same rules,
+// with longer explanations, is flashmoe/checks.py; a test holds the two against each other.
+#pragma once
+
+#include "attention/params/forward.h"
+#include "host/kernel_table.h"
+#include "host/tensor.h"
+
+namespace flashmoe {
+namespace host {
+
+constexpr int64_t kMaxHeadDim = 256;
+
+struct AttentionArguments {
+  Tensor q;    // [batch, heads_q,  seq_q, head_dim]
+  Tensor k;    // [batch, heads_kv, seq_k, head_dim]
+  Tensor v;    // [batch, heads_kv, seq_k, head_dim]
+  double scale = 0.0;
+  bool has_default_scale = false;  // then scale is set by check_arguments
+  bool is_causal = false;
+  Dtype dtype = Dtype::kFloat32;
+  int32_t torch_dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+};
+
+struct AttentionOutputs {
+  Tensor out;  // [batch, heads_q, seq_q, head_dim], q's order of strides
+  Tensor lse;  // [batch, heads_q, seq_q] fp32; empty where nobody wants it
+};
+
+// Throws with a code and a message on the first rule that the arguments break.
+void check_arguments(AttentionArguments& arguments);
+
+// Uninitialised outputs of the right shape, dtype and device.
+AttentionOutputs allocate_outputs(const AttentionArguments& arguments, bool with_lse);
+
+// Sizes, strides and pointers; no split, no counter.
+attention::ForwardParams make_params(const AttentionArguments& arguments, const AttentionOutputs& outputs);
+
+}  // namespace host
+}  // namespace flashmoe

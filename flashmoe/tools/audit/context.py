@@ -1,0 +1,80 @@
+"""What every check gets to see, and how a check words a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmoe.tools.audit.elf import ElfFacts, Symbol
+from flashmoe.tools.audit.policy import Policy
+from flashmoe.tools.audit.resolve import Resolver
+from flashmoe.tools.audit.torch_libraries import InstalledTorch
+from flashmoe.tools.report import Check, Verdict
+
+MAX_LISTED = 20  # failures of one kind that are listed one by one
+
+
+@dataclass(frozen=True)
+class Context:
+    """One extension under audit. ``label`` is how it is called in the output, without a machine's folders."""
+
+    label: str
+    facts: ElfFacts
+    ours: bool
+    policy: Policy
+    resolver: Resolver
+    torch: InstalledTorch | None
+    torch_version: str
+    source: Path | None = None
+    objects: tuple[ElfFacts, ...] = ()
+
+
+def passed(name: str, found: str, expected: str = "") -> Check:
+    return Check(name, Verdict.PASS, found, expected)
+
+
+def skipped(name: str, found: str, next_step: str = "") -> Check:
+    return Check(name, Verdict.SKIP, found, next_step=next_step)
+
+
+def warned(name: str, found: str, expected: str, why: str, next_step: str) -> Check:
+    return Check(name, Verdict.WARN, found, expected, why, next_step)
+
+
+def failed(name: str, *, found: str, expected: str, why: str, cause: str = "", next_step: str) -> Check:
+    """A failure says what was found and expected, why it matters, what caused it and which step comes next."""
+    return Check(name, Verdict.FAIL, found, expected, f"{why} Cause: {cause}" if cause else why, next_step)
+
+
+def limited(checks: Sequence[Check]) -> list[Check]:
+    """The first MAX_LISTED checks, and one that counts the others; a failure stays a failure."""
+    if len(checks) <= MAX_LISTED:
+        return list(checks)
+    rest = checks[MAX_LISTED:]
+    worst = Verdict.FAIL if any(c.verdict is Verdict.FAIL for c in rest) else rest[0].verdict
+    last = Check(
+        f"{checks[0].name.split(':', 1)[0]}: {len(rest)} more",
+        worst,
+        f"{len(rest)} more of this kind",
+        checks[0].expected,
+        checks[0].why,
+        "the JSON report (--json) lists every name",
+    )
+    return [*checks[:MAX_LISTED], last]
+
+
+def listing(names: Iterable[str], limit: int = 8) -> str:
+    """Names in one line: the first few, and how many more there are."""
+    every = list(names)
+    shown = ", ".join(every[:limit])
+    return f"{shown} and {len(every) - limit} more" if len(every) > limit else shown
+
+
+def may_stay_open(context: Context, symbol: Symbol) -> bool:
+    """Weak references that are tested before use: C names, thread-local initialisers, transactional clones."""
+    return symbol.is_weak and (
+        symbol.name in context.policy.weak
+        or symbol.name.startswith(("_ZTH", "_ZGTt"))
+        or not symbol.name.startswith("_Z")
+    )

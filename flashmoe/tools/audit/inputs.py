@@ -1,0 +1,139 @@
+"""What is under audit: one shared object, a wheel, or a folder; opened with typed failures, unpacked with limits."""
+
+from __future__ import annotations
+
+import re
+import stat
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from flashmoe.tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
+
+EXTENSION = re.compile(r".+\.so(?:\.\d+)*$")
+OUR_LIBRARY = "libflashmoe.so"
+MAX_UNPACKED = 8 << 30  # bytes of all members together; torch's own wheel unpacks to 3 GB
+MAX_RATIO = 200  # unpacked to packed, of one member above RATIO_FROM bytes; machine code reaches about 10
+RATIO_FROM = 16 << 20
+MAX_MEMBERS = 100_000
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel's content as far as the audit needs it; ``extensions`` are unpacked under ``root``."""
+
+    path: Path
+    root: Path
+    names: tuple[str, ...]
+    extensions: tuple[str, ...]
+    sources: Mapping[str, str] = field(repr=False)
+    metadata: Mapping[str, str] = field(repr=False)  # the text files of .dist-info, by file name
+    other: Mapping[str, bytes] = field(repr=False)  # JSON and TOML data files, by member name
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Shared objects and wheels to audit, with the name under which each is reported."""
+
+    libraries: tuple[tuple[str, Path], ...]
+    wheels: tuple[Path, ...]
+
+
+def collect(path: Path) -> Inputs:
+    """Sort out what ``path`` is. Raises UnreadableError or EmptyInputError."""
+    if not path.exists():
+        msg = f"{path} is a symbolic link to nothing" if path.is_symlink() else f"{path} does not exist"
+        raise UnreadableError(msg, "give the path of a shared object, a wheel, or a folder that holds one")
+    if path.is_dir():
+        return _folder(path)
+    return Inputs((), (path,)) if path.suffix == ".whl" else Inputs(((path.name, path),), ())
+
+
+def _folder(path: Path) -> Inputs:
+    try:
+        files = sorted(p for p in path.rglob("*") if not p.is_dir())
+    except OSError as error:
+        msg = f"cannot list {path}: {error.strerror}"
+        raise UnreadableError(msg, "make the folder readable for this user") from error
+    libraries = tuple((str(p.relative_to(path)), p) for p in files if EXTENSION.fullmatch(p.name))
+    wheels = tuple(p for p in files if p.suffix == ".whl")
+    if not libraries and not wheels:
+        msg = f"{path} holds no extension (*.so) and no wheel; it has {len(files)} files"
+        raise EmptyInputError(msg, "build first, or give the folder that the build wrote")
+    return Inputs(libraries, wheels)
+
+
+def unpack(path: Path, root: Path) -> Wheel:
+    """Read a wheel, unpacking its shared objects under ``root``. Raises DamagedWheelError or EmptyInputError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [m for m in archive.infolist() if not m.is_dir()]
+            _check_members(path, members)
+            return _read(path, archive, members, root)
+    except AuditError:
+        raise
+    except FileNotFoundError as error:
+        msg = f"{path} does not exist"
+        raise UnreadableError(msg, "build it first (./nox -s build), or give the path of a wheel") from error
+    except OSError as error:
+        msg = f"cannot read {path.name}: {error.strerror or error}"
+        raise UnreadableError(msg, "make the file readable for this user") from error
+    except (
+        Exception
+    ) as error:  # BadZipFile, zlib.error, NotImplementedError (compression), RuntimeError (encrypted), ...
+        msg = f"{path.name} is no sound wheel: {type(error).__name__}: {error}"
+        raise DamagedWheelError(msg, "build or download the wheel again") from error
+
+
+def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    problem = ""
+    if len(members) > MAX_MEMBERS:
+        problem = f"it has {len(members)} members, more than {MAX_MEMBERS}"
+    elif sum(m.file_size for m in members) > MAX_UNPACKED:
+        problem = f"it unpacks to {sum(m.file_size for m in members)} bytes, more than {MAX_UNPACKED}"
+    seen: set[str] = set()
+    for member in members:
+        where = PurePosixPath(member.filename)
+        if where.is_absolute() or ".." in where.parts or "\\" in member.filename:
+            problem = f"member {member.filename!r} points outside the wheel"
+        elif member.filename in seen:
+            problem = f"member {member.filename!r} stands in it twice"
+        elif stat.S_ISLNK(member.external_attr >> 16):
+            problem = f"member {member.filename!r} is a symbolic link"
+        elif member.flag_bits & 1:
+            problem = f"member {member.filename!r} is encrypted"
+        elif member.file_size > RATIO_FROM and member.file_size > MAX_RATIO * max(1, member.compress_size):
+            problem = f"member {member.filename!r} unpacks from {member.compress_size} to {member.file_size} bytes"
+        seen.add(member.filename)
+        if problem:
+            break
+    if problem:
+        msg = f"{path.name} is no sound wheel: {problem}"
+        raise DamagedWheelError(msg, "do not install it; build or download the wheel again")
+
+
+def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], root: Path) -> Wheel:
+    names = tuple(m.filename for m in members)
+    extensions = tuple(n for n in names if EXTENSION.fullmatch(PurePosixPath(n).name))
+    if not extensions:
+        msg = f"{path.name} holds no extension: none of its {len(names)} files is a shared object"
+        raise EmptyInputError(msg, "the build did not put the library into the wheel; look at the wheel hook")
+    sources, metadata, other = {}, {}, {}
+    for name in names:
+        data = archive.read(name)  # checks the CRC of every member
+        place = PurePosixPath(name)
+        if name in extensions:
+            target = root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        elif place.suffix == ".py":
+            sources[name] = data.decode("utf-8", "replace")
+        elif place.parent.name.endswith(".dist-info") and len(place.parts) == 2:
+            metadata[place.name] = data.decode("utf-8", "replace")
+        if place.suffix in (".json", ".toml"):
+            other[name] = data
+    if "WHEEL" not in metadata or "RECORD" not in metadata:
+        msg = f"{path.name} is no sound wheel: .dist-info/{'WHEEL' if 'WHEEL' not in metadata else 'RECORD'} is missing"
+        raise DamagedWheelError(msg, "build it with a wheel builder (pip wheel, hatchling), not with zip")
+    return Wheel(path, root, names, extensions, sources, metadata, other)

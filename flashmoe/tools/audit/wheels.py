@@ -1,0 +1,339 @@
+"""Checks on a wheel as a whole: is its tag true, is its record true, is it what its provenance says."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from email.parser import Parser
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flashmoe.errors import TableError
+from flashmoe.tools.audit.context import failed, limited, listing, passed
+from flashmoe.tools.audit.elf import ElfFacts
+from flashmoe.tools.audit.embedded import Binary
+from flashmoe.tools.audit.inputs import Wheel
+from flashmoe.tools.audit.policy import version_key
+from flashmoe.tools.report import Check
+from flashmoe.tools.tables import Tables, load_tables
+
+# Libraries that torch brings or the driver installs: no wheel may carry them, and no platform tag covers them.
+OUTSIDE = (
+    "libtorch*.so*",
+    "libc10*.so*",
+    "libcud*.so*",
+    "libnv*.so*",
+    "libcublas*.so*",
+    "libnccl*.so*",
+    "libcusparse*.so*",
+)
+_PYTHON_API = re.compile(r"_?Py[A-Z_]\w*")
+
+
+def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
+    """The checks that need nothing but the wheel; ``facts`` by member name."""
+    return [*check_tag(wheel, facts), *check_auditwheel(wheel), *check_record(wheel)]
+
+
+def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
+    """The tags in the file name, in the WHEEL file, and those that the content allows."""
+    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+    name, checks = "wheel tag", []
+    header = Parser().parsestr(wheel.metadata["WHEEL"])
+    try:
+        in_name = {str(tag) for tag in parse_wheel_filename(wheel.path.name)[3]}
+    except InvalidWheelFilename as error:
+        return [
+            failed(
+                name,
+                found=wheel.path.name,
+                expected="name-version-python-abi-platform.whl",
+                why="pip refuses it.",
+                cause=str(error),
+                next_step="keep the name that the builder gave",
+            )
+        ]
+    stated = {tag.strip() for line in header.get_all("Tag", []) for tag in _expand(line)}
+    if in_name != stated:
+        checks.append(
+            failed(
+                name,
+                found=f"file name: {listing(sorted(in_name), 4)}; WHEEL: {listing(sorted(stated), 4)}",
+                expected="the same tags in both",
+                why="Installers decide by one, tools by the other.",
+                cause="renamed after the build, or a hook that set only one of them",
+                next_step="let the builder write both (`wheel tags` renames properly)",
+            )
+        )
+    platforms = sorted({tag.rsplit("-", 1)[1] for tag in in_name})
+    if "any" in platforms or header.get("Root-Is-Purelib", "").lower() == "true":
+        checks.append(
+            failed(
+                name,
+                found=f"{listing(platforms)}, Root-Is-Purelib {header.get('Root-Is-Purelib')}",
+                expected="a Linux x86_64 platform tag, Root-Is-Purelib false",
+                why="pip would install machine code on any platform.",
+                cause="the builder took it for a pure Python wheel",
+                next_step="set the tag and pure_python = false in the build hook",
+            )
+        )
+    users = {s.name for f in facts.values() for s in f.undefined if _PYTHON_API.fullmatch(s.name)}
+    if any(tag.startswith("py3-none-") for tag in in_name) and users:
+        checks.append(
+            failed(
+                name,
+                found=f"py3-none, but it uses {listing(sorted(users), 4)}",
+                expected="no symbol of the Python C API under py3-none",
+                why="It works with the Python that it was built for alone.",
+                cause="a Python extension module under a tag for all Pythons",
+                next_step="tag it cp3XX (or abi3), or drop the Python C API",
+            )
+        )
+    checks += _check_floor(platforms, facts)
+    return checks or [passed(name, listing(sorted(in_name)), "equal in name and metadata, true of the content")]
+
+
+def _expand(line: str) -> list[str]:
+    python, abi, platform = [*line.strip().split("-"), "", ""][:3]
+    return [f"{p}-{a}-{x}" for p in python.split(".") for a in abi.split(".") for x in platform.split(".")]
+
+
+def _check_floor(platforms: Sequence[str], facts: Mapping[str, ElfFacts]) -> list[Check]:
+    """glibc in the platform tag against the versions that the content asks for."""
+    checks = []
+    for platform in platforms:
+        match = re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", platform)
+        if match is None:
+            continue
+        floor = (int(match.group(1)), int(match.group(2)))
+        above = sorted(
+            {
+                f"{v} ({member})"
+                for member, f in facts.items()
+                for versions in f.versions.values()
+                for v in versions
+                if v.startswith("GLIBC_") and v[6:7].isdigit() and version_key(v[6:]) > floor
+            }
+        )
+        if above:
+            checks.append(
+                failed(
+                    f"wheel tag: {platform}",
+                    found=listing(above),
+                    expected=f"at most GLIBC_{floor[0]}.{floor[1]}",
+                    why="pip installs it on systems where it cannot be loaded.",
+                    cause="built on a newer system than the tag promises",
+                    next_step="build in the pinned image, or give it the tag that `auditwheel show` names",
+                )
+            )
+    return checks
+
+
+def check_auditwheel(wheel: Wheel) -> list[Check]:
+    """auditwheel's own verdict on the platform tag, through its library interface."""
+    name = "auditwheel"
+    try:
+        from auditwheel.architecture import Architecture
+        from auditwheel.libc import Libc
+        from auditwheel.wheel_abi import analyze_wheel_abi
+    except ImportError:
+        return [
+            failed(
+                name,
+                found="auditwheel is not installed",
+                expected="its verdict on the platform tag",
+                why="The tag has no second opinion.",
+                next_step="install the locked environment, or `pip install auditwheel`",
+            )
+        ]
+    own = {PurePosixPath(member).name for member in wheel.extensions}  # the package loads those by itself
+    try:
+        result = analyze_wheel_abi(
+            Libc.GLIBC,
+            Architecture.x86_64,
+            wheel.path,
+            frozenset({*OUTSIDE, *own}),
+            disable_isa_ext_check=False,
+            allow_graft=False,
+        )
+    except Exception as error:  # auditwheel raises plain Exceptions of many kinds; each means that it gave no verdict
+        return [
+            failed(
+                name,
+                found=f"{type(error).__name__}: {error}",
+                expected="its verdict on the platform tag",
+                why="The tag has no second opinion.",
+                cause="auditwheel cannot read the wheel",
+                next_step="run `auditwheel show` on it",
+            )
+        ]
+    policy = result.overall_policy
+    allowed = {policy.name, *policy.aliases}
+    reached = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", policy.name)
+    tags = sorted(set(wheel.path.stem.split("-")[-1].split(".")))
+    for tag in tags:
+        stated = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", tag)
+        above = stated is not None and (
+            reached is None or tuple(map(int, stated.groups())) < tuple(map(int, reached.groups()))
+        )
+        if above or (stated is None and tag not in allowed and not tag.startswith("linux_")):
+            why_not = {
+                lib for p, ref in result.external_refs.items() if stated is not None and p == tag for lib in ref.libs
+            }
+            return [
+                failed(
+                    name,
+                    found=f"the content is {policy.name}"
+                    + (f"; outside {tag}: {listing(sorted(why_not))}" if why_not else ""),
+                    expected=f"{tag}, as the file name says",
+                    why="pip installs it on systems where it cannot be loaded.",
+                    cause="newer symbol versions, or libraries outside the platform's list",
+                    next_step="build in the pinned image, or `auditwheel repair`",
+                )
+            ]
+    return [passed(name, f"the content is {policy.name}", f"the tag says {listing(tags)}")]
+
+
+def check_record(wheel: Wheel) -> list[Check]:
+    """RECORD's sha256 of every member, and no member outside it."""
+    name = "wheel record"
+    rows = {row[0]: row[1] for row in csv.reader(wheel.metadata["RECORD"].splitlines()) if len(row) >= 2}
+    wrong: list[str] = []
+    with zipfile.ZipFile(wheel.path) as archive:
+        for member in wheel.names:
+            stated = rows.get(member)
+            if stated is None:
+                wrong.append(f"{member} (not in RECORD)")
+            elif stated.startswith("sha256="):
+                digest = base64.urlsafe_b64encode(hashlib.sha256(archive.read(member)).digest()).rstrip(b"=").decode()
+                if stated != f"sha256={digest}":
+                    wrong.append(member)
+            elif PurePosixPath(member).name not in ("RECORD", "RECORD.jws", "RECORD.p7s"):
+                wrong.append(f"{member} (no sha256)")
+    wrong += [f"{member} (missing)" for member in rows if member not in wheel.names]
+    if wrong:
+        return [
+            failed(
+                name,
+                found=f"differs: {listing(wrong)}",
+                expected="sha256 of every member as RECORD says",
+                why="The content is not what the builder packed.",
+                cause="a member was changed, added or removed after the build",
+                next_step="build the wheel again",
+            )
+        ]
+    return [passed(name, f"{len(rows)} members, every sha256 right")]
+
+
+def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
+    """The tables in our wheel against those that its kernels are audited against."""
+    name, folder = "tables", wheel.root / "flashmoe" / "_tables"
+    members = {f"flashmoe/_tables/{file}": file for file in ("arch.toml", "kernels.toml")}
+    why = "The package reads its limits, shapes and docs from them; the kernels were compiled from them."
+    again = "build the wheel again from this checkout, or audit it with the flashmoe that built it"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for member, file in members.items():
+            (folder / file).write_bytes(wheel.other[member])
+        held = load_tables(folder)
+    except (KeyError, TableError) as error:
+        found = f"no {error}" if isinstance(error, KeyError) else str(error)
+        cause = "left out of the wheel, or edited"
+        return [failed(name, found=found, expected=listing(members), why=why, cause=cause, next_step=again)]
+    if held == expected:
+        return [passed(name, f"{len(held.kernels)} rows, {len(held.targets)} targets, equal to those audited against")]
+    rows = len(set(map(repr, held.kernels)) ^ set(map(repr, expected.kernels)))
+    return [
+        failed(
+            name,
+            found=f"other tables: {rows} kernel rows differ",
+            expected="the tables of the flashmoe that audits it",
+            why=why,
+            cause="the wheel was built from other sources",
+            next_step=again,
+        )
+    ]
+
+
+def read_provenance(content: bytes) -> dict[str, Any] | None:
+    """The provenance record, or None when it is none of ours."""
+    try:
+        payload = json.loads(content)
+    except ValueError:
+        return None
+    return payload if isinstance(payload, dict) and payload.get("schema") == "flashmoe.provenance/1" else None
+
+
+def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: Sequence[Binary]) -> list[Check]:
+    """The library and each embedded binary against provenance.json."""
+    name, again = "provenance", "build again; do not edit what was built"
+    if record is None:
+        return [
+            failed(
+                name,
+                found="no provenance.json that can be read",
+                expected="flashmoe.provenance/1",
+                why="Nothing says which sources and compilers this came from.",
+                cause="not written by our build, or left out of the wheel",
+                next_step="build it with `python -m flashmoe_build`",
+            )
+        ]
+    checks = []
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    if record.get("extension_sha256") != digest:
+        checks.append(
+            failed(
+                name,
+                found=f"sha256 {digest[:16]}...",
+                expected=f"sha256 {str(record.get('extension_sha256'))[:16]}... ({library.name})",
+                why="The library is not the one that was built.",
+                cause="relinked, stripped or edited after provenance.json was written",
+                next_step=again,
+            )
+        )
+    stated = {(row["name"], row["target"]): row for row in record.get("binaries", [])}
+    held = {(b.name, b.target): b for b in binaries}
+    for key in sorted(stated.keys() | held.keys()):
+        label = ".".join(key)
+        if key not in held:
+            checks.append(
+                failed(
+                    f"{name}: {label}",
+                    found="not embedded",
+                    expected=f"sha256 {stated[key]['sha256'][:16]}...",
+                    why="The record promises a kernel that is not there.",
+                    cause="dropped at the link",
+                    next_step=again,
+                )
+            )
+        elif key not in stated:
+            checks.append(
+                failed(
+                    f"{name}: {label}",
+                    found="embedded",
+                    expected="a line in provenance.json",
+                    why="Nothing says where this kernel came from.",
+                    cause="added after the build",
+                    next_step=again,
+                )
+            )
+        elif stated[key]["sha256"] != held[key].actual_sha256:
+            checks.append(
+                failed(
+                    f"{name}: {label}",
+                    found=f"sha256 {held[key].actual_sha256[:16]}...",
+                    expected=f"sha256 {stated[key]['sha256'][:16]}... (provenance.json)",
+                    why="It is not what the compiler gave, so no test of that binary holds for this one.",
+                    cause="edited after the build, index included",
+                    next_step=again,
+                )
+            )
+    return limited(checks) or [
+        passed(name, f"library and {len(stated)} binaries are those of commit {str(record.get('commit'))[:12]}")
+    ]

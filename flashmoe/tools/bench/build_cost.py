@@ -1,0 +1,162 @@
+"""What a build costs: wall time, units, and the peak memory of the largest process of the build."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import ArgumentError
+from flashmoe.tools.bench.record import DATA_SCHEMA
+from flashmoe.tools.bench.suites import BuildCase, Suite
+from flashmoe.tools.progress import Progress
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, read_report, utc_now
+
+TIME_LIMIT_SECONDS = 1800.0
+# What the project asks of its build on four cores: from nothing, after one touched kernel file, and per process.
+COLD_SECONDS = 120.0
+TOUCHED_SECONDS = 15.0
+PROCESS_BYTES = 1.5e9
+
+
+def checkout() -> Path:
+    """The checkout around this package. A build can be timed only there."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "flashmoe_build").is_dir():
+        msg = "the build-cost suite needs a checkout: flashmoe_build/ is not part of an installed wheel"
+        raise ArgumentError(msg)
+    return root
+
+
+def measure_builds(suite: Suite, command: tuple[str, ...]) -> Report:
+    """Runs each build in one scratch folder, in order, so that a touched build finds the cold one's cache."""
+    started, clock = utc_now(), time.monotonic()
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    root = checkout()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-build-") as scratch:
+        copy = Path(scratch) / "source"
+        _copy_tree(root, copy)
+        with Progress("build-cost", len(suite.builds)) as progress:
+            for case in suite.builds:
+                progress.note(case.key)
+                row, check = _one_build(copy, case)
+                rows.append(row)
+                checks.append(check)
+                progress.advance(case.key)
+    data = {"schema": DATA_SCHEMA, "suite": {"name": suite.name, "title": suite.title}, "builds": rows}
+    return Report("build-cost", tuple(checks), data, host_environment(), command, started, time.monotonic() - clock)
+
+
+def _copy_tree(root: Path, target: Path) -> None:
+    """The sources alone: a build in place would take the cache of the checkout, and leave its own there."""
+    target.mkdir()
+    for name in ("csrc", "flashmoe", "flashmoe_build", "lockfiles"):
+        if (root / name).is_dir():
+            shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        if (root / name).is_file():
+            shutil.copy2(root / name, target / name)
+
+
+def _one_build(source: Path, case: BuildCase) -> tuple[dict[str, Any], Check]:
+    if case.touch:
+        _touch(source / case.touch, case)
+    argv = [sys.executable, "-m", "flashmoe_build", "--library-only", "--out", "build", "--archs", case.archs]
+    seconds, code, tail, largest = _run(argv, source)
+    row: dict[str, Any] = {
+        "key": case.key,
+        "archs": case.archs,
+        "touch": case.touch,
+        "seconds": seconds,
+        "exit_code": code,
+    }
+    if code != 0:
+        return row, Check(case.key, Verdict.FAIL, f"exit {code}: {tail}", "a build", next_step=" ".join(argv[1:]))
+    built = read_report(source / "build" / "reports" / "build.json").data
+    peak = max(largest, built["peak_bytes_per_job"])
+    row |= {
+        "units": len(built["units"]),
+        "compiled": len(built["units"]) - built["cached_units"],
+        "new_ptx": built["ptx"] - built["cached_ptx"],
+        "jobs": built["jobs"],
+        "peak_process_bytes": peak,
+    }
+    if not case.touch:
+        row |= _wheel(source, case)
+    return row, _judge(case, row)
+
+
+def _touch(path: Path, case: BuildCase) -> None:
+    if not path.is_file():
+        msg = f"the build case touches {case.touch}, which does not exist"
+        raise ArgumentError(msg)
+    text = path.read_text(encoding="utf-8")
+    # A content cache does not see a new time stamp: the content must change.
+    old, new = case.replace or (text, text + "\n// touched\n")
+    if text.count(old) != 1:
+        msg = f"the build case replaces {old!r}, which stands {text.count(old)} times in {case.touch}; give a text that stands once"
+        raise ArgumentError(msg)
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def _wheel(source: Path, case: BuildCase) -> dict[str, Any]:
+    """Size of the wheel with these targets and the seconds that packing it takes, once everything is compiled."""
+    argv = [sys.executable, "-m", "flashmoe_build", "--out", "build", "--dist", "dist", "--archs", case.archs]
+    seconds, code, tail, _ = _run(argv, source)
+    sizes = [path.stat().st_size for path in (source / "dist").glob("*.whl")]
+    if code != 0 or len(sizes) != 1:
+        return {"wheel_bytes": None, "wheel_error": f"exit {code}: {tail}"}
+    return {"wheel_bytes": sizes[0], "wheel_seconds": seconds}
+
+
+def _judge(case: BuildCase, row: Mapping[str, Any]) -> Check:
+    limit = TOUCHED_SECONDS if case.touch else COLD_SECONDS
+    peak = row["peak_process_bytes"]
+    found = (
+        f"{row['seconds']:.1f} s, {row['new_ptx']} PTX and {row['compiled']} of {row['units']} binaries made by {row['jobs']} jobs, "
+        f"largest process {peak / 1e9:.2f} GB"
+    )
+    if row.get("wheel_bytes"):
+        found += f"; wheel {row['wheel_bytes'] / 1e6:.1f} MB, packed in {row['wheel_seconds']:.1f} s"
+    elif "wheel_error" in row:
+        return Check(case.key, Verdict.FAIL, f"{found}; no wheel: {row['wheel_error']}", "a wheel")
+    word = Verdict.PASS if row["seconds"] <= limit and peak <= PROCESS_BYTES else Verdict.WARN
+    return Check(case.key, word, found, f"{limit:g} s and {PROCESS_BYTES / 1e9:g} GB a process on 4 cores")
+
+
+# Runs the build as its only child, so that the largest child is the build's and nobody else's.
+MEASURE = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[2:]).returncode
+with open(sys.argv[1], "w") as stream:
+    stream.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024))
+raise SystemExit(code)
+"""
+
+
+def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str, int]:
+    """(seconds, exit code, end of the output, bytes of the largest process; 0 when the build was stopped)."""
+    begin = time.monotonic()
+    told = folder / "largest-process"
+    try:
+        environment = {**os.environ, "FLASHMOE_CACHE_DIR": str(folder / "build" / "cache")}  # not one that is warm
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(told), *argv],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return time.monotonic() - begin, 124, f"stopped after {TIME_LIMIT_SECONDS:g} s", 0
+    text = (done.stderr or done.stdout)[-400:].strip()
+    return time.monotonic() - begin, done.returncode, text, int(told.read_text()) if told.is_file() else 0

@@ -1,0 +1,77 @@
+"""Presets: what a named GPU can be asked for, applied to a suite."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flashmoe.tools.bench.case import Case
+from flashmoe.tools.bench.suites import Suite, SuiteError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Preset:
+    name: str
+    products: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    max_tokens: int
+    without: tuple[str, ...]
+    baseline: str
+
+
+def load_presets() -> tuple[Preset, ...]:
+    with (Path(__file__).resolve().parent / "presets.toml").open("rb") as stream:
+        rows = tomllib.load(stream)["preset"]
+    return tuple(
+        Preset(
+            name=row["name"],
+            products=tuple(row["products"]),
+            dtypes=tuple(row["dtypes"]),
+            max_tokens=row["max_tokens"],
+            without=tuple(row["without"]),
+            baseline=row["baseline"],
+        )
+        for row in rows
+    )
+
+
+def find_preset(name: str, device_name: str) -> Preset | None:
+    """The preset called ``name``; with ``auto`` the one whose product word stands in ``device_name``, if any."""
+    presets = load_presets()
+    if name == "auto":
+        words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+        return next((one for one in presets if words & set(one.products)), None)
+    for preset in presets:
+        if preset.name.lower() == name.lower():
+            return preset
+    msg = f"no preset {name!r}; known: auto, {', '.join(one.name for one in presets)}"
+    raise SuiteError(msg)
+
+
+def apply_preset(suite: Suite, preset: Preset | None) -> Suite:
+    """``suite`` with dtypes, batch sizes, contenders and baseline that the GPU can run."""
+    if preset is None or suite.kind != "attention":
+        return suite
+    cases: dict[str, Case] = {}
+    quick = set()
+    for case in suite.cases:
+        dtype = case.dtype if case.dtype in preset.dtypes else "f16"
+        batch = min(case.batch, max(1, preset.max_tokens // case.seq_q))
+        fitted = replace(case, dtype=dtype, batch=batch)
+        cases.setdefault(fitted.key, fitted)
+        if case.key in suite.quick_keys:
+            quick.add(fitted.key)
+    contenders = tuple(one for one in suite.contenders if one not in preset.without)
+    if preset.baseline not in contenders:
+        contenders = (*contenders, preset.baseline)
+    baseline = suite.baseline if suite.baseline in contenders else preset.baseline
+    return replace(
+        suite, cases=tuple(cases.values()), quick_keys=frozenset(quick), contenders=contenders, baseline=baseline
+    )

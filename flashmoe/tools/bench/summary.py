@@ -1,0 +1,150 @@
+"""Raw samples to the numbers of a report: times, rates, shares of the ceilings, ratios, verdicts. No torch, no clock.
+
+Everything here can be computed again from a report's raw samples; ``summarise_cell`` is a pure function of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoe.tools.bench.case import Case
+from flashmoe.tools.bench.statistics import Interval, Ratio, geometric_mean, lag_one, locate, log_ratios, paired_ratio
+from flashmoe.tools.bench.thresholds import Thresholds, load_thresholds
+from flashmoe.tools.bench.verdict import decide
+
+Blocks = list[list[int]]
+
+
+@dataclass(frozen=True)
+class CeilingRates:
+    """TFLOP/s of a matrix product by dtype, GB/s of a copy (read plus written)."""
+
+    matmul_tflops: Mapping[str, float]
+    copy_gbps: float
+
+
+def timing_summary(case: Case, blocks: Blocks, ceilings: CeilingRates | None) -> dict[str, Any]:
+    """Median with interval (us), tails, TFLOP/s, GB/s and the shares of the measured ceilings."""
+    limits = load_thresholds()
+    place = locate(blocks, confidence=limits.verdict.confidence)
+    tflops = case.flops / place.median / 1e3
+    gbps = case.bytes_moved / place.median
+    peak = ceilings.matmul_tflops.get(case.dtype) if ceilings else None
+    return {
+        "median_us": place.median / 1e3,
+        "interval_us": [place.interval.low / 1e3, place.interval.high / 1e3],
+        "interval_method": place.interval.method,
+        "mean_us": place.mean / 1e3,
+        "p95_us": place.p95 / 1e3,
+        "p99_us": place.p99 / 1e3,
+        "min_us": place.minimum / 1e3,
+        "spread": place.spread,
+        "samples": place.samples,
+        "blocks": place.blocks,
+        "tflops": tflops,
+        "tflops_interval": [case.flops / place.interval.high / 1e3, case.flops / place.interval.low / 1e3]
+        if place.interval.low > 0 and place.blocks > 1
+        else None,
+        "gbps": gbps,
+        "share_of_matmul": tflops / peak if peak else None,
+        "share_of_copy": gbps / ceilings.copy_gbps if ceilings else None,
+        "launch_bound": place.median / 1e3 < limits.speed.launch_bound_us,
+    }
+
+
+def compare_blocks(subject: str, baseline: str, left: Blocks, right: Blocks) -> dict[str, Any]:
+    """The paired comparison of two contenders of one cell, with its verdict."""
+    ratio = paired_ratio(left, right, confidence=load_thresholds().verdict.confidence)
+    decision = decide(ratio)
+    return {
+        "subject": subject,
+        "baseline": baseline,
+        "ratio": ratio.value,
+        "interval": [ratio.interval.low, ratio.interval.high],
+        "interval_method": ratio.interval.method,
+        "standard_error": ratio.standard_error,
+        "p_value": ratio.p_value,
+        "cliffs_delta": ratio.cliffs_delta,
+        "blocks": ratio.blocks,
+        "lag_one": lag_one(log_ratios(left, right)),
+        "verdict": decision.verdict.value,
+        "reason": decision.reason.value,
+        "advice": decision.advice,
+    }
+
+
+def pairs_to_compare(names: Sequence[str], ours: set[str], baseline: str) -> list[tuple[str, str]]:
+    """Ours against everything else; without ours, everything against the suite's baseline."""
+    subjects = [name for name in names if name in ours]
+    if subjects:
+        return [(subject, other) for subject in subjects for other in names if other not in ours]
+    base = baseline if baseline in names else (names[0] if names else "")
+    return [(name, base) for name in names if name != base]
+
+
+def summarise_cell(
+    case: Case, timings: Mapping[str, Blocks], ours: set[str], baseline: str, ceilings: CeilingRates | None
+) -> dict[str, Any]:
+    """``{"timings": {name: summary}, "comparisons": [...]}`` of the contenders that have samples."""
+    measured = {name: blocks for name, blocks in timings.items() if blocks}
+    comparisons = [
+        compare_blocks(subject, base, measured[subject], measured[base])
+        for subject, base in pairs_to_compare(list(measured), ours, baseline)
+    ]
+    return {
+        "summaries": {name: timing_summary(case, blocks, ceilings) for name, blocks in measured.items()},
+        "comparisons": comparisons,
+    }
+
+
+def aggregate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Geometric mean of each (subject, baseline) ratio over the cells, its worst cell and the verdicts counted."""
+    grouped: dict[tuple[str, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    for cell in cells:
+        for row in cell["comparisons"]:
+            grouped.setdefault((row["subject"], row["baseline"]), []).append((cell["case"]["key"], row))
+    return [_aggregate_row(subject, base, rows) for (subject, base), rows in grouped.items()]
+
+
+def _aggregate_row(subject: str, baseline: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    ratios = [ratio_from_json(row) for _, row in rows]
+    value, interval = geometric_mean(ratios)
+    worst_key, worst = min(rows, key=lambda item: float(item[1]["ratio"]))
+    verdicts = [row["verdict"] for _, row in rows]
+    return {
+        "subject": subject,
+        "baseline": baseline,
+        "geometric_mean": value,
+        "interval": [interval.low, interval.high if math.isfinite(interval.high) else None],
+        "worst": worst["ratio"],
+        "worst_case": worst_key,
+        "cells": len(rows),
+        "verdicts": {word: verdicts.count(word) for word in sorted(set(verdicts))},
+    }
+
+
+def ratio_from_json(row: Mapping[str, Any]) -> Ratio:
+    """JSON has no word for infinity: a bound or an error that is None was unbounded."""
+    low, high = row["interval"]
+    error = row["standard_error"]
+    return Ratio(
+        value=row["ratio"],
+        interval=Interval(0.0 if low is None else low, math.inf if high is None else high, row["interval_method"]),
+        standard_error=math.inf if error is None else error,
+        p_value=row["p_value"],
+        cliffs_delta=row["cliffs_delta"],
+        blocks=row["blocks"],
+    )
+
+
+def speed_word(ratio: float, thresholds: Thresholds | None = None) -> str:
+    """What a speedup asks for: ``stop``, ``caution``, ``go on`` or ``next bottleneck``."""
+    speed = (thresholds or load_thresholds()).speed
+    if ratio < speed.stop:
+        return "stop"
+    if ratio < speed.caution:
+        return "caution"
+    return "next bottleneck" if ratio > speed.next_bottleneck else "go on"

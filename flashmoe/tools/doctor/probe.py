@@ -1,0 +1,43 @@
+"""Loads the extension and runs the smallest problems; one line of JSON after each step, so that a crash is placed.
+
+Run by the doctor in a process of its own: ``python -m flashmoe.tools.doctor.probe``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def main() -> int:
+    from flashmoe.errors import FlashmoeError
+    from flashmoe.tools.report import Verdict
+
+    try:
+        import torch
+
+        say(torch=str(torch.__version__), cuda=str(torch.version.cuda or ""))
+        from flashmoe import _extension
+
+        _extension.load()
+        binaries = _extension.index().get("binaries", [])
+        say(loaded=True, targets=sorted({str(item["target"]) for item in binaries}))
+    except (ImportError, OSError, RuntimeError, FlashmoeError) as error:
+        say(loaded=False, load_error=f"{type(error).__name__}: {error}")
+        return 1
+    from flashmoe.smoke import QUICK_LENGTHS, run
+
+    report = run(QUICK_LENGTHS)
+    failed = [check for check in report.checks if check.verdict is Verdict.FAIL]
+    passed = [check for check in report.checks if check.verdict is Verdict.PASS]
+    text = f"{failed[0].name}: {failed[0].found}" if failed else f"{len(passed)} problems right, {passed[-1].found}"
+    say(smoke=text, smoke_ok=not failed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

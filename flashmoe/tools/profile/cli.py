@@ -1,0 +1,156 @@
+"""``python -m flashmoe profile``: one case, the numbers that decide, a diagnosis with the rule that fired."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import DriverError, ExitCode, ReportError
+from flashmoe.tools.bench.case import Case
+from flashmoe.tools.bench.cli import typed_command
+from flashmoe.tools.profile.collect import collect, find_ncu
+from flashmoe.tools.profile.diagnose import Finding, diagnose
+from flashmoe.tools.profile.difference import render as render_difference
+from flashmoe.tools.profile.metrics import Launch, fields, parse_csv
+from flashmoe.tools.profile.resources import build_facts, read_data, slowest_case, timing_facts
+from flashmoe.tools.profile.target import parse_key
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, read_report, utc_now, write_report
+
+DATA_SCHEMA = "flashmoe.profile/1"
+DEFAULT_CASE = "bf16-d128-full-b4-h16-s4096"
+REPORTS = Path("build") / "reports"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", metavar="KEY", help="default: the slowest of --bench, else " + DEFAULT_CASE)
+    parser.add_argument("--bench", type=Path, default=REPORTS / "bench.json", metavar="FILE", help="a bench report")
+    parser.add_argument("--build", type=Path, default=REPORTS / "build.json", metavar="FILE", help="the build's report")
+    parser.add_argument("--target", default="", metavar="sm_XX", help="whose row of the build's table")
+    parser.add_argument("--ncu", metavar="PATH", help="Nsight Compute, if it is not on PATH")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="an existing `ncu --csv --page raw` instead of a run")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="two profiles side by side")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.compare:
+        before, after = (_read_profile(path) for path in args.compare)
+        print(render_difference(before, after))
+        return ExitCode.OK
+    started, clock = utc_now(), time.monotonic()
+    bench, build = read_data(args.bench, "bench"), read_data(args.build, "build")
+    case = _case(args.case, bench)
+    launches, source, reason = _launches(args, case)
+    report = make_report(case, launches, bench, build, args.target, source, reason, started, time.monotonic() - clock)
+    if args.json:
+        write_report(args.json, report)
+    print(render(report))
+    return int(report.exit_code)
+
+
+def _case(key: str | None, bench: Mapping[str, Any]) -> Case:
+    if key:
+        return parse_key(key)
+    try:
+        return slowest_case(bench) if bench else parse_key(DEFAULT_CASE)
+    except ReportError:
+        return parse_key(DEFAULT_CASE)
+
+
+def _launches(args: argparse.Namespace, case: Case) -> tuple[tuple[Launch, ...], str, str]:
+    """(launches, where from, why there are none)."""
+    if args.csv:
+        return parse_csv(args.csv.read_text(encoding="utf-8")), f"csv {args.csv.name}", ""
+    ncu = find_ncu(args.ncu)
+    if ncu is None:
+        return (), "resource table and timings", "Nsight Compute (ncu) is not installed"
+    try:
+        return collect(ncu, case.key), "Nsight Compute", ""
+    except (DriverError, ReportError) as error:
+        return (), "resource table and timings", str(error)
+
+
+def make_report(
+    case: Case,
+    launches: Sequence[Launch],
+    bench: Mapping[str, Any],
+    build: Mapping[str, Any],
+    target: str,
+    source: str,
+    reason: str,
+    started: str,
+    seconds: float,
+) -> Report:
+    """The numbers of the longest launch, completed by what build and benchmark know, and the rules that fire on them."""
+    on_cpu = bool(bench) and bench["settings"]["device"] == "cpu" and not launches
+    symbol, values = build_facts(build, case, target) if build and not on_cpu else ("", {})
+    values = {**values, **(timing_facts(bench, case) if bench else {})}
+    longest = max(launches, key=lambda one: one.values.get("duration_us", 0.0), default=None)
+    if longest is not None:
+        values |= longest.values
+        symbol = longest.kernel
+    findings = diagnose({**values, "on_gpu": float(not on_cpu)})
+    checks = [_source_check(source, reason)]
+    if not values:
+        checks.append(Check("numbers", Verdict.FAIL, "none", "a profile, a bench report or a build report"))
+    checks += [_finding_check(finding) for finding in findings]
+    if values and not findings:
+        checks.append(Check("diagnosis", Verdict.PASS, "no rule fired on these numbers"))
+    data = {
+        "schema": DATA_SCHEMA,
+        "case": case.to_json(),
+        "kernel": symbol,
+        "source": source,
+        "values": values,
+        "stalls": dict(longest.stalls) if longest else {},
+        "launches": [{"kernel": one.kernel, "values": dict(one.values)} for one in launches],
+        "findings": [asdict(finding) for finding in findings],
+    }
+    command = typed_command()
+    return Report("profile", tuple(checks), data, host_environment(), command, started, seconds)
+
+
+def _source_check(source: str, reason: str) -> Check:
+    if reason:
+        why = "stall reasons, occupancy achieved and bank conflicts come from hardware counters alone"
+        return Check("profiler", Verdict.SKIP, reason, "ncu", why, "install Nsight Compute on the GPU machine")
+    return Check("profiler", Verdict.PASS, source)
+
+
+def _finding_check(finding: Finding) -> Check:
+    return Check(f"rule {finding.rule}", Verdict.PASS, f"{finding.says} ({finding.evidence})", next_step=finding.do)
+
+
+def _read_profile(path: Path) -> Mapping[str, Any]:
+    report = read_report(path)
+    if report.data.get("schema") != DATA_SCHEMA:
+        msg = f"{path} holds a {report.kind!r} report; expected a profile"
+        raise ReportError(msg)
+    return report.data
+
+
+def render(report: Report) -> str:
+    """Numbers, the largest stalls, then the diagnosis."""
+    data = report.data
+    says = {field.name: field.says for field in fields()}
+    lines = [
+        f"profile of {data['case']['key']} from {data['source']}",
+        *([f"kernel {data['kernel']}"] if data["kernel"] else []),
+    ]
+    lines += [f"  {name:<28} {value:>12.4g}  {says.get(name, '')}".rstrip() for name, value in data["values"].items()]
+    stalls = sorted(data["stalls"].items(), key=lambda item: -item[1])[:5]
+    if stalls:
+        lines.append("stalls: " + ", ".join(f"{name} {share:.0%}" for name, share in stalls))
+    for number, finding in enumerate(data["findings"]):
+        lines.append(
+            f"{'diagnosis' if number == 0 else 'also'}: {finding['says']} [{finding['rule']}: {finding['evidence']}]"
+        )
+        lines.append(f"  do: {finding['do']}")
+    lines += [
+        f"{check.verdict} {check.name}: {check.found}" for check in report.checks if check.verdict is not Verdict.PASS
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""From the tables to a wheel's library: generated sources, NVRTC, ptxas, g++, the cache."""

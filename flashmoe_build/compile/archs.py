@@ -1,0 +1,100 @@
+"""Which targets a build compiles for: FLASHMOE_ARCHS (or FA_ARCHS) = all | native | none | a list such as 90a,80."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+from flashmoe.errors import BuildError
+from flashmoe.tools.tables import Tables, Target
+
+VARIABLES = ("FLASHMOE_ARCHS", "FA_ARCHS")
+_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, cuda.h
+_CAPABILITY_MINOR = 76
+
+
+def requested(environment: Mapping[str, str], argument: str | None) -> str:
+    """The request of the command line, else of the environment, else ``all``."""
+    if argument:
+        return argument
+    for variable in VARIABLES:
+        if environment.get(variable):
+            return environment[variable]
+    return "all"
+
+
+def resolve(request: str, tables: Tables) -> tuple[Target, ...]:
+    """Targets named by ``request``, in table order. Raises BuildError for a name that the table lacks."""
+    words = [word for word in request.replace(";", ",").replace(" ", ",").split(",") if word]
+    if words == ["all"]:
+        return tables.targets
+    if words == ["none"]:
+        return ()
+    if words == ["native"]:
+        words = [f"{major}{minor}" for major, minor in native_capabilities()]
+        chosen = {_best_for(word, tables).name for word in words}
+    else:
+        chosen = {_named(word, tables).name for word in words}
+    if not chosen:
+        msg = f"FLASHMOE_ARCHS={request!r} names no target; use all, native, none, or a list of {_names(tables)}"
+        raise BuildError(msg)
+    return tuple(target for target in tables.targets if target.name in chosen)
+
+
+def _names(tables: Tables) -> str:
+    return ", ".join(target.name for target in tables.targets)
+
+
+def _named(word: str, tables: Tables) -> Target:
+    plain = word.removeprefix("sm_").removeprefix("sm").replace(".", "")
+    for target in tables.targets:
+        if word == target.name or (not target.is_ptx and plain == target.name.removeprefix("sm_")):
+            return target
+    for target in tables.targets:  # "90" means the machine code for 9.0, which is arch-specific in the table
+        if not target.is_ptx and plain == target.name.removeprefix("sm_").rstrip("af"):
+            return target
+    if word.lower() in ("all", "native", "none"):
+        msg = f"FLASHMOE_ARCHS: {word!r} stands alone and in small letters, or is left out of a list of targets"
+        raise BuildError(msg)
+    msg = f"FLASHMOE_ARCHS (or FA_ARCHS): unknown target {word!r}; known: {_names(tables)}, or all, native, none"
+    raise BuildError(msg)
+
+
+def _best_for(word: str, tables: Tables) -> Target:
+    capability = (int(word[:-1]), int(word[-1]))
+    exact = [t for t in tables.targets if not t.is_ptx and t.capability == capability]
+    same_major = [
+        t
+        for t in tables.targets
+        if not t.is_ptx and not t.is_arch_specific and t.capability[0] == capability[0] and t.capability <= capability
+    ]
+    ptx = [t for t in tables.targets if t.is_ptx and t.capability <= capability]
+    for candidates in (exact, same_major, ptx):
+        if candidates:
+            return max(candidates, key=lambda target: target.capability)
+    msg = f"no target serves compute capability {capability[0]}.{capability[1]}; known: {_names(tables)}"
+    raise BuildError(msg)
+
+
+def native_capabilities() -> list[tuple[int, int]]:
+    """Compute capabilities of this machine's GPUs, from the driver; raises BuildError where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        msg = "FLASHMOE_ARCHS=native needs the NVIDIA driver (libcuda.so.1), which is not here; name targets: 90a,80"
+        raise BuildError(msg) from error
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        msg = "FLASHMOE_ARCHS=native found no usable GPU; name targets instead, for example FLASHMOE_ARCHS=90a"
+        raise BuildError(msg)
+    found = set()
+    for index in range(count.value):
+        value = ctypes.c_int(0)
+        pair = []
+        for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
+            if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, index) != 0:
+                msg = f"the driver does not tell the compute capability of GPU {index}"
+                raise BuildError(msg)
+            pair.append(value.value)
+        found.add((pair[0], pair[1]))
+    return sorted(found)

@@ -1,0 +1,136 @@
+"""Device code: translation unit -> PTX (NVRTC) -> machine code (ptxas), cached by content, checked against the table.
+
+Targets that share a virtual architecture and a tile share their PTX, and the optimiser, half of a compilation's work, runs
+once for all of them. A cubin is kept under the hash of its PTX: an edit that does not change the PTX assembles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import BuildError
+from flashmoe.tools.progress import Progress
+from flashmoe.tools.tables import Tables, Unit
+from flashmoe_build.compile import nvrtc, ptxas
+from flashmoe_build.compile.cache import Cache, content_key
+from flashmoe_build.compile.codegen import unit_source
+from flashmoe_build.compile.jobs import run_staged
+from flashmoe_build.compile.nvrtc import Ptx
+from flashmoe_build.compile.resources import findings, parse_log, summary
+from flashmoe_build.compile.toolchain import Toolchain
+
+
+@dataclass(frozen=True)
+class CompiledUnit:
+    """One finished device binary and what its last step cost and said; of a PTX target that step is NVRTC's."""
+
+    unit: Unit
+    output: bytes
+    sha256: str
+    log: str
+    seconds: float
+    peak_bytes: int
+    cached: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.unit.name,
+            "target": self.unit.target.name,
+            "seconds": round(self.seconds, 3),
+            "peak_bytes": self.peak_bytes,
+            "cached": self.cached,
+            "size": len(self.output),
+            "sha256": self.sha256,
+            "kernels": summary(parse_log(self.log)),
+        }
+
+
+@dataclass(frozen=True)
+class DeviceCode:
+    """Every unit's binary, in the order asked for, and the PTX that they were made from."""
+
+    units: tuple[CompiledUnit, ...]
+    ptx: tuple[Ptx, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the largest compiler process, of those whose outputs came from the cache too."""
+        return max([*(item.peak_bytes for item in self.units), *(item.peak_bytes for item in self.ptx)], default=0)
+
+    @property
+    def fresh_seconds(self) -> float:
+        """Process seconds of what was not in the cache."""
+        machine_code = (item for item in self.units if not item.unit.target.is_ptx and not item.cached)
+        return sum(item.seconds for item in machine_code) + sum(item.seconds for item in self.ptx if not item.cached)
+
+
+def compile_units(
+    units: Sequence[Unit], *, root: Path, toolchain: Toolchain, cache: Cache, jobs: int, tables: Tables
+) -> DeviceCode:
+    """Compile all units; raises BuildError with every finding of the first unit that fails."""
+    sources: dict[tuple[str, str], list[Unit]] = {}  # by (source, virtual architecture)
+    for unit in units:
+        sources.setdefault((unit_source(unit), unit.virtual), []).append(unit)
+
+    with Progress("device code", len(units) + len(sources)) as progress:
+
+        def front_end(key: tuple[str, str]) -> Ptx:
+            source, virtual = key
+            name = sources[key][0].name
+            ptx = nvrtc.compile_ptx(source, name, virtual, csrc=root / "csrc", toolchain=toolchain, cache=cache)
+            progress.advance(f"{name}.{virtual} {'cached' if ptx.cached else f'{ptx.seconds:.1f}s'}")
+            return ptx
+
+        def back_end(unit: Unit, ptx: Ptx) -> CompiledUnit:
+            done = finish_unit(unit, ptx, toolchain=toolchain, cache=cache)
+            _check(done, tables)
+            progress.advance(f"{unit.binary_name} {'cached' if done.cached else f'{done.seconds:.1f}s'}")
+            return done
+
+        ptx, compiled = run_staged(sources, front_end, back_end, jobs)
+    by_unit = {item.unit.binary_name: item for item in compiled}
+    return DeviceCode(tuple(by_unit[unit.binary_name] for unit in units), tuple(ptx))
+
+
+def _check(done: CompiledUnit, tables: Tables) -> None:
+    problems = findings(done.unit, done.log, tables)
+    if problems:
+        lines = "\n".join(f"  {problem.kind}: {problem.text}" for problem in problems)
+        msg = (
+            f"{done.unit.binary_name} must not be built like this:\n{lines}\n"
+            "change the kernel or its tile, or allow it in csrc/kernels.toml with a reason"
+        )
+        raise BuildError(msg)
+
+
+def compile_unit(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
+    """One unit by itself."""
+    csrc = root / "csrc"
+    ptx = nvrtc.compile_ptx(unit_source(unit), unit.name, unit.virtual, csrc=csrc, toolchain=toolchain, cache=cache)
+    return finish_unit(unit, ptx, toolchain=toolchain, cache=cache)
+
+
+def finish_unit(unit: Unit, ptx: Ptx, *, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
+    """The unit's binary: the PTX itself for a PTX target, else what ptxas makes of it."""
+    if unit.target.is_ptx:
+        return CompiledUnit(unit, ptx.text, ptx.sha256, ptx.log, ptx.seconds, ptx.peak_bytes, ptx.cached)
+    target = unit.target.name
+    depends_on = {"ptx": ptx.sha256, "ptxas": toolchain.ptxas_sha256, "options": ptxas.OPTIONS, "target": target}
+    key = content_key("", (), cache.folder, depends_on)
+    known = cache.load(key, ".cubin")
+    cached = known is not None
+    if known is None:
+        made = ptxas.assemble(ptx.text, unit.name, target, toolchain)
+        facts = {"log": made.log, "seconds": made.seconds, "peak_bytes": made.peak_bytes}
+        cache.store(key, ".cubin", made.cubin, facts)
+        known = cache.load(key, ".cubin")
+    if known is None:
+        msg = f"{unit.binary_name} could not be kept in the cache; is the disk full?"
+        raise BuildError(msg)
+    output, said = known
+    return CompiledUnit(
+        unit, output, said["sha256"], ptx.log + said["log"], said["seconds"], said["peak_bytes"], cached
+    )

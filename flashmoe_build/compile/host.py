@@ -1,0 +1,180 @@
+"""Host code: C++ objects, cached by content, linked with the embedded device binaries into libflashmoe.so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashmoe.errors import BuildError
+from flashmoe.tools.progress import Progress
+from flashmoe.tools.tables import Tables
+from flashmoe_build.compile.cache import Cache, content_key, include_closure
+from flashmoe_build.compile.codegen import PlacedBinary, embed_source, index_json, kernel_table_source
+from flashmoe_build.compile.device import CompiledUnit
+from flashmoe_build.compile.jobs import run_all
+from flashmoe_build.compile.toolchain import Toolchain
+
+TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10.0, the first release with a versioned stable ABI
+LIBRARY_NAME = "libflashmoe.so"
+ALIGNMENT = 64  # of each embedded binary, bytes
+HOST_TIME_LIMIT = 600  # seconds
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-plt",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-D_GLIBCXX_USE_CXX11_ABI=1",
+    "-D_FORTIFY_SOURCE=2",
+    "-fstack-protector-strong",
+    f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+    "-DUSE_CUDA",
+)
+LINK_FLAGS = (
+    "-shared",
+    "-Wl,--no-undefined",
+    "-Wl,--as-needed",
+    "-Wl,-z,relro,-z,now,-z,noexecstack",
+    "-Wl,--build-id=none",
+    "-Wl,--exclude-libs,ALL",
+    "-Wl,--hash-style=gnu",
+    f"-Wl,-soname,{LIBRARY_NAME}",
+)
+
+
+def host_sources(root: Path, generated: Path) -> list[Path]:
+    """Every C++ file of the library, in a stable order. Instruction sets are pragmas inside the CPU backend's files."""
+    csrc = root / "csrc"
+    return [*sorted(set(csrc.rglob("*.cpp")) - set((csrc / "emulation").rglob("*.cpp"))), generated]
+
+
+def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
+    """The blob of all device binaries, and where each lies."""
+    blob = bytearray()
+    placed = []
+    for item in units:
+        blob += b"\0" * (-len(blob) % ALIGNMENT)
+        placed.append(PlacedBinary(item.unit, len(blob), len(item.output), item.sha256))
+        blob += item.output
+        if item.unit.target.is_ptx and not item.output.endswith(b"\0"):
+            blob += b"\0"
+    return bytes(blob), placed
+
+
+def build_library(
+    units: Sequence[CompiledUnit],
+    *,
+    root: Path,
+    out: Path,
+    toolchain: Toolchain,
+    cache: Cache,
+    jobs: int,
+    tables: Tables,
+) -> Path:
+    """Compile the host code, embed the device binaries and link; returns the library's path."""
+    generated = out / "generated"
+    generated.mkdir(parents=True, exist_ok=True)
+    blob, placed = place(units)
+    (generated / "binaries.bin").write_bytes(blob)
+    (generated / "index.json").write_text(json.dumps(index_json(placed), sort_keys=True), encoding="utf-8")
+    (generated / "embed.S").write_text(embed_source("binaries.bin", "index.json"), encoding="utf-8")
+    table = generated / "kernel_table.cpp"
+    table.write_text(kernel_table_source(tables, placed), encoding="utf-8")
+    sources = host_sources(root, table)
+    _drop_stale_objects(out / "objects", sources)
+    with Progress("host code", len(sources) + 1) as progress:
+
+        def work(source: Path) -> Path:
+            return _compile(source, root=root, out=out, toolchain=toolchain, cache=cache, progress=progress)
+
+        objects = run_all(sources, work, jobs)
+        return _link(objects, generated, root=root, out=out, toolchain=toolchain, progress=progress)
+
+
+def _object_name(source: Path) -> str:
+    names = source.parts[source.parts.index("csrc") + 1 : -1] if "csrc" in source.parts else (source.parent.name,)
+    return f"{'_'.join((*names, source.stem))}.o"
+
+
+def _drop_stale_objects(folder: Path, sources: Sequence[Path]) -> None:
+    """Objects of sources that are gone, which the audit would otherwise take for part of the library."""
+    wanted = {_object_name(source) for source in sources}
+    for path in folder.glob("*.o"):
+        if path.name not in wanted:
+            path.unlink()
+
+
+def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, progress: Progress) -> Path:
+    csrc = root / "csrc"
+    text = source.read_text(encoding="utf-8")
+    includes = include_closure(text, [csrc], source.parent)
+    facts = {
+        "flags": COMMON_FLAGS,
+        "cxx": toolchain.cxx_version,
+        "torch": toolchain.torch_version,
+        "cuda": toolchain.cuda_headers_version,
+    }
+    key = content_key(text, includes, csrc, {**facts, "name": source.name})
+    target = out / "objects" / _object_name(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    known = cache.load(key, ".o")
+    if known is None:
+        command = [
+            toolchain.cxx,
+            *COMMON_FLAGS,
+            *_path_flags(root, out, toolchain),
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
+        _run(command, source.name, cwd=root)
+        cache.store(key, ".o", target.read_bytes(), {})
+    else:
+        target.write_bytes(known[0])
+    progress.advance(f"{source.name} {'cached' if known else 'compiled'}")
+    return target
+
+
+def _path_flags(root: Path, out: Path, toolchain: Toolchain) -> list[str]:
+    prefixes = {toolchain.torch_include: "torch", toolchain.cuda_include: "cuda", out: "build", root: "."}
+    return [
+        *(f"-ffile-prefix-map={path}={name}" for path, name in prefixes.items()),
+        f"-I{root / 'csrc'}",
+        f"-isystem{toolchain.torch_include}",
+        f"-isystem{toolchain.cuda_include}",
+    ]
+
+
+def _link(
+    objects: Sequence[Path], generated: Path, *, root: Path, out: Path, toolchain: Toolchain, progress: Progress
+) -> Path:
+    embedded = out / "objects" / "embed.o"
+    _run([toolchain.cxx, "-c", "embed.S", "-o", str(embedded)], "embed.S", cwd=generated)
+    library = out / "lib" / LIBRARY_NAME
+    library.parent.mkdir(parents=True, exist_ok=True)
+    temporary = library.with_suffix(".tmp")
+    torch = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
+    exports = ("-Xlinker", f"--version-script={root / 'csrc' / 'host' / 'exports.map'}")  # -Wl would split at a comma
+    command = [toolchain.cxx, *LINK_FLAGS, *exports, *map(str, objects), str(embedded), *torch, "-o", str(temporary)]
+    _run(command, LIBRARY_NAME, cwd=out)
+    temporary.replace(library)
+    progress.advance(f"{LIBRARY_NAME} {library.stat().st_size / 1e6:.1f} MB")
+    return library
+
+
+def _run(command: Sequence[str], what: str, cwd: Path) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=HOST_TIME_LIMIT, check=False)
+    except subprocess.TimeoutExpired as error:
+        msg = f"{what}: {command[0]} did not finish within {HOST_TIME_LIMIT} s"
+        raise BuildError(msg) from error
+    if done.returncode != 0:
+        msg = f"{what}: {Path(command[0]).name} ended with {done.returncode}\n{done.stderr.strip()[-6000:]}"
+        raise BuildError(msg)

@@ -1,0 +1,1 @@
+"""Locked Python environments: made, checked against the lock, locked anew."""

@@ -1,0 +1,374 @@
+"""Environments made from the lock: one folder per lock file and Python, reused while neither changes.
+
+    python -m flashmoe_build.environments.environment build      # prints the path of the interpreter inside
+
+Everything goes in through ``uv pip install --require-hashes --only-binary :all:``: no file that the lock does not name,
+and no code of a source distribution runs. uv hard-links from its cache, so a further environment costs a second and
+next to no disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from flashmoe.errors import FlashmoeError, LockError, explain_os_error
+from flashmoe.tools.progress import Progress
+from flashmoe_build.environments.exclusive import exclusive
+from flashmoe_build.environments.lock import verify_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORTED = ((3, 12), (3, 11), (3, 10))  # numpy<2 has no wheel beyond 3.12
+PYTHON_VARIABLE = "FLASHMOE_PYTHON"
+TIMEOUT_VARIABLE = "FLASHMOE_INSTALL_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 1800.0
+STAMP = "flashmoe-environment.json"
+# Settings of the caller's uv that would change what is installed or switch the hash check off.
+WITHHELD = (
+    "UV_NO_VERIFY_HASHES",
+    "UV_CONSTRAINT",
+    "UV_OVERRIDE",
+    "UV_EXCLUDE",
+    "UV_NO_BINARY",
+    "UV_TARGET",
+    "UV_PREFIX",
+)
+# The tests run many short processes with torch, which takes about twice as long to import from source as from bytecode.
+WITH_BYTECODE = "test"
+PROBE = (
+    "import platform, sys, sysconfig; "
+    "print(platform.python_implementation(), platform.python_version(), sysconfig.get_platform())"
+)
+MISMATCH = re.compile(
+    r"Hash mismatch for `(?P<package>[^`]+)`\s+Expected:\s+(?P<expected>(?:sha256:\S+\s+)+)Computed:\s+(?P<computed>sha256:\S+)"
+)
+NO_HASH = re.compile(r"none were provided for: (?P<package>\S+)")
+NO_PIN = re.compile(r"no trusted hash was provided for: `(?P<package>[^`]+)`")  # what a locked package needs
+FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
+ROOM = "a locked environment takes up to 7 GB, shared with uv's cache where both are on one file system"
+NOT_PINNED = re.compile(r"pinned with `==`, but found: (?P<package>\S+)")
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that can hold a locked environment."""
+
+    path: str
+    version: tuple[int, int]
+
+    @property
+    def label(self) -> str:
+        return f"{self.version[0]}.{self.version[1]}"
+
+
+def judge_python(answer: str) -> tuple[tuple[int, int] | None, str]:
+    """The (major, minor) of an interpreter from what :data:`PROBE` printed, or None, and why."""
+    words = answer.split()
+    if len(words) != 3:
+        return None, "did not run"
+    implementation, version, platform = words
+    found = f"{implementation} {version} for {platform}"
+    major, minor = (int(part) for part in version.split(".")[:2])
+    usable = implementation == "CPython" and platform == "linux-x86_64" and (major, minor) in SUPPORTED
+    return ((major, minor) if usable else None), found
+
+
+def probe_python(path: str) -> str:
+    try:
+        done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def python_candidates(choice: str, environ: Mapping[str, str], own: str) -> Iterator[str]:
+    """Interpreters to try, best first. ``choice`` is a version, a command or a path; empty for any."""
+    if choice and not re.fullmatch(r"3\.\d+", choice):
+        yield choice
+        return
+    versions = [choice] if choice else [f"{major}.{minor}" for major, minor in SUPPORTED]
+    if not choice:
+        yield own
+    for version in versions:
+        found = shutil.which(f"python{version}", path=environ.get("PATH"))
+        if found:
+            yield found
+    found = shutil.which("python3", path=environ.get("PATH"))
+    if found:
+        yield found
+    home = Path(environ.get("HOME", "/nonexistent"))
+    pyenv = Path(environ.get("PYENV_ROOT", home / ".pyenv")) / "versions"
+    managed = Path(environ.get("XDG_DATA_HOME", home / ".local/share")) / "uv/python"
+    for version in versions:
+        yield from sorted(str(path) for path in pyenv.glob(f"{version}.*/bin/python3"))
+        yield from sorted(str(path) for path in managed.glob(f"cpython-{version}.*/bin/python3"))
+
+
+def choose_python(choice: str, candidates: Iterator[str], probe: Callable[[str], str] = probe_python) -> Interpreter:
+    """The first usable candidate. Raises LockError that names everything that was looked at."""
+    looked = []
+    for path in candidates:
+        version, found = judge_python(probe(path))
+        if version is not None and (not re.fullmatch(r"3\.\d+", choice) or f"{version[0]}.{version[1]}" == choice):
+            return Interpreter(path, version)
+        looked.append(f"  - {path}: {found}")
+    wanted = f"{PYTHON_VARIABLE}={choice}" if choice else "CPython 3.10, 3.11 or 3.12 for Linux x86-64"
+    listed = "\n".join(looked) or "  - nothing named python3, python3.12, python3.11 or python3.10 on PATH"
+    msg = (
+        f"no Python for the locked environment: wanted {wanted} (numpy<2 has no wheels for later ones). Looked at:\n{listed}\n"
+        f"Install one (`uv python install 3.12` needs no root; Debian: apt-get install python3), or name one: {PYTHON_VARIABLE}=/path/to/python3.12"
+    )
+    raise LockError(msg)
+
+
+def find_python(environ: Mapping[str, str] | None = None) -> Interpreter:
+    environ = os.environ if environ is None else environ
+    choice = environ.get(PYTHON_VARIABLE, "").strip()
+    own = str(getattr(sys, "_base_executable", None) or sys.executable)
+    return choose_python(choice, python_candidates(choice, environ, own))
+
+
+def find_uv() -> str:
+    """uv beside the running interpreter (the launcher's), else on PATH."""
+    beside = Path(sys.executable).parent / "uv"
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    if found is None:
+        msg = "uv is not there; `./nox` brings its own, or install it: python3 -m pip install uv"
+        raise LockError(msg)
+    return found
+
+
+def explain_failure(stderr: str, lock: str) -> str:
+    """What went wrong in an install, in terms of the lock, from uv's own words."""
+    mismatch = MISMATCH.search(stderr)
+    if mismatch:
+        expected = mismatch["expected"].split()
+        shown = expected[0] if len(expected) == 1 else f"one of {len(expected)} hashes, {expected[0]} the first"
+        return (
+            f"{mismatch['package']}: the file's hash is not the one in {lock}.\n"
+            f"  expected {shown}\n  found    {mismatch['computed']}\n"
+            "Either the lock was edited (`git diff lockfiles/`) or the file is not the one that was locked: do not install it."
+        )
+    unhashed = NO_HASH.search(stderr)
+    if unhashed:
+        return f"{unhashed['package']} has no hash in {lock}; run `nox -s lock` to write it anew"
+    unpinned = NOT_PINNED.search(stderr)
+    if unpinned:
+        return f"{unpinned['package']} in {lock} is not pinned to one version; run `nox -s lock` to write it anew"
+    missing = NO_PIN.search(stderr)
+    if missing:
+        return f"{missing['package']} is needed by a package of {lock}, which has no pin for it; run `nox -s lock` to write it anew"
+    tail = "\n".join(stderr.strip().splitlines()[-15:])
+    if FULL.search(stderr):
+        return (
+            f"installing {lock} failed, the disk is full:\n{tail}\nFree some space: {ROOM} (UV_CACHE_DIR moves that)."
+        )
+    return f"installing {lock} failed:\n{tail}\nIf that names the network, check the package index that pip and uv are set up for."
+
+
+def uv_environment(environ: Mapping[str, str], fallback: Path = ROOT / ".nox" / "uv-cache") -> dict[str, str]:
+    """The caller's variables for uv, with a cache in the checkout where the home folder can hold none.
+
+    As in a container that runs under a user without a home.
+    """
+    kept = {key: value for key, value in environ.items() if key not in WITHHELD}
+    if kept.get("UV_CACHE_DIR") or kept.get("UV_NO_CACHE"):
+        return kept
+    folder = Path(kept.get("XDG_CACHE_HOME") or Path(kept.get("HOME") or _home_of_this_user()) / ".cache")
+    there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        kept["UV_CACHE_DIR"] = str(fallback)
+    return kept
+
+
+def _home_of_this_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a number without a name
+        return "/nonexistent"
+
+
+def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int, str]:
+    """Run ``command`` under a progress line; returns its exit status and its stderr. 124 when it ran out of time."""
+    environ = uv_environment(os.environ)
+    lines: list[str] = []
+    with (
+        Progress(what) as progress,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+        ) as process,
+    ):
+        expired = threading.Event()
+
+        def stop() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, stop)
+        timer.daemon = True
+        timer.start()
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            progress.note(line.strip())
+        status = process.wait()
+        timer.cancel()
+    if expired.is_set():
+        lines.append(f"stopped after {timeout_s:.0f} s; {TIMEOUT_VARIABLE} sets another limit\n")
+        status = 124
+    return status, "".join(lines)
+
+
+def install_limit(environ: Mapping[str, str]) -> float:
+    """Seconds that an install may take. Raises LockError for a setting that is no time."""
+    text = environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not 0.0 < limit <= threading.TIMEOUT_MAX:
+        msg = f"{TIMEOUT_VARIABLE}={text!r} is no time; write a number of seconds above 0"
+        raise LockError(msg)
+    return limit
+
+
+def uv_install(python: Path, requirements: Path, *, what: str, shown: str, extra: Sequence[str] = ()) -> None:
+    """``uv pip install --require-hashes`` of a requirement file. Raises LockError that names the package at fault."""
+    command = [find_uv(), "pip", "install", "--python", str(python), "--require-hashes", "--only-binary", ":all:"]
+    command += ["--link-mode", "hardlink", *extra, "-r", str(requirements)]
+    status, stderr = run_logged(command, what, install_limit(os.environ))
+    if status:
+        raise LockError(explain_failure(stderr, shown))
+
+
+def environment_folder(root: Path, lock: str, python: Interpreter) -> Path:
+    return root / ".nox" / "env" / f"{lock}-{python.label}"
+
+
+def verify(lock: Path, folder: Path, python: str) -> None:
+    """Raise LockError unless the environment in ``folder`` holds the locked packages, each once, and nothing else."""
+    site = folder / "lib" / f"python{'.'.join(python.split('.')[:2])}" / "site-packages"
+    try:
+        verify_environment(lock, path=[str(site)], python=python)
+    except LockError as error:
+        msg = f"{error}\nThe environment is {folder}"
+        raise LockError(msg) from error
+
+
+def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, extra: Sequence[str] = ()) -> Path:
+    """The interpreter of the environment of ``lockfiles/<lock>.txt``, made now unless it is there already."""
+    try:
+        return _prepare(lock, root, python, extra)
+    except OSError as error:
+        told = explain_os_error(error)
+        if told is None:
+            raise
+        msg = f"cannot make the environment of lockfiles/{lock}.txt: {told}"
+        raise LockError(msg) from error
+
+
+def _prepare(lock: str, root: Path, python: Interpreter | None, extra: Sequence[str]) -> Path:
+    python = python if python is not None else find_python()
+    lock_file = root / "lockfiles" / f"{lock}.txt"
+    if not lock_file.is_file():
+        known = ", ".join(sorted(path.stem for path in lock_file.parent.glob("*.txt")))
+        msg = f"no lock {lock!r}; lockfiles/ has {known or 'none'}"
+        raise LockError(msg)
+    folder = environment_folder(root, lock, python)
+    stamp = {
+        "lock": sha256(lock_file.read_bytes()).hexdigest(),
+        "python": probe_python(python.path),
+        "folder": str(folder),
+    }
+    inner = folder / "bin" / "python"
+    with exclusive(folder.with_name(f"{folder.name}.lock")):
+        if _read_stamp(folder / STAMP) != stamp:
+            _create(folder, python)
+            options = (*extra, *bytecode_option(lock, os.environ))
+            uv_install(
+                inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=options
+            )
+            (folder / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
+        verify(lock_file, folder, stamp["python"].split()[1])
+    return inner
+
+
+def bytecode_option(lock: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Bytecode with the installation where Python is told to keep none by itself (it keeps what it imports otherwise)."""
+    return ("--compile-bytecode",) if lock == WITH_BYTECODE and environ.get("PYTHONDONTWRITEBYTECODE") else ()
+
+
+def _read_stamp(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _create(folder: Path, python: Interpreter) -> None:
+    command = [find_uv(), "venv", "--quiet", "--clear", "--no-project", "--python", python.path, str(folder)]
+    status, stderr = run_logged(command, f"making {folder.name}", 120.0)
+    if status:
+        msg = f"cannot make the environment {folder}:\n{stderr.strip()}"
+        raise LockError(msg)
+
+
+def remove_bytecode(folder: Path) -> None:
+    """Forget what Python compiled of the flashmoe that is about to be replaced.
+
+    A wheel dates its files by the commit, so an edited file of the same length would pass for the compiled one.
+    """
+    for packages in folder.glob("lib/python*/site-packages"):
+        for compiled in [*packages.glob("__pycache__/flashmoe*.pyc"), *packages.glob("flashmoe/**/__pycache__/*.pyc")]:
+            compiled.unlink(missing_ok=True)
+
+
+def install_wheel(python: Path, wheel: Path) -> None:
+    """Replace the flashmoe in an environment by this wheel file, by its hash, without touching anything else."""
+    digest = sha256(wheel.read_bytes()).hexdigest()
+    folder = python.parent.parent
+    requirement = folder / "flashmoe-wheel.txt"
+    text = f"flashmoe @ {wheel.resolve().as_uri()} --hash=sha256:{digest}\n"
+    with exclusive(folder.with_name(f"{folder.name}.lock")):
+        if requirement.is_file() and requirement.read_text(encoding="utf-8") == text:
+            return
+        requirement.unlink(missing_ok=True)
+        remove_bytecode(folder)
+        pending = folder / "flashmoe-wheel.pending.txt"
+        pending.write_text(text, encoding="utf-8")
+        extra = ["--no-deps", "--no-index", "--reinstall-package", "flashmoe"]
+        uv_install(python, pending, what=f"installing {wheel.name}", shown=wheel.name, extra=extra)
+        pending.replace(requirement)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashmoe_build.environments.environment", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("lock", help="build, test or lint: a file of lockfiles/")
+    parser.add_argument("--wheel", type=Path, help="install this flashmoe wheel into it, too")
+    options = parser.parse_args(arguments)
+    try:
+        python = prepare(options.lock)
+        if options.wheel:
+            install_wheel(python, options.wheel)
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(python)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,197 @@
+"""Writes lockfiles/*.txt from lockfiles/*.in, and says what changed.
+
+    python -m flashmoe_build.environments.relock               # rewrite, keeping every version that still fits
+    python -m flashmoe_build.environments.relock --upgrade     # rewrite with the newest versions
+    python -m flashmoe_build.environments.relock --check       # offline: fail if the .in files ask for something else than is locked
+
+One file serves CPython 3.10 to 3.12: uv resolves for all of them at once (``--universal``; the bounds are
+``tool.uv.environments`` in pyproject.toml) and marks the lines that differ. Wheels only, no registry in the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmoe.errors import FlashmoeError, LockError
+from flashmoe_build.environments.environment import ROOT, explain_failure, find_uv, run_logged
+from flashmoe_build.environments.lock import (
+    Pin,
+    check_lock,
+    input_digest,
+    marker_environment,
+    parse_lock,
+    read_inputs,
+    read_lock,
+    read_text,
+    recorded_digest,
+)
+
+ORDER = ("launcher", "build", "test", "bench", "lint", "container")  # test is constrained by build, the rest by both
+OPTIONS = (
+    "--universal",
+    "--python-version=3.10",
+    "--generate-hashes",
+    "--only-binary=:all:",
+    "--no-header",
+    "--no-emit-index-url",
+    "--no-emit-find-links",
+)
+LAUNCHER_OPTIONS = ("--no-config",)  # the launcher runs under any Python from 3.10 on, so no upper bound for it
+COMPILE_TIMEOUT_S = 600.0
+# The supported (Python, platform) pairs for which the pins must answer every requirement.
+PYTHONS = ("3.10", "3.11", "3.12")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a rewrite did to one package of one lock file; versions differ by Python, hence several."""
+
+    lock: str
+    name: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.before:
+            return f"{self.lock}: added {self.name} {', '.join(self.after)}"
+        if not self.after:
+            return f"{self.lock}: removed {self.name} {', '.join(self.before)}"
+        if self.before == self.after:
+            return f"{self.lock}: {self.name} {', '.join(self.before)}, other markers or hashes"
+        return f"{self.lock}: {self.name} {', '.join(self.before)} -> {', '.join(self.after)}"
+
+
+def options_of(lock: str) -> tuple[str, ...]:
+    return OPTIONS + (LAUNCHER_OPTIONS if lock == "launcher" else ())
+
+
+def diff(lock: str, before: Sequence[Pin], after: Sequence[Pin]) -> tuple[Change, ...]:
+    """Packages whose set of versions or hashes differs between two states of a lock."""
+    old, new = _by_name(before), _by_name(after)
+    changes = []
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            changes.append(Change(lock, name, _versions(old.get(name, ())), _versions(new.get(name, ()))))
+    return tuple(changes)
+
+
+def _by_name(pins: Sequence[Pin]) -> Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]]:
+    found: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}
+    for pin in pins:
+        found.setdefault(pin.name, []).append((pin.version, str(pin.marker or ""), tuple(sorted(pin.hashes))))
+    return {name: tuple(sorted(rows)) for name, rows in found.items()}
+
+
+def _versions(rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> tuple[str, ...]:
+    return tuple(sorted({row[0] for row in rows}))
+
+
+def check(folder: Path) -> list[str]:
+    """What is wrong with the locks as they lie there, without a network. Empty when nothing is."""
+    problems = []
+    shared: dict[tuple[str, str], tuple[str, Pin]] = {}
+    for lock in ORDER:
+        text, source = read_text(folder / f"{lock}.txt"), folder / f"{lock}.in"
+        if recorded_digest(text) != input_digest(source, options_of(lock)):
+            problems.append(f"{lock}.txt was not written from {lock}.in as it is now; run `nox -s lock`")
+        problems += [f"{lock}.txt names a location: {line.strip()}" for line in text.splitlines() if "://" in line]
+        pins = parse_lock(text, f"{lock}.txt")
+        for python in PYTHONS:
+            environment = marker_environment(f"{python}.0")
+            try:
+                check_lock(read_inputs(source), pins, environment)
+            except LockError as error:
+                problems.append(f"for Python {python}: {error}")
+            if lock != "launcher":
+                applied = [pin for pin in pins if pin.applies(environment)]
+                problems += _disagreements(lock, python, applied, shared)
+    return list(dict.fromkeys(problems))
+
+
+def _disagreements(
+    lock: str, python: str, pins: Sequence[Pin], shared: dict[tuple[str, str], tuple[str, Pin]]
+) -> list[str]:
+    """Pins of ``lock`` that differ from an earlier lock's pin of the same package; adds the new ones to ``shared``."""
+    found = []
+    for pin in pins:
+        first, known = shared.setdefault((python, pin.name), (lock, pin))
+        if (known.version, sorted(known.hashes)) != (pin.version, sorted(pin.hashes)):
+            found.append(f"{pin.name} differs between {first}.txt and {lock}.txt; run `nox -s lock`")
+    return found
+
+
+def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
+    """The new text of every lock. Works in a copy, so that a failure half way changes nothing."""
+    texts = {}
+    with tempfile.TemporaryDirectory(prefix="flashmoe-lock-") as temporary:
+        copy = Path(temporary)
+        shutil.copytree(root / "lockfiles", copy / "lockfiles")
+        shutil.copy(root / "pyproject.toml", copy)
+        for lock in ORDER:
+            target = copy / "lockfiles" / f"{lock}.txt"
+            command = [
+                find_uv(),
+                "--directory",
+                str(copy),
+                "--no-python-downloads",
+                "pip",
+                "compile",
+                *options_of(lock),
+            ]
+            command += ["--upgrade"] if upgrade else []
+            command += [f"lockfiles/{lock}.in", "--output-file", f"lockfiles/{lock}.txt"]
+            status, stderr = run_logged(command, f"resolving {lock}.in", COMPILE_TIMEOUT_S)
+            if status:
+                raise LockError(explain_failure(stderr, f"{lock}.in").replace("installing", "resolving"))
+            digest = input_digest(root / "lockfiles" / f"{lock}.in", options_of(lock))
+            body = target.read_text(encoding="utf-8")
+            body = body[body.index("\n") + 1 :] if body.startswith("# Written by") else body
+            texts[lock] = f"# Written by `nox -s lock` from {lock}.in: do not edit.\n# inputs sha256:{digest}\n{body}"
+            target.write_text(texts[lock], encoding="utf-8")
+    return texts
+
+
+def rewrite(root: Path, *, upgrade: bool) -> tuple[Change, ...]:
+    """Write every lock file anew; returns what changed."""
+    folder = root / "lockfiles"
+    changes: list[Change] = []
+    texts = compile_locks(root, upgrade)
+    for lock, text in texts.items():
+        path = folder / f"{lock}.txt"
+        before = read_lock(path) if path.is_file() else ()
+        changes += diff(f"{lock}.txt", before, parse_lock(text, path.name))
+    for lock, text in texts.items():
+        temporary = folder / f".{lock}.txt.new"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / f"{lock}.txt")
+    return tuple(changes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nox -s lock --", description=__doc__.splitlines()[0])
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the locks are not those of the .in files"
+    )
+    group.add_argument("--upgrade", action="store_true", help="take the newest versions that the .in files admit")
+    options = parser.parse_args(arguments)
+    try:
+        if not options.check:
+            changes = rewrite(ROOT, upgrade=options.upgrade)
+            print("\n".join(map(str, changes)) or "nothing changed")
+        problems = check(ROOT / "lockfiles")
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(problems) or f"lockfiles/: {', '.join(ORDER)} answer their .in files, agree, and name no registry")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""``python -m flashmoe gate``: climb the ladder; one table and one report."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flashmoe.errors import ArgumentError, ExitCode
+from flashmoe.tools.bench.cli import typed_command
+from flashmoe.tools.bench.stopping import stop_signals
+from flashmoe.tools.report import Report, Verdict, write_report
+from flashmoe_build.gate.climb import Budget, Climb, find_places
+from flashmoe_build.gate.history import append_record, record_of
+from flashmoe_build.gate.ladder import OWN_LADDER, read_ladder, select
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget-minutes", type=float, default=15.0, metavar="M", help="stop after this long (default: 15)"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=0.0, metavar="PER_HOUR", help="what an hour of this machine costs"
+    )
+    parser.add_argument("--only", metavar="A,B", help="these rungs alone")
+    parser.add_argument("--ladder", type=Path, default=OWN_LADDER, metavar="FILE.toml", help="another ladder")
+    parser.add_argument(
+        "--root", type=Path, default=Path(), metavar="DIR", help="the checkout to look at (default: here)"
+    )
+    parser.add_argument("--library", type=Path, metavar="FILE.so", help="built elsewhere: the build rung is skipped")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/reports/gate.json")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="add the outcome to the history kept there")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.budget_minutes <= 0.0 or args.rate < 0.0:
+        msg = f"--budget-minutes {args.budget_minutes:g} --rate {args.rate:g}: a positive time and a rate of at least 0"
+        raise ArgumentError(msg)
+    root = args.root.resolve()
+    rungs = select(read_ladder(args.ladder), args.only.split(",") if args.only else ())
+    path = args.json or root / "build" / "reports" / "gate.json"
+    library = args.library.resolve() if args.library else None
+    places = find_places(root, library, None)
+    climb = Climb(
+        rungs,
+        places,
+        Budget(60.0 * args.budget_minutes, args.rate),
+        command=typed_command(),
+    )
+    with stop_signals():
+        report = climb.run()
+    write_report(path, report)
+    if args.record:
+        append_record(args.record, record_of(report, root, places.library))
+    print(render(report))
+    return int(ExitCode.INTERRUPTED if climb.interrupted else report.exit_code)
+
+
+def render(report: Report) -> str:
+    """One line a rung: verdict, time, cost, what was found; then where it ended and what to do."""
+    data = report.data
+    priced = data["rate_per_hour"] > 0.0
+    width = max(len(row["name"]) for row in data["rungs"])
+    lines = []
+    for row in data["rungs"]:
+        cost = f"  {row['cost']:7.4f}" if priced else ""
+        lines.append(
+            f"{row['name']:<{width}}  {row['verdict']:<4}  {row['seconds']:7.1f} s{cost}  {row['found'][:160]}"
+        )
+    total = f", cost {data['cost']:.4f}" if priced else ""
+    lines.append(f"gate {report.verdict}: {report.seconds:.0f} of {data['budget_seconds']:.0f} s{total}")
+    lines.append(f"known good: {', '.join(data['known_good']) or 'nothing'}")
+    for check in report.checks:
+        if check.verdict is Verdict.FAIL:
+            lines += [f"stopped at {check.name}: {check.found}", f"why: {check.why}", f"next: {check.next_step}"]
+    return "\n".join(lines)

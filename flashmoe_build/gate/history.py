@@ -1,0 +1,127 @@
+"""``python -m flashmoe history``: what the gate found for each commit, and the last known good of each architecture.
+
+One JSON line a climb in ``docs/results/history/<architecture>.jsonl``; ``gate --record`` appends, nothing rewrites.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import ExitCode, ReportError
+from flashmoe.tools.report import Report, Verdict
+
+SCHEMA = "flashmoe.history/1"
+FOLDER = Path("docs") / "results" / "history"
+
+
+def record_of(report: Report, root: Path, library: Path | None = None) -> dict[str, Any]:
+    """What a gate report leaves in the history. Outside of git the commit is the one that ``library`` was built from."""
+    decision = report.data.get("decision") or {}
+    gpu = report.data.get("gpu")
+    return {
+        "schema": SCHEMA,
+        "commit": commit_of(root) or (built_commit(library) if library else ""),
+        "started": report.started,
+        "architecture": "sm" + gpu["capability"].replace(".", "") if gpu else "cpu",
+        "device": gpu["name"] if gpu else decision.get("environment", {}).get("processor", ""),
+        "verdict": report.verdict.value,
+        "stopped_at": report.data["stopped_at"],
+        "known_good": report.data["known_good"],
+        "seconds": round(report.seconds, 1),
+        "cost": round(report.data["cost"], 4),
+        "ratios": {
+            f"{row['subject']} / {row['baseline']}": round(row["geometric_mean"], 4)
+            for row in decision.get("aggregates", [])
+        },
+    }
+
+
+def commit_of(root: Path) -> str:
+    """The commit that is checked out, ``+`` appended when files differ from it; empty outside of git."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "HEAD")
+    return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def built_commit(library: Path) -> str:
+    """The commit in the provenance beside the library, ``+`` appended when files differed from it; empty without one."""
+    for folder in (library.parent, library.parent.parent):  # a wheel's, a build folder's
+        try:
+            record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+            return str(record["commit"]) + ("+" if record["dirty"] else "")
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return ""
+
+
+def append_record(folder: Path, record: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['architecture']}.jsonl"
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(record, sort_keys=True) + "\n")
+    return path
+
+
+def read_history(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records by architecture, in the order they were taken. Raises ReportError with file and line of a damaged one."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                if record["schema"] != SCHEMA:
+                    raise KeyError(record["schema"])
+            except (ValueError, KeyError, TypeError) as error:
+                msg = f"{path.name} line {number} is no record of {SCHEMA}: {error!r}"
+                raise ReportError(msg) from error
+            found.setdefault(path.stem, []).append(record)
+    return found
+
+
+def last_known_good(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The newest record that failed nowhere and was taken on files as committed."""
+    good = [
+        record
+        for record in records
+        if record["verdict"] in (Verdict.PASS.value, Verdict.WARN.value)
+        and record["commit"]
+        and record["commit"][-1] != "+"
+    ]
+    return max(good, key=lambda record: str(record["started"]), default=None)
+
+
+def render(history: Mapping[str, Sequence[Mapping[str, Any]]], limit: int) -> str:
+    lines = []
+    for architecture, records in history.items():
+        good = last_known_good(records)
+        words = f"{good['commit'][:12]} of {good['started']}" if good else "none"
+        lines.append(f"{architecture}: last known good {words}")
+        for record in records[-limit:]:
+            ratios = ", ".join(f"{name} {value:.3f}x" for name, value in record["ratios"].items())
+            mark = "*" if record is good else " "
+            where = f"stopped at {record['stopped_at']}" if record["stopped_at"] else ratios or "no ratio"
+            lines.append(f" {mark} {record['commit'][:13]:<13}  {record['started']}  {record['verdict']:<4}  {where}")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help=f"default: {FOLDER}")
+    parser.add_argument("--last", type=int, default=20, metavar="N", help="records shown for each architecture")
+
+
+def run(args: argparse.Namespace) -> int:
+    history = read_history(args.folder)
+    if not history:
+        print(f"no history in {args.folder}; `python -m flashmoe gate --record {args.folder}` begins one")
+        return ExitCode.NOTHING_CHECKED
+    print(render(history, args.last))
+    return ExitCode.OK

@@ -1,0 +1,59 @@
+"""``python -m flashmoe_build.gate.load``: whether the extension loads, as a report. A process of its own: a crash stays in it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from flashmoe.errors import FlashmoeError
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+
+
+def load_check() -> Check:
+    """Loads the library and looks the operator up."""
+    try:
+        from flashmoe import _extension
+
+        _extension.load()
+        import torch
+
+        operator = torch.ops.flashmoe.flash_attention_forward.default
+    except (FlashmoeError, AttributeError, OSError, RuntimeError) as error:
+        return Check(
+            "load",
+            Verdict.FAIL,
+            f"{type(error).__name__}: {error}",
+            "the operator",
+            next_step="python -m flashmoe doctor",
+        )
+    return Check("load", Verdict.PASS, f"{operator._schema} under torch {torch.__version__}")
+
+
+def gpu_facts() -> dict[str, str] | None:
+    """Name and capability of the GPU that torch uses: what this climb's outcome is about. None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return {"name": torch.cuda.get_device_name(), "capability": f"{major}.{minor}"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    started, clock = utc_now(), time.monotonic()
+    check = load_check()
+    data = {"gpu": gpu_facts()} if check.verdict is Verdict.PASS else {}
+    report = Report(
+        "load", (check,), data, host_environment(), ("flashmoe_build.gate.load",), started, time.monotonic() - clock
+    )
+    write_report(arguments.json, report)
+    print(f"{check.verdict} {check.found}")
+    return int(report.exit_code)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What shows where a wheel came from and where it runs: provenance, reproduction, compatibility, CI's jobs."""

@@ -1,0 +1,264 @@
+"""``nox -s reproduce``: builds the same commit three times in worlds that differ, and compares every byte.
+
+The worlds differ in path, file system, user, umask, locale, time zone, clock (where faketime is installed), hash seed, job
+count, file times, the order in which files were created, and cache (the third takes what the first compiled). What could
+not be varied on this machine is said, not passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.tools.progress import Progress
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_build.compile.archs import VARIABLES
+from flashmoe_build.release.provenance import find_commit
+
+ROOT = Path(__file__).resolve().parents[2]
+TIME_LIMIT = 3600  # seconds of one build
+OTHER_USER = "nobody"
+MEMORY_NEEDED = 1e9  # bytes of a build folder with every target, and room
+
+
+@dataclass(frozen=True)
+class World:
+    """The circumstances of one build."""
+
+    name: str
+    folder: Path
+    umask: int
+    variables: Mapping[str, str]
+    reverse: bool = False  # files are created in reverse order, with other times
+    prefix: tuple[str, ...] = ()  # wraps the build command
+    user: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of this machine can be varied; an empty value means that it cannot."""
+
+    faketime: str
+    other_user: str
+    why_no_user: str
+    memory_folder: str  # a file system of another kind, which lists files in another order
+
+
+def look_around() -> Machine:
+    user, why = _other_user()
+    shared = Path("/dev/shm")
+    usable = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > MEMORY_NEEDED
+    return Machine(shutil.which("faketime") or "", user, why, str(shared) if usable else "")
+
+
+def _other_user() -> tuple[str, str]:
+    """A user that can run this interpreter, or why there is none."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        return "", "not root, so no other user to build as"
+    # Through a shell: the first program that setpriv starts can still have root's way past folder permissions.
+    command = [*_as_user(OTHER_USER), "/bin/sh", "-c", 'exec "$0" -c "import sys"', sys.executable]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=60, cwd="/")
+    return (OTHER_USER, "") if done.returncode == 0 else ("", f"{OTHER_USER} may not run this interpreter (its folder)")
+
+
+def _as_user(name: str) -> tuple[str, ...]:
+    account = pwd.getpwnam(name)
+    return ("setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups")
+
+
+def plan(jobs: int, machine: Machine, scratch: Path, strange: Path) -> tuple[tuple[World, ...], list[Check]]:
+    """Three worlds as far apart as this machine allows, and a check for each thing that was or was not varied."""
+    always = ("path", "umask", "locale", "time zone", "hash seed", "job count", "file times, creation order", "cache")
+    checks = [Check(f"varied: {what}", Verdict.PASS) for what in always]
+    prefix: tuple[str, ...] = ()
+    for what, usable, found, step in (
+        ("clock", machine.faketime, "faketime is not installed", "apt-get install faketime"),
+        ("user", machine.other_user, machine.why_no_user, "as root, with a Python that every user may run"),
+        ("file system", machine.memory_folder, "no memory file system with room", ""),
+    ):
+        verdict = Verdict.PASS if usable else Verdict.SKIP
+        checks.append(Check(f"varied: {what}", verdict, "" if usable else found, next_step="" if usable else step))
+    if machine.faketime:
+        prefix = (machine.faketime, "-f", "+400d")
+    if machine.other_user:
+        prefix = (*_as_user(machine.other_user), *prefix)
+    plain = {"LC_ALL": "C", "TZ": "UTC", "MAX_JOBS": str(jobs), "PYTHONHASHSEED": "1"}
+    other = {"LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "Pacific/Kiritimati", "PYTHONHASHSEED": "2"}
+    other["MAX_JOBS"] = str(jobs - 1 if jobs > 1 else 2)
+    first = World("plain", scratch / "a", 0o022, plain)
+    folder = strange / "a much/longer path, with spaces"
+    second = World("strange", folder, 0o002, other, reverse=True, prefix=prefix, user=machine.other_user)
+    cached = {**other, "FLASHMOE_CACHE_DIR": str(first.folder / "build" / "cache")}
+    return (first, second, World("cached", scratch / "cached one", 0o077, cached, reverse=True)), checks
+
+
+def check_out(world: World, root: Path) -> None:
+    """A clone of HEAD as this world has it."""
+    folder = world.folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    clone = ["git", "-c", "safe.directory=*", "clone", "-q", "--no-hardlinks", "--no-checkout", str(root), str(folder)]
+    _run(clone, cwd=folder.parent)
+    listed = _run(["git", "ls-tree", "-rz", "--name-only", "HEAD"], cwd=folder)
+    ordered = sorted(filter(None, listed.split("\0")), reverse=world.reverse)
+    for start in range(0, len(ordered), 50):
+        _run(["git", "checkout", "-q", "HEAD", "--", *ordered[start : start + 50]], cwd=folder)
+    if world.reverse:
+        for name in ordered:
+            os.utime(folder / name, (1_500_000_000, 1_500_000_000), follow_symlinks=False)
+        _run(["git", "update-index", "-q", "--refresh"], cwd=folder)
+    if world.user:
+        account = pwd.getpwnam(world.user)
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
+
+
+def build_in(world: World, archs: str) -> Path:
+    """The wheel that this world makes."""
+    dropped = {*VARIABLES, "SOURCE_DATE_EPOCH", "FLASHMOE_CACHE_DIR"}
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    own = {"FLASHMOE_ARCHS": archs, "HOME": str(world.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [*world.prefix, sys.executable, "-m", "flashmoe_build"]
+    lines: list[str] = []
+    with (
+        Progress(f"world {world.name}") as progress,
+        subprocess.Popen(
+            command, cwd=world.folder, env={**kept, **own, **world.variables}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=world.umask,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            progress.note(line.strip())
+    if process.returncode != 0:
+        msg = f"world {world.name}: the build ended with {process.returncode}:\n{''.join(lines[-20:])}"
+        raise BuildError(msg)
+    (wheel,) = (world.folder / "dist").glob("*.whl")
+    return wheel
+
+
+def members(wheel: Path) -> dict[str, str]:
+    """sha256 of every file in a wheel, and of the wheel under its own name."""
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name: hashlib.sha256(archive.read(name)).hexdigest() for name in archive.namelist()}
+    return {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest(), **inside}
+
+
+def compare(left: Mapping[str, str], right: Mapping[str, str], worlds: str) -> list[Check]:
+    """One check a file; a file on one side only is a difference."""
+    checks = []
+    for name in sorted({*left, *right}):
+        same = left.get(name) == right.get(name)
+        found, expected = right.get(name, "not there"), left.get(name, "not there")
+        step = "" if same else "unpack both wheels and run diffoscope on them (-- --keep DIR)"
+        verdict = Verdict.PASS if same else Verdict.FAIL
+        checks.append(Check(f"same bytes, {worlds}: {name}", verdict, found, expected, next_step=step))
+    return checks
+
+
+def binaries(folder: Path) -> dict[str, str]:
+    """sha256 of every device binary that the build in ``folder`` left in its provenance."""
+    stated = json.loads((folder / "build" / "provenance.json").read_text(encoding="utf-8"))
+    return {f"{item['name']}.{item['target']}": item["sha256"] for item in stated["binaries"]}
+
+
+def _explain(left: Path, right: Path) -> str:
+    program = shutil.which("diffoscope")
+    if program is None:
+        return "diffoscope is not installed, so there is no explanation (apt-get install diffoscope-minimal)"
+    command = [program, "--max-report-size", "4000", str(left), str(right)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    return done.stdout[:4000]
+
+
+def _run(command: Sequence[str], cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode != 0:
+        msg = f"{' '.join(command[:3])}: {done.stderr.strip()[-1000:]}"
+        raise BuildError(msg)
+    return done.stdout
+
+
+def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: Path | None = None) -> Report:
+    """Build in every world and compare each with the first."""
+    started, clock = utc_now(), time.monotonic()
+    commit, machine = find_commit(root), look_around()
+    scratch.chmod(0o755)
+    strange = Path(tempfile.mkdtemp(prefix="flashmoe-reproduce-", dir=machine.memory_folder or scratch))
+    strange.chmod(0o755)
+    try:
+        worlds, checks = plan(jobs, machine, scratch, strange)
+        if commit.dirty:
+            found = "uncommitted changes are not part of what was built"
+            checks.append(Check("clean checkout", Verdict.WARN, found=found))
+        wheels, seconds = {}, {}
+        for world in worlds:
+            begun = time.monotonic()
+            check_out(world, root)
+            wheels[world.name] = build_in(world, archs)
+            seconds[world.name] = round(time.monotonic() - begun, 1)
+            if keep is not None:
+                (keep / world.name).mkdir(parents=True, exist_ok=True)
+                shutil.copy(wheels[world.name], keep / world.name)
+        first, explanations = worlds[0], {}
+        for world in worlds[1:]:
+            pair = f"{first.name} and {world.name}"
+            found_checks = compare(members(wheels[first.name]), members(wheels[world.name]), pair)
+            if any(check.verdict is Verdict.FAIL for check in found_checks):
+                explanations[pair] = _explain(wheels[first.name], wheels[world.name])
+            checks += found_checks + compare(binaries(first.folder), binaries(world.folder), pair)
+        data = {
+            "commit": commit.commit,
+            "archs": archs,
+            "wheel_sha256": members(wheels[first.name])[wheels[first.name].name],
+            "binaries": len(binaries(first.folder)),
+            "seconds": seconds,
+            "explanations": explanations,
+        }
+    finally:
+        shutil.rmtree(strange, ignore_errors=True)
+    spent = round(time.monotonic() - clock, 1)
+    return Report("reproduce", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, spent)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.release.reproduce", description=__doc__)
+    parser.add_argument("--archs", default="all", help="targets to build (default: all)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help="compilers at once in the first world")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each world's wheel there")
+    options = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="flashmoe-reproduce-") as scratch:
+            report = reproduce(options.archs, options.jobs, Path(scratch), keep=options.keep)
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    write_report(ROOT / "build" / "reports" / "reproduce.json", report)
+    for check in report.checks:
+        if check.verdict is not Verdict.PASS or not check.name.startswith("same bytes"):
+            print(f"{check.verdict} {check.name} {check.found}".rstrip())
+    for pair, text in report.data["explanations"].items():
+        print(f"{pair}:\n{text}")
+    same = sum(check.name.startswith("same bytes") and check.verdict is Verdict.PASS for check in report.checks)
+    print(
+        f"reproduce {report.verdict}: {same} comparisons of files and device binaries the same, {report.seconds:.0f} s"
+    )
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

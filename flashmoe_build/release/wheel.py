@@ -1,0 +1,29 @@
+"""The wheel, through hatchling and the hook in hatch_build.py; the same code that `pip wheel .` runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flashmoe_build.compile.build import ROOT
+from flashmoe_build.release.provenance import find_commit
+
+WHEEL_TAG = "py3-none-manylinux_2_28_x86_64"
+
+
+def build_wheel(folder: Path, root: Path = ROOT) -> Path:
+    """Build the wheel of ``root`` into ``folder``; returns its path. Timestamps in it are the commit's."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    os.environ.setdefault("SOURCE_DATE_EPOCH", str(find_commit(root).source_date_epoch))
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(next(WheelBuilder(str(root)).build(directory=str(folder), versions=["standard"])))
+
+
+def build_sdist(folder: Path, root: Path = ROOT) -> Path:
+    """Build the source distribution of ``root`` into ``folder``; returns its path."""
+    from hatchling.builders.sdist import SdistBuilder
+
+    os.environ.setdefault("SOURCE_DATE_EPOCH", str(find_commit(root).source_date_epoch))
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(next(SdistBuilder(str(root)).build(directory=str(folder), versions=["standard"])))

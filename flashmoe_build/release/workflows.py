@@ -1,0 +1,166 @@
+"""CI's jobs for GPUs, generated from csrc/arch.toml, and the verdict over all of CI's jobs.
+
+    nox -s workflows                  # write the generated jobs into .github/workflows (-- --check: compare only)
+    nox -s ci_summary                 # the one required job: reads the results of all others from NEEDS
+
+One job a GPU architecture, on a runner labelled with its name. Which architectures have a runner is the repository variable
+GPU_RUNNERS, a JSON list such as ["sm80", "sm90"]: a job of another one is skipped by the platform, shown as skipped, and
+listed here as NOT RUN. It is never a passed job that did nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flashmoe.errors import ExitCode, FlashmoeError, ReportError
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.tables import Gpu, load_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".github" / "workflows"
+BEGIN = "  # generated from csrc/arch.toml by `nox -s workflows`: begin\n"
+END = "  # generated: end\n"
+GPU_PREFIX = "gpu-"
+# Jobs of ci.yml that must have succeeded; those of GPUs may be skipped.
+REQUIRED = ("lint", "build", "test", "reproduce", "compat", "image")
+
+GPU_JOB = """\
+  gpu-{name}:
+    name: {name} ({products})
+    if: github.event_name != 'pull_request' && contains(fromJSON(vars.GPU_RUNNERS || '[]'), '{name}')
+    needs: image
+    permissions:
+      contents: read
+      packages: read
+    uses: ./.github/workflows/gpu.yml
+    with:
+      gpu: {name}
+      image: ${{{{ needs.image.outputs.reference }}}}
+"""
+RATCHET_JOB = """\
+  gpu-{name}:
+    name: ratchet {name} ({products})
+    if: contains(fromJSON(vars.GPU_RUNNERS || '[]'), '{name}')
+    permissions:
+      contents: read
+    uses: ./.github/workflows/ratchet.yml
+    with:
+      gpu: {name}
+"""
+SUMMARY_JOB = """\
+  ci:
+    name: ci
+    if: always()
+    needs: [{needs}]
+    permissions:
+      contents: read
+    runs-on: ubuntu-24.04
+    timeout-minutes: 10
+    steps:
+      - uses: {checkout}
+        with:
+          persist-credentials: false
+      - run: ./nox -s ci_summary
+        env:
+          NEEDS: ${{{{ toJSON(needs) }}}}
+"""
+CHECKOUT = "actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd # v6.0.2"
+
+
+def generated(name: str, gpus: Sequence[Gpu]) -> str:
+    """The generated part of one workflow."""
+    template = GPU_JOB if name == "ci.yml" else RATCHET_JOB
+    jobs = [template.format(name=gpu.name, products=gpu.products) for gpu in gpus]
+    if name == "ci.yml":
+        needs = ", ".join([*REQUIRED, *(GPU_PREFIX + gpu.name for gpu in gpus)])
+        jobs.append(SUMMARY_JOB.format(needs=needs, checkout=CHECKOUT))
+    return "\n".join(jobs)
+
+
+def renewed(name: str, text: str, gpus: Sequence[Gpu]) -> str:
+    """A workflow's text with its generated part written anew. Raises ReportError where the marks are gone."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        msg = f"{name} must hold the lines {BEGIN.strip()!r} and {END.strip()!r} once each"
+        raise ReportError(msg)
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + generated(name, gpus) + END + rest.split(END)[1]
+
+
+def judge(needs: Mapping[str, Mapping[str, object]]) -> Report:
+    """The verdict over a workflow's jobs, from the platform's `needs` context."""
+    checks = []
+    for job, state in needs.items():
+        result = str(state.get("result"))
+        if result == "success":
+            checks.append(Check(job, Verdict.PASS, result))
+        elif result == "skipped" and job.startswith(GPU_PREFIX):
+            found = "NOT RUN: no runner of this architecture (GPU_RUNNERS), or a pull request"
+            checks.append(
+                Check(job, Verdict.SKIP, found, next_step="label a self-hosted runner and add it to GPU_RUNNERS")
+            )
+        else:
+            checks.append(Check(job, Verdict.FAIL, result, "success"))
+    missing = [job for job in REQUIRED if job not in needs]
+    checks += [Check(job, Verdict.FAIL, "not among the jobs", "success") for job in missing]
+    return Report("ci", tuple(checks), {}, host_environment(), ("ci_summary",), utc_now())
+
+
+def markdown(report: Report) -> str:
+    rows = [f"| {check.name} | {check.verdict} | {check.found} |" for check in report.checks]
+    return "\n".join(["| job | verdict | |", "|---|---|---|", *rows, ""])
+
+
+def summary(environment: Mapping[str, str]) -> int:
+    """Print and record the verdict; the table goes to the platform's page too."""
+    try:
+        needs = json.loads(environment.get("NEEDS", ""))
+    except ValueError as error:
+        msg = "NEEDS must hold the results of CI's jobs as JSON; this session is for CI's last job"
+        raise ReportError(msg) from error
+    report = judge(needs)
+    write_report(ROOT / "build" / "reports" / "ci.json", report)
+    print(markdown(report))
+    if environment.get("GITHUB_STEP_SUMMARY"):
+        with Path(environment["GITHUB_STEP_SUMMARY"]).open("a", encoding="utf-8") as stream:
+            stream.write(markdown(report))
+    return report.exit_code
+
+
+def update(folder: Path, *, check: bool) -> int:
+    """Write the generated parts, or compare them."""
+    gpus = tuple(load_tables(ROOT / "csrc").gpus)
+    stale = []
+    for name in ("ci.yml", "nightly.yml"):
+        path = folder / name
+        text = path.read_text(encoding="utf-8")
+        new = renewed(name, text, gpus)
+        if new != text:
+            stale.append(name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if stale and check:
+        print(f"{', '.join(stale)}: not what csrc/arch.toml gives; run `nox -s workflows`", file=sys.stderr)
+        return ExitCode.FAILED
+    print(f"wrote {', '.join(stale)}" if stale else "the workflows are those of csrc/arch.toml")
+    return ExitCode.OK
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_build.release.workflows", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--summary", action="store_true", help="judge the jobs in NEEDS")
+    options = parser.parse_args(arguments)
+    try:
+        return summary(os.environ) if options.summary else update(FOLDER, check=options.check)
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
