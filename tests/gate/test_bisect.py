@@ -217,7 +217,7 @@ def test_a_planted_slowdown_is_bisected_with_the_real_benchmark(
     (made.root / "build.py").write_text("\n".join([*lines, "folder.mkdir(parents=True, exist_ok=True)", copy, *PASSED]))
     (made.root / ".gitignore").write_text("build/\n__pycache__/\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    contender = package / "bench" / "contenders.py"
+    contender = package / "tools" / "bench" / "contenders.py"
     for number in range(4):
         if number == 2:
             text = contender.read_text()

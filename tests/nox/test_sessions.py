@@ -163,7 +163,9 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("", ".lock", ".environment", ".relock", ".docs", ".lint", ".summary", ".compat", ".reproduce", ".workflows"),
+        *("", ".docs", ".lint", ".summary"),
+        *(f".environments.{name}" for name in ("environment", "lock", "relock")),
+        *(f".release.{name}" for name in ("compat", "reproduce", "workflows")),
         *(".emulation", ".containers.gpu", ".containers.image", ".containers.base", ".containers.pins"),
     ],
 )
