@@ -214,7 +214,7 @@ def merge(results: _Results) -> tuple[torch.Tensor, torch.Tensor]:
 def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
     library = load(kernel_library(unit, options))
-    symbol = dict(unit.entries)["causal" if problem.causal else "full"]
+    symbol = unit.symbol("causal" if problem.causal else "full")
     inputs = make_inputs(problem)
     tensors = tuple(_arranged(t, problem.layout) for t in (inputs.q, inputs.k, inputs.v))
     results = _results(problem, tensors[0])

@@ -86,7 +86,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
     if unit.row.operation == "attention_combine":
         yield from _combine_problems(unit)
         return
-    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.head_dim
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
     narrow = dim // 2 + 8  # a multiple of 8 inside a 64-column segment; of 256 columns the last segment is all outside
     splits = _split_counts(unit)
     sizes: tuple[tuple[int, int, int, int, int, int, Layout, Values], ...] = (
@@ -117,7 +117,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
             # Causal: the first 64 rows of a tile see one key block, the others two; of two shares they see none of one.
             (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED),
         )
-    for causal in (mask == "causal" for mask in unit.row.masks):
+    for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
             problem = Problem(
                 Shape(batch, heads, key_heads, seq_q, seq_k, columns),

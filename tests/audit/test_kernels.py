@@ -56,7 +56,7 @@ def test_f5_missing_dtype(workshop: Workshop, rows: tuple[Row, ...], tables: Tab
         audit(workshop.library(kept), tables=tables), "missing kernel: attention_forward_sm80_bf16_d64 for sm_80"
     )
     assert "the unit for bf16 was not compiled or not embedded; f16 is there" in check.why
-    assert "The operator accepts bf16 with head dim 64" in check.why
+    assert "The table promises attention_forward_sm80_bf16_d64" in check.why
 
 
 def test_f2_entry_never_instantiated(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:

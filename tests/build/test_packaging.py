@@ -67,7 +67,7 @@ def test_wheel_name_and_content(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = Parser().parsestr(archive.read("flashmoe-0.1.0.dist-info/METADATA").decode())
-    assert {"flashmoe/libflashmoe.so", "flashmoe/provenance.json", "flashmoe/_tables/kernels.toml"} <= names
+    assert {"flashmoe/libflashmoe.so", "flashmoe/provenance.json", "flashmoe/_tables/attention/kernels.toml"} <= names
     assert not [name for name in names if name.startswith(("flashmoe_build/", "tests/", "csrc/"))]
     assert [name for name in names if name.endswith(".so")] == ["flashmoe/libflashmoe.so"]
     assert metadata["Name"] == "flashmoe"

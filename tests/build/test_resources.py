@@ -23,7 +23,7 @@ from flashmoe_build.compile.toolchain import find_toolchain
 def unit() -> Unit:
     """A unit whose one entry the test kernels bear the name of."""
     found = next(unit for unit in load_tables().units(("sm_80",)) if unit.dtype == "f16")
-    return dataclasses.replace(found, row=dataclasses.replace(found.row, masks=("full",), allow={}))
+    return dataclasses.replace(found, row=dataclasses.replace(found.row, words={"mask": ("full",)}, allow={}))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_what_no_block_can_have_is_found(
 
 
 def test_missing_entry_is_found(unit: Unit, compile_log: Compile) -> None:
-    two = dataclasses.replace(unit, row=dataclasses.replace(unit.row, masks=("full", "causal")))
+    two = dataclasses.replace(unit, row=dataclasses.replace(unit.row, words={"mask": ("full", "causal")}))
     assert "resources" in kinds(two, compile_log("x[0] = 1.0f;"))
 
 

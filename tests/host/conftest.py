@@ -71,7 +71,11 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
     (folder / "harness.cpp").write_text(HARNESS)
     library = folder / "select.so"
-    sources = [str(folder / "table.cpp"), str(folder / "harness.cpp"), str(ROOT / "csrc" / "host" / "select.cpp")]
+    sources = [
+        str(folder / "table.cpp"),
+        str(folder / "harness.cpp"),
+        str(ROOT / "csrc" / "attention" / "host" / "select.cpp"),
+    ]
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
     subprocess.run([find_toolchain().cxx, *flags, *sources, "-o", str(library)], check=True, timeout=120)
     function = ctypes.CDLL(str(library)).choose

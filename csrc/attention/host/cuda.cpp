@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 
 #include "attention/forward/sm90/tensor_map.h"
@@ -23,8 +22,6 @@ constexpr int64_t kAlignElements = kAlignBytes / kElementBytes;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-bool uses_tensor_maps(const Kernel& kernel) { return std::strcmp(kernel.family, "sm90") == 0; }
-
 // Whether the kernel's loads can read the tensor where it lies: whole 16-byte pieces, and for TMA no dimension that
 // repeats (stride 0).
 bool is_loadable(const Tensor& tensor, const Kernel& kernel) {
@@ -33,7 +30,7 @@ bool is_loadable(const Tensor& tensor, const Kernel& kernel) {
   if (sizes[3] % kAlignElements != 0 || reinterpret_cast<uintptr_t>(tensor.data()) % kAlignBytes != 0) return false;
   for (int axis = 0; axis < 3; ++axis) {
     if (sizes[axis] > 1 && strides[axis] % kAlignElements != 0) return false;
-    if (sizes[axis] > 1 && strides[axis] <= 0 && uses_tensor_maps(kernel)) return false;
+    if (sizes[axis] > 1 && strides[axis] <= 0 && kernel.num_tensor_maps > 0) return false;
   }
   return true;
 }
@@ -217,7 +214,7 @@ LaunchShape forward_shape(const attention::ForwardParams& params, const Kernel& 
 
 void launch_forward(attention::ForwardParams& params, const Kernel& kernel, CUfunction function,
                     const LaunchShape& shape, CUstream stream) {
-  if (uses_tensor_maps(kernel)) {
+  if (kernel.num_tensor_maps > 0) {
     TensorMaps maps = make_tensor_maps(params, kernel);
     std::array<void*, 5> arguments{&params, &maps.q, &maps.k, &maps.v, &maps.out};
     launch(kernel, function, shape, stream, arguments.data());

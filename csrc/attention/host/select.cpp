@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 #include <limits>
 #include <sstream>
 #include <string>
@@ -33,18 +32,23 @@ int32_t preference(const DeviceBinary& binary, int32_t capability) {
 }
 
 bool is_same_kernel(const Kernel& left, const Kernel& right) {
-  return left.dtype == right.dtype && left.mask == right.mask && left.head_dim == right.head_dim &&
+  return left.dtype == right.dtype && std::equal(left.axes, left.axes + kMaxAxes, right.axes) &&
          equal(left.operation, right.operation) && equal(left.family, right.family) &&
          equal(left.variant, right.variant);
 }
 
-// The smallest kernel of (operation, family, variant) whose head_dim holds the tensor's.
-const Kernel* find(const char* operation, const char* family, const char* variant, Mask mask,
+constexpr int32_t kNoMask = -1;
+
+int32_t head_dim_of(const Kernel& kernel) { return kernel.axes[attention::axis::kHeadDim]; }
+
+// The smallest kernel of (operation, family, variant) whose head_dim holds the tensor's. mask: kNoMask, or a Mask.
+const Kernel* find(const char* operation, const char* family, const char* variant, int32_t mask,
                    const SelectorInput& input, const KernelList& kernels) {
   const Kernel* best = nullptr;
   for (const Kernel* kernel : kernels) {
-    if (kernel->dtype == input.dtype && kernel->mask == mask && kernel->head_dim >= input.head_dim &&
-        (best == nullptr || kernel->head_dim < best->head_dim) && equal(kernel->variant, variant) &&
+    if (kernel->dtype == input.dtype && kernel->axes[attention::axis::kMask] == mask &&
+        head_dim_of(*kernel) >= input.head_dim && (best == nullptr || head_dim_of(*kernel) < head_dim_of(*best)) &&
+        equal(kernel->variant, variant) &&
         equal(kernel->family, family) && equal(kernel->operation, operation)) {
       best = kernel;
     }
@@ -88,53 +92,23 @@ Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& fam
   return choice;
 }
 
-// Time on a GPU that runs sm90 kernels, in microseconds of an H100: what a block takes for a whole tile, by a key and at its
-// ends, and for a kernel that divides a tile's keys, what the partial results and the second kernel take. Fitted to 170
-// problems of 8 to 4096 tiles (docs/kernels/attention-sm90.md).
-struct TileCost {
-  const char* family;
-  const char* variant;
-  int32_t head_dim;
-  int32_t block_m;
-  double key;
-  double ends;
-  double split;
-  double share;
-};
-
-constexpr TileCost kTileCosts[] = {
-    {"sm90", "", 64, 192, 0.0110, 1.2, 0.0, 0.0},
-    {"sm90", "", 64, 256, 0.0154, 1.2, 0.0, 0.0},
-    {"sm90", "short", 64, 256, 0.0154, 1.2, 0.0, 0.0},
-    {"sm90", "m128", 64, 128, 0.0090, 1.5, 0.0, 0.0},
-    {"sm90", "split", 64, 256, 0.0149, 1.2, 4.0, 0.2},
-    {"sm80", "m64", 64, 64, 0.0085, 0.5, 0.0, 0.0},
-    {"sm90", "", 128, 192, 0.0167, 3.7, 0.0, 0.0},
-    {"sm90", "short", 128, 192, 0.0170, 3.1, 0.0, 0.0},
-    {"sm90", "m128", 128, 128, 0.0120, 4.0, 0.0, 0.0},
-    {"sm90", "split", 128, 128, 0.0120, 3.2, 7.0, 0.2},
-    {"sm80", "m64", 128, 64, 0.0165, 2.3, 0.0, 0.0},
-    {"sm90", "", 256, 128, 0.0227, 3.0, 0.0, 0.0},
-    {"sm90", "split", 256, 128, 0.0227, 3.0, 13.0, 0.4},
-};
-
+// Time on a GPU that runs sm90 kernels, in microseconds of an H100, by the cost that the kernel's row states; infinite without.
 double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits) {
-  const auto cost = std::find_if(std::begin(kTileCosts), std::end(kTileCosts), [&kernel](const TileCost& candidate) {
-    return candidate.head_dim == kernel.head_dim && candidate.block_m == kernel.block_m &&
-           equal(candidate.variant, kernel.variant) && equal(candidate.family, kernel.family);
-  });
-  if (cost == std::end(kTileCosts)) return std::numeric_limits<double>::infinity();
+  namespace cost = attention::cost;
+  if (!kernel.has_cost) return std::numeric_limits<double>::infinity();
   // Of the computing warps those with rows to work on share what the tensor cores and the exponential units give.
   const auto tile_time = [&](int64_t keys, int64_t rows) {
     const double busy = static_cast<double>(ceil_div(rows, kWarpgroupRows) * kWarpgroupRows) / kernel.block_m;
-    return static_cast<double>(keys) / static_cast<double>(splits) * cost->key * (0.4 + 0.6 * busy) + cost->ends;
+    return static_cast<double>(keys) / static_cast<double>(splits) * kernel.cost[cost::kKey] * (0.4 + 0.6 * busy) +
+           kernel.cost[cost::kEnds];
   };
   const int64_t tiles_of_head = ceil_div(input.seq_q, kernel.block_m);
   const int64_t last_rows = input.seq_q - (tiles_of_head - 1) * kernel.block_m;
   const int64_t first_rows = tiles_of_head > 1 ? kernel.block_m : last_rows;
   const auto items = static_cast<double>(query_tiles(input, kernel) * splits);
   const auto processors = static_cast<double>(input.num_multiprocessors);
-  const double extra = splits > 1 ? cost->split + static_cast<double>(splits) * cost->share : 0.0;
+  const double extra =
+      splits > 1 ? kernel.cost[cost::kSplit] + static_cast<double>(splits) * kernel.cost[cost::kShare] : 0.0;
   if (input.mask != Mask::kCausal) return std::ceil(items / processors) * tile_time(input.seq_k, first_rows) + extra;
   // The longest tiles come first, so that short ones fill the end. Half a block of keys of each tile is masked.
   const auto visible = [&input](int64_t rows) { return std::clamp<int64_t>(input.seq_k - input.seq_q + rows, 1, input.seq_k); };
@@ -147,12 +121,12 @@ double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t sp
   return std::max(longest, std::min(in_rounds, filled)) + extra;
 }
 
-// Among the tiles of a family with the cost table above, and the smallest of `others`, the one with the least time.
+// Among the tiles of a family whose rows state a cost, and the smallest of `others`, the one with the least time.
 Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* others) {
   Choice best{family.standard, nullptr, 1};
   double least = microseconds(input, *family.standard, 1);
   const auto offer = [&](const Kernel* kernel, int64_t splits) {
-    if (kernel == nullptr || kernel->head_dim != family.standard->head_dim) return;
+    if (kernel == nullptr || head_dim_of(*kernel) != head_dim_of(*family.standard)) return;
     const double time = microseconds(input, *kernel, splits);
     if (time >= least) return;
     least = time;
@@ -236,12 +210,12 @@ FamilyList resolve_families(const SelectorInput& input, const KernelList& loadab
   const GpuFamilies* gpu = families_of(input.capability, table);
   const Kernel* combine = nullptr;  // partial results look alike in all families, and one of them has the second pass
   for (int position = 0; gpu != nullptr && combine == nullptr && gpu->families[position] != nullptr; ++position) {
-    combine = find("attention_combine", gpu->families[position], "", Mask::kNone, input, loadable);
+    combine = find("attention_combine", gpu->families[position], "", kNoMask, input, loadable);
   }
   for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
     const char* family = gpu->families[position];
     const auto forward = [&](const char* variant) {
-      return find("attention_forward", family, variant, input.mask, input, loadable);
+      return find("attention_forward", family, variant, static_cast<int32_t>(input.mask), input, loadable);
     };
     const FamilyKernels kernels{family,
                                 forward(""),
@@ -264,7 +238,7 @@ Choice select_forward(const SelectorInput& input, const FamilyList& families, co
     if (input.forced_family != nullptr) check_forced(input, table);
     refuse(input, table);
   }
-  if (equal(allowed.front().family, "sm90")) {
+  if (allowed.front().standard->has_cost) {
     return choose_by_time(input, allowed.front(), allowed.size() > 1 ? &allowed[1] : nullptr);
   }
   for (const FamilyKernels& family : allowed) {

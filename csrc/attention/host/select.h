@@ -3,10 +3,13 @@
 
 #include <vector>
 
+#include "attention/host/axes.h"
 #include "host/kernel_table.h"
 
 namespace flashmoe {
 namespace host {
+
+using attention::Mask;
 
 struct SelectorInput {
   int32_t capability;  // of the GPU, 10 * major + minor

@@ -32,7 +32,7 @@ def check_resources(binaries: Sequence[Binary], expected: dict[tuple[str, str], 
                     found=f"{binary.smem_dynamic} bytes in the index",
                     expected=f"{bytes_wanted} bytes by the table",
                     why="The host asks the driver for the index's number.",
-                    cause="built from another kernels.toml or smem formula",
+                    cause="built from another kernels.toml or operations.toml",
                     next_step="build again",
                 )
             )
@@ -77,7 +77,7 @@ def _local_check(need: Need, unit: Unit) -> Check:
         expected="none: no spills, no arrays with run-time indices",
         why="Local memory is DRAM: one access costs what hundreds of instructions do.",
         cause="registers spilled, or a register array is indexed by a value unknown at compile time",
-        next_step="shrink the tile or unroll the index; or allow it in csrc/kernels.toml with the reason",
+        next_step="shrink the tile or unroll the index; or allow it in its row of kernels.toml, with the reason",
     )
 
 
