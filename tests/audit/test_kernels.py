@@ -66,7 +66,7 @@ def test_f2_entry_never_instantiated(workshop: Workshop, rows: tuple[Row, ...], 
     check = only_failure(
         audit(workshop.library(swapped(rows, unit.name, "sm_80", row)), tables=tables), f"missing entry: {lost}"
     )
-    assert "never instantiated for this dtype, head dim or mask" in check.why
+    assert "never instantiated for this dtype and these axes" in check.why
 
 
 def test_another_units_binary_under_this_name(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:

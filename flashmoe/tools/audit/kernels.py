@@ -39,7 +39,7 @@ def audit_kernels(binaries: Sequence[Binary], tables: Tables, targets: Sequence[
         *_check_hashes(binaries),
         *_check_forbidden(binaries, tables),
         *check_resources(binaries, expected),
-        *check_parameters(binaries),
+        *check_parameters(binaries, expected),
         *check_launches(rows),
     ]
     return KernelAudit(tuple(checks), rows)
@@ -165,7 +165,7 @@ def _check_entries(binaries: Sequence[Binary], expected: dict[tuple[str, str], U
                     found=f"{binary.label} holds {same}",
                     expected=symbol,
                     why="cuModuleGetFunction fails at the first launch.",
-                    cause="the unit was never instantiated for this dtype, head dim or mask",
+                    cause="the unit was never instantiated for this dtype and these axes",
                     next_step="look at the generated unit and build again",
                 )
             )
