@@ -93,7 +93,7 @@ def _record(
         scale=problem.scale,
         scale_log2=problem.scale_log2,
     )
-    maps = _maps(unit, problem) if unit.row.family == "sm90" else []
+    maps = _maps(unit, problem) if unit.row.descriptor.tensor_maps is not None else []
     tensors = {
         **given,
         **{name: unwritten(tensor) for name, tensor in expected.items()},

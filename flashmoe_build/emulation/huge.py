@@ -74,10 +74,10 @@ def _place_last(library: KernelLibrary, tensor: torch.Tensor, elements: int, nam
     return space.base
 
 
-def _params(problem: Problem, **pointers: int) -> ForwardParams:
+def _params(problem: Problem, **pointers: int) -> ctypes.Structure:
     s = problem.shape
 
-    def strides(heads: int, rows: int) -> Strides:
+    def strides(heads: int, rows: int) -> ctypes.Structure:
         return Strides(heads * rows * s.head_dim, rows * s.head_dim, s.head_dim)
 
     query, key = strides(s.heads_q, s.seq_q), strides(s.heads_kv, s.seq_k)
