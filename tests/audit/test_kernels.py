@@ -1,4 +1,4 @@
-"""Embedded kernels: F2, F5, F10, F15 and the mutations of cubins and index."""
+"""Embedded kernels: a dtype or target that is missing, bf16 where there is none, tiles that do not fit, and damaged cubins and index."""
 
 from __future__ import annotations
 
