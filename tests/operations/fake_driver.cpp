@@ -1,10 +1,10 @@
-// Finds, loads and launches a kernel of the table as the library does, on a driver without a GPU that writes down what it
-// is asked.
+// Finds, loads and launches a kernel of the toy operation as the library does, on a driver without a GPU that writes down what
+// it is asked.
 #include <cstdio>
 #include <cstring>
 #include <string>
 
-#include "attention/host/select.h"
+#include "host/find_kernels.h"
 #include "host/launch.h"
 
 namespace flashmoe {
@@ -26,9 +26,9 @@ CUresult set_attribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCC
 CUresult launch_kernel(CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
                        unsigned shared, CUstream, void** parameters, void**) {
   const bool is_elf = std::memcmp(reinterpret_cast<const char*>(function), "\177ELF", 4) == 0;
-  g_asked = std::string(is_elf ? "machine code" : "PTX") + ", grid " + std::to_string(grid) + ", block " +
-            std::to_string(block) + ", shared " + std::to_string(shared) + ", parameters " +
-            std::to_string(*static_cast<const int*>(parameters[0]));
+  g_asked += std::string(is_elf ? "machine code" : "PTX") + ", grid " + std::to_string(grid) + ", block " +
+             std::to_string(block) + ", shared " + std::to_string(shared) + ", parameters " +
+             std::to_string(*static_cast<const int*>(parameters[0])) + "\n";
   return CUDA_SUCCESS;
 }
 
@@ -47,28 +47,35 @@ const Driver& driver() {
   return fake;
 }
 std::string describe(CUresult result) { return std::to_string(static_cast<int>(result)); }
+CUstream current_stream(int32_t) { return nullptr; }
+ContextGuard::ContextGuard(CUcontext) {}
+ContextGuard::~ContextGuard() = default;
 
 }  // namespace host
 }  // namespace flashmoe
 
 using namespace flashmoe::host;
 
-// Launches the kernel of that symbol that a GPU of this capability loads; `answer` is what the driver was asked.
-extern "C" int launch(const char* symbol, int capability, long long grid, char* answer, int length) {
+// Launches both rules, one behind the other, on a GPU of this capability; `answer` is what the driver was asked.
+extern "C" int launch(int capability, long long grid, char* answer, int length) {
+  g_asked.clear();
   try {
     Device gpu;
     gpu.capability = capability;
-    for (const Kernel* kernel : loadable_kernels(capability, kernel_table())) {
-      if (std::strcmp(kernel->symbol, symbol) != 0) continue;
-      int parameters = 42;
-      void* arguments[] = {&parameters};
-      launch(*kernel, load_kernel(*kernel, gpu, 0), {grid, grid, kernel->threads, kernel->shared_bytes}, nullptr, arguments);
-      std::snprintf(answer, length, "%s, %s", last_kernel(), g_asked.c_str());
-      return 0;
+    const int parameters[2] = {42, 43};
+    LaunchList list;
+    for (int rule = 0; rule < 2; ++rule) {
+      const KernelName name{"toy_scale", families_of(capability)[0], "", Dtype::kFloat32, {/*per_thread=*/4, rule}};
+      const Kernel* kernel = find_kernel(name, kNoAxis, loadable_kernels(capability));
+      if (kernel == nullptr) fail(ErrorCode::kGpu, "no kernel of rule ", rule);
+      list.add({kernel, grid, &parameters[rule]});
+      g_asked += std::string(kernel->symbol) + "\n";
     }
-    std::snprintf(answer, length, "no kernel %s for %d", symbol, capability);
+    list.run(CudaCall(gpu));
+    std::snprintf(answer, length, "%s", g_asked.c_str());
+    return 0;
   } catch (const std::exception& error) {
     std::snprintf(answer, length, "%s", error.what());
+    return 1;
   }
-  return 1;
 }
