@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashmoe.errors import TableError
+from flashmoe.tools.fields import Fields
 from flashmoe.tools.operations import Descriptor, KernelRow, read_operations, read_rows
 
 if sys.version_info >= (3, 11):
@@ -195,7 +196,8 @@ def load_tables(directory: Path | None = None) -> Tables:
     """Read and check all tables. Raises TableError with the file, row and key that is wrong."""
     folder = directory if directory is not None else table_directory()
     arch_file, *files = table_files(folder)
-    arch = _read(arch_file, ARCH)
+    arch = Fields(_read(arch_file, ARCH), ARCH)
+    arch.take("schema", int)
     descriptors: dict[tuple[str, str], Descriptor] = {}
     rows: list[KernelRow] = []
     for path in files:
@@ -210,14 +212,15 @@ def load_tables(directory: Path | None = None) -> Tables:
                 raise TableError(msg)
             descriptors[found.operation, found.family] = found
     tables = Tables(
-        gpus=tuple(_gpu(row) for row in arch["gpu"]),
-        targets=tuple(Target(row["name"], tuple(row["gpus"])) for row in arch["target"]),
+        gpus=tuple(_gpu(row) for row in arch.take("gpu", list)),
+        targets=tuple(_target(Fields(row, f"{ARCH}: [[target]]")) for row in arch.take("target", list)),
         descriptors=tuple(descriptors.values()),
         kernels=tuple(rows),
-        virtual=arch["virtual"],
-        smem_static_limit=arch["smem_static_limit"],
-        registers_per_thread_limit=arch["registers_per_thread_limit"],
+        virtual=arch.take("virtual", dict),
+        smem_static_limit=arch.take("smem_static_limit", int),
+        registers_per_thread_limit=arch.take("registers_per_thread_limit", int),
     )
+    arch.done()
     check_tables(tables)
     return tables
 
@@ -285,6 +288,12 @@ def _read(path: Path, name: str) -> dict[str, Any]:
         msg = f"{name} has schema {table.get('schema')!r}; this flashmoe reads {SCHEMA}"
         raise TableError(msg)
     return table
+
+
+def _target(fields: Fields) -> Target:
+    found = Target(fields.take("name", str), fields.words("gpus"))
+    fields.done()
+    return found
 
 
 def _gpu(row: Mapping[str, Any]) -> Gpu:

@@ -160,3 +160,19 @@ def test_a_folder_lacks_one_of_its_two_files(folder: Path) -> None:
     (folder / ROWS).unlink()
     with pytest.raises(TableError, match=r"cannot read .*attention/kernels\.toml"):
         load_tables(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("smem_static_limit", "smem_static_limt", "arch.toml: smem_static_limit is missing"),
+        ('[[target]]\nname', '[[targets]]\nname', "arch.toml: unknown key 'targets'; known: gpu, "),
+        ('gpus = ["sm75"]', 'gpu = ["sm75"]', r"arch.toml: \[\[target\]\]: gpus is missing"),
+        ('families = ["sm75"]', "", r"arch.toml: \[\[gpu\]\] 'sm75': 'families'"),
+        ("[virtual.sm80]", "[virtual.sm81]", r"arch.toml: \[virtual.sm80\] states no virtual architecture for sm_80"),
+    ],
+)
+def test_damaged_architectures(folder: Path, old: str, new: str, message: str) -> None:
+    edit(folder, old, new, "tables/arch.toml")
+    with pytest.raises(TableError, match=message):
+        load_tables(folder)
