@@ -36,6 +36,7 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["force_include"][str(record)] = COMMIT_FILE
 
     def _compile(self, build_data: dict[str, Any]) -> None:
+        from flashmoe.tools.tables import table_files
         from flashmoe_build.compile.build import build
         from flashmoe_build.release.wheel import WHEEL_TAG
 
@@ -47,7 +48,9 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             {
                 str(built.library): "flashmoe/libflashmoe.so",
                 str(built.provenance): "flashmoe/provenance.json",
-                str(ROOT / "csrc" / "arch.toml"): "flashmoe/_tables/arch.toml",
-                str(ROOT / "csrc" / "kernels.toml"): "flashmoe/_tables/kernels.toml",
+                **{
+                    str(path): f"flashmoe/_tables/{path.relative_to(ROOT / 'csrc').as_posix()}"
+                    for path in table_files(ROOT / "csrc")
+                },
             }
         )

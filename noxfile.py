@@ -292,7 +292,7 @@ def gpu_test(session: nox.Session) -> None:
 
 @nox.session
 def workflows(session: nox.Session) -> None:
-    """Write CI's jobs for GPUs from csrc/arch.toml (-- --check)."""
+    """Write CI's jobs for GPUs from csrc/tables/arch.toml (-- --check)."""
     program(session, locked(session, "container"), "flashmoe_build.release.workflows", *session.posargs)
 
 

@@ -70,7 +70,7 @@ class TorchVersionError(ExtensionError):
 
 
 class TableError(FlashmoeError, ValueError):
-    """arch.toml or kernels.toml contradicts itself or the hardware."""
+    """A table (arch.toml, operations.toml, kernels.toml) contradicts itself or the hardware."""
 
 
 class BuildError(FlashmoeError, RuntimeError):

@@ -1,7 +1,7 @@
-"""Writes the tables of README.md and docs/ that csrc/arch.toml and csrc/kernels.toml determine.
+"""Writes the tables of README.md and docs/ that the tables under csrc/ determine.
 
     python -m flashmoe_build.docs            # write
-    python -m flashmoe_build.docs --check    # fail if a table is not what the .toml files say
+    python -m flashmoe_build.docs --check    # fail if a table is not what the tables under csrc/ say
 
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a file is left alone.
 """
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError, TableError
-from flashmoe.tools.tables import Gpu, KernelRow, Tables, load_tables
+from flashmoe.tools.operations import KernelRow
+from flashmoe.tools.tables import Gpu, Tables, load_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATION = "attention_forward"
@@ -38,7 +39,9 @@ def gpu_row(tables: Tables, gpu: Gpu) -> tuple[str, ...]:
     binaries = {unit.target for unit in units if not unit.target.is_ptx}
     own = max(binaries, key=lambda target: target.capability, default=None)
     dims = {
-        dtype: sorted({unit.row.head_dim for unit in units if unit.dtype == dtype and unit.row.family in families})
+        dtype: sorted(
+            {unit.row.axes["head_dim"] for unit in units if unit.dtype == dtype and unit.row.family in families}
+        )
         for dtype in ("f16", "bf16")
     }
     return (
@@ -53,11 +56,11 @@ def gpu_row(tables: Tables, gpu: Gpu) -> tuple[str, ...]:
 
 def row_table(tables: Tables, operation: str) -> str:
     """Per row of kernels.toml: the tile, what it costs, what it is compiled for."""
+    rows = [row for row in tables.kernels if row.operation == operation]
     header = (
         "family",
-        "head dim",
+        *(axis.name.replace("_", " ") for axis in rows[0].descriptor.axes),
         "dtypes",
-        "masks",
         "tile",
         "stages",
         "warps",
@@ -66,17 +69,18 @@ def row_table(tables: Tables, operation: str) -> str:
         "shared bytes",
         "targets",
     )
-    rows = [row for row in tables.kernels if row.operation == operation]
     return markdown(header, [row_cells(row) for row in rows])
 
 
 def row_cells(row: KernelRow) -> tuple[str, ...]:
     return (
         f"{row.family} {row.variant}".strip(),
-        str(row.head_dim),
+        *(
+            str(row.axes[axis.name]) if axis.is_number else ", ".join(row.words[axis.name])
+            for axis in row.descriptor.axes
+        ),
         ", ".join(row.dtypes),
-        ", ".join(row.masks) or "none",
-        f"{row.block_m}x{row.block_n}",
+        tile_text(row),
         str(row.stages),
         str(row.warps),
         str(row.min_blocks),
@@ -86,15 +90,21 @@ def row_cells(row: KernelRow) -> tuple[str, ...]:
     )
 
 
+def tile_text(row: KernelRow) -> str:
+    return f"{row.block_m}x{row.block_n}" if "block_n" in row.descriptor.tile else str(row.block_m)
+
+
 def reasons(tables: Tables) -> str:
     """Why each tile is what it is, and what the resource check lets pass there."""
     lines = []
     for row in tables.kernels:
-        title = " ".join(
-            filter(None, (row.operation, row.family, row.variant, "/".join(row.dtypes), f"d{row.head_dim}"))
-        )
-        masks = f" ({row.masks[0]})" if len(row.masks) == 1 else ""
-        lines.append(f"- **{title}{masks}, {row.block_m}x{row.block_n}**: {' '.join(row.why.split())}")
+        numbers = (f"{axis.prefix}{row.axes[axis.name]}" for axis in row.descriptor.numbers)
+        title = " ".join(filter(None, (row.operation, row.family, row.variant, "/".join(row.dtypes), *numbers)))
+        partial = [
+            row.words[axis.name] for axis in row.descriptor.word_axes if set(row.words[axis.name]) < set(axis.words)
+        ]
+        words = f" ({', '.join(word for words in partial for word in words)})" if partial else ""
+        lines.append(f"- **{title}{words}, {tile_text(row)}**: {' '.join(row.why.split())}")
         lines += [f"  - allowed, {kind}: {' '.join(reason.split())}" for kind, reason in sorted(row.allow.items())]
     return "\n".join(lines)
 
@@ -154,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.check:
             path.write_text(texts[path], encoding="utf-8")
     if not stale:
-        print(f"{len(PARTS)} generated parts are what csrc/*.toml says")
+        print(f"{len(PARTS)} generated parts are what the tables say")
     return 1 if stale and options.check else 0
 
 

@@ -18,8 +18,6 @@ namespace flashmoe {
 namespace host {
 namespace {
 
-constexpr int32_t kMaxDevices = 64;
-
 Driver load_driver() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -59,6 +57,7 @@ std::unique_ptr<Device> read_device(int32_t index) {
   CUdevice handle = 0;
   check_driver(api.cuDeviceGet(&handle, index), "cuDeviceGet", "device index ", index);
   auto found = std::make_unique<Device>();
+  found->index = index;
   check_driver(api.cuDevicePrimaryCtxRetain(&found->context, handle), "cuDevicePrimaryCtxRetain", "device ", index);
   std::array<char, 256> name{};
   check_driver(api.cuDeviceGetName(name.data(), static_cast<int>(name.size()), handle), "cuDeviceGetName", "device ",
@@ -100,22 +99,6 @@ std::string describe(CUresult result) {
   out << (name != nullptr ? name : "unknown CUDA error") << " (" << static_cast<int>(result) << ")";
   if (text != nullptr) out << ", " << text;
   return out.str();
-}
-
-CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* address, const cuuint64_t* dims, const cuuint64_t* strides,
-                              const cuuint32_t* box, const cuuint32_t* element_strides, const char* what) {
-  constexpr cuuint32_t kRank = 4;
-  if (driver().cuTensorMapEncodeTiled == nullptr) {
-    fail(ErrorCode::kDriver, "libcuda.so.1 has no cuTensorMapEncodeTiled; the sm90 kernels need driver 525 (CUDA 12.0) or "
-                             "newer: update it, or set FLASHMOE_KERNEL=sm80");
-  }
-  CUtensorMap map{};
-  check_driver(driver().cuTensorMapEncodeTiled(&map, type, kRank, address, dims, strides, box, element_strides,
-                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-               "cuTensorMapEncodeTiled", "tensor ", what, ", sizes [", dims[3], ", ", dims[2], ", ", dims[1], ", ", dims[0],
-               "], byte strides [", strides[2], ", ", strides[1], ", ", strides[0], "], box [", box[1], ", ", box[0], "]");
-  return map;
 }
 
 ContextGuard::ContextGuard(CUcontext context) {

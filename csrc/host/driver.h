@@ -40,10 +40,6 @@ struct Driver {
   decltype(&::cuLaunchKernelEx) cuLaunchKernelEx = nullptr;              // null before driver 12.3, see driver.cpp
 };
 
-// Calls cuTensorMapEncodeTiled; throws code `driver` when the driver is older than 12.0.
-CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* address, const cuuint64_t* dims, const cuuint64_t* strides,
-                              const cuuint32_t* box, const cuuint32_t* element_strides, const char* what);
-
 // The loaded driver. Throws code `driver` when libcuda.so.1 is absent or too old.
 const Driver& driver();
 
@@ -69,7 +65,10 @@ class ContextGuard {
   bool pushed_ = false;
 };
 
+constexpr int32_t kMaxDevices = 64;
+
 struct Device {
+  int32_t index = 0;
   CUcontext context = nullptr;
   int32_t capability = 0;  // 10 * major + minor
   int32_t num_multiprocessors = 0;
@@ -82,6 +81,15 @@ const Device& device(int32_t index);
 
 // torch's current stream on the device.
 CUstream current_stream(int32_t device_index);
+
+// What the work of one operator call on a GPU needs for as long as it is being queued: the context, current on this thread,
+// and the stream to queue it on.
+struct CudaCall {
+  explicit CudaCall(const Device& device) : gpu(device), guard(device.context), stream(current_stream(device.index)) {}
+  const Device& gpu;
+  const ContextGuard guard;
+  const CUstream stream;
+};
 
 }  // namespace host
 }  // namespace flashmoe

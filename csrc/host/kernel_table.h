@@ -1,4 +1,5 @@
-// The kernels that this library holds. The arrays behind it are generated from csrc/kernels.toml and csrc/arch.toml.
+// The kernels that this library holds. The arrays behind it are generated from csrc/tables/arch.toml and each operation's
+// operations.toml and kernels.toml.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,9 @@ namespace flashmoe {
 namespace host {
 
 enum class Dtype : uint8_t { kFloat16, kBFloat16, kFloat32 };
-enum class Mask : uint8_t { kNone, kFull, kCausal };
+
+constexpr int32_t kMaxAxes = 4;
+constexpr int32_t kMaxCosts = 4;
 
 // One embedded device binary: machine code of one target, or PTX.
 struct DeviceBinary {
@@ -28,16 +31,17 @@ struct Kernel {
   const char* variant;  // "" for the family's standard tile
   const char* symbol;
   Dtype dtype;
-  Mask mask;
-  int32_t head_dim;
+  int32_t axes[kMaxAxes];  // in the order of the operation's descriptor: a number, or the index of a word; -1 past the last
   int32_t block_m;
   int32_t block_n;
-  int32_t stages;
   int32_t threads;
   int32_t min_blocks;
-  int32_t shared_bytes;  // dynamic
+  int32_t shared_bytes;     // dynamic
+  int32_t num_tensor_maps;  // that the kernel takes after its parameters
   bool is_persistent;
-  int32_t binary;  // index into binaries()
+  bool has_cost;
+  double cost[kMaxCosts];  // in the order of the operation's descriptor
+  int32_t binary;          // index into binaries()
 };
 
 struct GpuFamilies {

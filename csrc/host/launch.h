@@ -1,36 +1,49 @@
-// Loading an embedded kernel on first use, and launching it with every call checked.
+// What an operator call runs on a GPU: a list of kernels, launched in order on one stream, with every call checked.
 #pragma once
 
 #include <cuda.h>
 
+#include <array>
+#include <cstdint>
+
 #include "host/driver.h"
+#include "host/find_kernels.h"
 #include "host/kernel_table.h"
 
 namespace flashmoe {
 namespace host {
 
-struct LaunchShape {
-  int64_t grid = 0;   // thread blocks, one dimension
-  int64_t tiles = 0;  // what they work on; more than blocks for a persistent kernel
-  int32_t threads = 0;
-  int32_t shared_bytes = 0;
+// One kernel of a list. What it points to need only live until run() returns.
+struct Launch {
+  const Kernel* kernel = nullptr;
+  int64_t grid = 0;              // thread blocks, one dimension
+  const void* params = nullptr;  // the kernel's parameter block
+  const CUtensorMap* tensor_maps = nullptr;  // kernel->num_tensor_maps of them, in the order of the operation's descriptor
+  // The kernel begins with ptx::grid_dependency_wait() and stands directly behind the one that it depends on: where GPU and
+  // driver can, it is scheduled before that one has ended.
+  bool is_dependent = false;
 };
 
-// The loaded function; loads only the binary that holds it, once per device. Safe during stream capture.
-CUfunction load_kernel(const Kernel& kernel, const Device& device, int32_t device_index);
+class LaunchList {
+ public:
+  void add(const Launch& launch);
 
-// Launches with `arguments` (pointers to each kernel parameter); an error names kernel, grid, block, shared memory.
-void launch(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream, void** arguments);
+  // Loads all kernels, then launches them in the order in which they were added; an error names kernel, grid, block, shared
+  // memory.
+  void run(const CudaCall& call) const;
 
-// The same for a kernel that begins with ptx::grid_dependency_wait(), directly behind the one it depends on: where GPU and
-// driver can, it is scheduled before that one has ended.
-void launch_dependent(const Kernel& kernel, CUfunction function, const LaunchShape& shape, CUstream stream,
-                      void** arguments);
+ private:
+  static constexpr std::size_t kMaxLaunches = 16;
+  std::array<Launch, kMaxLaunches> launches_;
+  std::size_t size_ = 0;
+};
 
-// What the last call on this thread ran: a kernel symbol, "cpu:<isa>", or "".
-void set_last_kernel(const char* name);
-void set_last_isa(const char* name);  // a call on the CPU; made into text when somebody asks
-const char* last_kernel();
+// Thread blocks for `tiles`: one each, or for a persistent kernel as many as the GPU holds at once. If these are fewer than the
+// tiles, the kernel needs a tile counter (host/tile_counters.h).
+int64_t grid_for(const Kernel& kernel, int64_t tiles, const Device& gpu);
+
+// What selection on this GPU starts from; reads FLASHMOE_KERNEL.
+KernelRequest make_request(const Device& gpu, Dtype dtype);
 
 }  // namespace host
 }  // namespace flashmoe

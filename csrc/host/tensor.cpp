@@ -17,17 +17,67 @@ Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
   return Tensor(handle);
 }
 
-Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device_type, int32_t device_index) {
-  constexpr int64_t kMaxRank = 8;
+Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index) {
   std::array<int64_t, kMaxRank> strides{};
   int64_t stride = 1;
-  for (auto axis = static_cast<int64_t>(sizes.size()) - 1; axis >= 0; --axis) {
+  for (int64_t axis = rank - 1; axis >= 0; --axis) {
     strides[static_cast<std::size_t>(axis)] = stride;
-    const int64_t size = sizes.begin()[axis];
-    stride *= size > 1 ? size : 1;
+    stride *= sizes[axis] > 1 ? sizes[axis] : 1;
   }
-  return empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(), dtype, device_type,
-                       device_index);
+  return empty_strided(rank, sizes, strides.data(), dtype, device_type, device_index);
+}
+
+Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device_type, int32_t device_index) {
+  return empty(static_cast<int64_t>(sizes.size()), sizes.begin(), dtype, device_type, device_index);
+}
+
+Tensor alias(const Tensor& tensor) {
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch_new_tensor_handle(tensor.get(), &handle), "new_tensor_handle");
+  return Tensor(handle);
+}
+
+Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides) {
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch__reinterpret_tensor(tensor.get(), tensor.dim(), sizes, strides, 0, &handle),
+             "_reinterpret_tensor");
+  return Tensor(handle);
+}
+
+std::optional<Dtype> dtype_of(int32_t torch_dtype) {
+  static const int32_t kHalf = aoti_torch_dtype_float16();
+  static const int32_t kBFloat16 = aoti_torch_dtype_bfloat16();
+  static const int32_t kFloat = aoti_torch_dtype_float32();
+  if (torch_dtype == kHalf) return Dtype::kFloat16;
+  if (torch_dtype == kBFloat16) return Dtype::kBFloat16;
+  if (torch_dtype == kFloat) return Dtype::kFloat32;
+  return std::nullopt;
+}
+
+std::string describe_sizes(const int64_t* sizes, int64_t rank) {
+  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
+  text << '[';
+  for (int64_t axis = 0; axis < rank; ++axis) text << (axis > 0 ? ", " : "") << sizes[axis];
+  text << ']';
+  return text.str();
+}
+
+std::string describe_dtype(int32_t torch_dtype) {
+  // torch's numbers for its scalar types, which its stable ABI fixes.
+  static constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32", "int64",  "float16",
+                                           "float32",   "float64",   "complex32",  "complex64",
+                                           "complex128", "bool",     "qint8",      "quint8", "qint32", "bfloat16"};
+  constexpr int32_t kNumNames = sizeof(kNames) / sizeof(kNames[0]);
+  if (torch_dtype >= 0 && torch_dtype < kNumNames) return kNames[torch_dtype];
+  return "torch scalar type " + std::to_string(torch_dtype);
+}
+
+std::string describe_device(const Tensor& tensor) {
+  const int32_t type = tensor.device_type();
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  const std::string name =
+      type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+  return name + ":" + std::to_string(tensor.device_index());
 }
 
 }  // namespace host

@@ -6,9 +6,13 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "host/error.h"
+#include "host/kernel_table.h"
 
 namespace flashmoe {
 namespace host {
@@ -83,14 +87,34 @@ class Tensor {
   AtenTensorHandle handle_ = nullptr;
 };
 
-using Sizes4 = std::array<int64_t, 4>;
+constexpr int64_t kMaxRank = 8;
+
+struct Sizes {
+  int64_t rank = 0;
+  std::array<int64_t, kMaxRank> values{};
+};
 
 // Uninitialised memory on `device`; strides in elements.
 Tensor empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
                      int32_t device_index);
 
 // Contiguous uninitialised memory.
+Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index);
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device_type, int32_t device_index);
+
+// A second handle on the same tensor.
+Tensor alias(const Tensor& tensor);
+
+// The tensor's memory from its first element on, seen with these sizes and strides (tensor.dim() of each).
+Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides);
+
+// The type by the kernel table's name; nothing for one that no kernel has.
+std::optional<Dtype> dtype_of(int32_t torch_dtype);
+
+// For error messages: "[2, 8, 128, 64]", "float64", "cuda:1".
+std::string describe_sizes(const int64_t* sizes, int64_t rank);
+std::string describe_dtype(int32_t torch_dtype);
+std::string describe_device(const Tensor& tensor);
 
 }  // namespace host
 }  // namespace flashmoe

@@ -4,8 +4,6 @@
 #include <mutex>
 #include <utility>
 
-#include "host/driver.h"
-
 namespace flashmoe {
 namespace host {
 namespace {
@@ -35,9 +33,10 @@ void clear(int32_t* counter, CUstream stream) {
 }
 
 // A counter that no other stream uses; its memory is kept until the process ends, like torch's streams.
-int32_t* take_from_pool(Pool& pool, int32_t device_type, int32_t device_index) {
+int32_t* take_from_pool(Pool& pool, int32_t device_index) {
   if (pool.num_left == 0) {
-    Tensor memory = empty({kCountersAtOnce * kCounterStride}, aoti_torch_dtype_int32(), device_type, device_index);
+    Tensor memory = empty({kCountersAtOnce * kCounterStride}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(),
+                          device_index);
     pool.next = static_cast<int32_t*>(memory.data());
     pool.num_left = kCountersAtOnce;
     memory.release();
@@ -48,14 +47,14 @@ int32_t* take_from_pool(Pool& pool, int32_t device_type, int32_t device_index) {
   return taken;
 }
 
-int32_t* counter_of(const StreamKey& key, int32_t device_type) {
+int32_t* counter_of(const StreamKey& key) {
   static std::mutex mutex;
   static auto& pools = *new std::map<int32_t, Pool>;  // never destroyed: other threads may launch while the process exits
   static auto& counters = *new std::map<StreamKey, int32_t*>;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto known = counters.find(key);
   if (known != counters.end()) return known->second;
-  int32_t* fresh = take_from_pool(pools[key.first], device_type, key.first);
+  int32_t* fresh = take_from_pool(pools[key.first], key.first);
   clear(fresh, key.second);
   counters.emplace(key, fresh);
   return fresh;
@@ -63,19 +62,19 @@ int32_t* counter_of(const StreamKey& key, int32_t device_type) {
 
 }  // namespace
 
-TileCounter tile_counter(int32_t device_type, int32_t device_index, CUstream stream) {
-  if (is_capturing(stream)) {
+TileCounter tile_counter(const CudaCall& call) {
+  if (is_capturing(call.stream)) {
     TileCounter own;
-    own.owner = empty({1}, aoti_torch_dtype_int32(), device_type, device_index);
+    own.owner = empty({1}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
     own.address = static_cast<int32_t*>(own.owner.data());
-    clear(own.address, stream);
+    clear(own.address, call.stream);
     return own;
   }
   thread_local StreamKey last_key{-1, nullptr};
   thread_local int32_t* last_counter = nullptr;
-  const StreamKey key{device_index, stream};
+  const StreamKey key{call.gpu.index, call.stream};
   if (last_counter == nullptr || key != last_key) {
-    last_counter = counter_of(key, device_type);
+    last_counter = counter_of(key);
     last_key = key;
   }
   return {last_counter, Tensor()};

@@ -2,10 +2,9 @@
 // because the kernel's last draw resets it.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
+#include "host/driver.h"
 #include "host/tensor.h"
 
 namespace flashmoe {
@@ -17,10 +16,10 @@ struct TileCounter {
   Tensor owner;
 };
 
-// A zeroed counter for one launch on `stream`. Launches on one stream follow each other, so a stream has one counter for
-// good, cleared once. A launch that is being captured gets one of its own, cleared in the graph: replays may run beside
-// whatever the stream does by then.
-TileCounter tile_counter(int32_t device_type, int32_t device_index, CUstream stream);
+// A zeroed counter for the kernels of one call. Launches on one stream follow each other (a dependent one draws after its wait),
+// so a stream has one counter for good, cleared once. A call that is being captured gets one of its own, cleared in the graph:
+// replays may run beside whatever the stream does by then.
+TileCounter tile_counter(const CudaCall& call);
 
 }  // namespace host
 }  // namespace flashmoe

@@ -1,8 +1,8 @@
-"""The architecture table and the kernel table, as frozen dataclasses.
+"""What flashmoe knows of GPUs and kernels, as frozen dataclasses.
 
-Source: ``csrc/arch.toml`` and ``csrc/kernels.toml`` in a checkout, the same files in ``flashmoe/_tables/`` of a wheel.
-Everything that must agree about kernels (C++ dispatch, units to compile, audit, shared-memory numbers, docs) reads
-them through this module.
+Source: ``csrc/tables/arch.toml`` and, in the folder of each operation, ``operations.toml`` and ``kernels.toml``; an
+installed package has the same files in ``flashmoe/_tables/``. Everything that must agree about kernels (C++ dispatch, units
+to compile, audit, shared-memory numbers, docs) reads them through this module.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashmoe.errors import TableError
-from flashmoe.tools.smem.formulas import itemise
+from flashmoe.tools.fields import Fields
+from flashmoe.tools.operations import Descriptor, KernelRow, read_operations, read_rows
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
-MASKS = ("causal", "full")
+ARCH = "tables/arch.toml"
+OPERATIONS, KERNELS = "operations.toml", "kernels.toml"  # in the folder of each operation
 SCHEMA = 1
 
 
@@ -71,52 +72,28 @@ class Target:
         return self.capability >= (8, 0)
 
 
-@dataclass(frozen=True)
-class KernelRow:
-    """One ``[[kernel]]`` row: a tile of a kernel family for a head dim, its dtypes and its targets."""
+class Entry(NamedTuple):
+    """One kernel of a unit: the words of its axes, such as ("causal",), and its symbol."""
 
-    operation: str
-    family: str
-    dtypes: tuple[str, ...]
-    head_dim: int
-    targets: tuple[str, ...]
-    block_m: int
-    block_n: int
-    stages: int
-    warps: int
-    min_blocks: int
-    schedule: str
-    why: str
-    variant: str
-    masks: tuple[str, ...]
-    options: Mapping[str, int]
-    allow: Mapping[str, str]
-    virtual: Mapping[str, str]  # by target, where the family's virtual architecture would lack an instruction
+    words: tuple[str, ...]
+    symbol: str
 
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
-    def smem_items(self, dtype: str) -> tuple[tuple[str, int], ...]:
-        """What the block keeps in dynamic shared memory: (name, bytes)."""
-        return itemise(
-            self.family if self.operation == "attention_forward" else self.operation,
-            head_dim=self.head_dim,
-            block_m=self.block_m,
-            block_n=self.block_n,
-            stages=self.stages,
-            warps=self.warps,
-            element_bytes=ELEMENT_BYTES[dtype],
-            options=self.options,
-        )
+def stem(row: KernelRow, dtype: str) -> str:
+    """What the names of a row's units and kernels begin with."""
+    numbers = (f"{axis.prefix}{row.axes[axis.name]}" for axis in row.descriptor.numbers)
+    return "_".join([row.operation, row.family, dtype, *numbers, *([row.variant] if row.variant else [])])
 
-    def smem_bytes(self, dtype: str) -> int:
-        return sum(size for _, size in self.smem_items(dtype))
+
+def entries(row: KernelRow, dtype: str) -> tuple[Entry, ...]:
+    """Every kernel of a row for one dtype; an operation without axes of words has one."""
+    chosen = product(*(row.words[axis.name] for axis in row.descriptor.word_axes))
+    return tuple(Entry(words, "_".join(["flashmoe", stem(row, dtype), *words])) for words in chosen)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One translation unit: (operation, family, dtype, head dim, variant) for one target."""
+    """One translation unit: a row for one dtype and one target."""
 
     row: KernelRow
     dtype: str
@@ -125,10 +102,10 @@ class Unit:
 
     @property
     def name(self) -> str:
-        row = self.row
-        variant = f"_{row.variant}" if row.variant else ""
-        masks = f"_{row.masks[0]}" if len(row.masks) == 1 else ""
-        return f"{row.operation}_{row.family}_{self.dtype}_d{row.head_dim}{variant}{masks}"
+        """As its symbols begin; words are part of it where the row does not have them all."""
+        axes = self.row.descriptor.word_axes
+        partial = (words for axis in axes if len(words := self.row.words[axis.name]) < len(axis.words))
+        return "_".join([stem(self.row, self.dtype), *(word for words in partial for word in words)])
 
     @property
     def virtual_capability(self) -> tuple[int, int]:
@@ -136,12 +113,16 @@ class Unit:
         return Target(self.virtual, ()).capability
 
     @property
-    def entries(self) -> tuple[tuple[str, str], ...]:
-        """(mask, kernel symbol) of every entry point; an unmasked operation has one, with mask ``""``."""
-        row = self.row
-        variant = f"_{row.variant}" if row.variant else ""
-        stem = f"flashmoe_{row.operation}_{row.family}_{self.dtype}_d{row.head_dim}{variant}"
-        return tuple((mask, f"{stem}_{mask}") for mask in row.masks) or (("", stem),)
+    def entries(self) -> tuple[Entry, ...]:
+        return entries(self.row, self.dtype)
+
+    def symbol(self, *words: str) -> str:
+        """The kernel for these words. Raises TableError where the unit has none."""
+        for entry in self.entries:
+            if entry.words == words:
+                return entry.symbol
+        msg = f"{self.name} has no kernel for {' '.join(words) or 'no words'}; it has: {', '.join(' '.join(e.words) for e in self.entries)}"
+        raise TableError(msg)
 
     @property
     def binary_name(self) -> str:
@@ -150,10 +131,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Tables:
-    """Both tables, checked against each other."""
+    """All tables, checked against each other."""
 
     gpus: tuple[Gpu, ...]
     targets: tuple[Target, ...]
+    descriptors: tuple[Descriptor, ...]
     kernels: tuple[KernelRow, ...]
     virtual: Mapping[str, Mapping[str, str]]  # by family, then by target or "default"
     smem_static_limit: int
@@ -179,7 +161,7 @@ class Tables:
             chosen = self.virtual[family]
             return chosen.get(target, chosen["default"])
         except KeyError as error:
-            msg = f"kernels.toml: [virtual.{family}] states no virtual architecture for {target}; add a default"
+            msg = f"{ARCH}: [virtual.{family}] states no virtual architecture for {target}; add a default"
             raise TableError(msg) from error
 
     def units(self, targets: tuple[str, ...] | None = None) -> Iterator[Unit]:
@@ -203,20 +185,42 @@ def table_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "csrc"
 
 
+def table_files(directory: Path) -> tuple[Path, ...]:
+    """Every table under a folder: that of architectures, and two for each operation's folder."""
+    folders = sorted({path.parent for name in (OPERATIONS, KERNELS) for path in directory.glob(f"*/{name}")})
+    return (directory / ARCH, *(folder / name for folder in folders for name in (OPERATIONS, KERNELS)))
+
+
 @lru_cache(maxsize=4)
 def load_tables(directory: Path | None = None) -> Tables:
-    """Read and check both tables. Raises TableError with the row and field that is wrong."""
+    """Read and check all tables. Raises TableError with the file, row and key that is wrong."""
     folder = directory if directory is not None else table_directory()
-    arch = _read(folder / "arch.toml")
-    kernels = _read(folder / "kernels.toml")
+    arch_file, *files = table_files(folder)
+    arch = Fields(_read(arch_file, ARCH), ARCH)
+    arch.take("schema", int)
+    descriptors: dict[tuple[str, str], Descriptor] = {}
+    rows: list[KernelRow] = []
+    for path in files:
+        name = path.relative_to(folder).as_posix()
+        table = _read(path, name)
+        if path.name == KERNELS:
+            rows += read_rows(table, name, descriptors)
+            continue
+        for found in read_operations(table, name):
+            if (found.operation, found.family) in descriptors:
+                msg = f"{name}: another folder describes {found.operation} {found.family} too"
+                raise TableError(msg)
+            descriptors[found.operation, found.family] = found
     tables = Tables(
-        gpus=tuple(_gpu(row) for row in arch["gpu"]),
-        targets=tuple(Target(row["name"], tuple(row["gpus"])) for row in arch["target"]),
-        kernels=tuple(_kernel(row) for row in kernels.get("kernel", [])),
-        virtual=kernels.get("virtual", {}),
-        smem_static_limit=arch["smem_static_limit"],
-        registers_per_thread_limit=arch["registers_per_thread_limit"],
+        gpus=tuple(_gpu(row) for row in arch.take("gpu", list)),
+        targets=tuple(_target(Fields(row, f"{ARCH}: [[target]]")) for row in arch.take("target", list)),
+        descriptors=tuple(descriptors.values()),
+        kernels=tuple(rows),
+        virtual=arch.take("virtual", dict),
+        smem_static_limit=arch.take("smem_static_limit", int),
+        registers_per_thread_limit=arch.take("registers_per_thread_limit", int),
     )
+    arch.done()
     check_tables(tables)
     return tables
 
@@ -227,13 +231,13 @@ def check_tables(tables: Tables) -> None:
         for name in target.gpus:
             tables.gpu(name)
     if not tables.kernels:
-        msg = "kernels.toml holds no [[kernel]] row; nothing could be built"
+        msg = f"no folder of {ARCH} holds an {OPERATIONS}; nothing could be built"
         raise TableError(msg)
     seen: set[tuple[str, str]] = set()
     for unit in tables.units():
         for _, symbol in unit.entries:
             if (symbol, unit.target.name) in seen:
-                msg = f"kernels.toml states {symbol} for {unit.target.name} twice; give one row a variant or drop it"
+                msg = f"{unit.row.source} states {symbol} for {unit.target.name}, and a row before it too; give one a variant or drop it"
                 raise TableError(msg)
             seen.add((symbol, unit.target.name))
         _check_unit(tables, unit)
@@ -249,8 +253,8 @@ def _check_unit(tables: Tables, unit: Unit) -> None:
         limit = tables.gpu(name).smem_per_block_optin
         if needed > limit:
             msg = (
-                f"{unit.name} for {unit.target.name}: {needed} bytes of shared memory, but a block on {name} has at "
-                f"most {limit}; `python -m flashmoe smem --arch {name} --head-dim {unit.row.head_dim}` shows what fits"
+                f"{unit.row.source}: {unit.name} for {unit.target.name} needs {needed} bytes of shared memory, but a block on "
+                f"{name} has at most {limit}; `python -m flashmoe smem --arch {name} --head-dim D` shows what fits"
             )
             raise TableError(msg)
 
@@ -265,12 +269,12 @@ def _check_virtual(unit: Unit) -> None:
     else:
         fits = source.capability <= target.capability
     if not fits:
-        stated = f"row {unit.name}" if target.name in unit.row.virtual else f"[virtual.{unit.row.family}]"
-        msg = f"kernels.toml: {stated} makes {target.name} from {unit.virtual}, which cannot be"
+        stated = unit.row.source if target.name in unit.row.virtual else f"{ARCH}: [virtual.{unit.row.family}]"
+        msg = f"{stated} makes {target.name} from {unit.virtual}, which cannot be"
         raise TableError(msg)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, name: str) -> dict[str, Any]:
     try:
         with path.open("rb") as stream:
             table: dict[str, Any] = tomllib.load(stream)
@@ -278,12 +282,18 @@ def _read(path: Path) -> dict[str, Any]:
         msg = f"cannot read {path}: {error.strerror}"
         raise TableError(msg) from error
     except tomllib.TOMLDecodeError as error:
-        msg = f"{path.name} is not TOML: {error}"
+        msg = f"{name} is not TOML: {error}"
         raise TableError(msg) from error
     if table.get("schema") != SCHEMA:
-        msg = f"{path.name} has schema {table.get('schema')!r}; this flashmoe reads {SCHEMA}"
+        msg = f"{name} has schema {table.get('schema')!r}; this flashmoe reads {SCHEMA}"
         raise TableError(msg)
     return table
+
+
+def _target(fields: Fields) -> Target:
+    found = Target(fields.take("name", str), fields.words("gpus"))
+    fields.done()
+    return found
 
 
 def _gpu(row: Mapping[str, Any]) -> Gpu:
@@ -293,36 +303,5 @@ def _gpu(row: Mapping[str, Any]) -> Gpu:
         families = tuple(fields.pop("families"))
         return Gpu(compute_capability=(major, minor), families=families, **fields)
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"arch.toml: [[gpu]] {row.get('name')!r}: {error}"
+        msg = f"{ARCH}: [[gpu]] {row.get('name')!r}: {error}"
         raise TableError(msg) from error
-
-
-def _kernel(row: Mapping[str, Any]) -> KernelRow:
-    fields = dict(row)
-    masks = tuple(fields.pop("masks", MASKS))
-    try:
-        parsed = KernelRow(
-            dtypes=tuple(fields.pop("dtypes")),
-            targets=tuple(fields.pop("targets")),
-            masks=masks,
-            variant=fields.pop("variant", ""),
-            options=MappingProxyType(dict(fields.pop("options", {}))),
-            allow=MappingProxyType(dict(fields.pop("allow", {}))),
-            virtual=MappingProxyType(dict(fields.pop("virtual", {}))),
-            **fields,
-        )
-    except (KeyError, TypeError) as error:
-        msg = f"kernels.toml: row {row.get('family')!r} d{row.get('head_dim')}: {error}"
-        raise TableError(msg) from error
-    for dtype in parsed.dtypes:
-        if dtype not in ELEMENT_BYTES:
-            msg = f"kernels.toml: dtype {dtype!r}; known: {', '.join(ELEMENT_BYTES)}"
-            raise TableError(msg)
-    for mask in masks:
-        if mask not in MASKS:
-            msg = f"kernels.toml: mask {mask!r}; known: {', '.join(MASKS)}"
-            raise TableError(msg)
-    if parsed.schedule not in ("grid", "persistent"):
-        msg = f"kernels.toml: schedule {parsed.schedule!r}; known: grid, persistent"
-        raise TableError(msg)
-    return parsed

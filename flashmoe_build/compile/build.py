@@ -45,7 +45,7 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     units = tuple(tables.units(tuple(target.name for target in targets)))
     for target in targets:
         if not any(unit.target is target for unit in units):
-            msg = f"kernels.toml has no kernel for {target.name}; add a row, or drop the target from FLASHMOE_ARCHS"
+            msg = f"no kernels.toml has a kernel for {target.name}; add a row, or drop the target from FLASHMOE_ARCHS"
             raise BuildError(msg)
     jobs = job_count(os.environ)
     # Sessions compare the whole environment; `pip wheel .` and a plain call run in one that somebody else made.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmoe.tools.tables import KernelRow, Tables, Unit
+from flashmoe.tools.operations import MAX_AXES, MAX_COSTS, Axis, Descriptor
+from flashmoe.tools.tables import Entry, Tables, Unit
 
-ELEMENT_TYPES: Mapping[str, str] = {"f16": "__half", "bf16": "__nv_bfloat16"}
+ELEMENT_TYPES: Mapping[str, str] = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float"}
 CPP_DTYPES: Mapping[str, str] = {"f16": "Dtype::kFloat16", "bf16": "Dtype::kBFloat16", "f32": "Dtype::kFloat32"}
-CPP_MASKS: Mapping[str, str] = {"": "Mask::kNone", "full": "Mask::kFull", "causal": "Mask::kCausal"}
 
 
 @dataclass(frozen=True)
@@ -23,49 +23,44 @@ class PlacedBinary:
 
 
 def unit_source(unit: Unit) -> str:
-    """The translation unit: the family's spec with this row's numbers, and one entry point a mask."""
-    row = unit.row
-    namespace = f"flashmoe::{row.operation.split('_')[0]}::{row.family}"
-    folder = f"forward/{row.family}" if row.operation == "attention_forward" else "combine"
-    header = f"attention/{folder}/{row.operation.split('_', 1)[1]}.cuh"
-    spec = "ForwardSpec" if row.operation.endswith("_forward") else "CombineSpec"
+    """The translation unit: the family's spec with this row's numbers, and its entry points."""
+    row, kind = unit.row, unit.row.descriptor
     numbers = [
         ELEMENT_TYPES[unit.dtype],
-        *(str(n) for n in (row.head_dim, row.block_m, row.block_n, row.stages, row.warps)),
-        *(_option(key, value) for key, value in row.options.items()),
+        *(str(row.axes[axis.name]) for axis in kind.numbers),
+        *(str(value) for value in (*row.tile, row.warps)),
+        *(f"/*{name}=*/{value}" for name, value in row.options.items()),
     ]
     lines = [
-        f'#include "{header}"',
+        f'#include "{kind.header}"',
         "",
-        f"using Spec = {namespace}::{spec}<{', '.join(numbers)}>;",
+        f"using Spec = {kind.spec}<{', '.join(numbers)}>;",
         f"static_assert(Spec::kSharedBytes == {row.smem_bytes(unit.dtype)},",
-        '              "flashmoe/tools/smem/formulas.py and the kernel disagree about shared memory");',
+        '              "operations.toml and the kernel disagree about shared memory");',
         f'static_assert(Spec::kNumThreads == {row.threads}, "kernels.toml and the kernel disagree about threads");',
         "",
     ]
-    for mask, symbol in unit.entries:
-        lines += _entry(row, namespace, mask, symbol)
+    for entry in unit.entries:
+        lines += _entry(kind, row.min_blocks, entry)
     return "\n".join(lines) + "\n"
 
 
-def _option(key: str, value: int) -> str:
-    literal = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"/*{key}=*/{literal}"
+def map_parameters(kind: Descriptor) -> tuple[str, ...]:
+    """Names of a kernel's TMA parameters, which follow ``params``."""
+    return tuple(f"{name}_map" for name in kind.tensor_maps.names) if kind.tensor_maps is not None else ()
 
 
-def _entry(row: KernelRow, namespace: str, mask: str, symbol: str) -> list[str]:
-    maps = (
-        ("q_map", "k_map", "v_map", "out_map") if row.family == "sm90" and row.operation == "attention_forward" else ()
-    )
-    parameters = ["const __grid_constant__ flashmoe::attention::ForwardParams params"]
+def _entry(kind: Descriptor, min_blocks: int, entry: Entry) -> list[str]:
+    maps = map_parameters(kind)
+    parameters = [f"const __grid_constant__ {kind.params.name} params"]
     parameters += [f"const __grid_constant__ flashmoe::ptx::TensorMap {name}" for name in maps]
-    arguments = ", ".join(["params", *maps])
-    function = row.operation.split("_", 1)[1]
-    template = f"Spec, /*kIsCausal=*/{'true' if mask == 'causal' else 'false'}" if mask else "Spec"
+    arguments = (
+        f"/*{axis.argument}=*/{axis.words[word]}" for axis, word in zip(kind.word_axes, entry.words, strict=True)
+    )
     return [
-        f'extern "C" __global__ void __launch_bounds__(Spec::kNumThreads, {row.min_blocks})',
-        f"{symbol}({', '.join(parameters)}) {{",
-        f"  {namespace}::{function}<{template}>({arguments});",
+        f'extern "C" __global__ void __launch_bounds__(Spec::kNumThreads, {min_blocks})',
+        f"{entry.symbol}({', '.join(parameters)}) {{",
+        f"  {kind.entry}<{', '.join(['Spec', *arguments])}>({', '.join(['params', *maps])});",
         "}",
         "",
     ]
@@ -83,7 +78,7 @@ def index_json(placed: Sequence[PlacedBinary]) -> dict[str, object]:
                 "offset": item.offset,
                 "size": item.size,
                 "sha256": item.sha256,
-                "entries": [symbol for _, symbol in item.unit.entries],
+                "entries": [entry.symbol for entry in item.unit.entries],
                 "smem_dynamic": item.unit.row.smem_bytes(item.unit.dtype),
                 "threads": item.unit.row.threads,
             }
@@ -100,15 +95,19 @@ def kernel_table_source(tables: Tables, placed: Sequence[PlacedBinary]) -> str:
         f"{_bool(p.unit.target.is_arch_specific)}, {_bool(p.unit.target.is_ptx)}, {p.offset}u, {p.size}u}},"
         for p in placed
     ]
-    kernels = [line for index, p in enumerate(placed) for line in _kernel_lines(p.unit, index)]
+    kernels = [_kernel_line(p.unit, entry, index) for index, p in enumerate(placed) for entry in p.unit.entries]
     gpus = [
         f"    {{{_number(gpu.compute_capability)}, {{{', '.join([*(_quoted(gpu.families)), 'nullptr'])}}}}},"
         for gpu in tables.gpus
     ]
+    headers = dict.fromkeys(kind.enums.header for kind in tables.descriptors if kind.enums is not None)
     return "\n".join(
         [
-            "// Generated from csrc/arch.toml and csrc/kernels.toml by flashmoe_build/compile/codegen.py.",
+            "// Generated from arch.toml, operations.toml and kernels.toml by flashmoe_build/compile/codegen.py.",
             '#include "host/kernel_table.h"',
+            *(f'#include "{header}"' for header in headers),
+            "",
+            *dict.fromkeys(line for kind in tables.descriptors for line in _enum_checks(kind)),
             "",
             'extern "C" const unsigned char flashmoe_binaries[];',
             'extern "C" const char flashmoe_index[];',
@@ -136,14 +135,47 @@ def kernel_table_source(tables: Tables, placed: Sequence[PlacedBinary]) -> str:
     )
 
 
-def _kernel_lines(unit: Unit, index: int) -> Iterable[str]:
-    row = unit.row
-    for mask, symbol in unit.entries:
-        yield (
-            f'    {{"{row.operation}", "{row.family}", "{row.variant}", "{symbol}", {CPP_DTYPES[unit.dtype]}, '
-            f"{CPP_MASKS[mask]}, {row.head_dim}, {row.block_m}, {row.block_n}, {row.stages}, {row.threads}, "
-            f"{row.min_blocks}, {row.smem_bytes(unit.dtype)}, {_bool(row.schedule == 'persistent')}, {index}}},"
-        )
+def _enum_checks(kind: Descriptor) -> list[str]:
+    """Assertions that the host's names for axes, their words and cost values stand in the descriptor's order."""
+    if kind.enums is None:
+        return []
+    space, problem = kind.enums.name, f'"{kind.enums.header} and operations.toml differ"'
+    names = [(f"axis::{_enumerator(axis.name)}", index) for index, axis in enumerate(kind.axes)]
+    names += [(f"cost::{_enumerator(name)}", index) for index, name in enumerate(kind.cost)]
+    for axis in kind.word_axes:
+        names += [(f"{_camel(axis.name)}::{_enumerator(word)}", index) for index, word in enumerate(axis.words)]
+    return [f"static_assert(static_cast<int>({space}::{name}) == {index}, {problem});" for name, index in names]
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _enumerator(name: str) -> str:
+    return f"k{_camel(name)}"
+
+
+def _kernel_line(unit: Unit, entry: Entry, index: int) -> str:
+    row, kind = unit.row, unit.row.descriptor
+    words = dict(zip((axis.name for axis in kind.word_axes), entry.words, strict=True))
+
+    def value(axis: Axis) -> int:
+        return row.axes[axis.name] if axis.is_number else list(axis.words).index(words[axis.name])
+
+    axes = [*map(value, kind.axes), *[-1] * (MAX_AXES - len(kind.axes))]
+    cost = [*(row.cost.values()), *[0.0] * (MAX_COSTS - len(row.cost))]
+    fields = [
+        *_quoted((row.operation, row.family, row.variant, entry.symbol)),
+        CPP_DTYPES[unit.dtype],
+        f"{{{', '.join(map(str, axes))}}}",
+        *map(str, (row.block_m, row.block_n, row.threads, row.min_blocks, row.smem_bytes(unit.dtype))),
+        str(len(map_parameters(kind))),
+        _bool(row.schedule == "persistent"),
+        _bool(bool(row.cost)),
+        f"{{{', '.join(map(repr, cost))}}}",
+        str(index),
+    ]
+    return f"    {{{', '.join(fields)}}},"
 
 
 def _array(kind: str, name: str, rows: Sequence[str]) -> list[str]:

@@ -101,7 +101,7 @@ def _check(done: CompiledUnit, tables: Tables) -> None:
         lines = "\n".join(f"  {problem.kind}: {problem.text}" for problem in problems)
         msg = (
             f"{done.unit.binary_name} must not be built like this:\n{lines}\n"
-            "change the kernel or its tile, or allow it in csrc/kernels.toml with a reason"
+            f"change the kernel or its tile, or allow it in {done.unit.row.source}, with a reason"
         )
         raise BuildError(msg)
 

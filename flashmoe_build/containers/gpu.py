@@ -25,7 +25,7 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
     for gpu in gpus:
         if gpu.name == name:
             return gpu
-    msg = f"{name!r} is no GPU of csrc/arch.toml, which knows {', '.join(gpu.name for gpu in gpus)}"
+    msg = f"{name!r} is no GPU of csrc/tables/arch.toml, which knows {', '.join(gpu.name for gpu in gpus)}"
     raise UnsupportedGpuError(msg)
 
 
@@ -67,7 +67,7 @@ def gpu_test(name: str, image: str, arguments: Sequence[str]) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nox -s gpu_test --", description=__doc__)
-    parser.add_argument("--gpu", required=True, help="sm80, sm90, ...: as csrc/arch.toml names it")
+    parser.add_argument("--gpu", required=True, help="sm80, sm90, ...: as csrc/tables/arch.toml names it")
     parser.add_argument("--image", required=True, help="the test image by digest")
     options, further = parser.parse_known_args(arguments)
     try:

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
 from flashmoe.errors import InternalError
+from flashmoe.tools.operations import Header
 from flashmoe.tools.tables import Unit
-from flashmoe_build.emulation.build import Options, kernel_library
+from flashmoe_build.compile.codegen import map_parameters
+from flashmoe_build.emulation.build import CSRC, MAP_BYTES, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
+from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import Layout, Problem, disagreements, make_inputs, reference
 
 ELEMENT = 2  # bytes
@@ -24,24 +26,9 @@ FAR_ROW = 2**26 + 8
 EMULATED_MULTIPROCESSORS = 3  # blocks of a persistent grid: few, so that each takes several tiles
 
 
-class Strides(ctypes.Structure):
-    """struct Strides of csrc/attention/params/forward.h: elements."""
-
-    _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
-
-
-class ForwardParams(ctypes.Structure):
-    """struct ForwardParams of csrc/attention/params/forward.h; the library's own size is compared at load."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("q", "k", "v", "out", "lse", "out_partial", "lse_partial")),
-        ("tile_counter", ctypes.c_uint64),
-        *((f"{name}_stride", Strides) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")),
-        ("num_splits", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("scale_log2", ctypes.c_float),
-    ]
+HEADER = "attention/params/forward.h"
+Strides = structure(Header("Strides", HEADER), (CSRC,))
+ForwardParams = structure(Header("ForwardParams", HEADER), (CSRC,))
 
 
 class TensorMapError(InternalError):
@@ -79,14 +66,7 @@ class Outcome:
         return "\n".join([*failure, *self.wrong])
 
 
-@lru_cache(maxsize=64)
-def load(path: Path) -> KernelLibrary:
-    library = KernelLibrary(path)
-    theirs, ours = library.function("emulation_params_bytes")(), ctypes.sizeof(ForwardParams)
-    if theirs != ours:
-        msg = f"ForwardParams has {theirs} bytes in params.h and {ours} in flashmoe_build/emulation/attention.py"
-        raise InternalError(msg)
-    return library
+load = lru_cache(maxsize=64)(KernelLibrary)
 
 
 def place(library: KernelLibrary, tensor: torch.Tensor, layout: Layout, name: str, *, output: bool = False) -> Placed:
@@ -167,7 +147,7 @@ def _results(problem: Problem, like: torch.Tensor) -> _Results:
 
 def _params(
     library: KernelLibrary, problem: Problem, tensors: tuple[torch.Tensor, ...], results: _Results
-) -> ForwardParams:
+) -> ctypes.Structure:
     """Maps everything and fills the kernel's parameters."""
     shape = problem.shape
     names = ("q", "k", "v", "out")
@@ -214,7 +194,7 @@ def merge(results: _Results) -> tuple[torch.Tensor, torch.Tensor]:
 def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
     library = load(kernel_library(unit, options))
-    symbol = dict(unit.entries)["causal" if problem.causal else "full"]
+    symbol = unit.symbol("causal" if problem.causal else "full")
     inputs = make_inputs(problem)
     tensors = tuple(_arranged(t, problem.layout) for t in (inputs.q, inputs.k, inputs.v))
     results = _results(problem, tensors[0])
@@ -231,11 +211,14 @@ def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Optio
     return Outcome(problem, symbol, report, tuple(wrong), out, lse, *partials)
 
 
-def tensor_map_arguments(unit: Unit, library: KernelLibrary, params: ForwardParams) -> tuple[tuple[int, ...], object]:
-    """Addresses of the kernel's four tensor maps (sm90; none otherwise), and what keeps their memory."""
-    if unit.row.family != "sm90":
+def tensor_map_arguments(
+    unit: Unit, library: KernelLibrary, params: ctypes.Structure
+) -> tuple[tuple[int, ...], object]:
+    """Addresses of the kernel's tensor maps, and what keeps their memory."""
+    count = len(map_parameters(unit.row.descriptor))
+    if count == 0:
         return (), None
-    memory = ctypes.create_string_buffer(4 * 128 + 64)
+    memory = ctypes.create_string_buffer(count * MAP_BYTES + 64)
     base = (ctypes.addressof(memory) + 63) // 64 * 64
     encode = library.function("emulation_encode_maps")
     encode.restype = ctypes.c_char_p
@@ -244,4 +227,4 @@ def tensor_map_arguments(unit: Unit, library: KernelLibrary, params: ForwardPara
     if problem is not None:
         msg = f"the host's tensor maps are refused: {problem.decode()}"
         raise TensorMapError(msg)
-    return tuple(base + 128 * i for i in range(4)), memory
+    return tuple(base + MAP_BYTES * index for index in range(count)), memory

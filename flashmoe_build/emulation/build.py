@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -12,10 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from flashmoe.errors import BuildError
+from flashmoe.tools.operations import TensorMaps
 from flashmoe.tools.tables import Unit
 from flashmoe_build.compile.cache import content_key, include_closure
-from flashmoe_build.compile.codegen import unit_source
+from flashmoe_build.compile.codegen import map_parameters, unit_source
 from flashmoe_build.compile.jobs import job_count, run_all
+from flashmoe_build.emulation.parameters import layout_checks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CSRC = REPOSITORY / "csrc"
@@ -43,7 +44,7 @@ POISON_FLAG = (
 )
 MACHINE_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
 _MACHINE_LOCK = threading.Lock()
-ARCH_MACROS = {"sm75": "750", "sm80": "800", "sm90": "900"}
+MAP_BYTES = 128  # of an encoded tensor map; also the width of the swizzle
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def machine_objects(options: Options) -> tuple[Path, ...]:
 
 
 def library(name: str, text: str, arch: str, options: Options) -> Path:
-    """A shared library of one translation unit and the machine."""
+    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for."""
     path, version = compiler()
     roots = options.roots()
     objects = machine_objects(options)
@@ -139,7 +140,7 @@ def library(name: str, text: str, arch: str, options: Options) -> Path:
         *KERNEL_FLAGS,
         *poison_flags(),
         *traps,
-        f"-D__CUDA_ARCH__={ARCH_MACROS[arch]}",
+        f"-D__CUDA_ARCH__={arch.removeprefix('sm')}0",
         *options.flags(),
     )
     facts = {"flags": flags, "compiler": version, "objects": [item.name for item in objects]}
@@ -158,61 +159,51 @@ def library(name: str, text: str, arch: str, options: Options) -> Path:
     return _publish(command, output, name)
 
 
-def unit_text(unit: Unit) -> str:
+def unit_text(unit: Unit, options: Options) -> str:
     """The unit that NVRTC compiles, unchanged, and a C entry for each kernel that takes its parameters by address."""
-    has_maps = unit.row.family == "sm90" and unit.row.operation == "attention_forward"
-    lines = [unit_source(unit)]
-    if has_maps:
+    kind = unit.row.descriptor
+    lines = [unit_source(unit), *layout_checks(kind.params, options.roots())]
+    maps = "".join(
+        f", *static_cast<const flashmoe::ptx::TensorMap*>(arguments[{index}])"
+        for index, _ in enumerate(map_parameters(kind), start=1)
+    )
+    for entry in unit.entries:
         lines += [
-            '#include "attention/forward/sm90/tensor_map.h"',
-            'extern "C" const char* emulation_encode_tensor_map(',
-        ]
-        lines += ["    void*, int, int, uint64_t, const uint64_t*, const uint64_t*, const uint32_t*, int);", ""]
-    maps = "".join(f", *static_cast<const flashmoe::ptx::TensorMap*>(arguments[{i}])" for i in range(1, 5))
-    for _, symbol in unit.entries:
-        lines += [
-            f'extern "C" void emulation_entry_{symbol}(const void* const* arguments) {{',
-            "  const auto& params = *static_cast<const flashmoe::attention::ForwardParams*>(arguments[0]);",
-            f"  {symbol}(params{maps if has_maps else ''});",
+            f'extern "C" void emulation_entry_{entry.symbol}(const void* const* arguments) {{',
+            f"  {entry.symbol}(*static_cast<const {kind.params.name}*>(arguments[0]){maps});",
             "}",
         ]
-    lines += [
-        'extern "C" unsigned long emulation_params_bytes() {',
-        "  return sizeof(flashmoe::attention::ForwardParams);",
-    ]
-    lines += ["}"]
-    if has_maps:
-        lines += [_ENCODE_MAPS]
+    if kind.tensor_maps is not None:
+        lines += _encode_maps(kind.params.name, kind.tensor_maps)
     return "\n".join(lines) + "\n"
 
 
-# The host's own description of the maps, encoded as the machine wants it. Returns null, or what is wrong.
-_ENCODE_MAPS = """\
-extern "C" const char* emulation_encode_maps(const void* params, void* maps) {
-  using flashmoe::attention::sm90::TensorMapArguments;
-  const auto described = flashmoe::attention::sm90::forward_tensor_maps(
-      *static_cast<const flashmoe::attention::ForwardParams*>(params), Spec::kBlockN);
-  const TensorMapArguments* const all[] = {&described.q, &described.k, &described.v, &described.out};
-  for (int i = 0; i < 4; ++i) {
-    const char* problem = emulation_encode_tensor_map(
-        static_cast<unsigned char*>(maps) + 128 * i, flashmoe::attention::sm90::kElementBytes,
-        flashmoe::attention::sm90::kTensorMapRank, reinterpret_cast<uint64_t>(all[i]->address), all[i]->dims,
-        all[i]->strides_bytes, all[i]->box, 128);
-    if (problem != nullptr) return problem;
-  }
-  return nullptr;
-}
-"""
+def _encode_maps(params: str, maps: TensorMaps) -> list[str]:
+    """The host's own description of the maps, encoded as the machine wants it, one after another."""
+    return [
+        f'#include "{maps.header}"',
+        'extern "C" const char* emulation_encode_tensor_map(',
+        "    void*, int, int, uint64_t, const uint64_t*, const uint64_t*, const uint32_t*, int);",
+        "",
+        "// Returns null, or what is wrong.",
+        'extern "C" const char* emulation_encode_maps(const void* params, void* maps) {',
+        f"  const auto described = {maps.describe}(*static_cast<const {params}*>(params), Spec::kBlockN);",
+        "  auto* at = static_cast<unsigned char*>(maps);",
+        "  const char* problem = nullptr;",
+        "  const auto encode = [&](const auto& map) {",
+        "    if (problem != nullptr) return;",
+        "    constexpr int kRank = sizeof(map.dims) / sizeof(map.dims[0]);",
+        "    problem = emulation_encode_tensor_map(at, sizeof(Spec::Element), kRank, reinterpret_cast<uint64_t>(map.address),",
+        f"                                          map.dims, map.strides_bytes, map.box, {MAP_BYTES});",
+        f"    at += {MAP_BYTES};",
+        "  };",
+        *(f"  encode(described.{name});" for name in maps.names),
+        "  return problem;",
+        "}",
+    ]
 
 
 def kernel_library(unit: Unit, options: Options) -> Path:
     """The emulated library of one unit; compiled when its content is new."""
-    return library(unit.name, unit_text(unit), unit.row.family, options)
-
-
-def fingerprint(paths: tuple[Path, ...]) -> str:
-    """A short hash of files, for reports."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    major, minor = unit.virtual_capability
+    return library(unit.name, unit_text(unit, options), f"sm{major}{minor}", options)

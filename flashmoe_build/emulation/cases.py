@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from flashmoe.errors import TableError
 from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.emulation import huge
 from flashmoe_build.emulation.attention import Outcome, run_forward
@@ -83,15 +84,16 @@ def _split_counts(unit: Unit) -> tuple[int, ...]:
 
 def problems(unit: Unit) -> Iterator[Problem]:
     """The suite of one kernel: edges of its own tile, both masks, grouped heads, narrow head dims, every layout."""
-    if unit.row.operation == "attention_combine":
-        yield from _combine_problems(unit)
-        return
-    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.head_dim
+    return _operation(unit).problems(unit)
+
+
+def _forward_problems(unit: Unit) -> Iterator[Problem]:
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
     narrow = dim // 2 + 8  # a multiple of 8 inside a 64-column segment; of 256 columns the last segment is all outside
     splits = _split_counts(unit)
     sizes: tuple[tuple[int, int, int, int, int, int, Layout, Values], ...] = (
         # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
-        # One past a tile, both ways: the tile index (F16).
+        # One past a tile, both ways: the tile index.
         (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),
         # Whole tiles, two batches; nobody wants the log-sum-exp.
         (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),
@@ -117,7 +119,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
             # Causal: the first 64 rows of a tile see one key block, the others two; of two shares they see none of one.
             (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED),
         )
-    for causal in (mask == "causal" for mask in unit.row.masks):
+    for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
             problem = Problem(
                 Shape(batch, heads, key_heads, seq_q, seq_k, columns),
@@ -147,6 +149,32 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
+Runner = Callable[[Unit, Problem, Settings, Options], Outcome]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """How the kernels of one operation are tried out."""
+
+    problems: Callable[[Unit], Iterator[Problem]]
+    run: Runner
+    run_huge: Runner
+
+
+_OPERATIONS = {
+    "attention_forward": _Operation(_forward_problems, run_forward, huge.run_forward),
+    "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
+}
+
+
+def _operation(unit: Unit) -> _Operation:
+    name = unit.row.operation
+    if name not in _OPERATIONS:
+        msg = f"there are no problems to emulate {name} on; known: {', '.join(_OPERATIONS)}; add it to flashmoe_build/emulation/cases.py"
+        raise TableError(msg)
+    return _OPERATIONS[name]
+
+
 def matching(tables: Tables, text: str) -> tuple[Kernel, ...]:
     """The kernel of that label, or else all whose label contains ``text``."""
     every = kernels(tables)
@@ -170,9 +198,6 @@ def settings_for(case: Case, **changes: object) -> Settings:
 
 def run_case(case: Case, options: Options, **changes: object) -> Outcome:
     """Runs one case on the emulated machine and checks the result."""
-    is_combine = case.kernel.unit.row.operation == "attention_combine"
-    if case.problem.huge:
-        run = huge.run_combine if is_combine else huge.run_forward
-    else:
-        run = run_combine if is_combine else run_forward
+    operation = _operation(case.kernel.unit)
+    run = operation.run_huge if case.problem.huge else operation.run
     return run(case.kernel.unit, case.problem, settings_for(case, **changes), options)

@@ -39,7 +39,7 @@ PROBE_COUNT = 64
 def problems(unit: Unit) -> list[Problem]:
     """One problem a mask: ordinary scores over several tiles, and a maximum that keeps moving. Split kernels share the keys
     out to three blocks; their two results are added up by the combine kernel's own problem."""
-    dim = unit.row.head_dim
+    dim = unit.row.axes["head_dim"]
     if unit.row.operation == "attention_combine":
         return [
             Problem(Shape(1, 2, 1, 33, 64, columns), unit.dtype, False, data_seed=columns, splits=splits)
@@ -52,7 +52,7 @@ def problems(unit: Unit) -> list[Problem]:
             Shape(1, 2, 1, seq_q, seq_k, dim), unit.dtype, mask == "causal", values=values, data_seed=7, splits=splits
         )
         for mask, (seq_q, seq_k, values) in sizes.items()
-        if mask in unit.row.masks
+        if mask in unit.row.words["mask"]
     ]
 
 
@@ -93,7 +93,7 @@ def _record(
         scale=problem.scale,
         scale_log2=problem.scale_log2,
     )
-    maps = _maps(unit, problem) if unit.row.family == "sm90" else []
+    maps = _maps(unit, problem) if unit.row.descriptor.tensor_maps is not None else []
     tensors = {
         **given,
         **{name: unwritten(tensor) for name, tensor in expected.items()},

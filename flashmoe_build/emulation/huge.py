@@ -41,7 +41,7 @@ def huge_problem(unit: Unit, causal: bool) -> Problem:
     """2^26 heads of 40 rows: 2.7e9 rows of queries, more than an int32 counts. One tile a head; with splits, the second
     of two has the keys from block_n on."""
     keys = unit.row.block_n + 40
-    shape = Shape(2**13, 2**13, 2**12, 40, keys, unit.row.head_dim)
+    shape = Shape(2**13, 2**13, 2**12, 40, keys, unit.row.axes["head_dim"])
     is_split = bool(unit.row.options.get("split")) or unit.row.operation == "attention_combine"
     return Problem(shape, unit.dtype, causal, values=Values.NORMAL, data_seed=9, splits=2 if is_split else 1, huge=True)
 
@@ -74,10 +74,10 @@ def _place_last(library: KernelLibrary, tensor: torch.Tensor, elements: int, nam
     return space.base
 
 
-def _params(problem: Problem, **pointers: int) -> ForwardParams:
+def _params(problem: Problem, **pointers: int) -> ctypes.Structure:
     s = problem.shape
 
-    def strides(heads: int, rows: int) -> Strides:
+    def strides(heads: int, rows: int) -> ctypes.Structure:
         return Strides(heads * rows * s.head_dim, rows * s.head_dim, s.head_dim)
 
     query, key = strides(s.heads_q, s.seq_q), strides(s.heads_kv, s.seq_k)
@@ -103,7 +103,7 @@ def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Optio
     """The last head of the last batch, and of its splits the last."""
     library = load(kernel_library(unit, options))
     s, row = problem.shape, unit.row
-    symbol = dict(unit.entries)["causal" if problem.causal else "full"]
+    symbol = unit.symbol("causal" if problem.causal else "full")
     inputs, part, part_inputs = _one_head(problem, row.block_n if problem.splits > 1 else 0)
     rows, keys = s.batch * s.heads_q * s.seq_q, s.batch * s.heads_kv * s.seq_k
     is_split = problem.splits > 1

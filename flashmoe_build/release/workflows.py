@@ -1,4 +1,4 @@
-"""CI's jobs for GPUs, generated from csrc/arch.toml, and the verdict over all of CI's jobs.
+"""CI's jobs for GPUs, generated from csrc/tables/arch.toml, and the verdict over all of CI's jobs.
 
     nox -s workflows                  # write the generated jobs into .github/workflows (-- --check: compare only)
     nox -s ci_summary                 # the one required job: reads the results of all others from NEEDS
@@ -23,7 +23,7 @@ from flashmoe.tools.tables import Gpu, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".github" / "workflows"
-BEGIN = "  # generated from csrc/arch.toml by `nox -s workflows`: begin\n"
+BEGIN = "  # generated from csrc/tables/arch.toml by `nox -s workflows`: begin\n"
 END = "  # generated: end\n"
 GPU_PREFIX = "gpu-"
 # Jobs of ci.yml that must have succeeded; those of GPUs may be skipped.
@@ -144,9 +144,9 @@ def update(folder: Path, *, check: bool) -> int:
             if not check:
                 path.write_text(new, encoding="utf-8")
     if stale and check:
-        print(f"{', '.join(stale)}: not what csrc/arch.toml gives; run `nox -s workflows`", file=sys.stderr)
+        print(f"{', '.join(stale)}: not what csrc/tables/arch.toml gives; run `nox -s workflows`", file=sys.stderr)
         return ExitCode.FAILED
-    print(f"wrote {', '.join(stale)}" if stale else "the workflows are those of csrc/arch.toml")
+    print(f"wrote {', '.join(stale)}" if stale else "the workflows are those of csrc/tables/arch.toml")
     return ExitCode.OK
 
 

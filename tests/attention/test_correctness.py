@@ -105,7 +105,7 @@ def _families() -> list[str]:
 def _has_kernel(family: str, dtype: torch.dtype, head_dim: int) -> bool:
     word = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
     rows = [row for row in load_tables().kernels if row.family == family and word in row.dtypes]
-    return any(row.operation == "attention_forward" and row.head_dim >= head_dim for row in rows)
+    return any(row.operation == "attention_forward" and row.axes["head_dim"] >= head_dim for row in rows)
 
 
 @pytest.mark.gpu
@@ -156,7 +156,11 @@ def test_every_kernel_of_a_family_is_chosen_for_something_and_right(
     rows = [row for row in load_tables().kernels if row.family == family and row.operation == "attention_forward"]
     for dtype, word in ((torch.float16, "f16"), (torch.bfloat16, "bf16")):
         for mask in ("full", "causal"):
-            served = [row for row in rows if row.head_dim == head_dim and word in row.dtypes and mask in row.masks]
+            served = [
+                row
+                for row in rows
+                if row.axes["head_dim"] == head_dim and word in row.dtypes and mask in row.words["mask"]
+            ]
             launched = set()
             for seed, problem in enumerate(_problems_of_every_kind(head_dim, mask == "causal")) if served else ():
                 _check(problem, "cuda", dtype, KINDS[seed % 4], bshd=seed % 2 == 1, seed=seed)

@@ -22,10 +22,9 @@ from flashmoe.tools.tables import Tables, Unit, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
+REAL_TABLES, ROWS = ("tables/arch.toml", "attention/operations.toml"), "attention/kernels.toml"
 KERNELS_TOML = """
 schema = 1
-[virtual.sm80]
-default = "compute_80"
 [[kernel]]
 operation = "attention_forward"
 family = "sm80"
@@ -39,7 +38,7 @@ warps = 4
 min_blocks = 1
 schedule = "grid"
 why = "a small row for the tests of the audit"
-options = { query_in_registers = 0, split = 0, masked_loop = 1 }
+options = { masked_loop = 1 }
 """
 # Uses the shims as our host code does, exports our four names, registers nothing.
 HOST = r"""
@@ -316,16 +315,17 @@ def package_files(library: Path, name: str = "libflashmoe.so", kernels: str = KE
         **PACKAGE,
         f"flashmoe/{name}": library.read_bytes(),
         "flashmoe/provenance.json": (library.parent / "provenance.json").read_bytes(),
-        "flashmoe/_tables/arch.toml": (ROOT / "csrc" / "arch.toml").read_bytes(),
-        "flashmoe/_tables/kernels.toml": kernels,
+        **{f"flashmoe/_tables/{name}": (ROOT / "csrc" / name).read_bytes() for name in REAL_TABLES},
+        f"flashmoe/_tables/{ROWS}": kernels,
     }
 
 
 def small_tables(folder: Path, kernels: str = KERNELS_TOML) -> Tables:
     """The real architecture table with a small kernel table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "arch.toml").write_bytes((ROOT / "csrc" / "arch.toml").read_bytes())
-    (folder / "kernels.toml").write_text(kernels)
+    for name in REAL_TABLES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / "csrc" / name).read_bytes())
+    (folder / ROWS).write_text(kernels)
     return load_tables(folder)
 
 

@@ -150,8 +150,15 @@ def test_log_has_the_launchability_table(sound: Path, tables: Tables) -> None:
 
 
 def test_table_shows_where_nothing_fits() -> None:
-    """The worse of the two masks counts, and a kernel that cannot be launched has no block."""
-    common = {"target": "sm_80", "threads": 128, "smem_static": 0, "smem_dynamic": 122880, "local_memory": 0}
+    """The worst kernel of a unit counts, and a kernel that cannot be launched has no block."""
+    common = {
+        "unit": "k",
+        "target": "sm_80",
+        "threads": 128,
+        "smem_static": 0,
+        "smem_dynamic": 122880,
+        "local_memory": 0,
+    }
     rows = [
         {**common, "kernel": "flashmoe_k_full", "gpu": "sm80", "registers": 100, "blocks_per_sm": 2, "problems": []},
         {**common, "kernel": "flashmoe_k_causal", "gpu": "sm80", "registers": 168, "blocks_per_sm": 1, "problems": []},

@@ -11,7 +11,7 @@ from flashmoe.tools.tables import load_tables
 
 def launch(gpu: str, *, registers: int | None = 64, threads: int = 128, static: int = 0, dynamic: int = 0) -> Launch:
     tables = load_tables()
-    need = Need("k", "t", registers, threads, static, dynamic, 0)
+    need = Need("k", "u", "t", registers, threads, static, dynamic, 0)
     return launchability(
         need,
         tables.gpu(gpu),

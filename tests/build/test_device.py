@@ -130,14 +130,14 @@ def test_stages_give_every_item_its_own_key() -> None:
 
 @pytest.mark.parametrize("virtual", ["compute_90", "compute_90a", "sm_80", "compute_86"])
 def test_ptx_that_a_target_cannot_take_is_refused(tree: Path, virtual: str) -> None:
-    path = tree / "csrc" / "kernels.toml"
+    path = tree / "csrc" / "tables" / "arch.toml"
     path.write_text(path.read_text().replace('default = "compute_80"', f'default = "{virtual}"', 1))
     with pytest.raises(TableError, match=rf"\[virtual.sm80\] makes .* from {virtual}, which cannot be"):
         load_tables(tree / "csrc")
 
 
 def test_a_family_without_a_virtual_architecture_is_refused(tree: Path) -> None:
-    path = tree / "csrc" / "kernels.toml"
+    path = tree / "csrc" / "tables" / "arch.toml"
     path.write_text(path.read_text().replace("[virtual.sm75]", "[virtual.sm76]", 1))
     with pytest.raises(TableError, match=r"\[virtual.sm75\] states no virtual architecture"):
         load_tables(tree / "csrc")

@@ -9,10 +9,9 @@ import pytest
 from flashmoe.errors import TableError
 from flashmoe.tools.tables import load_tables
 
+ROWS, DESCRIPTORS = "attention/kernels.toml", "attention/operations.toml"
 GOOD_ROW = """
 schema = 1
-[virtual.sm80]
-default = "compute_80"
 [[kernel]]
 operation = "attention_forward"
 family = "sm80"
@@ -25,22 +24,24 @@ stages = 2
 warps = 4
 min_blocks = 2
 schedule = "grid"
-options = {query_in_registers = 0, split = 0, masked_loop = 1}
+options = { masked_loop = 1 }
 why = "a test"
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path, root: Path) -> Path:
-    (tmp_path / "arch.toml").write_text((root / "csrc" / "arch.toml").read_text())
-    (tmp_path / "kernels.toml").write_text(GOOD_ROW)
+    for name in ("tables/arch.toml", "attention/operations.toml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text((root / "csrc" / name).read_text())
+    (tmp_path / ROWS).write_text(GOOD_ROW)
     return tmp_path
 
 
-def edit(folder: Path, old: str, new: str) -> None:
-    text = (folder / "kernels.toml").read_text()
-    assert text.count(old) == 1
-    (folder / "kernels.toml").write_text(text.replace(old, new))
+def edit(folder: Path, old: str, new: str, name: str = ROWS) -> None:
+    text = (folder / name).read_text()
+    assert text.count(old) >= 1
+    (folder / name).write_text(text.replace(old, new, 1))
 
 
 def test_the_fixture_is_good(folder: Path) -> None:
@@ -57,7 +58,7 @@ def test_every_gpu_has_a_kernel_for_each_head_dim() -> None:
                 if gpu.name in unit.target.gpus
                 and not unit.target.is_ptx
                 and unit.row.operation == "attention_forward"
-                and unit.row.head_dim == head_dim
+                and unit.row.axes["head_dim"] == head_dim
                 and unit.row.family in gpu.families
             ]
             assert rows, f"{gpu.name} has no kernel for head_dim {head_dim}"
@@ -71,27 +72,36 @@ def test_bf16_for_sm75_is_refused(folder: Path) -> None:
 
 
 def test_shared_memory_over_the_limit_names_gpu_and_bytes(folder: Path) -> None:
-    """F15: the tile that does not fit is found in the table, before anything is compiled."""
+    """The tile that does not fit is found in the table, before anything is compiled."""
     edit(folder, "stages = 2", "stages = 6")
     with pytest.raises(TableError, match=r"114688 bytes of shared memory, but a block on sm86 has at most 101376"):
         load_tables(folder)
 
 
 def test_the_same_kernel_twice(folder: Path) -> None:
-    text = (folder / "kernels.toml").read_text()
-    (folder / "kernels.toml").write_text(text + text.replace("schema = 1", ""))
-    with pytest.raises(TableError, match="twice"):
+    text = (folder / ROWS).read_text()
+    (folder / ROWS).write_text(text + text.replace("schema = 1", ""))
+    with pytest.raises(TableError, match="row 2 .* states .*_d64_causal for sm_80, and a row before it too"):
         load_tables(folder)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('dtypes = ["f16"]', 'dtypes = ["f8"]', "dtype 'f8'"),
+        ('dtypes = ["f16"]', 'dtypes = ["f8"]', "dtypes 'f8': known: f16, bf16, f32"),
         ('targets = ["sm_80"]', 'targets = ["sm_81"]', "no target 'sm_81'"),
         ('schedule = "grid"', 'schedule = "stream"', "schedule 'stream'"),
         ("stages = 2", "", "stages"),
-        ("stages = 2", "stages = 2\nflavour = 3", "flavour"),
+        ("stages = 2", "stages = 2\nflavour = 3", r"row 1 \(attention_forward sm80 d64\): unknown key 'flavour'"),
+        ("stages = 2", 'stages = "2"', r"attention/kernels\.toml, row 1 .*: stages '2': int is needed"),
+        ("head_dim = 64", "", "head_dim is missing"),
+        ("head_dim = 64", 'head_dim = 64\nmask = ["sliding"]', "mask 'sliding': known: causal, full"),
+        ('schedule = "grid"', 'schedule = "persistent"', "schedule 'persistent': known: grid"),
+        ('family = "sm80"', 'family = "sm70"', "family 'sm70': known: sm75, sm80, sm90"),
+        ('operation = "attention_forward"', 'operation = "moe"', "operation 'moe': known: attention_forward"),
+        ("masked_loop = 1", "masked_lop = 1", r"sm80 d64\), options: unknown key 'masked_lop'; known: masked_loop, query_in"),
+        ("masked_loop = 1", "masked_loop = true", "masked_loop True: int is needed"),
+        ("warps = 4", "warps = 4\ncost = { key = 1.0 }", r"sm80 d64\), cost: ends is missing"),
         ("schema = 1", "schema = 7", "schema 7"),
         ("[[kernel]]", "[[colonel]]", r"no \[\[kernel\]\] row"),
         ("warps = 4", "warps = = 4", "not TOML"),
@@ -99,5 +109,70 @@ def test_the_same_kernel_twice(folder: Path) -> None:
 )
 def test_damaged_rows(folder: Path, old: str, new: str, message: str) -> None:
     edit(folder, old, new)
+    with pytest.raises(TableError, match=message):
+        load_tables(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('entry = "flashmoe', 'enter = "flashmoe', "attention_forward, family, sm75: entry is missing"),
+        ('schedules = ["grid"]', 'schedules = ["grid"]\nstages = 2', "unknown key 'stages'"),
+        ("block_m * head_dim", "block_m * dim", "no value 'dim'; known: head_dim, block_m"),
+        ("block_m * head_dim", "block_m ** head_dim", "'block_m [*][*] head_dim' is not allowed"),
+        ("block_m * head_dim", "block_m * * head_dim", "is no arithmetic"),
+        ("block_m * head_dim", "block_m // 0", "division by 0"),
+        ('tile = ["block_m", "block_n", "stages"]', 'tile = ["block_k"]', "tile 'block_k': known: block_m"),
+        ('"share"]', '"share", "more"]', r"cost 5: csrc/host/kernel_table\.h has room for 4"),
+        ("needs_cost = true", "needs_cost = 1", "needs_cost 1: bool is needed"),
+    ],
+)
+def test_damaged_descriptors(folder: Path, old: str, new: str, message: str) -> None:
+    edit(folder, 'family = "sm80"', 'family = "sm75"')
+    edit(folder, 'targets = ["sm_80"]', 'targets = ["sm_75"]')
+    edit(folder, "options = { masked_loop = 1 }", "")
+    edit(folder, old, new, DESCRIPTORS)
+    with pytest.raises(TableError, match=message):
+        load_tables(folder)
+
+
+def test_the_order_of_options_is_the_descriptors(folder: Path) -> None:
+    edit(folder, "{ masked_loop = 1 }", "{ masked_loop = 1, query_in_registers = 1 }")
+    (row,) = load_tables(folder).kernels
+    assert list(row.options.items()) == [("query_in_registers", 1), ("split", 0), ("masked_loop", 1)]
+
+
+def test_a_tile_chosen_by_cost_states_it(folder: Path, root: Path) -> None:
+    """It would never be chosen, and nothing else would say so."""
+    text = (root / "csrc" / ROWS).read_text()
+    line = "cost = { key = 0.0227, ends = 3.0, split = 13.0, share = 0.4 }\n"
+    assert text.count(line) == 1
+    (folder / ROWS).write_text(text.replace(line, ""))
+    with pytest.raises(TableError, match=r"\(attention_forward sm90 d256 split\): cost is missing"):
+        load_tables(folder)
+
+
+def test_a_folder_lacks_one_of_its_two_files(folder: Path) -> None:
+    (folder / DESCRIPTORS).rename(folder / "kept.toml")
+    with pytest.raises(TableError, match=r"cannot read .*attention/operations\.toml"):
+        load_tables(folder)
+    (folder / "kept.toml").rename(folder / DESCRIPTORS)
+    (folder / ROWS).unlink()
+    with pytest.raises(TableError, match=r"cannot read .*attention/kernels\.toml"):
+        load_tables(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("smem_static_limit", "smem_static_limt", "arch.toml: smem_static_limit is missing"),
+        ('[[target]]\nname', '[[targets]]\nname', "arch.toml: unknown key 'targets'; known: gpu, "),
+        ('gpus = ["sm75"]', 'gpu = ["sm75"]', r"arch.toml: \[\[target\]\]: gpus is missing"),
+        ('families = ["sm75"]', "", r"arch.toml: \[\[gpu\]\] 'sm75': 'families'"),
+        ("[virtual.sm80]", "[virtual.sm81]", r"arch.toml: \[virtual.sm80\] states no virtual architecture for sm_80"),
+    ],
+)
+def test_damaged_architectures(folder: Path, old: str, new: str, message: str) -> None:
+    edit(folder, old, new, "tables/arch.toml")
     with pytest.raises(TableError, match=message):
         load_tables(folder)

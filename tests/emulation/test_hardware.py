@@ -26,7 +26,7 @@ def test_every_kernel_of_the_target_is_recorded() -> None:
     assert set(UNITS) == {unit.name for unit in load_tables().units((TARGET,))}
     for unit in UNITS.values():
         masks = {"causal" if problem.causal else "full" for problem in problems(unit)}
-        assert masks == set(unit.row.masks or ("full",))
+        assert masks == set(unit.row.words.get("mask", ("full",)))
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,19 @@ HARNESS = """
 extern "C" const unsigned char flashmoe_binaries[1] = {0};
 extern "C" const char flashmoe_index[1] = {0};
 
-using namespace flashmoe::host;
+using namespace flashmoe;
 
 // Writes "symbol target splits" of the choice, or the error's text, to `answer`; returns 0 or 1.
 extern "C" int choose(int capability, int multiprocessors, const char* forced, int is_bf16, int is_causal, int head_dim,
                       const long long* sizes, char* answer, int length) {
-  SelectorInput input{capability, multiprocessors, "a GPU", forced, is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16,
-                      is_causal ? Mask::kCausal : Mask::kFull, head_dim, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
+  const host::KernelRequest request{capability, multiprocessors, "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  const attention::SelectorInput input{request, is_causal ? attention::Mask::kCausal : attention::Mask::kFull, head_dim,
+                                       sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]};
   try {
-    const KernelTable& table = kernel_table();
-    const FamilyList families = resolve_families(input, loadable_kernels(capability, table), table);
-    const Choice choice = select_forward(input, families, table);
-    std::snprintf(answer, length, "%s %s %d", choice.forward->symbol, table.binaries[choice.forward->binary].target,
-                  choice.num_splits);
+    const attention::Choice choice = attention::select_forward(input);
+    std::snprintf(answer, length, "%s %s %d", choice.forward->symbol,
+                  host::kernel_table().binaries[choice.forward->binary].target, choice.num_splits);
     return 0;
   } catch (const std::exception& error) {
     std::snprintf(answer, length, "%s", error.what());
@@ -75,6 +75,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         str(folder / "table.cpp"),
         str(folder / "harness.cpp"),
         str(ROOT / "csrc" / "attention" / "host" / "select.cpp"),
+        str(ROOT / "csrc" / "host" / "find_kernels.cpp"),
     ]
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
     subprocess.run([find_toolchain().cxx, *flags, *sources, "-o", str(library)], check=True, timeout=120)

@@ -1,15 +1,21 @@
 #include "attention/host/arguments.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
-#include <numeric>
-#include <string>
+#include <optional>
 #include <utility>
 
 namespace flashmoe {
-namespace host {
+namespace attention {
 namespace {
+
+using host::describe_device;
+using host::describe_dtype;
+using host::describe_sizes;
+using host::ErrorCode;
+using host::fail;
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;  // kernels hold scale * log2(e) in float32
@@ -19,56 +25,30 @@ struct Shape {
   const int64_t* strides;
 };
 
-std::string describe(const int64_t* sizes, int64_t rank) {
-  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
-  text << '[';
-  for (int64_t axis = 0; axis < rank; ++axis) text << (axis > 0 ? ", " : "") << sizes[axis];
-  text << ']';
-  return text.str();
-}
-
-// torch's numbers for its scalar types, which its stable ABI fixes.
-std::string describe_dtype(int32_t dtype) {
-  static constexpr const char* kNames[] = {"uint8",     "int8",       "int16", "int32", "int64",  "float16", "float32", "float64",
-                                           "complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"};
-  constexpr int32_t kNumNames = sizeof(kNames) / sizeof(kNames[0]);
-  if (dtype >= 0 && dtype < kNumNames) return kNames[dtype];
-  return "torch scalar type " + std::to_string(dtype);
-}
-
-std::string describe_device(const Tensor& tensor) {
-  const int32_t type = tensor.device_type();
-  std::string text = type == aoti_torch_device_type_cpu() ? "cpu" : type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
-  if (type != aoti_torch_device_type_cpu()) text += ":" + std::to_string(tensor.device_index());
-  return text;
-}
-
-Dtype supported_dtype(int32_t dtype, bool is_cuda) {
-  static const int32_t kHalf = aoti_torch_dtype_float16();
-  static const int32_t kBFloat16 = aoti_torch_dtype_bfloat16();
-  static const int32_t kFloat = aoti_torch_dtype_float32();
-  if (dtype == kHalf) return Dtype::kFloat16;
-  if (dtype == kBFloat16) return Dtype::kBFloat16;
-  if (dtype == kFloat && !is_cuda) return Dtype::kFloat32;
-  if (dtype == kFloat) {
+Dtype supported_dtype(int32_t torch_dtype, bool is_cuda) {
+  const std::optional<Dtype> dtype = host::dtype_of(torch_dtype);
+  if (!dtype.has_value()) {
+    fail(ErrorCode::kDtype, "no kernel for ", describe_dtype(torch_dtype), "; supported: float16, bfloat16",
+         is_cuda ? "" : ", float32", "; convert the tensors");
+  }
+  if (*dtype == Dtype::kFloat32 && is_cuda) {
     fail(ErrorCode::kDtype, "float32 has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors or "
                             "use torch's scaled_dot_product_attention");
   }
-  fail(ErrorCode::kDtype, "no kernel for ", describe_dtype(dtype), "; supported: float16, bfloat16",
-       is_cuda ? "" : ", float32", "; convert the tensors");
+  return *dtype;
 }
 
 Shape check_shape(const Tensor& tensor, const char* name) {
   const int64_t rank = tensor.dim();
   const int64_t* sizes = tensor.sizes();
   if (rank != 4) {
-    fail(ErrorCode::kShape, name, " has shape ", describe(sizes, rank),
+    fail(ErrorCode::kShape, name, " has shape ", describe_sizes(sizes, rank),
          "; four dimensions are needed: [batch, heads, sequence, head_dim]; ",
          rank < 4 ? "add dimensions with unsqueeze" : "merge the leading ones with flatten");
   }
   for (int64_t axis = 0; axis < rank; ++axis) {
     if (sizes[axis] > std::numeric_limits<int32_t>::max()) {
-      fail(ErrorCode::kShape, name, " has shape ", describe(sizes, rank), "; each size must be below 2^31");
+      fail(ErrorCode::kShape, name, " has shape ", describe_sizes(sizes, rank), "; each size must be below 2^31");
     }
   }
   const int64_t* strides = tensor.strides();
@@ -82,21 +62,21 @@ Shape check_shape(const Tensor& tensor, const char* name) {
 void check_same_size(const Shape& left, const char* left_name, const Shape& right, const char* right_name, int axis,
                      const char* axis_name) {
   if (left.sizes[axis] != right.sizes[axis]) {
-    fail(ErrorCode::kShape, axis_name, " differs: ", left_name, " has ", describe(left.sizes, 4), ", ", right_name,
-         " has ", describe(right.sizes, 4), "; make them equal");
+    fail(ErrorCode::kShape, axis_name, " differs: ", left_name, " has ", describe_sizes(left.sizes, 4), ", ", right_name,
+         " has ", describe_sizes(right.sizes, 4), "; make them equal");
   }
 }
 
 // Strides of a dense tensor with q's order of dimensions, as torch's empty_like gives it; contiguous where q overlaps
 // itself or has gaps that make its order meaningless.
-Sizes4 output_strides(const int64_t* sizes, const int64_t* strides) {
+std::array<int64_t, 4> output_strides(const int64_t* sizes, const int64_t* strides) {
   std::array<int, 4> order{0, 1, 2, 3};
   const bool is_expanded = std::any_of(strides, strides + 4, [](int64_t stride) { return stride == 0; });
   if (!is_expanded) {
     std::stable_sort(order.begin(), order.begin() + 3,
                      [&](int left, int right) { return strides[left] > strides[right]; });
   }
-  Sizes4 result{};
+  std::array<int64_t, 4> result{};
   int64_t stride = 1;
   for (int position = 3; position >= 0; --position) {
     const auto axis = static_cast<std::size_t>(order[static_cast<std::size_t>(position)]);
@@ -106,14 +86,14 @@ Sizes4 output_strides(const int64_t* sizes, const int64_t* strides) {
   return result;
 }
 
-attention::Strides row_strides(const Tensor& tensor) {
+Strides row_strides(const Tensor& tensor) {
   const int64_t* strides = tensor.strides();
   return {strides[0], strides[1], strides[2]};
 }
 
 }  // namespace
 
-void check_arguments(AttentionArguments& arguments) {
+void check_arguments(ForwardArguments& arguments) {
   const Tensor& q = arguments.q;
   const Tensor& k = arguments.k;
   const Tensor& v = arguments.v;
@@ -161,23 +141,23 @@ void check_arguments(AttentionArguments& arguments) {
   }
 }
 
-AttentionOutputs allocate_outputs(const AttentionArguments& arguments, bool with_lse) {
+ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse) {
   const int64_t* sizes = arguments.q.sizes();
-  const Sizes4 strides = output_strides(sizes, arguments.q.strides());
-  AttentionOutputs outputs;
-  outputs.out = empty_strided(4, sizes, strides.data(), arguments.torch_dtype, arguments.device_type,
+  const std::array<int64_t, 4> strides = output_strides(sizes, arguments.q.strides());
+  ForwardOutputs outputs;
+  outputs.out = host::empty_strided(4, sizes, strides.data(), arguments.torch_dtype, arguments.device_type,
                               arguments.device_index);
   if (with_lse) {
-    outputs.lse = empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
+    outputs.lse = host::empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
                         arguments.device_index);
   }
   return outputs;
 }
 
-attention::ForwardParams make_params(const AttentionArguments& arguments, const AttentionOutputs& outputs) {
+ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
   const int64_t* q_sizes = arguments.q.sizes();
   const int64_t* k_sizes = arguments.k.sizes();
-  attention::ForwardParams params{};
+  ForwardParams params{};
   params.q = arguments.q.data();
   params.k = arguments.k.data();
   params.v = arguments.v.data();
@@ -199,5 +179,5 @@ attention::ForwardParams make_params(const AttentionArguments& arguments, const 
   return params;
 }
 
-}  // namespace host
+}  // namespace attention
 }  // namespace flashmoe

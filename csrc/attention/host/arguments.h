@@ -1,17 +1,17 @@
-// Checks of the operator's arguments, and the parameter block made from them. The Python statement of the same rules,
+// Checks of the forward operators' arguments, and the parameter block made from them. The Python statement of the same rules,
 // with longer explanations, is flashmoe/checks.py; a test holds the two against each other.
 #pragma once
 
+#include "attention/host/select.h"
 #include "attention/params/forward.h"
-#include "host/kernel_table.h"
 #include "host/tensor.h"
 
 namespace flashmoe {
-namespace host {
+namespace attention {
 
-constexpr int64_t kMaxHeadDim = 256;
+using host::Tensor;
 
-struct AttentionArguments {
+struct ForwardArguments {
   Tensor q;    // [batch, heads_q,  seq_q, head_dim]
   Tensor k;    // [batch, heads_kv, seq_k, head_dim]
   Tensor v;    // [batch, heads_kv, seq_k, head_dim]
@@ -24,19 +24,19 @@ struct AttentionArguments {
   int32_t device_index = 0;
 };
 
-struct AttentionOutputs {
+struct ForwardOutputs {
   Tensor out;  // [batch, heads_q, seq_q, head_dim], q's order of strides
   Tensor lse;  // [batch, heads_q, seq_q] fp32; empty where nobody wants it
 };
 
 // Throws with a code and a message on the first rule that the arguments break.
-void check_arguments(AttentionArguments& arguments);
+void check_arguments(ForwardArguments& arguments);
 
 // Uninitialised outputs of the right shape, dtype and device.
-AttentionOutputs allocate_outputs(const AttentionArguments& arguments, bool with_lse);
+ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse);
 
 // Sizes, strides and pointers; no split, no counter.
-attention::ForwardParams make_params(const AttentionArguments& arguments, const AttentionOutputs& outputs);
+ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 
-}  // namespace host
+}  // namespace attention
 }  // namespace flashmoe

@@ -1,55 +1,75 @@
 #include "attention/host/select.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 #include <limits>
-#include <sstream>
 #include <string>
-
-#include "host/error.h"
+#include <type_traits>
+#include <vector>
 
 namespace flashmoe {
-namespace host {
+namespace attention {
 namespace {
 
-bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
+// The variants of a tile, by the table's words.
+enum Variant : std::size_t {
+  kStandard,
+  kShort,  // for short sequences
+  kM128,   // for the last wave
+  kM64,    // for fewer query tiles than multiprocessors
+  kSplit,  // the keys of a query tile divided over several blocks
+  kNumVariants
+};
+constexpr std::array<const char*, kNumVariants> kVariantNames{"", "short", "m128", "m64", "split"};
 
-const GpuFamilies* families_of(int32_t capability, const KernelTable& table) {
-  // The GPU itself, or the newest one that the table knows below it: a GPU made after this build runs that one's list.
-  const GpuFamilies* best = nullptr;
-  for (int32_t index = 0; index < table.num_gpus; ++index) {
-    const GpuFamilies& gpu = table.gpus[index];
-    if (gpu.capability <= capability && (best == nullptr || gpu.capability > best->capability)) best = &gpu;
+// One family's kernels for a dtype, mask and head dim; null where it has none, except kStandard.
+struct FamilyKernels {
+  const char* family;
+  std::array<const Kernel*, kNumVariants> tiles;
+  const Kernel* combine;  // adds up the partial results of kSplit
+};
+
+using FamilyList = std::vector<FamilyKernels>;  // best first
+using AllowedFamilies = std::array<const FamilyKernels*, std::extent_v<decltype(host::GpuFamilies::families)>>;
+
+int32_t head_dim_of(const Kernel& kernel) { return kernel.axes[axis::kHeadDim]; }
+
+// The smallest kernel whose head_dim holds the tensor's.
+const Kernel* find_forward(const SelectorInput& input, const char* family, const char* variant,
+                           const host::KernelList& kernels) {
+  const auto mask = static_cast<int32_t>(input.mask);
+  return host::find_kernel({"attention_forward", family, variant, input.request.dtype, {input.head_dim, mask}},
+                           axis::kHeadDim, kernels);
+}
+
+// The second pass of split attention. Partial results look alike in all families, so one combine kernel serves them all: the
+// table has it under the family sm80 alone, and a GPU whose list names that family runs it behind the split kernels of every
+// other family of its list.
+const Kernel* find_combine(const SelectorInput& input, const host::KernelList& kernels) {
+  const Kernel* combine = nullptr;
+  for (const char* const* family = host::families_of(input.request.capability); combine == nullptr && *family != nullptr;
+       ++family) {
+    combine = host::find_kernel({"attention_combine", *family, "", input.request.dtype, {input.head_dim}}, axis::kHeadDim,
+                                kernels);
   }
-  return best;
+  return combine;
 }
 
-// Higher is better: exact machine code, then machine code of an older minor version, then PTX.
-int32_t preference(const DeviceBinary& binary, int32_t capability) {
-  return (binary.is_ptx ? 0 : 10000) + (binary.capability == capability ? 1000 : 0) + binary.capability +
-         (binary.is_arch_specific ? 1 : 0);
-}
-
-bool is_same_kernel(const Kernel& left, const Kernel& right) {
-  return left.dtype == right.dtype && left.mask == right.mask && left.head_dim == right.head_dim &&
-         equal(left.operation, right.operation) && equal(left.family, right.family) &&
-         equal(left.variant, right.variant);
-}
-
-// The smallest kernel of (operation, family, variant) whose head_dim holds the tensor's.
-const Kernel* find(const char* operation, const char* family, const char* variant, Mask mask,
-                   const SelectorInput& input, const KernelList& kernels) {
-  const Kernel* best = nullptr;
-  for (const Kernel* kernel : kernels) {
-    if (kernel->dtype == input.dtype && kernel->mask == mask && kernel->head_dim >= input.head_dim &&
-        (best == nullptr || kernel->head_dim < best->head_dim) && equal(kernel->variant, variant) &&
-        equal(kernel->family, family) && equal(kernel->operation, operation)) {
-      best = kernel;
+// The families that serve (capability, dtype, mask, head_dim) of `input`; the rest of it is not looked at.
+FamilyList resolve_families(const SelectorInput& input) {
+  const host::KernelList& kernels = host::loadable_kernels(input.request.capability);
+  const Kernel* combine = find_combine(input, kernels);
+  FamilyList result;
+  for (const char* const* family = host::families_of(input.request.capability); *family != nullptr; ++family) {
+    FamilyKernels found{*family, {}, combine};
+    for (std::size_t variant = 0; variant < kNumVariants; ++variant) {
+      found.tiles[variant] = find_forward(input, *family, kVariantNames[variant], kernels);
     }
+    if (found.tiles[kStandard] != nullptr) result.push_back(found);
   }
-  return best;
+  return result;
 }
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
@@ -70,71 +90,41 @@ constexpr int64_t kMaxShares = 32;  // one for each lane of the combining warp
 // How many blocks should share the keys of one query tile so that all multiprocessors have work; 1 for not at all.
 int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
   if (input.seq_k < kMinKeysToSplit) return 1;
-  const int64_t by_machine = input.num_multiprocessors / query_tiles(input, split);
+  const int64_t by_machine = input.request.num_multiprocessors / query_tiles(input, split);
   const int64_t by_keys = input.seq_k / kMinKeysPerSplit;
   return std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits}));
 }
 
 // Kernels for problems with fewer query tiles than multiprocessors; an empty choice where none applies.
 Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& family) {
-  if (family.split != nullptr && family.combine != nullptr) {
-    const int64_t splits = wanted_splits(input, *family.split);
-    if (splits > 1) return {family.split, family.combine, static_cast<int32_t>(splits)};
+  if (family.tiles[kSplit] != nullptr && family.combine != nullptr) {
+    const int64_t splits = wanted_splits(input, *family.tiles[kSplit]);
+    if (splits > 1) return {family.tiles[kSplit], family.combine, static_cast<int32_t>(splits)};
   }
   Choice choice;
-  if (family.small != nullptr && query_tiles(input, *family.standard) < input.num_multiprocessors) {
-    choice.forward = family.small;
+  if (family.tiles[kM64] != nullptr && query_tiles(input, *family.tiles[kStandard]) < input.request.num_multiprocessors) {
+    choice.forward = family.tiles[kM64];
   }
   return choice;
 }
 
-// Time on a GPU that runs sm90 kernels, in microseconds of an H100: what a block takes for a whole tile, by a key and at its
-// ends, and for a kernel that divides a tile's keys, what the partial results and the second kernel take. Fitted to 170
-// problems of 8 to 4096 tiles (docs/kernels/attention-sm90.md).
-struct TileCost {
-  const char* family;
-  const char* variant;
-  int32_t head_dim;
-  int32_t block_m;
-  double key;
-  double ends;
-  double split;
-  double share;
-};
-
-constexpr TileCost kTileCosts[] = {
-    {"sm90", "", 64, 192, 0.0110, 1.2, 0.0, 0.0},
-    {"sm90", "", 64, 256, 0.0154, 1.2, 0.0, 0.0},
-    {"sm90", "short", 64, 256, 0.0154, 1.2, 0.0, 0.0},
-    {"sm90", "m128", 64, 128, 0.0090, 1.5, 0.0, 0.0},
-    {"sm90", "split", 64, 256, 0.0149, 1.2, 4.0, 0.2},
-    {"sm80", "m64", 64, 64, 0.0085, 0.5, 0.0, 0.0},
-    {"sm90", "", 128, 192, 0.0167, 3.7, 0.0, 0.0},
-    {"sm90", "short", 128, 192, 0.0170, 3.1, 0.0, 0.0},
-    {"sm90", "m128", 128, 128, 0.0120, 4.0, 0.0, 0.0},
-    {"sm90", "split", 128, 128, 0.0120, 3.2, 7.0, 0.2},
-    {"sm80", "m64", 128, 64, 0.0165, 2.3, 0.0, 0.0},
-    {"sm90", "", 256, 128, 0.0227, 3.0, 0.0, 0.0},
-    {"sm90", "split", 256, 128, 0.0227, 3.0, 13.0, 0.4},
-};
-
+// Time on a GPU that runs sm90 kernels, in microseconds of an H100, by the cost that the kernel's row states; infinite without.
 double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits) {
-  const auto cost = std::find_if(std::begin(kTileCosts), std::end(kTileCosts), [&kernel](const TileCost& candidate) {
-    return candidate.head_dim == kernel.head_dim && candidate.block_m == kernel.block_m &&
-           equal(candidate.variant, kernel.variant) && equal(candidate.family, kernel.family);
-  });
-  if (cost == std::end(kTileCosts)) return std::numeric_limits<double>::infinity();
+  namespace cost = attention::cost;
+  if (!kernel.has_cost) return std::numeric_limits<double>::infinity();
   // Of the computing warps those with rows to work on share what the tensor cores and the exponential units give.
   const auto tile_time = [&](int64_t keys, int64_t rows) {
     const double busy = static_cast<double>(ceil_div(rows, kWarpgroupRows) * kWarpgroupRows) / kernel.block_m;
-    return static_cast<double>(keys) / static_cast<double>(splits) * cost->key * (0.4 + 0.6 * busy) + cost->ends;
+    return static_cast<double>(keys) / static_cast<double>(splits) * kernel.cost[cost::kKey] * (0.4 + 0.6 * busy) +
+           kernel.cost[cost::kEnds];
   };
   const int64_t tiles_of_head = ceil_div(input.seq_q, kernel.block_m);
   const int64_t last_rows = input.seq_q - (tiles_of_head - 1) * kernel.block_m;
   const int64_t first_rows = tiles_of_head > 1 ? kernel.block_m : last_rows;
   const auto items = static_cast<double>(query_tiles(input, kernel) * splits);
-  const auto processors = static_cast<double>(input.num_multiprocessors);
-  const double extra = splits > 1 ? cost->split + static_cast<double>(splits) * cost->share : 0.0;
+  const auto processors = static_cast<double>(input.request.num_multiprocessors);
+  const double extra =
+      splits > 1 ? kernel.cost[cost::kSplit] + static_cast<double>(splits) * kernel.cost[cost::kShare] : 0.0;
   if (input.mask != Mask::kCausal) return std::ceil(items / processors) * tile_time(input.seq_k, first_rows) + extra;
   // The longest tiles come first, so that short ones fill the end. Half a block of keys of each tile is masked.
   const auto visible = [&input](int64_t rows) { return std::clamp<int64_t>(input.seq_k - input.seq_q + rows, 1, input.seq_k); };
@@ -147,132 +137,72 @@ double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t sp
   return std::max(longest, std::min(in_rounds, filled)) + extra;
 }
 
-// Among the tiles of a family with the cost table above, and the smallest of `others`, the one with the least time.
+// Among the tiles of a family whose rows state a cost, and the 64-row tile of `others`, the one with the least time.
 Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* others) {
-  Choice best{family.standard, nullptr, 1};
-  double least = microseconds(input, *family.standard, 1);
+  Choice best{family.tiles[kStandard], nullptr, 1};
+  double least = microseconds(input, *family.tiles[kStandard], 1);
   const auto offer = [&](const Kernel* kernel, int64_t splits) {
-    if (kernel == nullptr || kernel->head_dim != family.standard->head_dim) return;
+    if (kernel == nullptr || head_dim_of(*kernel) != head_dim_of(*family.tiles[kStandard])) return;
     const double time = microseconds(input, *kernel, splits);
     if (time >= least) return;
     least = time;
     best = {kernel, splits > 1 ? family.combine : nullptr, static_cast<int32_t>(splits)};
   };
-  offer(family.early, 1);
-  offer(family.shorter, 1);
-  if (others != nullptr) offer(others->small, 1);
-  if (family.split == nullptr || family.combine == nullptr) return best;
-  const int64_t tiles = query_tiles(input, *family.split);
-  for (int64_t splits = 2; splits <= kMaxShares && splits * tiles <= input.num_multiprocessors; ++splits) {
-    if (input.seq_k / splits >= kMinKeysPerSplit) offer(family.split, splits);
+  offer(family.tiles[kShort], 1);
+  offer(family.tiles[kM128], 1);
+  if (others != nullptr) offer(others->tiles[kM64], 1);
+  if (family.tiles[kSplit] == nullptr || family.combine == nullptr) return best;
+  const int64_t tiles = query_tiles(input, *family.tiles[kSplit]);
+  for (int64_t splits = 2; splits <= kMaxShares && splits * tiles <= input.request.num_multiprocessors; ++splits) {
+    if (input.seq_k / splits >= kMinKeysPerSplit) offer(family.tiles[kSplit], splits);
   }
   return best;
 }
 
-std::string targets_held(const KernelTable& table) {
-  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
-  for (int32_t index = 0; index < table.num_binaries; ++index) {
-    const char* target = table.binaries[index].target;
-    bool is_first = true;
-    for (int32_t before = 0; before < index; ++before) {
-      if (equal(table.binaries[before].target, target)) is_first = false;
-    }
-    if (is_first) text << (text.tellp() > 0 ? ", " : "") << target;
+// resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
+const FamilyList& families_for(const SelectorInput& input) {
+  constexpr int64_t kGranularity = 8;  // kernels differ at multiples of this head_dim only
+  constexpr int64_t kHeadDims = kMaxHeadDim / kGranularity + 1;
+  struct Memory {
+    int32_t capability = 0;
+    std::array<FamilyList, 2 * 2 * kHeadDims> families;
+    std::array<bool, 2 * 2 * kHeadDims> is_known{};
+  };
+  thread_local Memory memory;
+  if (memory.capability != input.request.capability) {
+    memory.is_known.fill(false);
+    memory.capability = input.request.capability;
   }
-  const std::string held = text.str();
-  return held.empty() ? "none (a CPU-only build)" : held;
-}
-
-void check_forced(const SelectorInput& input, const KernelTable& table) {
-  for (int32_t index = 0; index < table.num_kernels; ++index) {
-    if (equal(table.kernels[index].family, input.forced_family)) return;
+  const int64_t mask = input.mask == Mask::kCausal ? 1 : 0;
+  const int64_t dtype = input.request.dtype == Dtype::kBFloat16 ? 1 : 0;
+  const auto slot = static_cast<std::size_t>((2 * mask + dtype) * kHeadDims + ceil_div(input.head_dim, kGranularity));
+  if (!memory.is_known[slot]) {
+    memory.families[slot] = resolve_families(input);
+    memory.is_known[slot] = true;
   }
-  fail(ErrorCode::kArgument, "FLASHMOE_KERNEL=", input.forced_family,
-       " names no kernel family of this build; families: sm75, sm80, sm90 as far as they were built");
-}
-
-[[noreturn]] void refuse(const SelectorInput& input, const KernelTable& table) {
-  const int32_t major = input.capability / 10;
-  const int32_t minor = input.capability % 10;
-  if (input.dtype == Dtype::kBFloat16 && input.capability < 80) {
-    fail(ErrorCode::kDtype, "BF16 needs compute capability 8.0; this is ", major, ".", minor, "; use float16");
-  }
-  if (input.forced_family != nullptr) {
-    fail(ErrorCode::kArgument, "FLASHMOE_KERNEL=", input.forced_family, ": this family has no kernel for ",
-         input.dtype == Dtype::kBFloat16 ? "bfloat16" : "float16", ", head_dim ", input.head_dim, " on ",
-         input.gpu_name, " (compute capability ", major, ".", minor, "); unset it or name another family");
-  }
-  fail(ErrorCode::kGpu, "no kernel for ", input.gpu_name, " (compute capability ", major, ".", minor,
-       ") in this build, which holds ", targets_held(table), "; rebuild with FLASHMOE_ARCHS=native or all, or use CPU tensors");
+  return memory.families[slot];
 }
 
 }  // namespace
 
-bool can_load(const DeviceBinary& binary, int32_t capability) {
-  if (binary.is_ptx) return capability >= binary.capability;
-  if (binary.is_arch_specific) return capability == binary.capability;
-  return capability / 10 == binary.capability / 10 && capability >= binary.capability;
-}
-
-KernelList loadable_kernels(int32_t capability, const KernelTable& table) {
-  KernelList best;
-  for (int32_t index = 0; index < table.num_kernels; ++index) {
-    const Kernel& kernel = table.kernels[index];
-    const DeviceBinary& binary = table.binaries[kernel.binary];
-    if (!can_load(binary, capability)) continue;
-    const auto known = std::find_if(best.begin(), best.end(),
-                                    [&kernel](const Kernel* other) { return is_same_kernel(*other, kernel); });
-    if (known == best.end()) {
-      best.push_back(&kernel);
-    } else if (preference(binary, capability) > preference(table.binaries[(*known)->binary], capability)) {
-      *known = &kernel;
-    }
+Choice select_forward(const SelectorInput& input) {
+  const char* forced = input.request.forced_family;
+  AllowedFamilies allowed{};
+  std::size_t count = 0;
+  for (const FamilyKernels& family : families_for(input)) {
+    if (forced != nullptr && std::strcmp(family.family, forced) != 0) continue;
+    allowed[count] = &family;
+    ++count;
   }
-  return best;
-}
-
-FamilyList resolve_families(const SelectorInput& input, const KernelList& loadable, const KernelTable& table) {
-  FamilyList result;
-  const GpuFamilies* gpu = families_of(input.capability, table);
-  const Kernel* combine = nullptr;  // partial results look alike in all families, and one of them has the second pass
-  for (int position = 0; gpu != nullptr && combine == nullptr && gpu->families[position] != nullptr; ++position) {
-    combine = find("attention_combine", gpu->families[position], "", Mask::kNone, input, loadable);
-  }
-  for (int position = 0; gpu != nullptr && gpu->families[position] != nullptr; ++position) {
-    const char* family = gpu->families[position];
-    const auto forward = [&](const char* variant) {
-      return find("attention_forward", family, variant, input.mask, input, loadable);
-    };
-    const FamilyKernels kernels{family,
-                                forward(""),
-                                forward("m128"),
-                                forward("short"),
-                                forward("m64"),
-                                forward("split"),
-                                combine};
-    if (kernels.standard != nullptr) result.push_back(kernels);
-  }
-  return result;
-}
-
-Choice select_forward(const SelectorInput& input, const FamilyList& families, const KernelTable& table) {
-  FamilyList allowed;
-  for (const FamilyKernels& family : families) {
-    if (input.forced_family == nullptr || equal(family.family, input.forced_family)) allowed.push_back(family);
-  }
-  if (allowed.empty()) {
-    if (input.forced_family != nullptr) check_forced(input, table);
-    refuse(input, table);
-  }
-  if (equal(allowed.front().family, "sm90")) {
-    return choose_by_time(input, allowed.front(), allowed.size() > 1 ? &allowed[1] : nullptr);
-  }
-  for (const FamilyKernels& family : allowed) {
-    const Choice choice = choose_for_few_tiles(input, family);
+  if (count == 0) host::refuse(input.request, "head_dim " + std::to_string(input.head_dim));
+  const Kernel* standard = allowed[0]->tiles[kStandard];
+  if (standard->has_cost) return choose_by_time(input, *allowed[0], allowed[1]);
+  for (std::size_t index = 0; index < count; ++index) {
+    const Choice choice = choose_for_few_tiles(input, *allowed[index]);
     if (choice.forward != nullptr) return choice;
   }
-  return {allowed.front().standard, nullptr, 1};
+  return {standard, nullptr, 1};
 }
 
-}  // namespace host
+}  // namespace attention
 }  // namespace flashmoe

@@ -279,6 +279,7 @@ def launch_row(launch: Launch) -> dict[str, Any]:
     need = launch.need
     return {
         "kernel": need.kernel,
+        "unit": need.unit,
         "target": need.target,
         "gpu": launch.gpu,
         "registers": need.registers,

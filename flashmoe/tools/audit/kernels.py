@@ -39,7 +39,7 @@ def audit_kernels(binaries: Sequence[Binary], tables: Tables, targets: Sequence[
         *_check_hashes(binaries),
         *_check_forbidden(binaries, tables),
         *check_resources(binaries, expected),
-        *check_parameters(binaries),
+        *check_parameters(binaries, expected),
         *check_launches(rows),
     ]
     return KernelAudit(tuple(checks), rows)
@@ -56,7 +56,7 @@ def _check_targets(binaries: Sequence[Binary], tables: Tables, wanted: Sequence[
             expected=f"a target of arch.toml: {listing(sorted(used))}",
             why="No GPU is known to load it, so nothing about it can be checked.",
             cause="built from another arch.toml",
-            next_step="add the target to csrc/arch.toml, or build again",
+            next_step="add the target to csrc/tables/arch.toml, or build again",
         )
     missing = [t for t in wanted if t in used and t not in held]
     for target in missing:
@@ -119,9 +119,9 @@ def _check_set(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]
                 f"missing kernel: {unit.name} for {key[1]}",
                 found=f"no binary {unit.name} for {key[1]}",
                 expected=f"{listing(symbol for _, symbol in unit.entries)}",
-                why=f"The operator accepts {unit.dtype} with head dim {unit.row.head_dim}; the call would fail at launch.",
+                why=f"The table promises {unit.name}; a call that needs it would fail at launch.",
                 cause=cause,
-                next_step=f"build it ({BUILD}), or drop the row from csrc/kernels.toml",
+                next_step=f"build it ({BUILD}), or drop {unit.row.source}",
             )
         )
     for key in sorted(set(held) - set(expected)):
@@ -129,7 +129,7 @@ def _check_set(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]
             failed(
                 f"kernel outside the table: {key[0]} for {key[1]}",
                 found=f"{key[0]} for {key[1]}",
-                expected="only units that csrc/kernels.toml states for the declared targets",
+                expected="only units that a kernels.toml states for the declared targets",
                 why="Nothing dispatches to it, and nothing says what it may use.",
                 cause="built from another kernels.toml, or a stale cache",
                 next_step="clean the build folder and build again",
@@ -165,7 +165,7 @@ def _check_entries(binaries: Sequence[Binary], expected: dict[tuple[str, str], U
                     found=f"{binary.label} holds {same}",
                     expected=symbol,
                     why="cuModuleGetFunction fails at the first launch.",
-                    cause="the unit was never instantiated for this dtype, head dim or mask",
+                    cause="the unit was never instantiated for this dtype and these axes",
                     next_step="look at the generated unit and build again",
                 )
             )
@@ -177,7 +177,7 @@ def _check_entries(binaries: Sequence[Binary], expected: dict[tuple[str, str], U
                     expected=listing(sorted(stated), 4),
                     why="Nothing dispatches to it, and nothing says what it may use.",
                     cause="another unit's binary under this name, or a leftover entry",
-                    next_step="build again; if it stays, state it in csrc/kernels.toml",
+                    next_step="build again; if it stays, state it in kernels.toml",
                 )
             )
         if set(binary.entries) != stated:

@@ -10,9 +10,10 @@ from flashmoe.tools.tables import Gpu
 
 @dataclass(frozen=True)
 class Need:
-    """What one kernel asks of a multiprocessor. ``registers`` None: PTX, the driver's compiler decides later."""
+    """What one kernel of a unit asks of a multiprocessor. ``registers`` None: PTX, the driver's compiler decides later."""
 
     kernel: str
+    unit: str
     target: str
     registers: int | None
     threads: int

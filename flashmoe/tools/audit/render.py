@@ -9,31 +9,25 @@ from typing import Any, TextIO
 from flashmoe.tools.report import Check, Report, Verdict
 
 _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "cyan"}
-_MASKS = ("_causal", "_full")
 LEGEND = (
     "each target: registers a thread, then blocks on a multiprocessor of each GPU that it covers, in arch.toml's order"
 )
 
 
 def kernel_table(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A header and one row for each unit, the targets side by side; masks are folded into the worse of the two."""
+    """A header and one row for each unit, the targets side by side; its kernels are folded into the worst of them."""
     launches = [row for subject in data.get("subjects", []) for row in subject.get("launchability", [])]
     if not launches:
         return []
     units: dict[str, list[Mapping[str, Any]]] = {}
     for row in launches:
-        units.setdefault(_unit(row["kernel"]), []).append(row)
+        units.setdefault(row["unit"], []).append(row)
     targets = sorted({row["target"] for row in launches})
     rows = [("unit", "threads", "static", "dynamic", *targets)]
     for unit, members in sorted(units.items()):
         sizes = (str(max(row[key] for row in members)) for key in ("threads", "smem_static", "smem_dynamic"))
         rows.append((unit, *sizes, *(_cell([row for row in members if row["target"] == target]) for target in targets)))
     return rows
-
-
-def _unit(kernel: str) -> str:
-    name = kernel.removeprefix("flashmoe_")
-    return next((name.removesuffix(mask) for mask in _MASKS if name.endswith(mask)), name)
 
 
 def _cell(rows: Sequence[Mapping[str, Any]]) -> str:

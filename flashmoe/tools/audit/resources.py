@@ -32,7 +32,7 @@ def check_resources(binaries: Sequence[Binary], expected: dict[tuple[str, str], 
                     found=f"{binary.smem_dynamic} bytes in the index",
                     expected=f"{bytes_wanted} bytes by the table",
                     why="The host asks the driver for the index's number.",
-                    cause="built from another kernels.toml or smem formula",
+                    cause="built from another kernels.toml or operations.toml",
                     next_step="build again",
                 )
             )
@@ -77,15 +77,16 @@ def _local_check(need: Need, unit: Unit) -> Check:
         expected="none: no spills, no arrays with run-time indices",
         why="Local memory is DRAM: one access costs what hundreds of instructions do.",
         cause="registers spilled, or a register array is indexed by a value unknown at compile time",
-        next_step="shrink the tile or unroll the index; or allow it in csrc/kernels.toml with the reason",
+        next_step="shrink the tile or unroll the index; or allow it in its row of kernels.toml, with the reason",
     )
 
 
-def check_parameters(binaries: Sequence[Binary]) -> list[Check]:
-    """One family gets one parameter block: its size is the same in every binary, and within the limit."""
+def check_parameters(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]) -> list[Check]:
+    """A family of an operation gets one parameter block: its size is the same in every binary, and within the limit."""
+    families = {unit.name: f"{unit.row.operation}_{unit.row.family}" for unit in expected.values()}
     sizes: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for binary in binaries:
-        family = "_".join(binary.name.split("_")[:3])
+        family = families.get(binary.name, binary.name)
         rows = (
             binary.facts.kernels
             if isinstance(binary.facts, CubinFacts)
@@ -103,7 +104,7 @@ def check_parameters(binaries: Sequence[Binary]) -> list[Check]:
                     found=found,
                     expected="one size: the host passes one struct",
                     why="A kernel reads its parameters at other offsets than the host wrote them.",
-                    cause="binaries from before and after a change of params.h (a stale cache)",
+                    cause="binaries from before and after a change of the params header (a stale cache)",
                     next_step="clean the build folder and build again",
                 )
             )
@@ -127,6 +128,7 @@ def _needs(binary: Binary) -> Iterator[tuple[Need, int]]:
             yield (
                 Need(
                     k.name,
+                    binary.name,
                     binary.target,
                     k.registers,
                     binary.threads,
@@ -139,7 +141,16 @@ def _needs(binary: Binary) -> Iterator[tuple[Need, int]]:
     elif isinstance(binary.facts, PtxFacts):
         for e in binary.facts.entries:
             yield (
-                Need(e.name, binary.target, None, binary.threads, e.smem_static, binary.smem_dynamic, e.local),
+                Need(
+                    e.name,
+                    binary.name,
+                    binary.target,
+                    None,
+                    binary.threads,
+                    e.smem_static,
+                    binary.smem_dynamic,
+                    e.local,
+                ),
                 e.max_threads,
             )
 

@@ -58,6 +58,6 @@ def _statement_kind(text: str, start: int, end: int) -> str | None:
 def default_source(start: Path) -> Path | None:
     """The csrc/ folder at or above ``start``, or None outside a checkout."""
     for folder in (start, *start.parents):
-        if (folder / "csrc" / "arch.toml").is_file():
+        if (folder / "csrc" / "tables" / "arch.toml").is_file():
             return folder / "csrc"
     return None

@@ -20,7 +20,7 @@ from flashmoe.tools.audit.embedded import Binary
 from flashmoe.tools.audit.inputs import Wheel
 from flashmoe.tools.audit.policy import version_key
 from flashmoe.tools.report import Check
-from flashmoe.tools.tables import Tables, load_tables
+from flashmoe.tools.tables import Tables, load_tables, table_directory, table_files
 
 # Libraries that torch brings or the driver installs: no wheel may carry them, and no platform tag covers them.
 OUTSIDE = (
@@ -234,18 +234,18 @@ def check_record(wheel: Wheel) -> list[Check]:
 def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
     """The tables in our wheel against those that its kernels are audited against."""
     name, folder = "tables", wheel.root / "flashmoe" / "_tables"
-    members = {f"flashmoe/_tables/{file}": file for file in ("arch.toml", "kernels.toml")}
+    members = [member for member in wheel.other if member.startswith("flashmoe/_tables/")]
+    ours = [path.relative_to(table_directory()).as_posix() for path in table_files(table_directory())]
     why = "The package reads its limits, shapes and docs from them; the kernels were compiled from them."
     again = "build the wheel again from this checkout, or audit it with the flashmoe that built it"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for member, file in members.items():
-            (folder / file).write_bytes(wheel.other[member])
+        for member in members:
+            (wheel.root / member).parent.mkdir(parents=True, exist_ok=True)
+            (wheel.root / member).write_bytes(wheel.other[member])
         held = load_tables(folder)
-    except (KeyError, TableError) as error:
-        found = f"no {error}" if isinstance(error, KeyError) else str(error)
+    except TableError as error:
         cause = "left out of the wheel, or edited"
-        return [failed(name, found=found, expected=listing(members), why=why, cause=cause, next_step=again)]
+        return [failed(name, found=str(error), expected=listing(ours), why=why, cause=cause, next_step=again)]
     if held == expected:
         return [passed(name, f"{len(held.kernels)} rows, {len(held.targets)} targets, equal to those audited against")]
     rows = len(set(map(repr, held.kernels)) ^ set(map(repr, expected.kernels)))

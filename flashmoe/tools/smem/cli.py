@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode, TableError
+from flashmoe.tools.operations import KernelRow
 from flashmoe.tools.smem.occupancy import (
-    FAMILIES,
     Layout,
     base_rows,
     check_dtype,
+    families,
     largest_tile,
     layout,
     pick_family,
     tile_problem,
+    with_head_dim,
 )
-from flashmoe.tools.tables import Gpu, KernelRow, Tables, load_tables
+from flashmoe.tools.tables import Gpu, Tables, entries, load_tables
 
 MAX_HEAD_DIM = 256
 DTYPES = ("bf16", "f16", "f32")
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", metavar="GPU", help="sm75 ... sm120 (also 89, 8.9, sm_89); without it, all side by side"
     )
     parser.add_argument("--head-dim", type=int, required=True, metavar="D", help=f"1 to {MAX_HEAD_DIM}")
-    parser.add_argument("--family", help="kernel family (default: the GPU's best in csrc/kernels.toml)")
+    parser.add_argument("--family", help="kernel family (default: the GPU's best in csrc/attention/kernels.toml)")
     parser.add_argument("--tile", metavar="MxN", help="rows of Q x rows of K and V (default: the table's)")
     parser.add_argument("--stages", type=int, metavar="N", help="K and V tiles in flight (default: the table's)")
     parser.add_argument("--warps", type=int, metavar="N", help="warps of a block (default: the table's)")
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         gpus = (named_gpu(tables, args.arch),)
     if not gpus:
-        msg = f"no GPU runs a kernel family {args.family!r}; known: {', '.join(FAMILIES)}"
+        msg = f"no GPU runs a kernel family {args.family!r}; known: {', '.join(families(tables))}"
         raise ArgumentError(msg)
     layouts = [item for gpu in gpus for item in plan(tables, gpu, args)]
     if args.json:
@@ -117,12 +119,12 @@ def plan(tables: Tables, gpu: Gpu, args: argparse.Namespace) -> list[Layout]:
     family = pick_family(tables, gpu, args.family)
     rows = base_rows(tables, gpu, family, dtype, args.head_dim)
     if not rows:
-        msg = f"csrc/kernels.toml has no {family} row to start from; known: {', '.join(sorted({r.family for r in tables.kernels}))}"
+        msg = f"csrc/attention/kernels.toml has no {family} row to start from; known: {', '.join(sorted({r.family for r in tables.kernels}))}"
         raise ArgumentError(msg)
     changed = {name: value for name, value in (("stages", args.stages), ("warps", args.warps)) if value is not None}
     if args.tile is not None:
         changed["block_m"], changed["block_n"] = parse_tile(args.tile)
-        changed["head_dim"] = args.head_dim
+        rows = tuple(with_head_dim(row, args.head_dim) for row in rows)
     if not changed:
         return [layout(gpu, row, dtype, args.registers or built_registers(gpu, row, dtype)) for row in rows]
     return [layout(gpu, replace(rows[0], **changed), dtype, args.registers)]
@@ -132,13 +134,13 @@ def built_registers(gpu: Gpu, row: KernelRow, dtype: str) -> int | None:
     """Registers a thread of this very row in the last build of this checkout; None when there was none."""
     try:
         units = json.loads(BUILD_REPORT.read_text(encoding="utf-8"))["data"]["units"]
-        stem = f"_{row.operation}_{row.family}_{dtype}_d{row.head_dim}{'_' + row.variant if row.variant else ''}"
+        symbols = {entry.symbol for entry in entries(row, dtype)}
         found = [
             int(kernel["registers"])
             for unit in units
             if arch_name(unit["target"]) == gpu.name
             for kernel in unit["kernels"]
-            if kernel["symbol"] in {f"flashmoe{stem}{'_' + mask if mask else ''}" for mask in row.masks or ("",)}
+            if kernel["symbol"] in symbols
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -146,17 +148,19 @@ def built_registers(gpu: Gpu, row: KernelRow, dtype: str) -> int | None:
 
 
 def describe(row: KernelRow, dtype: str) -> str:
-    masks = f", {row.masks[0]} only" if len(row.masks) == 1 else ""
+    masks = f", {row.words['mask'][0]} only" if len(row.words["mask"]) == 1 else ""
     variant = f" {row.variant}" if row.variant else ""
-    return f"{row.family}{variant} {dtype} d{row.head_dim} tile {row.block_m}x{row.block_n}, {row.stages} stages, {row.warps} warps{masks}"
+    return f"{row.family}{variant} {dtype} d{row.axes['head_dim']} tile {row.block_m}x{row.block_n}, {row.stages} stages, {row.warps} warps{masks}"
 
 
 def itemised(item: Layout, head_dim: int) -> str:
     """One layout, a line for each part."""
     gpu = item.gpu
     lines = [f"{gpu.name} ({gpu.products})", f"  {describe(item.row, item.dtype)}"]
-    if item.row.head_dim != head_dim:
-        lines.append(f"  head dim {head_dim} runs in the kernel for {item.row.head_dim}, columns beyond it predicated")
+    if item.row.axes["head_dim"] != head_dim:
+        lines.append(
+            f"  head dim {head_dim} runs in the kernel for {item.row.axes['head_dim']}, columns beyond it predicated"
+        )
     lines += [f"  {name:<28}{size:>9,} bytes" for name, size in item.items]
     lines.append(f"  {'dynamic shared memory':<28}{item.total:>9,} bytes")
     lines.append(f"  {'a block may have (opt-in)':<28}{item.limit:>9,} bytes")
@@ -219,7 +223,7 @@ def to_json(item: Layout) -> dict[str, Any]:
         "gpu": item.gpu.name,
         "family": item.row.family,
         "dtype": item.dtype,
-        "head_dim": item.row.head_dim,
+        "head_dim": item.row.axes["head_dim"],
         "tile": [item.row.block_m, item.row.block_n],
         "stages": item.row.stages,
         "warps": item.row.warps,

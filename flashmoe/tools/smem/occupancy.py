@@ -1,17 +1,18 @@
 """What a tile of a kernel costs on a GPU, and how many blocks of it a multiprocessor holds. Pure arithmetic.
 
-Limits come from csrc/arch.toml, bytes from :mod:`flashmoe.tools.smem.formulas`, that is from the same formula that each
-generated translation unit asserts. Occupancy: CUDA C++ Programming Guide, "Hardware Multithreading" (12.8).
+Limits come from csrc/tables/arch.toml, bytes from the formula in operations.toml, which each generated translation unit
+asserts. Occupancy: CUDA C++ Programming Guide, "Hardware Multithreading" (12.8).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from flashmoe.errors import ArgumentError, DtypeError
-from flashmoe.tools.smem.formulas import FORMULAS
-from flashmoe.tools.tables import Gpu, KernelRow, Tables
+from flashmoe.tools.operations import KernelRow
+from flashmoe.tools.tables import Gpu, Tables
 
 OPERATION = "attention_forward"
 WARP = 32
@@ -21,7 +22,6 @@ MAX_BLOCK_N = 256
 MMA_ROWS = 16  # rows of Q that one warp works on at a time (mma m16n8)
 WARPGROUP_ROWS = 64  # rows of Q of one consumer warpgroup (wgmma m64)
 MAX_THREADS_PER_BLOCK = 1024
-FAMILIES = tuple(name for name in FORMULAS if name.startswith("sm"))  # the others are further operations
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,15 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def families(tables: Tables) -> tuple[str, ...]:
+    """The kernel families that attention has."""
+    return tuple(kind.family for kind in tables.descriptors if kind.operation == OPERATION)
+
+
+def with_head_dim(row: KernelRow, head_dim: int) -> KernelRow:
+    return replace(row, axes=MappingProxyType({**row.axes, "head_dim": head_dim}))
+
+
 def rows_on(tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int) -> tuple[KernelRow, ...]:
     """The table's rows that run on ``gpu`` for a head dim: those of the smallest kernel head dim that holds it."""
     usable = [
@@ -105,21 +114,21 @@ def rows_on(tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int) ->
         and unit.row.family == family
         and unit.dtype == dtype
         and gpu.name in unit.target.gpus
-        and unit.row.head_dim >= head_dim
+        and unit.row.axes["head_dim"] >= head_dim
     ]
     if not usable:
         return ()
-    width = min(row.head_dim for _, row in usable)
-    usable = [(target, row) for target, row in usable if row.head_dim == width]
+    width = min(row.axes["head_dim"] for _, row in usable)
+    usable = [(target, row) for target, row in usable if row.axes["head_dim"] == width]
     best = max((target for target, _ in usable), key=lambda target: (not target.is_ptx, target.capability))
     return tuple(row for target, row in usable if target == best)
 
 
 def pick_family(tables: Tables, gpu: Gpu, wanted: str | None) -> str:
-    """``wanted``, or the first of the GPU's families that has a kernel and a formula."""
+    """``wanted``, or the first of the GPU's families that has a kernel."""
     if wanted is not None:
-        if wanted not in FAMILIES:
-            msg = f"no kernel family {wanted!r}; known: {', '.join(FAMILIES)}"
+        if wanted not in families(tables):
+            msg = f"no kernel family {wanted!r}; known: {', '.join(families(tables))}"
             raise ArgumentError(msg)
         if wanted not in gpu.families:
             msg = f"{gpu.name} runs the families {', '.join(gpu.families)}; {wanted} uses instructions that it lacks"
@@ -127,9 +136,9 @@ def pick_family(tables: Tables, gpu: Gpu, wanted: str | None) -> str:
         return wanted
     built = {row.family for row in tables.kernels if row.operation == OPERATION}
     for family in gpu.families:
-        if family in FAMILIES and family in built:
+        if family in built:
             return family
-    msg = f"no kernel family of {gpu.name} ({', '.join(gpu.families)}) is in csrc/kernels.toml; name one with --family"
+    msg = f"no kernel family of {gpu.name} ({', '.join(gpu.families)}) has an attention kernel; name one with --family"
     raise ArgumentError(msg)
 
 
@@ -148,18 +157,12 @@ def base_rows(tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int) 
     others = [row for row in tables.kernels if row.operation == OPERATION and row.family == family]
     if not others:
         return ()
-    nearest = min(others, key=lambda row: (abs(row.head_dim - head_dim), row.block_m * row.block_n))
-    return (replace(nearest, head_dim=head_dim),)
+    nearest = min(others, key=lambda row: (abs(row.axes["head_dim"] - head_dim), row.block_m * row.block_n))
+    return (with_head_dim(nearest, head_dim),)
 
 
 def layout(gpu: Gpu, row: KernelRow, dtype: str, registers: int | None = None) -> Layout:
-    """Raises ArgumentError for a family without a formula."""
-    try:
-        items = row.smem_items(dtype)
-    except KeyError as error:
-        msg = f"flashmoe/tools/smem/formulas.py lacks {error} for family {row.family!r}; known families: {', '.join(FAMILIES)}"
-        raise ArgumentError(msg) from error
-    return Layout(gpu, row, dtype, items, registers)
+    return Layout(gpu, row, dtype, row.smem_items(dtype), registers)
 
 
 def tiles(row: KernelRow) -> Iterator[KernelRow]:

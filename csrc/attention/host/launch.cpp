@@ -1,0 +1,109 @@
+// The forward on a GPU: which kernel, on what, and the list that is launched.
+
+#include "host/launch.h"
+
+#include "attention/host/backends.h"
+#include "attention/host/prepare.h"
+#include "attention/host/select.h"
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "host/tile_counters.h"
+#include "host/workspace.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+Choice choose(const ForwardArguments& arguments, const Problem& problem, const host::Device& gpu) {
+  const ForwardParams& params = problem.params;
+  SelectorInput input{};
+  input.request = host::make_request(gpu, arguments.dtype);
+  input.mask = problem.mask;
+  input.head_dim = params.head_dim;
+  input.batch = params.batch;
+  input.heads_q = params.heads_q;
+  input.heads_kv = params.heads_kv;
+  input.seq_q = params.seq_q;
+  input.seq_k = params.seq_k;
+  return select_forward(input);
+}
+
+// No key at all: the output is zero and the log-sum-exp of nothing is -inf.
+void fill_without_keys(const ForwardOutputs& outputs, const host::Device& gpu) {
+  const host::CudaCall call(gpu);
+  const int64_t* sizes = outputs.out.sizes();
+  const int64_t rows = sizes[0] * sizes[1] * sizes[2];
+  constexpr unsigned kMinusInfinity = 0xff800000U;
+  const auto bytes = static_cast<std::size_t>(rows * sizes[3] * host::kElementBytes);
+  host::check_driver(
+      host::driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(outputs.out.data()), 0, bytes, call.stream),
+      "cuMemsetD8Async", "output of ", rows, " rows");
+  if (outputs.lse.get() == nullptr) return;
+  host::check_driver(host::driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(outputs.lse.data()), kMinusInfinity,
+                                                     static_cast<std::size_t>(rows), call.stream),
+                     "cuMemsetD32Async", "log-sum-exp of ", rows, " rows");
+}
+
+// Memory for the partial results of split kernels.
+host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const host::CudaCall& call) {
+  host::Workspace workspace;
+  const int64_t out = workspace.add<float>(params.num_splits * rows * params.head_dim);
+  const int64_t lse = workspace.add<float>(params.num_splits * rows);
+  workspace.allocate(call);
+  params.out_partial = workspace.address<float>(out);
+  params.lse_partial = workspace.address<float>(lse);
+  return workspace;
+}
+
+// The forward kernel, and behind a split one the combining pass.
+void run(const Problem& problem, const Choice& choice, const host::Device& gpu) {
+  ForwardParams params = problem.params;
+  params.num_splits = choice.num_splits;
+  const Kernel& kernel = *choice.forward;
+  const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
+  const int64_t rows = heads * params.seq_q;
+  const int64_t tiles = ceil_div(params.seq_q, kernel.block_m) * heads * params.num_splits;
+  const int64_t grid = host::grid_for(kernel, tiles, gpu);
+  const host::CudaCall call(gpu);
+  host::TileCounter counter;
+  if (tiles > grid) {
+    counter = host::tile_counter(call);
+    params.tile_counter = counter.address;
+  }
+  host::Workspace partials;
+  if (choice.combine != nullptr) partials = allocate_partials(params, rows, call);
+
+  TensorMaps maps;
+  if (kernel.num_tensor_maps > 0) maps = make_tensor_maps(params, kernel);
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
+  if (choice.combine != nullptr) {
+    list.add({choice.combine, ceil_div(rows, choice.combine->block_m), &params, nullptr, /*is_dependent=*/true});
+  }
+  list.run(call);
+  host::set_last_kernel(kernel.symbol);
+}
+
+}  // namespace
+
+void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
+  const host::Device& gpu = host::device(arguments.device_index);
+  if (arguments.k.sizes()[2] == 0) {
+    fill_without_keys(outputs, gpu);
+    return;
+  }
+  const Problem problem = make_problem(arguments, outputs);
+  const Choice choice = choose(arguments, problem, gpu);
+  if (runs_in_place(arguments, *choice.forward)) {
+    run(problem, choice, gpu);
+    return;
+  }
+  const Operands operands = make_operands(arguments, outputs, *choice.forward);
+  run(make_problem(operands.arguments, operands.outputs), choice, gpu);
+  return_outputs(operands, outputs);
+}
+
+}  // namespace attention
+}  // namespace flashmoe

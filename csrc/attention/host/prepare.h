@@ -1,0 +1,41 @@
+// From the operator's arguments to what a kernel can work on: the parameter block, copies of what it cannot load, tensor maps.
+#pragma once
+
+#include <cuda.h>
+
+#include <array>
+
+#include "attention/host/arguments.h"
+
+namespace flashmoe {
+namespace attention {
+
+// What a kernel is launched with. It need not be what the caller asked for, as long as the result is the same.
+struct Problem {
+  ForwardParams params;
+  Mask mask;
+};
+
+// A single query row sees every key, so with grouped heads the query heads of one key head serve as the rows of one
+// tile: its keys are read once instead of once a query head.
+Problem make_problem(const ForwardArguments& arguments, const ForwardOutputs& outputs);
+
+// Whether the kernel can work on these tensors where they lie, with this scale.
+bool runs_in_place(const ForwardArguments& arguments, const Kernel& kernel);
+
+// The same problem on tensors that the kernel can load, with a scale that it can use.
+struct Operands {
+  ForwardArguments arguments;
+  ForwardOutputs outputs;
+};
+Operands make_operands(const ForwardArguments& arguments, const ForwardOutputs& outputs, const Kernel& kernel);
+
+// Copies the output to where the caller wants it, unless it was written there.
+void return_outputs(const Operands& operands, const ForwardOutputs& outputs);
+
+// Of q, k, v and the output.
+using TensorMaps = std::array<CUtensorMap, 4>;
+TensorMaps make_tensor_maps(const ForwardParams& params, const Kernel& kernel);
+
+}  // namespace attention
+}  // namespace flashmoe

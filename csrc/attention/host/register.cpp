@@ -1,0 +1,90 @@
+// Attention's operators, as torch knows them.
+
+#include "attention/host/backends.h"
+#include "host/boxed.h"
+#include "host/last_kernel.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+// The operators; their schemas are below.
+enum class Operator { kForward, kInference, kDropIn };
+using Backend = void (*)(const ForwardArguments&, const ForwardOutputs&);
+
+// Whether scaled_dot_product_attention means what our operator does: four dimensions, nothing to broadcast, a square mask.
+bool is_usual(const ForwardArguments& arguments, bool enable_gqa) {
+  const Tensor& q = arguments.q;
+  const Tensor& k = arguments.k;
+  if (!q.is_defined() || !k.is_defined() || q.dim() != 4 || k.dim() != 4) return false;
+  const int64_t* q_sizes = q.sizes();
+  const int64_t* k_sizes = k.sizes();
+  return q_sizes[0] == k_sizes[0] && (enable_gqa || q_sizes[1] == k_sizes[1]) &&
+         (!arguments.is_causal || q_sizes[2] == k_sizes[2]);
+}
+
+template <Operator kOperator, Backend kBackend>
+void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  constexpr bool kWithLse = kOperator == Operator::kForward;
+  host::check_counts("attention", num_arguments, kOperator == Operator::kDropIn ? 6 : 5, num_outputs, kWithLse ? 2 : 1);
+  ForwardArguments arguments;
+  arguments.q = host::take_tensor(stack[0]);
+  arguments.k = host::take_tensor(stack[1]);
+  arguments.v = host::take_tensor(stack[2]);
+  if constexpr (kOperator == Operator::kForward) {
+    arguments.scale = host::take<double>(stack[3]);
+  } else {
+    const auto scale = host::take<std::optional<double>>(stack[3]);
+    arguments.has_default_scale = !scale.has_value();
+    arguments.scale = scale.value_or(0.0);
+  }
+  arguments.is_causal = host::take<bool>(stack[4]);
+  if constexpr (kOperator == Operator::kDropIn) {
+    if (!is_usual(arguments, host::take<bool>(stack[5]))) {
+      stack[0] = host::give_none();
+      return;
+    }
+  }
+  check_arguments(arguments);
+  ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
+  host::set_last_kernel("");
+  const int64_t* sizes = outputs.out.sizes();
+  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) kBackend(arguments, outputs);
+  if constexpr (kOperator == Operator::kDropIn) {
+    stack[0] = host::give_optional(std::move(outputs.out));
+  } else {
+    stack[0] = host::give(std::move(outputs.out));
+  }
+  if constexpr (kWithLse) stack[1] = host::give(std::move(outputs.lse));
+}
+
+template <class Library, Backend kBackend>
+void register_backend(Library& library) {
+  library.impl("flash_attention_forward", &boxed_forward<Operator::kForward, kBackend>);
+  library.impl("_flash_attention_inference", &boxed_forward<Operator::kInference, kBackend>);
+  library.impl("_flash_attention_drop_in", &boxed_forward<Operator::kDropIn, kBackend>);
+}
+
+}  // namespace
+}  // namespace attention
+}  // namespace flashmoe
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
+  library.def(
+      "flash_attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor lse)");
+  // Called where no gradient can be wanted. Without lse there is one allocation less, and without an autograd rule in
+  // Python a call costs half the CPU time; what Python need not look at (the default scale 1 / sqrt(head_dim), sizes)
+  // saves some percent more.
+  library.def("_flash_attention_inference(Tensor q, Tensor k, Tensor v, float? scale, bool causal) -> Tensor");
+  // For scaled_dot_product_attention; None where that means another thing.
+  library.def(
+      "_flash_attention_drop_in(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool enable_gqa) -> Tensor?");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
+  flashmoe::attention::register_backend<decltype(library), flashmoe::attention::forward_cpu>(library);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
+  flashmoe::attention::register_backend<decltype(library), flashmoe::attention::forward_cuda>(library);
+}

@@ -1,0 +1,40 @@
+// Boxed calls, in which torch's dispatcher runs an operator: the stack holds the arguments on entry, whose tensors we then own, and
+// the owned results on return. An operation registers its functions itself (STABLE_TORCH_LIBRARY_FRAGMENT, _IMPL).
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "host/error.h"
+#include "host/tensor.h"
+
+namespace flashmoe {
+namespace host {
+
+// Throws where a schema and the function registered for it differ. `name`: of the operation.
+inline void check_counts(const char* name, uint64_t num_arguments, uint64_t arguments_registered, uint64_t num_outputs,
+                         uint64_t outputs_registered) {
+  if (num_arguments == arguments_registered && num_outputs == outputs_registered) return;
+  fail(ErrorCode::kInternal, name, " was called with ", num_arguments, " arguments for ", num_outputs, " results; ",
+       arguments_registered, " and ", outputs_registered, " are registered");
+}
+
+// An argument by value: bool, int64_t, double, or an optional of one.
+template <class T>
+T take(StableIValue argument) {
+  return torch::stable::detail::to<T>(argument);
+}
+
+inline Tensor take_tensor(StableIValue argument) { return Tensor(take<AtenTensorHandle>(argument)); }
+
+// A result declared as Tensor; as Tensor?; and as None.
+inline StableIValue give(Tensor result) { return torch::stable::detail::from(result.release()); }
+inline StableIValue give_optional(Tensor result) {
+  return torch::stable::detail::from(std::optional<AtenTensorHandle>(result.release()));
+}
+inline StableIValue give_none() { return torch::stable::detail::from(std::nullopt); }
+
+}  // namespace host
+}  // namespace flashmoe

@@ -1,0 +1,16 @@
+// Loading embedded kernels onto a GPU, each when it is first needed.
+#pragma once
+
+#include <cuda.h>
+
+#include "host/driver.h"
+#include "host/kernel_table.h"
+
+namespace flashmoe {
+namespace host {
+
+// The loaded function; loads only the binary that holds it, once per device. Safe during stream capture.
+CUfunction load_kernel(const Kernel& kernel, const Device& device);
+
+}  // namespace host
+}  // namespace flashmoe

@@ -1,0 +1,75 @@
+"""Every kernel of attention is chosen for some problem on some GPU: one that never is costs build time and bytes for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+
+from flashmoe.tools.tables import Unit, load_tables
+
+Chooser = Callable[..., Any]
+Chosen = set[tuple[str, str]]  # symbol and target
+TABLES = load_tables()
+UNITS = [unit for unit in TABLES.units() if unit.row.operation.startswith("attention_")]
+BEYOND_THE_TABLE = 130  # the capability of a GPU made later, which loads the PTX
+CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu for gpu in TABLES.gpus}
+SIZES = (  # batch, heads, seq_q, seq_k
+    (8, 16, 8192, 8192),  # many query tiles
+    (32, 32, 512, 512),  # short sequences
+    (1, 8, 128, 128),  # fewer query tiles than multiprocessors
+    (8, 8, 256, 256),  # a last wave of few tiles
+    (4, 16, 512, 8192),
+    (1, 8, 4, 8192),  # few query rows, many keys: divided over several blocks
+)
+
+
+def families(capability: int) -> tuple[str, ...]:
+    return CAPABILITIES[min(capability, max(CAPABILITIES))].families
+
+
+def loads_best(unit: Unit) -> int:
+    """The capability that no other target serves better."""
+    major, minor = unit.target.capability
+    return BEYOND_THE_TABLE if unit.target.is_ptx else 10 * major + minor
+
+
+@pytest.fixture(scope="module")
+def asked(choose: Chooser) -> dict[bool, Chosen]:
+    """What is chosen over a grid of problems, by whether FLASHMOE_KERNEL names the family."""
+    found: dict[bool, Chosen] = {False: set(), True: set()}
+    for capability in (*CAPABILITIES, BEYOND_THE_TABLE):
+        able = {(unit.row.family, unit.dtype) for unit in UNITS if loads_best(unit) == capability}
+        grid = product((None, *families(capability)), ("f16", "bf16"), (64, 128, 256), (False, True), SIZES)
+        for forced, dtype, head_dim, causal, (batch, heads, seq_q, seq_k) in grid:
+            if (forced or families(capability)[0], dtype) not in able:
+                continue
+            choice = choose(
+                capability,
+                head_dim=head_dim,
+                batch=batch,
+                heads=heads,
+                seq_q=seq_q,
+                seq_k=seq_k,
+                causal=causal,
+                bf16=dtype == "bf16",
+                forced=forced,
+            )
+            found[forced is not None].add((choice.symbol, choice.target))
+            if choice.splits > 1:
+                found[forced is not None].add((f"flashmoe_attention_combine_sm80_{dtype}_d256", choice.target))
+    return found
+
+
+def test_every_kernel_is_chosen(asked: dict[bool, Chosen]) -> None:
+    """Without being named, where its family is the GPU's best; by name where it only stands in, and for comparison."""
+    never = [
+        f"{entry.symbol} for {unit.target.name} ({unit.row.source})"
+        for unit in UNITS
+        for entry in unit.entries
+        if (entry.symbol, unit.target.name) not in asked[False]
+        and (unit.row.family == families(loads_best(unit))[0] or (entry.symbol, unit.target.name) not in asked[True])
+    ]
+    assert never == [], "drop the row, or change what select.cpp or the row's cost says of it"

@@ -1,0 +1,117 @@
+"""A new operation is a folder: with the tables, a kernel and its parameters in it, an operation is built, audited, launched and
+emulated, and not one shared source file is touched."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from flashmoe.tools.audit.embedded import read_embedded  # noqa: E402
+from flashmoe.tools.audit.kernels import audit_kernels  # noqa: E402
+from flashmoe.tools.report import Verdict  # noqa: E402
+from flashmoe.tools.tables import Tables, Unit, load_tables  # noqa: E402
+from flashmoe_build import docs  # noqa: E402
+from flashmoe_build.compile.cache import Cache  # noqa: E402
+from flashmoe_build.compile.codegen import embed_source, index_json, kernel_table_source  # noqa: E402
+from flashmoe_build.compile.device import compile_units  # noqa: E402
+from flashmoe_build.compile.host import place  # noqa: E402
+from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
+from flashmoe_build.emulation.build import Options, kernel_library  # noqa: E402
+from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings  # noqa: E402
+from flashmoe_build.emulation.parameters import structure  # noqa: E402
+
+HERE = Path(__file__).parent
+PLAIN, RELU = "flashmoe_toy_scale_sm80_f32_v4_plain", "flashmoe_toy_scale_sm80_f32_v4_relu"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout's csrc with one folder more."""
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    shutil.copytree(HERE / "toy", folder / "csrc" / "toy")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tables(tree: Path) -> Tables:
+    return load_tables(tree / "csrc")
+
+
+@pytest.fixture(scope="module")
+def units(tables: Tables) -> tuple[Unit, ...]:
+    return tuple(unit for unit in tables.units() if unit.row.operation == "toy_scale")
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path, tables: Tables, units: tuple[Unit, ...]) -> Path:
+    """A library of its kernels, the generated kernel table and the host's code for loading and launching."""
+    toolchain = find_toolchain()
+    code = compile_units(units, root=tree, toolchain=toolchain, cache=Cache(tree / "cache"), jobs=2, tables=tables)
+    blob, placed = place(code.units)
+    (tree / "binaries.bin").write_bytes(blob)
+    (tree / "index.json").write_text(json.dumps(index_json(placed)))
+    (tree / "embed.S").write_text(embed_source("binaries.bin", "index.json"))
+    (tree / "table.cpp").write_text(kernel_table_source(tables, placed))
+    csrc = tree / "csrc"
+    host = [csrc / "host" / f"{name}.cpp" for name in ("find_kernels", "load_kernels", "launch")]
+    sources = ("table.cpp", "embed.S", HERE / "fake_driver.cpp", *host)
+    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{csrc}")
+    command = [toolchain.cxx, *flags, f"-isystem{toolchain.cuda_include}", *map(str, sources), "-o", "toy.so"]
+    subprocess.run(command, cwd=tree, check=True, timeout=120)
+    return tree / "toy.so"
+
+
+def test_its_names_follow_its_descriptor(tables: Tables, units: tuple[Unit, ...]) -> None:
+    assert [unit.target.name for unit in units] == ["sm_80", "sm_90a", "compute_80"]
+    assert {unit.name for unit in units} == {"toy_scale_sm80_f32_v4"}
+    assert [entry.symbol for entry in units[0].entries] == [PLAIN, RELU]
+    assert units[0].row.smem_items("f32") == (("staged elements", 2048),)
+    assert "| sm80 | 4 | plain, relu | f32 | 512 |" in docs.kernel_page(tables)
+
+
+def test_it_builds_and_passes_the_audit(built: Path, tables: Tables, units: tuple[Unit, ...]) -> None:
+    only = replace(tables, kernels=(units[0].row,))
+    audit = audit_kernels(read_embedded(built), only, [unit.target.name for unit in units])
+    assert [check for check in audit.checks if check.verdict is not Verdict.PASS] == []
+    assert {row.gpu for row in audit.launches} == {"sm80", "sm86", "sm89", "sm90", "sm100", "sm120"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"), [(80, "machine code"), (89, "machine code"), (100, "PTX"), (120, "PTX")]
+)
+def test_the_host_finds_loads_and_launches_it(built: Path, capability: int, kind: str) -> None:
+    answer = ctypes.create_string_buffer(1000)
+    status = ctypes.CDLL(str(built)).launch(capability, ctypes.c_longlong(3), answer, len(answer))
+    launches = [f"{kind}, grid 3, block 128, shared 2048, parameters {number}" for number in (42, 43)]
+    assert (status, answer.value.decode().splitlines()) == (0, [PLAIN, RELU, *launches])
+
+
+@pytest.mark.parametrize("symbol", [PLAIN, RELU])
+def test_it_is_emulated(tree: Path, units: tuple[Unit, ...], symbol: str) -> None:
+    options = Options(overlay=tree / "csrc")
+    library = KernelLibrary(kernel_library(units[0], options))
+    given = torch.randn(1200, generator=torch.Generator().manual_seed(1))
+    out = torch.full_like(given, float("nan"))
+    params = structure(units[0].row.descriptor.params, options.roots())(
+        x=library.add_buffer(given.data_ptr(), 4800, writable=False, initialised=True, name="x"),
+        out=library.add_buffer(out.data_ptr(), 4800, writable=True, initialised=False, name="out"),
+        count=1200,
+        scale=-2.0,
+    )
+    launch = Geometry(3, units[0].row.threads, units[0].row.smem_bytes("f32"), 64)
+    report = library.launch(symbol, (ctypes.addressof(params),), launch, Settings())
+    assert report.failure is None, str(report.failure)
+    assert torch.equal(out, (given * -2.0).clamp(min=0.0) if symbol == RELU else given * -2.0)

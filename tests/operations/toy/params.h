@@ -1,0 +1,20 @@
+#pragma once
+
+#ifdef __CUDACC_RTC__
+using int32_t = int;
+#else
+#include <cstdint>
+#endif
+
+namespace flashmoe {
+namespace toy {
+
+struct ScaleParams {
+  const float* x;    // [count]
+  float* out;        // [count]
+  int32_t count;
+  float scale;
+};
+
+}  // namespace toy
+}  // namespace flashmoe
