@@ -1,8 +1,8 @@
-"""What a person can ask for. Each session makes sure of an environment and calls one program; the programs do the work.
+"""The sessions. Each prepares an environment and calls one program, which does the work.
 
 ./nox                    build, symbols, smoke, bench; ends with one table
 ./nox -s test            build, install the wheel, run the tests against it
-./nox -s SESSION -- ...  what follows goes to the program (-- --help)
+./nox -s SESSION -- ...  arguments after -- go to the program (-- --help)
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
 def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     targets = list(arguments)
     if not any(not word.startswith("-") for word in arguments):
-        objects = ROOT / "build" / "objects"  # of the newest wheel: two definitions of one name show only here
+        objects = ROOT / "build" / "objects"  # of the newest wheel: duplicate definitions show only here
         targets += [str(newest_wheel(session)), *(("--objects", str(objects)) if objects.is_dir() else ())]
     program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
 
@@ -122,7 +122,7 @@ def absolute_paths(arguments: Sequence[str]) -> list[str]:
 
 @nox.session
 def main(session: nox.Session) -> None:
-    """Build, prove the symbols, try it out, time it; one table at the end."""
+    """Build, audit, smoke test and time it; one table at the end."""
     stages = {"build": run_build, "symbols": run_symbols, "smoke": run_smoke, "bench": run_bench}
     for name in stages:
         (REPORTS / f"{name}.json").unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def symbols(session: nox.Session) -> None:
-    """Prove symbols and resources of the newest wheel, or of the files given."""
+    """Check symbols and resources of the newest wheel, or of the given files."""
     run_symbols(session, session.posargs)
 
 
@@ -160,13 +160,13 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def gate(session: nox.Session) -> None:
-    """Climb from the environment to the baseline and stop where something is wrong (-- --budget-minutes 15 --rate 0.60)."""
+    """Run every step from the environment to the baseline and stop at the first failure (-- --budget-minutes 15 --rate 0.60)."""
     program(session, locked(session, "test"), "flashmoe", "gate", *session.posargs)
 
 
 @nox.session
 def profile(session: nox.Session) -> None:
-    """Say where the time of a kernel goes (-- --case KEY, -- --compare A.json B.json)."""
+    """Show where a kernel spends its time (-- --case KEY, -- --compare A.json B.json)."""
     program(session, locked(session, "test"), "flashmoe", "profile", *session.posargs)
 
 
@@ -182,11 +182,11 @@ def test(session: nox.Session) -> None:
     python = installed(session, wheel_file(session))
     arguments = absolute_paths(session.posargs)
     if not any(word.startswith(str(ROOT)) for word in arguments):
-        # Whole files to each process: what a file's tests share is made once. How many processes: tests/conftest.py.
+        # Each process gets whole files, so fixtures shared within a file are set up once. Number of processes: tests/conftest.py.
         arguments = ["-n", "auto", "--dist", "loadfile", *arguments, str(ROOT / "tests")]
     environ = {
         "FLASHMOE_TEST_INSTALLED": "1",
-        # Threads that wait by spinning make a machine with other work to do ten times slower; timings are not taken here.
+        # Spinning threads make a busy machine ten times slower; nothing is timed here.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "FLASHMOE_TEST_REPORT": str(REPORTS / "test.json"),
         "COVERAGE_FILE": str(ROOT / "build" / "coverage" / "data"),
@@ -216,13 +216,13 @@ def emulate(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Every checker of sources, types, shell scripts, locks and generated text."""
+    """Check sources, types, shell scripts, locks and generated text."""
     program(session, locked(session, "lint"), "flashmoe_build.lint", *session.posargs)
 
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Write lockfiles/*.txt anew and say what changed (-- --upgrade, -- --check)."""
+    """Rewrite lockfiles/*.txt and list what changed (-- --upgrade, -- --check)."""
     program(session, sys.executable, "flashmoe_build.environments.relock", *session.posargs)
 
 
@@ -234,7 +234,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def doctor(session: nox.Session) -> None:
-    """Say what this machine has, lacks, and what to do about it."""
+    """List what this machine has, what it lacks, and how to fix it."""
     wheels = list((ROOT / "dist").glob("flashmoe-*.whl"))
     python = installed(session, newest_wheel(session)) if wheels else locked(session, "test")
     with session.chdir(outside("doctor") if wheels else ROOT):
@@ -243,30 +243,30 @@ def doctor(session: nox.Session) -> None:
 
 @nox.session
 def environments(session: nox.Session) -> None:
-    """Install locked environments and no more (-- build test lint); what an image's first layers are."""
+    """Only install locked environments (-- build test lint), as in an image's first layers."""
     for name in session.posargs or ("build",):
         locked(session, name)
 
 
 def program_that_may_not_run(session: nox.Session, python: str, module: str, *arguments: str | Path) -> None:
-    """Run a program that says with exit status 3, and without a report, that this machine lacks what it needs."""
+    """Run a program that exits with 3 and writes no report if this machine lacks what it needs."""
     report = REPORTS / f"{session.name}.json"
     report.unlink(missing_ok=True)
     words = ("-m", module, *map(str, arguments))
     session.run(python, *words, external=True, success_codes=(0, 3))
     if not report.exists() and not {"-h", "--help"} & set(session.posargs):
-        session.skip("NOT RUN, which is no pass; the reason is above")
+        session.skip("NOT RUN (not passed); the reason is above")
 
 
 @nox.session
 def base_image(session: nox.Session) -> None:
-    """Make a container base from Debian packages, where no registry is reached (-- --update rewrites its pins)."""
+    """Build a base image from Debian packages, without a registry (-- --update rewrites its pins)."""
     program_that_may_not_run(session, sys.executable, "flashmoe_build.containers.base", *session.posargs)
 
 
 @nox.session
 def image_pins(session: nox.Session) -> None:
-    """Write the digests that the Dockerfile's bases have in their registry now (-- --check)."""
+    """Write the current registry digests of the base images into the Dockerfile (-- --check)."""
     python = locked(session, "container")
     program_that_may_not_run(session, python, "flashmoe_build.containers.pins", *session.posargs)
 
@@ -279,7 +279,7 @@ def image(session: nox.Session) -> None:
 
 @nox.session
 def image_test(session: nox.Session) -> None:
-    """Run the built images and check what they promise (-- words for pytest)."""
+    """Run the built images and check that they behave as documented (-- pytest arguments)."""
     python, its_build = locked(session, "container"), ("--build-python", locked(session, "build"))
     program_that_may_not_run(session, python, "flashmoe_build.containers.image_test", *its_build, *session.posargs)
 
@@ -292,19 +292,19 @@ def gpu_test(session: nox.Session) -> None:
 
 @nox.session
 def workflows(session: nox.Session) -> None:
-    """Write CI's jobs for GPUs from csrc/tables/arch.toml (-- --check)."""
+    """Generate CI's GPU jobs from csrc/tables/arch.toml (-- --check)."""
     program(session, locked(session, "container"), "flashmoe_build.release.workflows", *session.posargs)
 
 
 @nox.session
 def ci_summary(session: nox.Session) -> None:
-    """CI's last job: the verdict over all others, from NEEDS."""
+    """CI's last job: the verdict over all other jobs, from NEEDS."""
     program(session, locked(session, "container"), "flashmoe_build.release.workflows", "--summary")
 
 
 @nox.session
 def verify(session: nox.Session) -> None:
-    """Hold the newest wheel, or the one given, against its provenance (-- --rebuild)."""
+    """Check the newest wheel, or the given one, against its provenance (-- --rebuild)."""
     named = any(word.endswith(".whl") for word in session.posargs)
     wheel = [] if named else [newest_wheel(session)]
     program(session, locked(session, "build"), "flashmoe", "verify", *wheel, *session.posargs)
@@ -312,11 +312,11 @@ def verify(session: nox.Session) -> None:
 
 @nox.session
 def reproduce(session: nox.Session) -> None:
-    """Build HEAD twice in worlds that differ and compare every byte (-- --archs 90a)."""
+    """Build HEAD three times under different conditions and compare every byte (-- --archs 90a)."""
     program(session, locked(session, "build"), "flashmoe_build.release.reproduce", *session.posargs)
 
 
 @nox.session
 def compat(session: nox.Session) -> None:
-    """The newest wheel under every torch and Python that it claims (-- --quick for the two ends)."""
+    """Test the newest wheel under every supported torch and Python (-- --quick for the lowest and newest torch)."""
     program(session, sys.executable, "flashmoe_build.release.compat", newest_wheel(session), *session.posargs)

@@ -11,14 +11,14 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the command-line programs return; one code per kind of outcome."""
+    """Exit codes of the command-line programs; one per kind of outcome."""
 
     OK = 0
     FAILED = 1  # a check was made and failed
     USAGE = 2  # the arguments were wrong
-    NOTHING_CHECKED = 3  # nothing was there to check, which is never a pass
+    NOTHING_CHECKED = 3  # there was nothing to check, which never counts as a pass
     INTERRUPTED = 130
-    PIPE_CLOSED = 141  # who read the output stopped reading, as a shell counts SIGPIPE
+    PIPE_CLOSED = 141  # the reader of the output closed the pipe; 141 is what a shell reports for SIGPIPE
 
 
 class FlashmoeError(Exception):
@@ -38,15 +38,15 @@ class DeviceError(FlashmoeError, ValueError):
 
 
 class ArgumentError(FlashmoeError, ValueError):
-    """An argument that is no tensor has an unsupported value."""
+    """A non-tensor argument has an unsupported value."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument has the wrong Python type: no tensor where one is needed, a tensor where a number is."""
+    """An argument has the wrong Python type: a non-tensor where a tensor is needed, or a tensor where a number is needed."""
 
 
 class DifferentiationError(FlashmoeError, NotImplementedError):
-    """A kind of derivative was asked for that is not implemented (double backward, forward mode)."""
+    """The requested kind of derivative is not implemented (double backward, forward mode)."""
 
 
 class InternalError(FlashmoeError, RuntimeError):
@@ -85,24 +85,24 @@ class ReportError(FlashmoeError, ValueError):
     """A report file is missing, damaged or of another schema."""
 
 
-_ROOM = "the disk is full; free some space, or name a place with more (TMPDIR, FLASHMOE_CACHE_DIR, UV_CACHE_DIR)"
-_ACCESS = "this user may not write there; use a folder of your own (for a checkout: clone it anew)"
+_ROOM = "the disk is full; free some space, or name a folder with more (TMPDIR, FLASHMOE_CACHE_DIR, UV_CACHE_DIR)"
+_ACCESS = "this user may not write there; use a folder of your own (for a checkout: clone it again)"
 _OF_THE_MACHINE = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EACCES: _ACCESS,
     errno.EPERM: _ACCESS,
     errno.EROFS: _ACCESS,
-    errno.ENOENT: "there is no such place, and it cannot be made; check the path",
+    errno.ENOENT: "this path does not exist and cannot be created; check it",
     errno.ENOTDIR: "a part of that path is a file; check the path",
-    errno.EISDIR: "it is a folder, and a file is needed; check the path",
+    errno.EISDIR: "it is a folder, but a file is needed; check the path",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENOMEM: "out of memory; lower MAX_JOBS or end other programs",
 }
 
 
 def explain_os_error(error: OSError) -> str | None:
-    """What a machine refused and what to do, or None for an error that only a bug can cause."""
+    """What failed on this machine and what to do, or None for an error that only a bug can cause."""
     advice = _OF_THE_MACHINE.get(error.errno or 0)
     if advice is None:
         return None

@@ -1,4 +1,4 @@
-"""Progress of long steps: one rewritten line on a terminal, plain lines in a log, never silent for over 30 seconds."""
+"""Progress of long steps: one rewritten line on a terminal, plain lines in a log, never silent for more than 30 seconds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HEARTBEAT_SECONDS = 20.0
 
 
 class Progress:
-    """Counts finished parts of a step and prints what, how many of how many, and the time elapsed.
+    """Counts finished parts of a step and prints its name, the count and the elapsed time.
 
     Use as a context manager; call :meth:`advance` when a part is done. Safe to call from several threads. ``total`` 0
     means unknown. A background timer prints a line when nothing has been printed for ``HEARTBEAT_SECONDS``. A step that
-    usually ends at once says nothing before ``quiet_for`` seconds.
+    is usually quick prints nothing before ``quiet_for`` seconds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Progress:
                 self._emit(final=False)
 
     def note(self, detail: str) -> None:
-        """Say what is being worked on without counting a part as done."""
+        """Show what is being worked on without counting a part as done."""
         self.advance(detail, count=0)
 
     def _heartbeat(self) -> None:
@@ -79,7 +79,7 @@ class Progress:
         count = f" {self.done}/{self.total}" if self.total else (f" {self.done}" if self.done else "")
         line = f"{self.what}{count} {self.elapsed:.0f}s {self._detail}".rstrip()
         if self._terminal:
-            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
             self._stream.write("\r\x1b[2K" + line[:width] + ("\n" if final else ""))
         else:
             self._stream.write(line + "\n")

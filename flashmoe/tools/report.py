@@ -23,7 +23,7 @@ SCHEMA = "flashmoe.report/1"
 
 
 class Verdict(str, Enum):
-    """PASS and SKIP are different words: SKIP says that nothing was proved."""
+    """SKIP means that nothing was checked; it never counts as PASS."""
 
     PASS = "PASS"
     WARN = "WARN"
@@ -36,7 +36,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
@@ -56,7 +56,7 @@ def overall(checks: Sequence[Check]) -> Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """What ran, on what, with which versions, and what came of it."""
+    """What ran, on what, with which versions, and the result."""
 
     kind: str
     checks: tuple[Check, ...]
@@ -81,7 +81,7 @@ class Report:
 
 
 def utc_now() -> str:
-    """The present time as ISO 8601 in UTC, to the second."""
+    """The current time as ISO 8601 in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 

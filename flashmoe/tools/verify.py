@@ -1,8 +1,8 @@
-"""``python -m flashmoe verify FILE.whl``: is this wheel what its provenance says, and does its commit give it again?
+"""``python -m flashmoe verify FILE.whl``: does this wheel match its provenance, and can it be rebuilt from its commit?
 
 Without ``--rebuild``: RECORD, the library's hash, each embedded device binary's hash, the lock files and the commit of the
-clone it runs in. With ``--rebuild``: the commit is built again in a work tree of its own and compared. Device binaries
-come from the locked compiler alone, so their hashes must match from any machine; the host part also depends on g++.
+clone it runs in. With ``--rebuild``: the commit is rebuilt in its own work tree and compared. Device binaries depend only
+on the locked compiler, so their hashes must match on any machine; the host part also depends on g++.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def read_wheel(path: Path, scratch: Path) -> Content:
     """Open a wheel of ours. Raises VerifyError for another project's, AuditError for a damaged one."""
     wheel = unpack(path, scratch)
     if LIBRARY not in wheel.names:
-        msg = f"{path.name} has no {LIBRARY}: it is no wheel of flashmoe; `python -m flashmoe audit` takes any wheel"
+        msg = f"{path.name} has no {LIBRARY}, so it is not a wheel of flashmoe; `python -m flashmoe audit` accepts any wheel"
         raise VerifyError(msg)
     record = read_provenance(wheel.other.get(RECORD, b""))
     if record is None:
-        msg = f"{path.name} has no readable {RECORD}: nothing says which commit and compilers it came from; build it again"
+        msg = f"{path.name} has no readable {RECORD}, so its commit and compilers are unknown; build it again"
         raise VerifyError(msg)
     members = {name: hashlib.sha256(_member(wheel, name)).hexdigest() for name in wheel.names}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -76,7 +76,7 @@ def _member(wheel: Wheel, name: str) -> bytes:
 
 
 def check_content(content: Content) -> list[Check]:
-    """What the file alone can prove."""
+    """The checks that need only the file."""
     library = content.wheel.root / LIBRARY
     return [*check_record(content.wheel), *check_provenance(content.provenance, library, content.binaries)]
 
@@ -89,7 +89,7 @@ def check_locks(stated: Mapping[str, str], root: Path | None) -> Check:
             name, Verdict.SKIP, "no clone of flashmoe here", next_step="run it in a clone, or with --root CLONE"
         )
     wrong = []
-    for lock in ("build.txt",):  # the others take no part in a wheel
+    for lock in ("build.txt",):  # the others do not affect a wheel
         path = root / "lockfiles" / lock
         found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "not there"
         if stated.get(lock) != found:
@@ -98,7 +98,7 @@ def check_locks(stated: Mapping[str, str], root: Path | None) -> Check:
         return Check(
             name, Verdict.WARN, "; ".join(wrong), "the same sha256",
             "The checkout is of another commit than the wheel, or its lock was edited.",
-            "git checkout the wheel's commit, or verify with --rebuild, which does",
+            "git checkout the wheel's commit, or verify with --rebuild, which does that",
         )  # fmt: skip
     return Check(name, Verdict.PASS, "build.txt is the one that the wheel was built with")
 
@@ -108,8 +108,8 @@ def check_commit(provenance: Mapping[str, Any], root: Path | None) -> Check:
     name, commit = "commit", str(provenance.get("commit"))
     if provenance.get("dirty") or commit == "unknown":
         return Check(
-            name, Verdict.WARN, f"{commit[:12]}, with changes that no commit holds", "a clean commit",
-            "Nobody can build these sources again.", "build from a clean clone",
+            name, Verdict.WARN, f"{commit[:12]}, with uncommitted changes", "a clean commit",
+            "These sources cannot be rebuilt.", "build from a clean clone",
         )  # fmt: skip
     if root is None:
         return Check(name, Verdict.SKIP, commit, next_step="run it in a clone, or with --root CLONE")
@@ -127,7 +127,7 @@ def check_commit(provenance: Mapping[str, Any], root: Path | None) -> Check:
 
 
 def compare(given: Content, rebuilt: Content) -> list[Check]:
-    """The given wheel against one that its commit gave just now."""
+    """The given wheel against one rebuilt from its commit."""
     checks = [*_compare_cubins(given.cubins, rebuilt.cubins)]
     if given.sha256 == rebuilt.sha256:
         return [*checks, Check("rebuilt wheel", Verdict.PASS, f"byte for byte the same, sha256 {given.sha256}")]
@@ -137,13 +137,13 @@ def compare(given: Content, rebuilt: Content) -> list[Check]:
     expected_to = {LIBRARY, RECORD} | {name for name in names if name.endswith(("/RECORD", ".cdx.json"))}
     if theirs != ours and set(differing) <= expected_to:
         why = f"The host part was compiled by {theirs} there and {ours} here; device binaries do not depend on it."
-        step = f"rebuild with {theirs} (CXX=...), or in the pinned image, for a comparison byte by byte"
+        step = f"rebuild with {theirs} (CXX=...), or in the pinned image, for a byte-by-byte comparison"
         return [
             *checks,
             Check("rebuilt wheel", Verdict.WARN, f"differs in {', '.join(differing)}", "the same", why, step),
         ]
     why = "The same commit and compilers must give the same bytes."
-    step = "do not trust this file before the difference is explained (diffoscope GIVEN REBUILT; keep it with --keep)"
+    step = "do not trust this file until the difference is explained (diffoscope GIVEN REBUILT; --keep keeps the rebuilt wheel)"
     return [
         *checks,
         Check("rebuilt wheel", Verdict.FAIL, f"differs in {', '.join(differing[:8])}", "the same", why, step),
@@ -168,7 +168,7 @@ def _compare_cubins(given: Mapping[str, str], rebuilt: Mapping[str, str]) -> lis
 
 
 def rebuild(content: Content, root: Path, folder: Path) -> Path:
-    """The wheel that the given one's commit makes on this machine, built in ``folder``. Raises VerifyError."""
+    """The wheel that the given one's commit builds on this machine, in ``folder``. Raises VerifyError."""
     commit = str(content.provenance["commit"])
     tree = folder / "tree"
     if _git(root, "worktree", "add", "--detach", "--force", str(tree), commit) is None:
@@ -187,7 +187,7 @@ def _build(tree: Path, targets: Sequence[str]) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
     environment["FLASHMOE_ARCHS"] = ",".join(targets) or "none"
     if not (tree / "nox").is_file():
-        msg = "the commit has no ./nox, so it is no commit of flashmoe that can be built"
+        msg = "the commit has no ./nox, so it is not a buildable commit of flashmoe"
         raise VerifyError(msg)
     lines: list[str] = []
     with (
@@ -202,7 +202,7 @@ def _build(tree: Path, targets: Sequence[str]) -> None:
             lines.append(line)
             progress.note(line.strip()[:80])
     if process.returncode != 0:
-        msg = f"the commit's own build ended with {process.returncode}:\n{''.join(lines[-15:])}"
+        msg = f"the build of the commit failed with exit status {process.returncode}:\n{''.join(lines[-15:])}"
         raise VerifyError(msg)
 
 
@@ -251,14 +251,14 @@ def verify(path: Path, *, root: Path | None, again: bool, keep: Path | None = No
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--rebuild", action="store_true", help="build its commit again and compare every byte")
-    parser.add_argument("--root", type=Path, help="a clone of flashmoe (default: the one of this folder)")
+    parser.add_argument("--rebuild", action="store_true", help="rebuild its commit and compare every byte")
+    parser.add_argument("--root", type=Path, help="a clone of flashmoe (default: the one around this folder)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the rebuilt wheel there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one line a check; returns the ExitCode."""
+    """Prints one line per check; returns the ExitCode."""
     root = args.root.resolve() if args.root else find_clone(Path.cwd())
     try:
         report = verify(args.wheel, root=root, again=args.rebuild, keep=args.keep)

@@ -1,1 +1,1 @@
-"""Container images: the engine, a base for where no registry can be reached, the images, and their tests."""
+"""Container images: the engine, a base image that needs no registry, the images, and their tests."""

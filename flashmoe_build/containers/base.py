@@ -1,7 +1,7 @@
-"""``nox -s base_image``: a base image from Debian packages, for where no registry can be reached.
+"""``nox -s base_image``: a base image from Debian packages, for machines without access to a registry.
 
 debootstrap checks the archive's signature against Debian's keyring and every package against the signed index. The
-versions that came are then held against docker/base-packages.txt: another version is an error that says which.
+installed versions are then compared with docker/base-packages.txt: any difference is an error that names the package.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ PACKAGES = ("python3", "python3-venv", "g++", "git", "ca-certificates", "binutil
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BASE_TAG = f"flashmoe-base:{SUITE}"
 TIME_LIMIT = 1200  # seconds
-# What is of this machine or of this hour: Docker gives every container its own name and resolver, the rest are logs and caches.
+# Files that depend on this machine or the time: Docker gives every container its own name and resolver; the rest are logs and caches.
 LEFT_OUT = ("./proc/*", "./sys/*", "./dev/*", "./etc/hostname", "./etc/resolv.conf", "./etc/machine-id", "./var/log/*",
             "./var/cache/*", "./tmp/*", "*.pyc")  # fmt: skip
 EPOCH = "1686355200"  # SOURCE_DATE_EPOCH of account files: bookworm's release
 
 
 def parse_pins(text: str) -> dict[str, str]:
-    """{package: version} from lines ``name=version``; comments and empty lines are passed over."""
+    """{package: version} from lines ``name=version``; comments and empty lines are ignored."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return dict(line.split("=", 1) for line in lines)
 
 
 def differences(pinned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Every package whose version is not the pinned one, in words."""
+    """One line for every package whose version is not the pinned one."""
     result = []
     for name in sorted({*pinned, *found}):
         if pinned.get(name) != found.get(name):
@@ -52,7 +52,7 @@ def differences(pinned: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 
 def judged(output: str) -> BuildError:
-    """debootstrap's failure as an error: an archive out of reach is a fact of this machine, a bad signature is not."""
+    """debootstrap's failure as an error: an unreachable archive is NOT RUN (OutOfReachError), a bad signature is a failure."""
     if re.search(r"Couldn't download|Failed getting release|Could not connect", output):
         last = next((line for line in reversed(output.splitlines()) if line.startswith("E:")), output[-300:])
         return OutOfReachError(
@@ -104,7 +104,7 @@ def make(*, update: bool) -> Report:
             changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), found)
             if changed:
                 listed = "\n  ".join(changed)
-                msg = f"the archive gives other versions than docker/base-packages.txt:\n  {listed}\nlook at them, then `nox -s base_image -- --update`"
+                msg = f"the archive has other versions than docker/base-packages.txt:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
                 raise BuildError(msg)
         digest = _import(docker, folder)
     check = Check("base image", Verdict.PASS, f"{len(found)} packages, {digest}", "the versions of base-packages.txt")
@@ -114,8 +114,8 @@ def make(*, update: bool) -> Report:
 
 
 def _import(docker: str, folder: Path) -> str:
-    """The layer's digest. Its files have no times and nothing of this machine, so the same packages give the same layer; an
-    image that has it already is kept, and what was built on that stays in the engine's cache.
+    """The layer's digest. Its files carry no times and nothing from this machine, so the same packages give the same layer. An
+    image that already has this layer is kept, and what was built on it stays in the engine's cache.
     """
     archive = folder.with_suffix(".tar")
     tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", *(f"--exclude={name}" for name in LEFT_OUT)]
@@ -125,7 +125,7 @@ def _import(docker: str, folder: Path) -> str:
     inspect = [docker, "image", "inspect", "-f", "{{index .RootFS.Layers 0}}", BASE_TAG]
     known = subprocess.run(inspect, capture_output=True, text=True, check=False, timeout=60)
     if known.returncode == 0 and known.stdout.strip() == digest:
-        print(f"image    {BASE_TAG} has this layer already, {digest}", flush=True)
+        print(f"image    {BASE_TAG} already has this layer, {digest}", flush=True)
         return digest
     run([docker, "import", str(archive), BASE_TAG], "docker import", time_limit=TIME_LIMIT)
     print(f"image    {BASE_TAG} {digest}", flush=True)
@@ -142,7 +142,7 @@ def file_digest(stream: BinaryIO) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.base", description=__doc__)
     parser.add_argument(
-        "--update", action="store_true", help="write docker/base-packages.txt from what the archive has now"
+        "--update", action="store_true", help="write docker/base-packages.txt from the archive's current versions"
     )
     options = parser.parse_args(arguments)
     try:

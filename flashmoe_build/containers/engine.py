@@ -1,4 +1,4 @@
-"""The Docker engine: the running one, or one of our own for machines (CI) that have the program but no daemon."""
+"""The Docker engine: the running one, or one started here on machines (CI) that have dockerd but no running daemon."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
 class OutOfReachError(BuildError):
-    """What images need is not on this machine (an engine, root, disk, an archive): nothing was built, nothing failed."""
+    """This machine lacks what images need (an engine, root, disk, an archive): nothing was built, nothing failed."""
 
 
 def docker_program() -> str:
-    """The docker client; raises OutOfReachError that says how to get one."""
+    """The docker client; raises OutOfReachError with how to get one."""
     for candidate in ("/usr/bin/docker", shutil.which("docker") or ""):  # a distribution's client matches its daemon
         if candidate and Path(candidate).exists():
             return candidate
@@ -42,7 +42,7 @@ def is_running(docker: str) -> bool:
 
 @contextmanager
 def engine(folder: Path) -> Iterator[str]:
-    """Yields the docker client with a daemon behind it; a daemon started here is stopped again, by its pid."""
+    """Yields the docker client of a running daemon; a daemon started here is stopped afterwards, by its pid."""
     docker = docker_program()
     if is_running(docker):
         yield docker
@@ -53,7 +53,9 @@ def engine(folder: Path) -> Iterator[str]:
             "start one (systemctl start docker), or run as root with Debian's docker.io installed"
         )
         raise OutOfReachError(msg)
-    runtime = tempfile.mkdtemp(prefix="flashmoe-dockerd-")  # short: sockets below it may have 107 characters
+    runtime = tempfile.mkdtemp(
+        prefix="flashmoe-dockerd-"
+    )  # short, because socket paths may have at most 107 characters
     process, log = _start(folder, Path(runtime))
     try:
         _wait_until_running(docker, process, log)
@@ -71,13 +73,13 @@ def engine(folder: Path) -> Iterator[str]:
 
 
 def mounts_below(folder: Path, mountinfo: str) -> list[str]:
-    """Mount points in ``folder`` in the order in which they can be taken off, from the text of /proc/self/mountinfo."""
+    """Mount points in ``folder`` in the order in which to unmount them, from the text of /proc/self/mountinfo."""
     points = [line.split()[4].replace("\\040", " ") for line in mountinfo.splitlines()]
     return sorted((point for point in points if Path(point).is_relative_to(folder)), key=len, reverse=True)
 
 
 def release_mounts(folder: Path) -> None:
-    """A daemon mounts its own data folder where the root is a shared mount, and may leave that behind: nobody could remove it."""
+    """Unmount what a daemon left: where the root is a shared mount it mounts its own data folder, which then cannot be removed."""
     for point in mounts_below(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8")):
         subprocess.run(["umount", "-l", point], capture_output=True, check=False, timeout=60)
 
@@ -94,16 +96,16 @@ def _start(folder: Path, runtime: Path) -> tuple[subprocess.Popen[bytes], Path]:
 
 
 def _refuse_copying_driver(docker: str) -> None:
-    """vfs keeps every layer as a copy of all layers below it: over 100 GB for these images."""
+    """vfs stores every layer as a copy of all layers below it: over 100 GB for these images."""
     if _info(docker, "{{.Driver}}") == "vfs":
-        msg = "this machine's kernel gives Docker no overlay file system, and its vfs driver would copy 7 GB a layer"
+        msg = "Docker has no overlay file system on this kernel, and its vfs driver would copy 7 GB per layer"
         raise OutOfReachError(msg)
 
 
 def probe(docker: str) -> None:
-    """Import and run an image of one program: an engine that answers may lack the rights for either (a container, a chroot).
+    """Import and run a one-program image: an engine that answers may lack the rights for either (in a container or chroot).
 
-    Raises OutOfReachError with the engine's words.
+    Raises OutOfReachError with the engine's error message.
     """
     program = str(Path(shutil.which("true") or "/bin/true").resolve())
     linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=False, timeout=60)
@@ -134,11 +136,11 @@ def _info(docker: str, template: str) -> str:
 
 
 def require_space(docker: str, needed: float) -> None:
-    """Raise OutOfReachError where the engine's disk has less than ``needed`` bytes free (when the disk is one of this machine)."""
+    """Raise OutOfReachError if the engine's disk has less than ``needed`` bytes free (when the disk is one of this machine)."""
     root = Path(_info(docker, "{{.DockerRootDir}}") or "/nonexistent")
     if root.is_dir() and shutil.disk_usage(root).free < needed:
         msg = (
-            f"the images need {needed / 1e9:.0f} GB of disk while they are made, "
+            f"the images need {needed / 1e9:.0f} GB of disk while they are built, "
             f"and {shutil.disk_usage(root).free / 1e9:.0f} GB are free; make room (docker system prune)"
         )
         raise OutOfReachError(msg)
@@ -155,7 +157,7 @@ def _wait_until_running(docker: str, process: subprocess.Popen[bytes], log: Path
 
 
 def ca_bundle(environment: Mapping[str, str]) -> Path | None:
-    """The certificate bundle that this machine's clients are told to use, to be passed into builds as a secret."""
+    """The certificate bundle that this machine's clients use, to be passed into builds as a secret."""
     for variable in CA_VARIABLES:
         path = Path(environment.get(variable, ""))
         if environment.get(variable) and path.is_file():
@@ -171,7 +173,7 @@ def run(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Run with every output line shown as progress; returns the output. Raises BuildError with its end on failure."""
+    """Run with every output line shown as progress; returns the output. Raises BuildError with the end of it on failure."""
     variables = {**(environment or os.environ), "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
     lines: list[str] = []
     started = time.monotonic()
@@ -191,6 +193,6 @@ def run(
                 msg = f"{what}: stopped after {time_limit:.0f} s"
                 raise BuildError(msg)
     if process.returncode != 0:
-        msg = f"{what} ended with {process.returncode}:\n{''.join(lines[-40:])}"
+        msg = f"{what} failed with exit status {process.returncode}:\n{''.join(lines[-40:])}"
         raise BuildError(msg)
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""``nox -s gpu_test``: the test image, by digest, on this machine's GPU; a machine without that GPU is a failure, not a skip."""
+"""``nox -s gpu_test``: runs the test image, by digest, on this machine's GPU. A machine without that GPU fails, it does not skip."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LIMIT = 3000  # seconds
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
-    """The row of arch.toml. Raises UnsupportedGpuError for a name that it lacks."""
+    """The row of arch.toml. Raises UnsupportedGpuError for an unknown name."""
     for gpu in gpus:
         if gpu.name == name:
             return gpu
-    msg = f"{name!r} is no GPU of csrc/tables/arch.toml, which knows {', '.join(gpu.name for gpu in gpus)}"
+    msg = f"{name!r} is not a GPU of csrc/tables/arch.toml; known: {', '.join(gpu.name for gpu in gpus)}"
     raise UnsupportedGpuError(msg)
 
 

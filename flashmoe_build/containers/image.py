@@ -1,4 +1,4 @@
-"""``nox -s image``: builds the images of the Dockerfile from the commit that is checked out."""
+"""``nox -s image``: builds the Dockerfile's images from the checked-out commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashmoe_build.release.provenance import find_commit
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"test": "flashmoe-test", "bench": "flashmoe-bench"}
 TIME_LIMIT = 3600  # seconds, a stage with nothing cached
-SPACE = 20e9  # bytes that both images take while they are made: 16 GB of layers, measured, and room
+SPACE = 20e9  # bytes that both images need while they are built: 16 GB of layers, measured, plus headroom
 # Settings of this machine's pip, uv and network that a build needs to reach the same packages.
 NETWORK_VARIABLES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL"),
@@ -64,7 +64,7 @@ def _origin() -> str:
 
 
 def stage_seconds(log: str) -> dict[str, float]:
-    """Seconds of each stage's own steps, and of the export, from BuildKit's plain log. Stages may run side by side."""
+    """Seconds of each stage's own steps, and of the export, from BuildKit's plain log. Stages may run concurrently."""
     stages = {number: stage or "base" for number, stage in STEP.findall(log)}
     stages |= dict.fromkeys(EXPORT.findall(log), "export")
     seconds: dict[str, float] = {}
@@ -75,12 +75,12 @@ def stage_seconds(log: str) -> dict[str, float]:
 
 
 def make_context(folder: Path) -> Path:
-    """A fresh clone of HEAD: what is not committed can take no part, and file modes do not depend on a umask."""
+    """A fresh clone of HEAD: uncommitted changes cannot get in, and file modes do not depend on a umask."""
     context = folder / "context"
     command = ["git", "-c", "safe.directory=*", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(context)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, umask=0o022)
     if done.returncode != 0:
-        msg = f"an image is built from a clone of this checkout, and git made none: {done.stderr.strip()[-500:]}"
+        msg = f"images are built from a clone of this checkout, but git clone failed: {done.stderr.strip()[-500:]}"
         raise BuildError(msg)
     return context
 
@@ -99,7 +99,7 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Rep
     checks: list[Check] = []
     data: dict[str, Any] = {}
     if find_commit(ROOT).dirty:
-        print("image    built from HEAD: uncommitted changes take no part", flush=True)
+        print("image    built from HEAD: uncommitted changes are not included", flush=True)
     with engine(ROOT / "build" / "docker") as docker, tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
         require_space(docker, SPACE)
         folder = Path(scratch)
@@ -137,7 +137,7 @@ def _secrets(folder: Path) -> dict[str, Path]:
 
 
 def _network(environment: Mapping[str, str]) -> str:
-    """What was asked for; the host's network where an index or a proxy is on the host itself."""
+    """The requested network; by default the host's if an index or a proxy is on the host itself."""
     chosen = environment.get("FLASHMOE_DOCKER_NETWORK", "")
     local = any(re.search(r"//(localhost|127\.)", value) for value in network_settings(environment).values())
     return chosen or ("host" if local else "")

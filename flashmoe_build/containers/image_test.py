@@ -1,4 +1,4 @@
-"""``nox -s image_test``: runs the built images through the Docker SDK and checks what was promised of them."""
+"""``nox -s image_test``: runs the built images through the Docker SDK and checks that they behave as documented."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def wheel_outside(python: Path, targets: Sequence[str], scratch: Path) -> tuple[
 
 
 def compare_wheels(inside: tuple[str, Mapping[str, Any]], outside: tuple[str, Mapping[str, Any]]) -> list[Check]:
-    """Device binaries are the same whatever the host compiler; every byte is where that is the same, too."""
+    """Device binaries must be the same for any host compiler; the whole wheel must be, if the host compiler is the same."""
     (digest, record), (other_digest, other) = inside, outside
     if record["commit"] != other["commit"]:
         found = f"the image is of commit {record['commit'][:12]}, this checkout of {other['commit'][:12]}"
@@ -119,7 +119,7 @@ def check_tests(images: Images, arguments: Sequence[str]) -> Check:
 
 
 def check_bench(images: Images) -> Check:
-    """On a read-only root file system: the table, three files, and the word that no GPU took part."""
+    """On a read-only root file system: the table, three files, and a note that there was no GPU."""
     with tempfile.TemporaryDirectory() as results:
         Path(results).chmod(0o777)
         options = {"volumes": {results: {"bind": "/results", "mode": "rw"}}, "read_only": True, "tmpfs": {"/tmp": ""}}
@@ -131,7 +131,7 @@ def check_bench(images: Images) -> Check:
     complete = names == ["bench.html", "bench.json", "bench.md"] and report.get("verdict") in ("PASS", "WARN")
     verdict = Verdict.PASS if status == 0 and complete and said else Verdict.FAIL
     return Check(
-        "bench writes its three files, read-only root, and says that no GPU took part",
+        "bench writes its three files on a read-only root and says that there was no GPU",
         verdict,
         found=f"exit {status}, {names}, {size} bytes" + ("" if said else "; it does not say that there was no GPU"),
         expected="exit 0, bench.html bench.json bench.md",
@@ -145,7 +145,7 @@ def check_unwritable(images: Images) -> Check:
         status, output = images.run(BENCH, QUICK, what="unwritable results", **options)
     verdict = Verdict.PASS if status == 2 and "cannot be written" in output else Verdict.FAIL
     return Check(
-        "unwritable /results is said at once",
+        "an unwritable /results is reported at once",
         verdict,
         found=f"exit {status}: {output.strip()[-200:]}",
         expected="exit 2 and how to mount it",
@@ -153,7 +153,7 @@ def check_unwritable(images: Images) -> Check:
 
 
 def check_sigterm(images: Images) -> Check:
-    """Stopped in the middle: no half-written file, and what is there can be read."""
+    """Stopped midway: no half-written file, and the files that exist can be read."""
     with tempfile.TemporaryDirectory() as results:
         Path(results).chmod(0o777)
         container = images.client.containers.run(
@@ -201,7 +201,7 @@ def check_config(images: Images) -> Check:
         if f"org.opencontainers.image.{key}" not in labels:
             problems.append(f"no label {key}")
     if re.fullmatch(r"[0-9a-f]{40}", labels.get("org.opencontainers.image.revision", "")) is None:
-        problems.append(f"revision {labels.get('org.opencontainers.image.revision')!r} is no commit")
+        problems.append(f"revision {labels.get('org.opencontainers.image.revision')!r} is not a commit")
     _, listed = images.shell(
         BENCH,
         "find /run/secrets /etc/ssl/private -type f 2>/dev/null; env | grep -iE 'cert|token|password|index_url' || true",
@@ -217,7 +217,7 @@ def check_config(images: Images) -> Check:
 
 
 def test_images(arguments: Sequence[str], build_python: Path) -> Report:
-    docker = importlib.import_module("docker")  # by name: a type checker would take the folder docker/ for it
+    docker = importlib.import_module("docker")  # by name: a type checker would resolve it to the folder docker/
     started, clock = utc_now(), time.monotonic()
     with engine(ROOT / "build" / "docker"), tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
         images = Images(docker.from_env(timeout=RUN_LIMIT))

@@ -1,4 +1,4 @@
-"""``nox -s image_pins``: the digests that the Dockerfile's bases have in their registry now, written into the Dockerfile."""
+"""``nox -s image_pins``: writes the current registry digests of the base images into the Dockerfile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pin:
 
 
 def read_pins(text: str) -> tuple[Pin, ...]:
-    """Every base of a Dockerfile. Raises BuildError where a default base has no digest."""
+    """Every base of a Dockerfile. Raises BuildError if a default base has no digest."""
     pins = tuple(Pin(**match.groupdict()) for match in PIN.finditer(text))
     stated = re.findall(r"^ARG (BASE_\w+)=", text, re.MULTILINE)
     loose = [name for name in stated if name not in {pin.variable for pin in pins}]
@@ -43,12 +43,12 @@ def read_pins(text: str) -> tuple[Pin, ...]:
 
 
 def rewrite(text: str, digest_of: Callable[[str], str]) -> tuple[str, list[str]]:
-    """The Dockerfile with the digests that ``digest_of(image:tag)`` gives, and what changed, in words."""
+    """The Dockerfile with the digests that ``digest_of(image:tag)`` gives, and one line per change."""
     changes = []
     for pin in read_pins(text):
         found = digest_of(pin.image)
         if DIGEST.fullmatch(found) is None:
-            msg = f"{pin.image}: the registry answered {found!r}, which is no sha256 digest"
+            msg = f"{pin.image}: the registry answered {found!r}, which is not a sha256 digest"
             raise BuildError(msg)
         if found != pin.digest:
             changes.append(f"{pin.image}: {pin.digest} -> {found}")
@@ -57,12 +57,12 @@ def rewrite(text: str, digest_of: Callable[[str], str]) -> tuple[str, list[str]]
 
 
 def registry_digest(image: str) -> str:
-    """The digest of a tag, asked through the engine. Raises OutOfReachError where the registry does not answer."""
-    docker = importlib.import_module("docker")  # by name: a type checker would take the folder docker/ for it
+    """The digest of a tag, asked through the engine. Raises OutOfReachError if the registry cannot be reached."""
+    docker = importlib.import_module("docker")  # by name: a type checker would resolve it to the folder docker/
     try:
         return str(docker.from_env(timeout=60).images.get_registry_data(image).id)
     except docker.errors.APIError as error:
-        msg = f"{image}: its registry does not answer here ({str(error.explanation or error)[:200]}); run this where it does"
+        msg = f"{image}: its registry cannot be reached from here ({str(error.explanation or error)[:200]}); run this where it can"
         raise OutOfReachError(msg) from error
 
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if changes and not options.check:
         DOCKERFILE.write_text(text, encoding="utf-8")
     verdict = Verdict.FAIL if changes and options.check else Verdict.PASS
-    found = "; ".join(changes) or "every base has the digest that its tag has now"
+    found = "; ".join(changes) or "every base is pinned to its tag's current digest"
     report = Report(
         "image_pins", (Check("digests of the bases", verdict, found),), {}, host_environment(), (), utc_now()
     )

@@ -1,1 +1,1 @@
-"""Locked Python environments: made, checked against the lock, locked anew."""
+"""Locked Python environments: created, checked against the lock, and the lock rewritten."""

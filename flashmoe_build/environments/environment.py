@@ -1,10 +1,10 @@
-"""Environments made from the lock: one folder per lock file and Python, reused while neither changes.
+"""Locked environments: one folder per lock file and Python, reused while neither changes.
 
     python -m flashmoe_build.environments.environment build      # prints the path of the interpreter inside
 
-Everything goes in through ``uv pip install --require-hashes --only-binary :all:``: no file that the lock does not name,
-and no code of a source distribution runs. uv hard-links from its cache, so a further environment costs a second and
-next to no disk.
+Everything is installed by ``uv pip install --require-hashes --only-binary :all:``: only files that the lock names, and no
+source distribution, whose code would run. uv hard-links from its cache, so another environment costs a second and almost
+no disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flashmoe_build.environments.exclusive import exclusive
 from flashmoe_build.environments.lock import verify_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORTED = ((3, 12), (3, 11), (3, 10))  # numpy<2 has no wheel beyond 3.12
+SUPPORTED = ((3, 12), (3, 11), (3, 10))  # numpy<2 has no wheel for later ones
 PYTHON_VARIABLE = "FLASHMOE_PYTHON"
 TIMEOUT_VARIABLE = "FLASHMOE_INSTALL_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
@@ -44,7 +44,7 @@ WITHHELD = (
     "UV_TARGET",
     "UV_PREFIX",
 )
-# The tests run many short processes with torch, which takes about twice as long to import from source as from bytecode.
+# The tests start many short processes that import torch, which takes about twice as long without bytecode.
 WITH_BYTECODE = "test"
 PROBE = (
     "import platform, sys, sysconfig; "
@@ -116,7 +116,7 @@ def python_candidates(choice: str, environ: Mapping[str, str], own: str) -> Iter
 
 
 def choose_python(choice: str, candidates: Iterator[str], probe: Callable[[str], str] = probe_python) -> Interpreter:
-    """The first usable candidate. Raises LockError that names everything that was looked at."""
+    """The first usable candidate. Raises LockError listing everything that was tried."""
     looked = []
     for path in candidates:
         version, found = judge_python(probe(path))
@@ -144,13 +144,13 @@ def find_uv() -> str:
     beside = Path(sys.executable).parent / "uv"
     found = str(beside) if beside.exists() else shutil.which("uv")
     if found is None:
-        msg = "uv is not there; `./nox` brings its own, or install it: python3 -m pip install uv"
+        msg = "uv is not installed; `./nox` brings its own, or install it: python3 -m pip install uv"
         raise LockError(msg)
     return found
 
 
 def explain_failure(stderr: str, lock: str) -> str:
-    """What went wrong in an install, in terms of the lock, from uv's own words."""
+    """uv's error message, explained in terms of the lock."""
     mismatch = MISMATCH.search(stderr)
     if mismatch:
         expected = mismatch["expected"].split()
@@ -162,25 +162,25 @@ def explain_failure(stderr: str, lock: str) -> str:
         )
     unhashed = NO_HASH.search(stderr)
     if unhashed:
-        return f"{unhashed['package']} has no hash in {lock}; run `nox -s lock` to write it anew"
+        return f"{unhashed['package']} has no hash in {lock}; run `nox -s lock` to rewrite it"
     unpinned = NOT_PINNED.search(stderr)
     if unpinned:
-        return f"{unpinned['package']} in {lock} is not pinned to one version; run `nox -s lock` to write it anew"
+        return f"{unpinned['package']} in {lock} is not pinned to one version; run `nox -s lock` to rewrite it"
     missing = NO_PIN.search(stderr)
     if missing:
-        return f"{missing['package']} is needed by a package of {lock}, which has no pin for it; run `nox -s lock` to write it anew"
+        return f"{missing['package']} is needed by a package of {lock}, which has no pin for it; run `nox -s lock` to rewrite it"
     tail = "\n".join(stderr.strip().splitlines()[-15:])
     if FULL.search(stderr):
         return (
             f"installing {lock} failed, the disk is full:\n{tail}\nFree some space: {ROOM} (UV_CACHE_DIR moves that)."
         )
-    return f"installing {lock} failed:\n{tail}\nIf that names the network, check the package index that pip and uv are set up for."
+    return f"installing {lock} failed:\n{tail}\nIf this is a network error, check the package index that pip and uv are configured for."
 
 
 def uv_environment(environ: Mapping[str, str], fallback: Path = ROOT / ".nox" / "uv-cache") -> dict[str, str]:
-    """The caller's variables for uv, with a cache in the checkout where the home folder can hold none.
+    """The caller's variables for uv, with a cache in the checkout if the home folder is not writable.
 
-    As in a container that runs under a user without a home.
+    That is the case in a container that runs under a user without a home.
     """
     kept = {key: value for key, value in environ.items() if key not in WITHHELD}
     if kept.get("UV_CACHE_DIR") or kept.get("UV_NO_CACHE"):
@@ -200,7 +200,7 @@ def _home_of_this_user() -> str:
 
 
 def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int, str]:
-    """Run ``command`` under a progress line; returns its exit status and its stderr. 124 when it ran out of time."""
+    """Run ``command`` under a progress line; returns its exit status and its stderr. 124 on a timeout."""
     environ = uv_environment(os.environ)
     lines: list[str] = []
     with (
@@ -231,20 +231,20 @@ def run_logged(command: Sequence[str], what: str, timeout_s: float) -> tuple[int
 
 
 def install_limit(environ: Mapping[str, str]) -> float:
-    """Seconds that an install may take. Raises LockError for a setting that is no time."""
+    """Seconds that an install may take. Raises LockError for an invalid setting."""
     text = environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
     try:
         limit = float(text)
     except ValueError:
         limit = 0.0
     if not 0.0 < limit <= threading.TIMEOUT_MAX:
-        msg = f"{TIMEOUT_VARIABLE}={text!r} is no time; write a number of seconds above 0"
+        msg = f"{TIMEOUT_VARIABLE}={text!r} is not a time; write a number of seconds above 0"
         raise LockError(msg)
     return limit
 
 
 def uv_install(python: Path, requirements: Path, *, what: str, shown: str, extra: Sequence[str] = ()) -> None:
-    """``uv pip install --require-hashes`` of a requirement file. Raises LockError that names the package at fault."""
+    """``uv pip install --require-hashes`` of a requirement file. Raises LockError naming the package at fault."""
     command = [find_uv(), "pip", "install", "--python", str(python), "--require-hashes", "--only-binary", ":all:"]
     command += ["--link-mode", "hardlink", *extra, "-r", str(requirements)]
     status, stderr = run_logged(command, what, install_limit(os.environ))
@@ -267,7 +267,7 @@ def verify(lock: Path, folder: Path, python: str) -> None:
 
 
 def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, extra: Sequence[str] = ()) -> Path:
-    """The interpreter of the environment of ``lockfiles/<lock>.txt``, made now unless it is there already."""
+    """The interpreter of the environment of ``lockfiles/<lock>.txt``, created if it does not exist."""
     try:
         return _prepare(lock, root, python, extra)
     except OSError as error:
@@ -305,7 +305,7 @@ def _prepare(lock: str, root: Path, python: Interpreter | None, extra: Sequence[
 
 
 def bytecode_option(lock: str, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Bytecode with the installation where Python is told to keep none by itself (it keeps what it imports otherwise)."""
+    """For the tests' environment: compile bytecode at installation if Python is told not to write it on import."""
     return ("--compile-bytecode",) if lock == WITH_BYTECODE and environ.get("PYTHONDONTWRITEBYTECODE") else ()
 
 
@@ -325,9 +325,9 @@ def _create(folder: Path, python: Interpreter) -> None:
 
 
 def remove_bytecode(folder: Path) -> None:
-    """Forget what Python compiled of the flashmoe that is about to be replaced.
+    """Delete the bytecode of the flashmoe that is about to be replaced.
 
-    A wheel dates its files by the commit, so an edited file of the same length would pass for the compiled one.
+    Files in a wheel carry the commit's time, so for an edited file of the same length the old bytecode would look current.
     """
     for packages in folder.glob("lib/python*/site-packages"):
         for compiled in [*packages.glob("__pycache__/flashmoe*.pyc"), *packages.glob("flashmoe/**/__pycache__/*.pyc")]:
@@ -356,8 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flashmoe_build.environments.environment", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("lock", help="build, test or lint: a file of lockfiles/")
-    parser.add_argument("--wheel", type=Path, help="install this flashmoe wheel into it, too")
+    parser.add_argument("lock", help="build, test, lint, ...: the name of a lock file")
+    parser.add_argument("--wheel", type=Path, help="also install this flashmoe wheel into it")
     options = parser.parse_args(arguments)
     try:
         python = prepare(options.lock)

@@ -1,4 +1,4 @@
-"""One process at a time: environments and build folders that two sessions would otherwise write at once."""
+"""Locks between processes, for environments and build folders that two sessions could otherwise write at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _held: dict[Path, TextIO] = {}
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the file ``path`` as a lock between processes; says so, again and again, while another process has it."""
+    """Hold the file ``path`` as a lock between processes; prints a line regularly while another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stream:
         _take(stream, path)
@@ -25,7 +25,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def hold_until_exit(path: Path) -> None:
-    """Take the lock and keep it as long as this process lives; taking it again in the same process is free.
+    """Take the lock and keep it until this process ends; taking it again in the same process does nothing.
 
     For a build folder: the wheel is packed from it after the build has returned.
     """
@@ -33,7 +33,7 @@ def hold_until_exit(path: Path) -> None:
     if path in _held:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    stream = path.open("w")  # open until the process ends, which is the point
+    stream = path.open("w")  # deliberately open until the process ends
     _take(stream, path)
     _held[path] = stream
 

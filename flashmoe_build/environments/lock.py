@@ -1,9 +1,9 @@
-"""The lock: what lockfiles/*.txt pin, and whether an environment is what they say.
+"""The lock: what lockfiles/*.txt pin, and whether an environment matches them.
 
 A lock file is a requirement file in which every line is ``name==version ; marker --hash=sha256:...``. The hashes are
 checked by the installer (:mod:`flashmoe_build.environments.environment`); this module checks what the installer cannot see: that the
-file pins everything that its ``.in`` file asks for, names no registry, and that the packages found at build time are
-those pinned, each of them once.
+file pins everything that its ``.in`` file asks for and names no registry, and that the packages found at build time are
+the pinned ones, each installed once.
 
     python -m flashmoe_build.environments.lock lockfiles/build.txt      # is this interpreter's environment the locked one?
 """
@@ -30,7 +30,7 @@ HASH = re.compile(r"--hash[= ](?P<hash>\S+)")
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 COMMENT = re.compile(r"(^|\s+)#.*$")
 INPUT_DIGEST = re.compile(r"^# inputs sha256:([0-9a-f]{64})$", re.MULTILINE)
-REWRITE = "run `nox -s lock` to write it anew"
+REWRITE = "run `nox -s lock` to rewrite it"
 OWN_NAME = "flashmoe"
 
 
@@ -114,9 +114,7 @@ def parse_lock(text: str, origin: str) -> tuple[Pin, ...]:
 
 def _parse_pin(line: str, origin: str) -> Pin:
     if line.startswith("-"):
-        msg = (
-            f"{origin}: option {line.split()[0]!r}; a lock holds pins only, no registry and no further file; {REWRITE}"
-        )
+        msg = f"{origin}: option {line.split()[0]!r}; a lock holds only pins, no registry and no other file; {REWRITE}"
         raise LockError(msg)
     hashes = tuple(match["hash"] for match in HASH.finditer(line))
     requirement = _requirement(HASH.sub("", line).strip(), origin)
@@ -153,7 +151,7 @@ def read_lock(path: Path) -> tuple[Pin, ...]:
 
 
 def input_files(path: Path) -> tuple[Path, ...]:
-    """A ``.in`` file and those that it includes with ``-r``, each once, in reading order."""
+    """A ``.in`` file and the files it includes with ``-r``, each once, in reading order."""
     found = [path]
     for line in logical_lines(read_text(path)):
         if line.startswith("-r"):
@@ -162,7 +160,7 @@ def input_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_inputs(path: Path) -> tuple[Wanted, ...]:
-    """Every requirement of a ``.in`` file and of those that it includes."""
+    """Every requirement of a ``.in`` file and of the files it includes."""
     return tuple(
         Wanted(_requirement(line, file.name), file.name)
         for file in input_files(path)
@@ -184,7 +182,7 @@ def recorded_digest(text: str) -> str:
 
 
 def check_lock(wanted: Iterable[Wanted], pins: Collection[Pin], environment: Mapping[str, str]) -> None:
-    """Raise LockError unless ``pins`` hold every requirement of ``wanted`` that applies, at a version it admits."""
+    """Raise LockError unless ``pins`` satisfy every applicable requirement of ``wanted``."""
     by_name = {pin.name: pin for pin in pins if pin.applies(environment)}
     for item in wanted:
         marker = item.requirement.marker
@@ -216,7 +214,7 @@ def find_drift(
     environment: Mapping[str, str],
     names: Collection[str] | None = None,
 ) -> tuple[Drift, ...]:
-    """How ``installed`` differs from ``pins``, for all packages or for ``names`` alone. Empty when it does not."""
+    """How ``installed`` differs from ``pins``, for all packages or only for ``names``. Empty when it does not."""
     expected = {pin.name: pin.version for pin in pins if pin.applies(environment)}
     if names is not None:
         wanted = {canonicalize_name(name) for name in names}
@@ -265,7 +263,7 @@ def verify_environment(
 ) -> tuple[Pin, ...]:
     """Raise LockError unless the installed packages are those of ``lock``; returns its pins.
 
-    ``names`` limits the check to the packages that shape the result, for a build in an environment that somebody else
+    ``names`` limits the check to the packages that affect the result, for a build in an environment that somebody else
     made (``pip wheel .``); ``path`` and ``python`` (a full version) describe an environment other than the running one.
     Beside ``x.txt`` there is ``x.in``: a requirement there without a pin is an error too.
     """
@@ -277,7 +275,7 @@ def verify_environment(
         listed = "\n".join(f"  - {item}" for item in drift)
         msg = (
             f"this environment is not the one that {lock.name} describes:\n{listed}\n"
-            "Delete the environment and run the same session again: it is made anew from the lock (`./nox -s build`)."
+            "Delete the environment and run the same session again: it is recreated from the lock (`./nox -s build`)."
         )
         raise LockError(msg)
     return pins
@@ -297,7 +295,7 @@ def main(arguments: Sequence[str]) -> int:
     except LockError as error:
         print(f"LockError: {error}", file=sys.stderr)
         return 1
-    print(f"{arguments[0]}: every one of its packages is installed once and at its pin ({len(pins)} lines)")
+    print(f"{arguments[0]}: every package is installed once and at its pinned version ({len(pins)} lines)")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Writes lockfiles/*.txt from lockfiles/*.in, and says what changed.
+"""Writes lockfiles/*.txt from lockfiles/*.in and lists what changed.
 
     python -m flashmoe_build.environments.relock               # rewrite, keeping every version that still fits
     python -m flashmoe_build.environments.relock --upgrade     # rewrite with the newest versions
-    python -m flashmoe_build.environments.relock --check       # offline: fail if the .in files ask for something else than is locked
+    python -m flashmoe_build.environments.relock --check       # offline: fail if a lock does not match its .in file
 
 One file serves CPython 3.10 to 3.12: uv resolves for all of them at once (``--universal``; the bounds are
 ``tool.uv.environments`` in pyproject.toml) and marks the lines that differ. Wheels only, no registry in the output.
@@ -42,7 +42,7 @@ OPTIONS = (
     "--no-emit-index-url",
     "--no-emit-find-links",
 )
-LAUNCHER_OPTIONS = ("--no-config",)  # the launcher runs under any Python from 3.10 on, so no upper bound for it
+LAUNCHER_OPTIONS = ("--no-config",)  # the launcher runs under any Python from 3.10, so it has no upper bound
 COMPILE_TIMEOUT_S = 600.0
 # The supported (Python, platform) pairs for which the pins must answer every requirement.
 PYTHONS = ("3.10", "3.11", "3.12")
@@ -93,13 +93,13 @@ def _versions(rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> tuple[str, ..
 
 
 def check(folder: Path) -> list[str]:
-    """What is wrong with the locks as they lie there, without a network. Empty when nothing is."""
+    """What is wrong with the locks, found without a network. Empty when nothing is."""
     problems = []
     shared: dict[tuple[str, str], tuple[str, Pin]] = {}
     for lock in ORDER:
         text, source = read_text(folder / f"{lock}.txt"), folder / f"{lock}.in"
         if recorded_digest(text) != input_digest(source, options_of(lock)):
-            problems.append(f"{lock}.txt was not written from {lock}.in as it is now; run `nox -s lock`")
+            problems.append(f"{lock}.txt was not written from the current {lock}.in; run `nox -s lock`")
         problems += [f"{lock}.txt names a location: {line.strip()}" for line in text.splitlines() if "://" in line]
         pins = parse_lock(text, f"{lock}.txt")
         for python in PYTHONS:
@@ -127,7 +127,7 @@ def _disagreements(
 
 
 def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
-    """The new text of every lock. Works in a copy, so that a failure half way changes nothing."""
+    """The new text of every lock. Works in a copy, so that a failure midway changes nothing."""
     texts = {}
     with tempfile.TemporaryDirectory(prefix="flashmoe-lock-") as temporary:
         copy = Path(temporary)
@@ -158,7 +158,7 @@ def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
 
 
 def rewrite(root: Path, *, upgrade: bool) -> tuple[Change, ...]:
-    """Write every lock file anew; returns what changed."""
+    """Rewrite every lock file; returns what changed."""
     folder = root / "lockfiles"
     changes: list[Change] = []
     texts = compile_locks(root, upgrade)
@@ -177,9 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nox -s lock --", description=__doc__.splitlines()[0])
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the locks are not those of the .in files"
+        "--check", action="store_true", help="write nothing; fail if the locks do not match the .in files"
     )
-    group.add_argument("--upgrade", action="store_true", help="take the newest versions that the .in files admit")
+    group.add_argument("--upgrade", action="store_true", help="take the newest versions that the .in files allow")
     options = parser.parse_args(arguments)
     try:
         if not options.check:
@@ -189,7 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    print("\n".join(problems) or f"lockfiles/: {', '.join(ORDER)} answer their .in files, agree, and name no registry")
+    print(
+        "\n".join(problems)
+        or f"lockfiles/: {', '.join(ORDER)} match their .in files, agree with each other, and name no registry"
+    )
     return 1 if problems else 0
 
 

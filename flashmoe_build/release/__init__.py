@@ -1,1 +1,1 @@
-"""What shows where a wheel came from and where it runs: provenance, reproduction, compatibility, CI's jobs."""
+"""Where a wheel came from and where it runs: provenance, reproduction, compatibility, CI's jobs."""

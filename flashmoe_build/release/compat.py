@@ -1,8 +1,8 @@
-"""``nox -s compat``: one wheel file under every torch that it claims, and under every CPython that each of them has.
+"""``nox -s compat``: one wheel file under every torch that it supports, with the lowest and highest local CPython of each.
 
-Each cell is an environment of its own with that torch from the package index (these are not in the lock: the point is what
-is out there), the wheel under test, and the operator's tests on the CPU. One cell below the floor shows that the import
-says so plainly.
+Each cell is its own environment with that torch from the package index (not from the lock: the aim is to test what users
+can install), the wheel under test, and the operator's tests on the CPU. One cell below the floor checks that the import is
+rejected with a clear error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FLOOR = Version("2.10")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TOOLS = ("pytest", "pytest-timeout", "pytest-cov", "hypothesis", "numpy")
 TESTS = ("tests/attention",)
-# Enough to see that this torch loads the library and runs the operator: its registration and opcheck, autograd, compile,
-# errors, and values. The grid of sizes proves the kernel, which is the same machine code in every cell.
+# Enough to show that this torch loads the library and runs the operator: registration and opcheck, autograd, compile, errors
+# and values. The grid of sizes tests the kernel, which is the same machine code in every cell.
 CORE = ("tests/attention/test_extension.py", "tests/attention/test_checks.py", "tests/attention/test_compile.py")
 THREADS = 2
 INSTALL_LIMIT = 1800  # seconds
@@ -43,7 +43,7 @@ CLOSING = re.compile(r"(\d+) passed")
 
 @dataclass(frozen=True)
 class Cell:
-    """One environment: a torch, a Python, and what came of the wheel in it."""
+    """One environment: a torch, a Python, and the result of the wheel in it."""
 
     torch: str
     python: str
@@ -75,7 +75,7 @@ def discover() -> tuple[list[str], str]:
 def local_pythons() -> dict[str, str]:
     """{minor version: interpreter} of the CPythons on this machine; nothing is downloaded."""
     found = {}
-    own = str(getattr(sys, "_base_executable", None) or sys.executable)  # may be nowhere that the others are looked for
+    own = str(getattr(sys, "_base_executable", None) or sys.executable)  # may be outside the places that are searched
     for minor in PYTHONS:
         for path in (*python_candidates(minor, os.environ, own), own):
             words = probe_python(path).split()
@@ -86,7 +86,7 @@ def local_pythons() -> dict[str, str]:
 
 
 def _uv(arguments: Sequence[str], what: str, cache: Path) -> str:
-    """Run uv under a progress line; returns what it said when it failed, or nothing."""
+    """Run uv under a progress line; returns its error output, empty on success."""
     environment = {**os.environ, "UV_CACHE_DIR": str(cache)}
     command = [find_uv(), *arguments]
     with Progress(what):
@@ -98,7 +98,7 @@ def _uv(arguments: Sequence[str], what: str, cache: Path) -> str:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every cell shares: the wheel, where environments are made, and how much of the suite a cell runs."""
+    """What every cell shares: the wheel, the folder of environments, and how much of the suite to run."""
 
     wheel: Path
     scratch: Path
@@ -110,8 +110,8 @@ class Setup:
 
 
 def run_cell(torch: str, minor: str, interpreter: str, setup: Setup, *, refused: bool = False) -> Cell:
-    """Install and test one cell. SKIP, with uv's reason, is for an interpreter that this torch has no wheel for, and for
-    nothing else: what could not be installed for another reason (network, disk) was not shown to work.
+    """Install and test one cell. SKIP, with uv's reason, only means that this torch has no wheel for the interpreter.
+    An install that failed for another reason (network, disk) is FAIL, because nothing was shown to work.
     """
     label = f"torch {torch}, Python {minor}"
     folder = setup.scratch / f"{torch}-{minor}"
@@ -138,7 +138,7 @@ NO_WHEEL = re.compile(r"torch==\S+ has no (?:usable )?wheels.*?(?=,? and you req
 
 
 def _reason(problem: str) -> str:
-    """uv's words in one line, without this machine's paths."""
+    """uv's message in one line, without this machine's paths."""
     words = " ".join(problem.split())
     match = NO_WHEEL.search(words)
     return textwrap.shorten(re.sub(r"\S*/\S*/\S*", "...", match[0] if match else words), 300)
@@ -199,7 +199,7 @@ def _tests(python: Path, label: str, tests: Sequence[str]) -> tuple[Verdict, str
 
 
 def failures_of(lines: Sequence[str]) -> list[str]:
-    """What pytest names as failed, then what it says of them; a failure that does not come back is known by this alone."""
+    """The tests that pytest names as failed, then its messages: for a failure that does not recur, the only record."""
     named = [line.strip() for line in lines if line.startswith(("FAILED", "ERROR"))]
     told = [line[1:].strip() for line in lines if line.startswith("E   ") and line[1:].strip()]
     return [*named[:5], *told[:8]]
@@ -220,7 +220,7 @@ def run_version(torch: str, pythons: Mapping[str, str], setup: Setup) -> list[Ce
 
 
 def compat(wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequence[str]) -> Report:
-    """One cell after another; the two ends of the table run the whole operator suite, the others its core."""
+    """Runs the cells in order; the lowest and newest torch run the whole operator suite, the others its core."""
     started, clock = utc_now(), time.monotonic()
     versions, below = discover()
     chosen = [version for version in versions if version in only] if only else versions
@@ -237,7 +237,7 @@ def compat(wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequenc
     for torch in chosen:
         setup = Setup(wheel, scratch, TESTS if full or (torch in ends and not only) else CORE)
         cells += run_version(torch, pythons, setup)
-        shutil.rmtree(setup.cache, ignore_errors=True)  # 7 GB a torch
+        shutil.rmtree(setup.cache, ignore_errors=True)  # 7 GB per torch
     if below and not only:
         minor = min(pythons, key=Version)
         setup = Setup(wheel, scratch, ())

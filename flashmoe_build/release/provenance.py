@@ -22,7 +22,7 @@ UNKNOWN_EPOCH = 315532800  # 1980-01-01, the earliest time that a zip can hold
 
 @dataclass(frozen=True)
 class Commit:
-    """The sources' commit; ``dirty`` when tracked files differ from it or untracked ones could take part."""
+    """The sources' commit; ``dirty`` when tracked files differ from it or untracked ones could affect the build."""
 
     commit: str
     dirty: bool

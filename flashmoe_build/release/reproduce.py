@@ -1,8 +1,8 @@
-"""``nox -s reproduce``: builds the same commit three times in worlds that differ, and compares every byte.
+"""``nox -s reproduce``: builds the same commit three times under different conditions ("worlds") and compares every byte.
 
 The worlds differ in path, file system, user, umask, locale, time zone, clock (where faketime is installed), hash seed, job
-count, file times, the order in which files were created, and cache (the third takes what the first compiled). What could
-not be varied on this machine is said, not passed over.
+count, file times, the order in which files were created, and cache (the third takes what the first compiled). What cannot
+be varied on this machine is reported as SKIP.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEMORY_NEEDED = 1e9  # bytes of a build folder with every target, and room
 
 @dataclass(frozen=True)
 class World:
-    """The circumstances of one build."""
+    """The conditions of one build."""
 
     name: str
     folder: Path
@@ -49,7 +49,7 @@ class World:
 
 @dataclass(frozen=True)
 class Machine:
-    """What of this machine can be varied; an empty value means that it cannot."""
+    """What can be varied on this machine; an empty value means that it cannot."""
 
     faketime: str
     other_user: str
@@ -106,7 +106,7 @@ def plan(jobs: int, machine: Machine, scratch: Path, strange: Path) -> tuple[tup
 
 
 def check_out(world: World, root: Path) -> None:
-    """A clone of HEAD as this world has it."""
+    """A clone of HEAD with this world's file order and times."""
     folder = world.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     clone = ["git", "-c", "safe.directory=*", "clone", "-q", "--no-hardlinks", "--no-checkout", str(root), str(folder)]
@@ -126,7 +126,7 @@ def check_out(world: World, root: Path) -> None:
 
 
 def build_in(world: World, archs: str) -> Path:
-    """The wheel that this world makes."""
+    """The wheel that this world builds."""
     dropped = {*VARIABLES, "SOURCE_DATE_EPOCH", "FLASHMOE_CACHE_DIR"}
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     own = {"FLASHMOE_ARCHS": archs, "HOME": str(world.folder), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -144,7 +144,7 @@ def build_in(world: World, archs: str) -> Path:
             lines.append(line)
             progress.note(line.strip())
     if process.returncode != 0:
-        msg = f"world {world.name}: the build ended with {process.returncode}:\n{''.join(lines[-20:])}"
+        msg = f"world {world.name}: the build failed with exit status {process.returncode}:\n{''.join(lines[-20:])}"
         raise BuildError(msg)
     (wheel,) = (world.folder / "dist").glob("*.whl")
     return wheel
@@ -158,7 +158,7 @@ def members(wheel: Path) -> dict[str, str]:
 
 
 def compare(left: Mapping[str, str], right: Mapping[str, str], worlds: str) -> list[Check]:
-    """One check a file; a file on one side only is a difference."""
+    """One check per file; a file on only one side is a difference."""
     checks = []
     for name in sorted({*left, *right}):
         same = left.get(name) == right.get(name)
@@ -202,7 +202,7 @@ def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: 
     try:
         worlds, checks = plan(jobs, machine, scratch, strange)
         if commit.dirty:
-            found = "uncommitted changes are not part of what was built"
+            found = "uncommitted changes were not built"
             checks.append(Check("clean checkout", Verdict.WARN, found=found))
         wheels, seconds = {}, {}
         for world in worlds:
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{pair}:\n{text}")
     same = sum(check.name.startswith("same bytes") and check.verdict is Verdict.PASS for check in report.checks)
     print(
-        f"reproduce {report.verdict}: {same} comparisons of files and device binaries the same, {report.seconds:.0f} s"
+        f"reproduce {report.verdict}: {same} comparisons of files and device binaries identical, {report.seconds:.0f} s"
     )
     return report.exit_code
 

@@ -1,7 +1,7 @@
 """The bill of materials that goes into the wheel as .dist-info/sboms/flashmoe.cdx.json (PEP 770): CycloneDX 1.6.
 
-Plain JSON, made from provenance.json alone, so it is as repeatable as that: a library of its own would enter the build's
-lock, and every `pip wheel`, for one dictionary. A test holds it against the schema with cyclonedx-python-lib.
+Plain JSON, generated only from provenance.json, so it is as reproducible as that. A library for one dictionary would add a
+dependency to the build's lock and to every `pip wheel`. A test validates it against the schema with cyclonedx-python-lib.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _headers(name: str, version: object) -> dict[str, Any]:
         "bom-ref": f"pkg:pypi/{name}@{version}",
         "name": name,
         "version": str(version),
-        "description": "headers that were compiled in; of torch the stable ABI alone",
+        "description": "headers that were compiled in; of torch only the stable ABI",
         "purl": f"pkg:pypi/{name}@{version}",
     }
 

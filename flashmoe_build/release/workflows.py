@@ -3,9 +3,9 @@
     nox -s workflows                  # write the generated jobs into .github/workflows (-- --check: compare only)
     nox -s ci_summary                 # the one required job: reads the results of all others from NEEDS
 
-One job a GPU architecture, on a runner labelled with its name. Which architectures have a runner is the repository variable
-GPU_RUNNERS, a JSON list such as ["sm80", "sm90"]: a job of another one is skipped by the platform, shown as skipped, and
-listed here as NOT RUN. It is never a passed job that did nothing.
+One job per GPU architecture, on a runner labelled with its name. The repository variable GPU_RUNNERS, a JSON list such as
+["sm80", "sm90"], says which architectures have a runner: the job of any other is skipped by the platform, shown as skipped
+and listed here as NOT RUN. A job that did nothing never counts as passed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def generated(name: str, gpus: Sequence[Gpu]) -> str:
 
 
 def renewed(name: str, text: str, gpus: Sequence[Gpu]) -> str:
-    """A workflow's text with its generated part written anew. Raises ReportError where the marks are gone."""
+    """A workflow's text with its generated part replaced. Raises ReportError if the markers are missing."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         msg = f"{name} must hold the lines {BEGIN.strip()!r} and {END.strip()!r} once each"
         raise ReportError(msg)
@@ -99,7 +99,7 @@ def judge(needs: Mapping[str, Mapping[str, object]]) -> Report:
         if result == "success":
             checks.append(Check(job, Verdict.PASS, result))
         elif result == "skipped" and job.startswith(GPU_PREFIX):
-            found = "NOT RUN: no runner of this architecture (GPU_RUNNERS), or a pull request"
+            found = "NOT RUN: no runner for this architecture (GPU_RUNNERS), or a pull request"
             checks.append(
                 Check(job, Verdict.SKIP, found, next_step="label a self-hosted runner and add it to GPU_RUNNERS")
             )
@@ -116,7 +116,7 @@ def markdown(report: Report) -> str:
 
 
 def summary(environment: Mapping[str, str]) -> int:
-    """Print and record the verdict; the table goes to the platform's page too."""
+    """Print and record the verdict; the table also goes to the platform's summary page."""
     try:
         needs = json.loads(environment.get("NEEDS", ""))
     except ValueError as error:
@@ -144,9 +144,9 @@ def update(folder: Path, *, check: bool) -> int:
             if not check:
                 path.write_text(new, encoding="utf-8")
     if stale and check:
-        print(f"{', '.join(stale)}: not what csrc/tables/arch.toml gives; run `nox -s workflows`", file=sys.stderr)
+        print(f"{', '.join(stale)}: does not match csrc/tables/arch.toml; run `nox -s workflows`", file=sys.stderr)
         return ExitCode.FAILED
-    print(f"wrote {', '.join(stale)}" if stale else "the workflows are those of csrc/tables/arch.toml")
+    print(f"wrote {', '.join(stale)}" if stale else "the workflows match csrc/tables/arch.toml")
     return ExitCode.OK
 
 

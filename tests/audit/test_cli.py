@@ -79,7 +79,7 @@ def test_no_path_is_a_usage_error() -> None:
     [
         (("",), "an empty path"),
         (("{sound}", "--targets", "sm_75,sm_99"), "--targets 'sm_75,sm_99': no target 'sm_99'"),
-        (("{sound}", "--torch-version", "newest"), "--torch-version 'newest' is no version; write it as 2.10.0"),
+        (("{sound}", "--torch-version", "newest"), "--torch-version 'newest' is not a version; write it as 2.10.0"),
     ],
 )
 def test_arguments_that_mean_nothing_are_usage_errors(sound: Path, words: tuple[str, ...], says: str) -> None:
@@ -91,7 +91,7 @@ def test_arguments_that_mean_nothing_are_usage_errors(sound: Path, words: tuple[
 def test_a_source_folder_that_is_not_there_is_a_failure(sound: Path, tmp_path: Path) -> None:
     done = command(str(sound), "--source", str(tmp_path / "gone"))
     assert done.returncode == ExitCode.NOTHING_CHECKED
-    assert "gone is no folder" in done.stdout
+    assert "gone is not a folder" in done.stdout
 
 
 @pytest.mark.parametrize("place", ["a file/report.json", "."])

@@ -57,7 +57,7 @@ def test_a_huge_file_is_refused_unread(sound: Path, tmp_path: Path, monkeypatch:
 
 def test_a_link_to_nothing_says_so(tmp_path: Path) -> None:
     (tmp_path / "_C.so").symlink_to(tmp_path / "gone.so")
-    assert "is a symbolic link to nothing" in refused(tmp_path / "_C.so", "unreadable").found
+    assert "is a broken symbolic link" in refused(tmp_path / "_C.so", "unreadable").found
 
 
 def test_a_folder_by_its_dot_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "_C.so")
-    assert "is no regular file" in refused(tmp_path / "_C.so", "unreadable").found
+    assert "is not a regular file" in refused(tmp_path / "_C.so", "unreadable").found
 
 
 def test_unreadable_file(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def bad_wheel(tmp_path: Path, *, change: str) -> Path:
     [
         ("outside", "points outside the wheel"),
         ("absolute", "points outside the wheel"),
-        ("twice", "stands in it twice"),
+        ("twice", "is in it twice"),
         ("bomb", "to 17825792 bytes"),
         ("link", "is a symbolic link"),
         ("plain", ".dist-info/WHEEL is missing"),

@@ -165,7 +165,7 @@ def test_an_index_that_names_another_entry(workshop: Workshop, rows: tuple[Row, 
 
 def test_a_binary_for_a_target_that_no_table_has(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     report = audit(workshop.library([*rows, replace(rows[0], target="sm_99")]), tables=tables)
-    assert named(report, "targets: sm_99").why.startswith("No GPU is known to load it")
+    assert named(report, "targets: sm_99").why.startswith("No GPU in the table can load it")
 
 
 def test_nothing_that_could_be_launched_is_no_pass() -> None:
@@ -176,7 +176,7 @@ def test_nothing_that_could_be_launched_is_no_pass() -> None:
 def test_no_provenance(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     library = workshop.library(rows)
     (library.parent / "provenance.json").unlink()
-    assert "no provenance.json" in only_failure(audit(library, tables=tables), "provenance").found
+    assert "no readable provenance.json" in only_failure(audit(library, tables=tables), "provenance").found
 
 
 def test_f15_shared_memory_over_the_limit_of_one_gpu(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
@@ -186,7 +186,7 @@ def test_f15_shared_memory_over_the_limit_of_one_gpu(workshop: Workshop, rows: t
         workshop.library(swapped(rows, unit.name, "sm_80", replace(row_of(unit), smem_dynamic=122880))), tables=tables
     )
     check = named(report, f"not launchable: {unit.entries[0][1]} on sm86")
-    assert "122880 bytes of shared memory a block, sm86 has 101376 after opting in" in check.found
+    assert "122880 bytes of shared memory per block, sm86 has 101376 after opting in" in check.found
     assert "flashmoe smem --arch sm86" in check.next_step
     blocked = {c.name.rsplit(" ", 1)[1] for c in failures(report) if c.name.startswith("not launchable")}
     assert blocked == {"sm86", "sm89"}
@@ -211,7 +211,7 @@ def test_local_memory(workshop: Workshop, rows: tuple[Row, ...], tables: Tables,
     body = "float many[100]; for (int i = 0; i < 100; ++i) many[i] = out[i]; out[0] = many[n];"
     report = audit(workshop.library(swapped(rows, unit.name, target, row_of(unit, body=body))), tables=tables)
     check = named(report, f"local memory: {unit.entries[0][1]}")
-    assert check.found == f"400 bytes a thread for {target}"
+    assert check.found == f"400 bytes per thread for {target}"
 
 
 def test_parameters_of_another_layout(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
@@ -238,7 +238,7 @@ def test_binary_that_is_no_cubin(workshop: Workshop, rows: tuple[Row, ...], tabl
     check = named(
         audit(workshop.library([row, *rows[1:]]), tables=tables), f"unreadable binary: {row.name}.{row.target}"
     )
-    assert "is no ELF file" in check.found
+    assert "is not an ELF file" in check.found
 
 
 def test_truncated_cubin(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
@@ -307,4 +307,4 @@ def test_kernel_twice(workshop: Workshop, rows: tuple[Row, ...], tables: Tables)
 def test_cpu_only_build_is_a_warning(workshop: Workshop, tables: Tables) -> None:
     report = audit(workshop.library([], targets=[]), tables=tables)
     assert report.verdict is Verdict.WARN
-    assert any("CPU alone" in c.found for c in report.checks)
+    assert any("CPU-only" in c.found for c in report.checks)

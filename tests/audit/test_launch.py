@@ -62,7 +62,7 @@ def test_blocks_on_a_multiprocessor(
 )
 def test_shared_memory_limit_is_exact(gpu: str, limit: int) -> None:
     assert not launch(gpu, dynamic=limit).problems
-    assert f"{limit + 1} bytes of shared memory a block" in launch(gpu, dynamic=limit + 1).problems[0]
+    assert f"{limit + 1} bytes of shared memory per block" in launch(gpu, dynamic=limit + 1).problems[0]
     assert launch(gpu, static=1024, dynamic=limit).problems, "static and dynamic count together"
 
 
@@ -73,14 +73,14 @@ def test_static_limit() -> None:
 
 def test_threads_limit() -> None:
     assert not launch("sm90", registers=32, threads=1024).problems
-    assert "1056 threads a block" in launch("sm90", registers=32, threads=1056).problems[0]
+    assert "1056 threads per block" in launch("sm90", registers=32, threads=1056).problems[0]
 
 
 def test_registers_of_a_block() -> None:
     assert not launch("sm90", registers=64, threads=1024).problems
     assert "65 registers x 1024 threads take 73728 registers" in launch("sm90", registers=65, threads=1024).problems[0]
     assert not launch("sm90", registers=255, threads=256).problems
-    assert "256 registers a thread" in launch("sm90", registers=256, threads=128).problems[0]
+    assert "256 registers per thread" in launch("sm90", registers=256, threads=128).problems[0]
 
 
 def test_register_allocation_unit() -> None:

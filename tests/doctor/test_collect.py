@@ -162,14 +162,14 @@ def test_the_program_says_why_a_library_does_not_load(tmp_path: Path) -> None:
     assert loads["verdict"] == "FAIL"
     assert "libflashmoe.so cannot be loaded" in loads["found"]
     extension = next(check for check in report["checks"] if check["name"] == "extension")
-    assert (extension["verdict"], extension["found"].endswith("it is no ELF file")) == ("FAIL", True)
+    assert (extension["verdict"], extension["found"].endswith("it is not an ELF file")) == ("FAIL", True)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "abc", "nan", "inf"])
 def test_a_time_limit_that_is_no_time_is_a_usage_error(seconds: str) -> None:
     done = doctor("--timeout", seconds)
     assert done.returncode == 2
-    assert "is no time; write a number of seconds above 0" in done.stderr
+    assert "is not a time; write a number of seconds above 0" in done.stderr
 
 
 def test_starting_the_doctor_imports_no_torch() -> None:

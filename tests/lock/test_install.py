@@ -157,7 +157,7 @@ def test_a_lock_that_does_not_exist_lists_those_that_do(project: Project) -> Non
 def test_uv_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LockError, match=r"uv is not there; `\./nox` brings its own"):
+    with pytest.raises(LockError, match=r"uv is not installed; `\./nox` brings its own"):
         environment.find_uv()
 
 
@@ -198,7 +198,7 @@ def test_a_user_without_a_home_gets_a_cache_in_the_checkout(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf"])
 def test_a_limit_that_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(LockError, match=f"FLASHMOE_INSTALL_TIMEOUT_S='{text}' is no time"):
+    with pytest.raises(LockError, match=f"FLASHMOE_INSTALL_TIMEOUT_S='{text}' is not a time"):
         environment.install_limit({"FLASHMOE_INSTALL_TIMEOUT_S": text})
     assert environment.install_limit({"FLASHMOE_INSTALL_TIMEOUT_S": ""}) == environment.DEFAULT_TIMEOUT_S
 

@@ -126,7 +126,7 @@ def test_digests_are_rewritten() -> None:
     assert len(changes) == 2
     assert {pin.digest for pin in pins.read_pins(text)} == {DIGEST}
     assert pins.rewrite(text, lambda name: DIGEST) == (text, [])
-    with pytest.raises(BuildError, match="no sha256 digest"):
+    with pytest.raises(BuildError, match="not a sha256 digest"):
         pins.rewrite(DOCKERFILE, lambda name: "latest")
     with pytest.raises(BuildError, match="BASE_RUN is not pinned"):
         pins.read_pins(re.sub(r"(slim-bookworm)@\S+", r"\1", DOCKERFILE))
@@ -266,7 +266,7 @@ def test_a_gpu_job_runs_on_the_gpu_that_it_names() -> None:
     gpu.check_capability(sm90, "8.0\n9.0\n")
     with pytest.raises(UnsupportedGpuError, match=r"labelled sm90 \(compute capability 9\.0\), and has no GPU"):
         gpu.check_capability(sm90, "")
-    with pytest.raises(UnsupportedGpuError, match="knows sm75"):
+    with pytest.raises(UnsupportedGpuError, match="known: sm75"):
         gpu.find_gpu("sm42", load_tables(ROOT / "csrc").gpus)
     command = gpu.command_of("docker", f"r.example.org/a/b@{DIGEST}", ["-x"])
     assert command[-2:] == [f"r.example.org/a/b@{DIGEST}", "-x"]

@@ -88,7 +88,7 @@ def test_another_projects_wheel(workshop: Workshop, library: bytes, capsys: pyte
     files: dict[str, bytes | str] = {"other/__init__.py": "", "other/_C.so": library}
     wheel = workshop.wheel(files, name="other-1.0-py3-none-manylinux_2_28_x86_64.whl")
     assert main(["verify", str(wheel)]) == 1
-    assert "it is no wheel of flashmoe" in capsys.readouterr().err
+    assert "it is not a wheel of flashmoe" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip at all"])
@@ -96,7 +96,7 @@ def test_no_wheel_at_all(tmp_path: Path, content: bytes, capsys: pytest.CaptureF
     path = tmp_path / "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
     path.write_bytes(content)
     assert main(["verify", str(path)]) == 1
-    assert "is no sound wheel" in capsys.readouterr().err
+    assert "is not a valid wheel" in capsys.readouterr().err
 
 
 def test_outside_a_clone_nothing_is_said_of_the_commit(make_wheel: WheelMaker, tmp_path: Path) -> None:

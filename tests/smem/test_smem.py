@@ -136,8 +136,8 @@ def test_longer_spellings(text: str, name: str) -> None:
     [
         (["--arch", "sm99", "--head-dim", "64"], "no GPU architecture 'sm99'; known: sm75"),
         (["--arch", "sm80", "--head-dim", "0"], "--head-dim 0 is not in 1 to 256"),
-        (["--arch", "sm80", "--head-dim", "64", "--tile", "128"], "--tile '128' is no tile"),
-        (["--arch", "sm80", "--head-dim", "64", "--tile", "0x64"], "is no tile"),
+        (["--arch", "sm80", "--head-dim", "64", "--tile", "128"], "--tile '128' is not a tile"),
+        (["--arch", "sm80", "--head-dim", "64", "--tile", "0x64"], "is not a tile"),
         (["--arch", "sm80", "--head-dim", "64", "--stages", "0"], "--stages 0 is not in 1 to 64"),
         (
             ["--arch", "sm75", "--head-dim", "64", "--dtype", "bf16", "--family", "sm80"],
@@ -193,7 +193,7 @@ def test_the_program_itemises(capsys: pytest.CaptureFixture[str]) -> None:
         (["--arch", "sm89", "--tile", "64x63"], "rows of K come in multiples of 16 with 4 warps of sm80; not 63"),
         (["--arch", "sm89", "--tile", "128x16", "--warps", "8"], "multiples of 32 with 8 warps of sm80; not 16"),
         (["--arch", "sm90", "--tile", "128x64", "--warps", "16"], "with 16 warps a tile of sm90 has 192 rows of Q, not 128"),
-        (["--arch", "sm90", "--tile", "128x64", "--warps", "4"], "one that loads and one or more that compute: not 4 warps"),
+        (["--arch", "sm90", "--tile", "128x64", "--warps", "4"], "one that loads and one or more that compute; not 4 warps"),
     ],
 )  # fmt: skip
 def test_a_tile_that_no_kernel_has_is_said_to_be_one(

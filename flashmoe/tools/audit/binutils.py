@@ -36,7 +36,7 @@ class Disagreement:
 
 
 def compare(facts: ElfFacts) -> tuple[Disagreement, ...]:
-    """What nm and pyelftools do not agree on; empty when they agree. Raises ToolMissingError without nm."""
+    """Where nm and pyelftools disagree; empty when they agree. Raises ToolMissingError without nm."""
     tables: list[tuple[str, list[str], Sequence[Symbol]]] = []
     if facts.is_shared:
         tables.append((".dynsym", ["-D"], facts.dynamic))
@@ -81,7 +81,7 @@ def _nm_rows(path: Path, options: list[str]) -> Iterable[str]:
 
 
 def demangle(names: Iterable[str]) -> dict[str, str]:
-    """Mangled -> demangled for each C++ name. Without c++filt a name stays and says that it is mangled."""
+    """Mangled -> demangled for each C++ name. Without c++filt a name is kept and marked as mangled."""
     result = {name: name for name in names}
     mangled = [name for name in result if name.startswith("_Z")]
     if not mangled:

@@ -20,7 +20,7 @@ QUIET_S = 5.0  # most audits take a second or two; a gigabyte of symbols takes h
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=given_path, help="a shared object, a wheel, or a folder that holds one")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report to this file too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report to this file")
     parser.add_argument(
         "--torch-version",
         metavar="X",
@@ -32,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source", type=Path, metavar="DIR", help="sources to search for declarations (default: csrc of the checkout)"
     )
     parser.add_argument(
-        "--targets", metavar="A,B", help="targets that it must hold (default: as its provenance declares, else all)"
+        "--targets", metavar="A,B", help="targets that it must hold (default: those its provenance declares, else all)"
     )
 
 
 def given_path(text: str) -> Path:
-    """A path that names something: an empty one would mean this folder, whatever it holds."""
+    """A non-empty path: an empty one would silently mean the current folder."""
     if not text:
         msg = "an empty path; give a shared object, a wheel, or a folder (. for this one)"
         raise argparse.ArgumentTypeError(msg)
@@ -45,7 +45,7 @@ def given_path(text: str) -> Path:
 
 
 def given_targets(text: str | None) -> tuple[str, ...] | None:
-    """Names of arch.toml. Raises ArgumentError for another one."""
+    """Target names of arch.toml. Raises ArgumentError for an unknown one."""
     if text is None:
         return None
     names = tuple(word.strip() for word in text.split(",") if word.strip())
@@ -61,7 +61,7 @@ def given_targets(text: str | None) -> tuple[str, ...] | None:
 
 def run(args: argparse.Namespace) -> int:
     if args.torch_version is not None and not re.match(r"\d+\.\d+", args.torch_version):
-        msg = f"--torch-version {args.torch_version!r} is no version; write it as 2.10.0"
+        msg = f"--torch-version {args.torch_version!r} is not a version; write it as 2.10.0"
         raise ArgumentError(msg)
     options = Options(args.torch_version, args.foreign, args.objects, args.source, given_targets(args.targets))
     with Progress(f"audit of {args.path.name}", quiet_for=QUIET_S):

@@ -1,4 +1,4 @@
-"""What every check gets to see, and how a check words a failure."""
+"""What every check has access to, and helpers to report results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LISTED = 20  # failures of one kind that are listed one by one
 
 @dataclass(frozen=True)
 class Context:
-    """One extension under audit. ``label`` is how it is called in the output, without a machine's folders."""
+    """One extension under audit. ``label`` is its name in the output, without paths of this machine."""
 
     label: str
     facts: ElfFacts
@@ -48,7 +48,7 @@ def failed(name: str, *, found: str, expected: str, why: str, cause: str = "", n
 
 
 def limited(checks: Sequence[Check]) -> list[Check]:
-    """The first MAX_LISTED checks, and one that counts the others; a failure stays a failure."""
+    """The first MAX_LISTED checks, and one that counts the rest and keeps their worst verdict."""
     if len(checks) <= MAX_LISTED:
         return list(checks)
     rest = checks[MAX_LISTED:]

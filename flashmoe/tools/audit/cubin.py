@@ -27,7 +27,7 @@ SHARED_RESERVED = 1024  # bytes that .nv.shared.<kernel> counts for the driver, 
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """One entry point. Bytes; ``registers`` a thread; ``max_threads`` of a block, 0 when not bounded."""
+    """One entry point. Bytes; ``registers`` per thread; ``max_threads`` per block, 0 when not bounded."""
 
     name: str
     registers: int
@@ -63,11 +63,11 @@ def architecture(abi_version: int, flags: int) -> str:
 
 
 def read_cubin(content: bytes, name: str) -> CubinFacts:
-    """Parse one cubin. Raises AuditError subclasses for what is none."""
+    """Parse one cubin. Raises a subclass of AuditError for anything else."""
     elf = open_elf(content, name)
     if elf["e_machine"] != "EM_CUDA":
         msg = f"{name} is an ELF file for {elf['e_machine']}, not device code"
-        raise EmbeddedError(msg, "embed what NVRTC gave")
+        raise EmbeddedError(msg, "embed NVRTC's output")
     try:
         return _facts(elf)
     except AuditError:
@@ -102,7 +102,7 @@ def _kernel(elf: ELFFile, name: str, shared: dict[int, int], *, has_reserved: bo
     in_header = code["sh_info"] >> 24  # filled in up to sm_75; 0 later, where only the attribute has it
     registers = shared.get(_REGISTERS, in_header)
     if in_header and in_header != registers:
-        msg = f"kernel {name}: {in_header} registers by its section header, {registers} by its attribute"
+        msg = f"kernel {name}: {in_header} registers in its section header, {registers} in its attribute"
         raise EmbeddedError(msg, "the cubin was edited; compile and embed it again")
     if not registers:
         msg = f"kernel {name} states no register count"

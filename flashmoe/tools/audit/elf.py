@@ -27,7 +27,7 @@ MAGIC = b"\x7fELF"
 MAX_BYTES = 4 << 30  # the largest library of torch has 1 GB
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section index, value, size
 _BINDINGS = {0: "local", 1: "global", 2: "weak", 10: "unique"}
-_SECTION, _FILE = 3, 4  # symbol types that name no entity of the program
+_SECTION, _FILE = 3, 4  # symbol types that do not name a function or object
 _UNDEFINED = 0
 _DT_FLAGS_TEXTREL = 0x4
 
@@ -75,12 +75,12 @@ class ElfFacts:
 
     @property
     def defined_names(self) -> frozenset[str]:
-        """Every name that this file defines, hidden and local ones included where the table is there."""
+        """Every name that this file defines; with a symbol table, including hidden and local ones."""
         return frozenset(s.name for s in (*self.dynamic, *(self.static or ())) if s.defined)
 
 
 def require_magic(path: Path) -> None:
-    """Refuse a file that is no ELF by its first bytes, and one beyond MAX_BYTES, before all of it is read."""
+    """Reject a file that is not ELF or is larger than MAX_BYTES, before all of it is read."""
     start = read_bytes(path, limit=16)
     size = path.stat().st_size
     if not start.startswith(MAGIC):
@@ -96,7 +96,7 @@ def _no_elf(name: str, start: bytes, size: int) -> NotElfError:
         if not size
         else ("text" if start.isascii() and "".join(start.decode().split()).isprintable() else "binary")
     )
-    msg = f"{name} is no ELF file: it is {looks} ({size} bytes, starts with {start!r})"
+    msg = f"{name} is not an ELF file: it is {looks} ({size} bytes, starts with {start!r})"
     return NotElfError(msg, "this is not what the linker wrote; build it again and audit that file")
 
 
@@ -104,7 +104,9 @@ def read_bytes(path: Path, limit: int = -1) -> bytes:
     """The file's content, or its first ``limit`` bytes; raises UnreadableError with the reason."""
     try:
         if not path.is_file():
-            reason = "is a folder" if path.is_dir() else ("is no regular file" if path.exists() else "does not exist")
+            reason = (
+                "is a folder" if path.is_dir() else ("is not a regular file" if path.exists() else "does not exist")
+            )
             msg = f"{path.name} {reason}"
             raise UnreadableError(msg, "give the path of a shared object, a wheel, or a folder that holds one")
         if limit < 0:
@@ -117,7 +119,7 @@ def read_bytes(path: Path, limit: int = -1) -> bytes:
 
 
 def require_pyelftools() -> Any:
-    """pyelftools' ELFFile class, or a plain failure that says how to get it."""
+    """pyelftools' ELFFile class; raises ToolMissingError with the fix if it is not installed."""
     try:
         from elftools.elf.elffile import ELFFile
     except ImportError as error:
@@ -165,7 +167,7 @@ def section_data(elf: ELFFile, name: str) -> bytes | None:
         return None
     data: bytes = section.data()
     if len(data) != section["sh_size"] and section["sh_type"] != "SHT_NOBITS":
-        msg = f"section {name} promises {section['sh_size']} bytes, the file holds {len(data)} of them"
+        msg = f"section {name} claims {section['sh_size']} bytes, the file holds {len(data)} of them"
         raise DamagedElfError(msg, "copy or build the file again")
     return data
 
@@ -252,7 +254,7 @@ def _by_library(versions: Mapping[int, tuple[str, str]]) -> dict[str, tuple[str,
 def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]) -> Iterator[Symbol]:
     table, strings = section.data(), elf.get_section(section["sh_link"]).data()
     if len(table) != section["sh_size"] or len(table) % _SYMBOL.size:
-        msg = f"{section.name} promises {section['sh_size']} bytes, the file holds {len(table)} of them"
+        msg = f"{section.name} claims {section['sh_size']} bytes, the file holds {len(table)} of them"
         raise DamagedElfError(msg, "copy or build the file again")
     bound = elf.get_section_by_name(".gnu.version") if section.name == ".dynsym" else None
     indices = struct.unpack(f"<{len(table) // _SYMBOL.size}H", bound.data()) if bound is not None else None
@@ -273,14 +275,14 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
 
 @dataclass(frozen=True)
 class Provided:
-    """What the loader takes from a library: the names it exports, and the libraries that it needs in turn."""
+    """What the loader needs to know of a library: the names it exports, and the libraries that it needs in turn."""
 
     exports: frozenset[str]
     needed: tuple[str, ...]
 
 
 def provided(path: Path) -> Provided:
-    """Read once while the file stays as it is; the file may be large, and its other tables are not read."""
+    """Cached until the file changes. The file may be large; its other tables are not read."""
     state = path.stat()
     return _provided(path, state.st_mtime_ns, state.st_size)
 

@@ -42,7 +42,7 @@ class Binary:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The entries that are really in the binary."""
+        """The entries that the binary actually holds."""
         if isinstance(self.facts, CubinFacts):
             return frozenset(kernel.name for kernel in self.facts.kernels)
         return frozenset(e.name for e in self.facts.entries) if self.facts is not None else frozenset()
@@ -67,7 +67,7 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
         msg = f"the index of embedded binaries cannot be read ({type(error).__name__}: {error})"
         raise EmbeddedError(msg, again) from error
     if not rows:
-        msg = "the index of embedded binaries is empty: there is no kernel in this file"
+        msg = "the index of embedded binaries is empty: this file holds no kernel"
         raise EmbeddedError(msg, "check the targets of the build (FLASHMOE_ARCHS)")
     return tuple(rows)
 
@@ -104,7 +104,7 @@ def _check_place(label: str, kind: str, offset: int, size: int, content: bytes) 
     if kind not in ("cubin", "ptx"):
         problem = f"is of kind {kind!r}, neither cubin nor ptx"
     elif offset < 0 or size <= 0 or len(content) != size:
-        problem = f"is said to lie at {offset} with {size} bytes, but the section holds {len(content)} of them"
+        problem = f"the index places it at {offset} with {size} bytes, but the section holds {len(content)} of them"
     elif offset % ALIGNMENT:
         problem = f"lies at {offset}, not on a {ALIGNMENT}-byte boundary"
     if problem:

@@ -30,12 +30,12 @@ from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_
 from flashmoe.tools.tables import Tables, load_tables
 
 OUR_TORCH_VERSION = "2.10.0"  # TORCH_TARGET_VERSION of the build
-INPUT = "input: "  # how the check of an input that could not be audited is named
+INPUT = "input: "  # prefix of the check that reports an unusable input
 
 
 @dataclass(frozen=True)
 class Options:
-    """``targets``: what the library is meant to hold; None takes it from its provenance, else the whole table."""
+    """``targets``: what the library should hold; None takes it from its provenance, else the whole table."""
 
     torch_version: str | None = None
     foreign: bool = False
@@ -63,7 +63,7 @@ def audit(path: Path, options: Options | None = None, tables: Tables | None = No
     shown = path.name or path.resolve().name  # `.` has no name of its own
     try:
         if chosen.source is not None and not chosen.source.is_dir():
-            msg = f"--source {chosen.source} is no folder, so no declaration can be looked for"
+            msg = f"--source {chosen.source} is not a folder, so declarations cannot be looked up"
             raise UnreadableError(msg, "give the folder of the sources, or leave --source out")
         inputs = collect(path)
         objects = read_objects(chosen.objects)
@@ -86,7 +86,7 @@ def audit(path: Path, options: Options | None = None, tables: Tables | None = No
 
 
 def input_check(error: AuditError) -> Check:
-    """The failure that an unusable input is."""
+    """The failed check for an unusable input."""
     return failed(
         f"{INPUT}{error.kind}",
         found=str(error),
@@ -149,12 +149,12 @@ def _guarded(
 def _carried(
     label: str, path: Path, options: Options, tables: Tables | None, objects: Sequence[ElfFacts], wheel: Wheel
 ) -> Subject:
-    """A library that auditwheel grafted into the wheel: somebody else's, no extension; it must only be readable."""
+    """A library that auditwheel grafted into the wheel: not an extension of its own, so it only has to be readable."""
     try:
         facts = read_elf(path)
     except AuditError as error:
         return Subject(label, ours=False, checks=(input_check(error),))
-    found = "a library that the wheel carries along, no extension: used to look up symbols, not judged itself"
+    found = "a library bundled in the wheel, not an extension: used to look up symbols, not checked itself"
     return Subject(label, ours=False, checks=(skipped("carried library", found),), facts=facts)
 
 
@@ -193,14 +193,14 @@ def audit_library(
 
 
 def near_folders(path: Path, run_paths: Sequence[str], wheel: Wheel | None) -> tuple[Path, ...]:
-    """Folders in which the loader could find a library that comes along with this one."""
+    """Folders in which the loader could find a library bundled with this one."""
     own = [Path(part.replace("$ORIGIN", str(path.parent))) for line in run_paths for part in line.split(":") if part]
     beside = [(wheel.root / member).parent for member in wheel.extensions] if wheel is not None else []
     return tuple(dict.fromkeys([path.parent, *own, *beside]))
 
 
 def read_only_strings(path: Path) -> tuple[str, ...]:
-    """C strings in .rodata that are whole identifiers: names that may be given to dlsym."""
+    """C strings in .rodata that are identifiers: names that may be passed to dlsym."""
     data = section_data(open_elf(read_bytes(path), path.name), ".rodata") or b""
     return tuple(m.group(1).decode() for m in re.finditer(rb"(?<![^\0])([A-Za-z_]\w+)(?=\0)", data))
 
@@ -216,7 +216,7 @@ def audit_embedded(
     if declared == ():
         check = warned(
             "targets",
-            "a build for the CPU alone: it declares no GPU target",
+            "a CPU-only build: it declares no GPU target",
             "every target of the table",
             "No GPU has a kernel in this file.",
             "for a release: `python -m flashmoe_build --archs all`",
@@ -295,6 +295,6 @@ def launch_row(launch: Launch) -> dict[str, Any]:
 
 
 def exit_is_empty(report: Report) -> bool:
-    """Whether nothing at all was there to check."""
+    """Whether there was nothing at all to check."""
     kinds = {c.name.rsplit(INPUT, 1)[-1] for c in report.checks if INPUT in c.name}
     return bool(report.checks) and all(INPUT in c.name for c in report.checks) and kinds <= {"empty", "unreadable"}

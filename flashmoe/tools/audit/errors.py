@@ -1,4 +1,4 @@
-"""What stops an audit before its checks: each kind of unusable input is a type of its own, and none is a pass."""
+"""What stops an audit before its checks. Each kind of unusable input has its own type, and none counts as a pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AuditError(FlashmoeError):
 
 
 class UnreadableError(AuditError):
-    """The file is missing, is no regular file, or may not be read."""
+    """The file is missing, is not a regular file, or may not be read."""
 
     kind = "unreadable"
 
@@ -28,19 +28,19 @@ class NotElfError(AuditError):
 
 
 class DamagedElfError(AuditError):
-    """The file begins like an ELF file, but what its headers promise is not in it."""
+    """The file begins like an ELF file, but does not contain what its headers describe."""
 
     kind = "damaged-elf"
 
 
 class ForeignMachineError(AuditError):
-    """A sound ELF file of another kind: 32 bits, big-endian, another processor, or no shared object."""
+    """A valid ELF file of another kind: 32 bits, big-endian, another processor, or not a shared object."""
 
     kind = "foreign-machine"
 
 
 class NoDynamicSymbolsError(AuditError):
-    """The ELF file has no dynamic symbol table that could be read, so nothing can be said about what it needs."""
+    """The ELF file has no readable dynamic symbol table, so what it needs is unknown."""
 
     kind = "no-dynamic-symbols"
 
@@ -52,7 +52,7 @@ class EmptyInputError(AuditError):
 
 
 class DamagedWheelError(AuditError):
-    """The wheel is no sound zip archive, or unpacks to what no wheel should."""
+    """The wheel is not a valid zip archive, or unpacks to something that no wheel should hold."""
 
     kind = "damaged-wheel"
 

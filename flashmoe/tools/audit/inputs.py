@@ -43,7 +43,7 @@ class Inputs:
 def collect(path: Path) -> Inputs:
     """Sort out what ``path`` is. Raises UnreadableError or EmptyInputError."""
     if not path.exists():
-        msg = f"{path} is a symbolic link to nothing" if path.is_symlink() else f"{path} does not exist"
+        msg = f"{path} is a broken symbolic link" if path.is_symlink() else f"{path} does not exist"
         raise UnreadableError(msg, "give the path of a shared object, a wheel, or a folder that holds one")
     if path.is_dir():
         return _folder(path)
@@ -82,7 +82,7 @@ def unpack(path: Path, root: Path) -> Wheel:
     except (
         Exception
     ) as error:  # BadZipFile, zlib.error, NotImplementedError (compression), RuntimeError (encrypted), ...
-        msg = f"{path.name} is no sound wheel: {type(error).__name__}: {error}"
+        msg = f"{path.name} is not a valid wheel: {type(error).__name__}: {error}"
         raise DamagedWheelError(msg, "build or download the wheel again") from error
 
 
@@ -98,7 +98,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
         if where.is_absolute() or ".." in where.parts or "\\" in member.filename:
             problem = f"member {member.filename!r} points outside the wheel"
         elif member.filename in seen:
-            problem = f"member {member.filename!r} stands in it twice"
+            problem = f"member {member.filename!r} is in it twice"
         elif stat.S_ISLNK(member.external_attr >> 16):
             problem = f"member {member.filename!r} is a symbolic link"
         elif member.flag_bits & 1:
@@ -109,7 +109,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
         if problem:
             break
     if problem:
-        msg = f"{path.name} is no sound wheel: {problem}"
+        msg = f"{path.name} is not a valid wheel: {problem}"
         raise DamagedWheelError(msg, "do not install it; build or download the wheel again")
 
 
@@ -134,6 +134,6 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
         if place.suffix in (".json", ".toml"):
             other[name] = data
     if "WHEEL" not in metadata or "RECORD" not in metadata:
-        msg = f"{path.name} is no sound wheel: .dist-info/{'WHEEL' if 'WHEEL' not in metadata else 'RECORD'} is missing"
+        msg = f"{path.name} is not a valid wheel: .dist-info/{'WHEEL' if 'WHEEL' not in metadata else 'RECORD'} is missing"
         raise DamagedWheelError(msg, "build it with a wheel builder (pip wheel, hatchling), not with zip")
     return Wheel(path, root, names, extensions, sources, metadata, other)

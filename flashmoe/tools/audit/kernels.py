@@ -19,7 +19,7 @@ BUILD = "`python -m flashmoe_build --archs all`"
 
 @dataclass(frozen=True)
 class KernelAudit:
-    """What came of it: checks, and one row a kernel and GPU."""
+    """The result: checks, and one row per kernel and GPU."""
 
     checks: tuple[Check, ...]
     launches: tuple[Launch, ...]
@@ -54,7 +54,7 @@ def _check_targets(binaries: Sequence[Binary], tables: Tables, wanted: Sequence[
             f"{name}: {target}",
             found=f"binaries for {target}",
             expected=f"a target of arch.toml: {listing(sorted(used))}",
-            why="No GPU is known to load it, so nothing about it can be checked.",
+            why="No GPU in the table can load it, so it cannot be checked.",
             cause="built from another arch.toml",
             next_step="add the target to csrc/tables/arch.toml, or build again",
         )
@@ -87,7 +87,7 @@ def _check_readable(binaries: Sequence[Binary]) -> list[Check]:
         failed(
             f"unreadable binary: {b.label}",
             found=str(b.error),
-            expected="a sound cubin or PTX module",
+            expected="a valid cubin or PTX module",
             why="The driver refuses it at the first launch.",
             cause="the binary or its index was damaged or edited",
             next_step=b.error.next_step,
@@ -105,7 +105,7 @@ def _check_set(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]
     for key in sorted(set(expected) - set(held)):
         unit = expected[key]
         if unit.target.name not in present:
-            continue  # one failure for the whole target says it already
+            continue  # already covered by one failure for the whole target
         others = sorted(
             {dtype for b, t in held if t == key[1] for dtype in unit.row.dtypes if b == replace(unit, dtype=dtype).name}
         )
@@ -129,8 +129,8 @@ def _check_set(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]
             failed(
                 f"kernel outside the table: {key[0]} for {key[1]}",
                 found=f"{key[0]} for {key[1]}",
-                expected="only units that a kernels.toml states for the declared targets",
-                why="Nothing dispatches to it, and nothing says what it may use.",
+                expected="only units that csrc/attention/kernels.toml lists for the declared targets",
+                why="Nothing dispatches to it, and no row states its limits.",
                 cause="built from another kernels.toml, or a stale cache",
                 next_step="clean the build folder and build again",
             )
@@ -141,7 +141,7 @@ def _check_set(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]
                 f"kernel twice: {key[0]} for {key[1]}",
                 found=f"{held.count(key)} binaries",
                 expected="one",
-                why="Which of them is launched is chance.",
+                why="Which of them is launched is undefined.",
                 cause="the link embedded it twice",
                 next_step="build again",
             )
@@ -175,9 +175,9 @@ def _check_entries(binaries: Sequence[Binary], expected: dict[tuple[str, str], U
                     f"entry outside the table: {symbol}",
                     found=f"{symbol} in {binary.label}",
                     expected=listing(sorted(stated), 4),
-                    why="Nothing dispatches to it, and nothing says what it may use.",
+                    why="Nothing dispatches to it, and no row states its limits.",
                     cause="another unit's binary under this name, or a leftover entry",
-                    next_step="build again; if it stays, state it in kernels.toml",
+                    next_step="build again; if it stays, add it to csrc/attention/kernels.toml",
                 )
             )
         if set(binary.entries) != stated:
@@ -216,7 +216,7 @@ def _check_hashes(binaries: Sequence[Binary]) -> list[Check]:
             f"edited binary: {b.label}",
             found=f"sha256 {b.actual_sha256[:16]}...",
             expected=f"sha256 {b.sha256[:16]}... (index)",
-            why="It is not what the compiler gave, so no test or audit of that binary holds for this one.",
+            why="It is not what the compiler produced, so no test or audit of that binary applies to this one.",
             cause="changed after the build",
             next_step="build again from the recorded commit",
         )
@@ -246,8 +246,8 @@ def _check_forbidden(binaries: Sequence[Binary], tables: Tables) -> list[Check]:
                     f"bf16 for {binary.target}: {binary.label}",
                     found=listing(words, 4),
                     expected=f"no bf16 code for {binary.target}",
-                    why=f"Compute capability {target.capability[0]}.{target.capability[1]} has no bf16 arithmetic; 8.0 is the first that has.",
-                    cause=f"{binary.target} stands among the targets of a bf16 row",
+                    why=f"Compute capability {target.capability[0]}.{target.capability[1]} has no bf16 arithmetic; 8.0 is the first to have it.",
+                    cause=f"{binary.target} is among the targets of a bf16 row",
                     next_step=f"take {binary.target} out of that row's targets; float16 works there",
                 )
             )

@@ -10,7 +10,7 @@ from flashmoe.tools.tables import Gpu
 
 @dataclass(frozen=True)
 class Need:
-    """What one kernel of a unit asks of a multiprocessor. ``registers`` None: PTX, the driver's compiler decides later."""
+    """What one kernel needs from a multiprocessor. ``registers`` None: PTX, the driver's compiler decides later."""
 
     kernel: str
     unit: str
@@ -35,27 +35,27 @@ class Launch:
 
 
 def launchability(need: Need, gpu: Gpu, *, smem_static_limit: int, registers_limit: int) -> Launch:
-    """Hold one kernel against one GPU's limits."""
+    """Check one kernel against one GPU's limits."""
     smem = need.smem_static + need.smem_dynamic
     problems = []
     if smem > gpu.smem_per_block_optin:
         problems.append(
-            f"{smem} bytes of shared memory a block, {gpu.name} has {gpu.smem_per_block_optin} after opting in"
+            f"{smem} bytes of shared memory per block, {gpu.name} has {gpu.smem_per_block_optin} after opting in"
         )
     if need.smem_static > smem_static_limit:
         problems.append(
             f"{need.smem_static} bytes of static shared memory, the limit without opting in is {smem_static_limit}"
         )
     if need.threads > MAX_THREADS_PER_BLOCK:
-        problems.append(f"{need.threads} threads a block, the limit is {MAX_THREADS_PER_BLOCK}")
+        problems.append(f"{need.threads} threads per block, the limit is {MAX_THREADS_PER_BLOCK}")
     if need.registers is not None and need.registers > registers_limit:
-        problems.append(f"{need.registers} registers a thread, the limit is {registers_limit}")
+        problems.append(f"{need.registers} registers per thread, the limit is {registers_limit}")
     rounds = -(-need.threads // (WARP * SCHEDULERS))  # a block is charged for whole rounds of schedulers
     block_registers = warp_registers(need.registers) * rounds * SCHEDULERS if need.registers is not None else 0
     if block_registers > gpu.registers_per_block:
         problems.append(
             f"{need.registers} registers x {need.threads} threads take {block_registers} registers, "
-            f"{gpu.name} has {gpu.registers_per_block} a block"
+            f"{gpu.name} has {gpu.registers_per_block} per block"
         )
     limit = block_limits(gpu, threads=need.threads, smem=smem, registers=need.registers)[0]
     if limit.blocks < 1 and not problems:

@@ -62,7 +62,7 @@ def check_needed(context: Context) -> list[Check]:
 
 
 def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
-    """(library, version name, highest allowed) of every version that the floor does not have."""
+    """(library, version name, highest allowed) of every version newer than the floor."""
     for library, versions in context.facts.versions.items():
         for version in versions:
             family, _, number = version.partition("_")
@@ -122,7 +122,7 @@ def check_run_paths(context: Context) -> list[Check]:
         ]
     if outside:
         return [warned(name, listing(outside, 4), "relative to $ORIGIN", why, remedy)]
-    return [passed(name, f"relative to the file alone: {listing(paths, 2)[:160]}")]
+    return [passed(name, f"relative to the file only: {listing(paths, 2)[:160]}")]
 
 
 def check_protection(context: Context) -> list[Check]:

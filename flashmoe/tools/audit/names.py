@@ -1,4 +1,4 @@
-"""What a C++ symbol's name says: whose it is, and which other symbols nearly have the same."""
+"""What a C++ symbol's name says: which project it belongs to, and which other symbols nearly match it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def qualified_name(demangled: str) -> str:
 
 
 def canonical_types(demangled: str) -> str:
-    """The name with every spelling of the 16-bit types replaced by one word, to find names that differ in it alone."""
+    """The name with every spelling of the 16-bit types replaced by one word, to find names that differ only there."""
     text = demangled
     for spelled, word in _WORDS:
         text = re.sub(rf"(?<![\w:]){re.escape(spelled)}(?!\w)", word, text)
@@ -85,7 +85,7 @@ def canonical_types(demangled: str) -> str:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Why a name is not there although something like it is."""
+    """Why a name is missing although a similar one is defined."""
 
     cause: str
     defined: tuple[str, ...]  # demangled names that nearly match
@@ -107,7 +107,7 @@ def explain(missing: str, defined: Iterable[str]) -> NearMiss | None:
     wanted, there = template_arguments(missing), [template_arguments(name) for name in same]
     if wanted and any(there):
         have = ", ".join(sorted({f"<{arguments}>" for arguments in there if arguments}))
-        cause = f"`{base}` is instantiated for {have} but not for <{wanted}>: the caller asks for a type nobody built"
+        cause = f"`{base}` is instantiated for {have} but not for <{wanted}>: the caller uses a type that was never instantiated"
         return NearMiss(cause, tuple(same))
     cause = (
         f"`{base}` is defined with another signature ({'; '.join(same[:3])}): the caller was compiled against a "
@@ -117,7 +117,7 @@ def explain(missing: str, defined: Iterable[str]) -> NearMiss | None:
 
 
 def template_arguments(demangled: str) -> str:
-    """What stands between the last balanced angle brackets before the parameters; "" for no template."""
+    """The text between the last balanced angle brackets before the parameters; "" if it is not a template."""
     head = qualified_name(demangled).rsplit("::", 1)[-1]
     start = demangled.find(f"{head}<")
     if start < 0:

@@ -1,4 +1,4 @@
-"""Whether the file in the wheel is the one that the package loads: by name, before anything is imported."""
+"""Whether the package loads the file that the wheel holds: by name, before anything is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Loads:
 
 
 def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """Every extension is loaded under the name that it has, and nothing else is loaded."""
+    """Every extension is loaded under its own file name, and nothing else is loaded."""
     name = "the package loads this file"
     loads = tuple(_all_loads(wheel))
     used = {load.satisfied_by for load in loads} | {n for f in facts.values() for n in f.needed}
@@ -61,7 +61,7 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 name,
                 f"no import and no load_library names {listing(idle, 4)}",
                 "each extension loaded by name",
-                "The name may be put together at run time, which a reader of sources cannot follow.",
+                "The name may be built at run time, which cannot be followed in the sources.",
                 "import the package once to be sure",
             )
         ]
@@ -142,7 +142,7 @@ def _file_loads(wheel: Wheel, source: str, tree: ast.Module) -> Iterator[Loads]:
 
 
 def _module_loads(wheel: Wheel, source: str, tree: ast.Module) -> Iterator[Loads]:
-    """Imports inside the wheel's own packages that are no Python module: what is left must be an extension."""
+    """Imports inside the wheel's own packages that are not Python modules: each must be an extension."""
     folder = PurePosixPath(source).parent
     tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for b in t.body for n in ast.walk(b)}
     for node in ast.walk(tree):

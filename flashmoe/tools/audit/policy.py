@@ -37,7 +37,7 @@ def load_policy(path: Path = DATA / "policy.toml") -> Policy:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         return Policy(**{name: table[name] for name in ("floor", "versions", "needed", "refused", "exports", "weak")})
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        msg = f"the audit's rules ({path.name}) cannot be read: {error!r}; install the package again"
+        msg = f"the audit's rules ({path.name}) cannot be read: {error!r}; reinstall the package"
         raise TableError(msg) from error
 
 

@@ -28,7 +28,7 @@ _TYPE_BYTES = {
 }
 _VARIABLE = re.compile(r"^\s*\.(shared|local)\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+[\w$]+((?:\[\d+\])*)", re.MULTILINE)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+[^,\[\)]*(?:\[(\d+)\])?")
-# An instruction on bf16 values: cvt.rn.bf16.f32, fma.rn.bf16x2, mma.sync...bf16.bf16; a bare .b16 register is none.
+# An instruction on bf16 values: cvt.rn.bf16.f32, fma.rn.bf16x2, mma.sync...bf16.bf16; a bare .b16 register is not one.
 _BF16 = re.compile(r"^\s*(?:@!?%?\w+\s+)?[a-z][\w.]*\.bf16(?:x2)?\b", re.MULTILINE)
 
 
@@ -59,18 +59,18 @@ class PtxFacts:
 
 
 def read_ptx(content: bytes, name: str) -> PtxFacts:
-    """Parse NUL-terminated PTX; raises EmbeddedError when it is no PTX."""
+    """Parse NUL-terminated PTX; raises EmbeddedError when it is not PTX."""
     try:
         text = content.rstrip(b"\0").decode("ascii")
     except UnicodeDecodeError as error:
-        msg = f"{name} is no PTX: byte {error.start} is not ASCII"
-        raise EmbeddedError(msg, "embed what NVRTC gave for a compute_XX target") from error
+        msg = f"{name} is not PTX: byte {error.start} is not ASCII"
+        raise EmbeddedError(msg, "embed NVRTC's output for a compute_XX target") from error
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
     target = re.search(r"^\s*\.target\s+(sm_\d+[af]?)", text, re.MULTILINE)
     version = re.search(r"^\s*\.version\s+(\d+\.\d+)", text, re.MULTILINE)
     if target is None or version is None:
-        msg = f"{name} is no PTX: it has no .target or no .version line"
-        raise EmbeddedError(msg, "embed what NVRTC gave for a compute_XX target")
+        msg = f"{name} is not PTX: it has no .target or no .version line"
+        raise EmbeddedError(msg, "embed NVRTC's output for a compute_XX target")
     entries = tuple(_entry(match, text) for match in re.finditer(r"\.entry\s+([\w$]+)\s*\(?", text))
     return PtxFacts(target.group(1), version.group(1), tuple(sorted(entries, key=lambda e: e.name)))
 

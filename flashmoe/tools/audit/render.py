@@ -10,12 +10,12 @@ from flashmoe.tools.report import Check, Report, Verdict
 
 _COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "cyan"}
 LEGEND = (
-    "each target: registers a thread, then blocks on a multiprocessor of each GPU that it covers, in arch.toml's order"
+    "each target: registers per thread, then blocks per multiprocessor on each GPU that it covers, in arch.toml's order"
 )
 
 
 def kernel_table(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A header and one row for each unit, the targets side by side; its kernels are folded into the worst of them."""
+    """A header and one row per unit, the targets side by side; the worst of its kernels is shown."""
     launches = [row for subject in data.get("subjects", []) for row in subject.get("launchability", [])]
     if not launches:
         return []
@@ -42,7 +42,7 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def details(check: Check) -> list[tuple[str, str]]:
-    """What a reader needs of a check that did not pass."""
+    """The details of a check that did not pass."""
     rows = (("found", check.found), ("expected", check.expected), ("why", check.why), ("next", check.next_step))
     return [(word, text) for word, text in rows if text]
 

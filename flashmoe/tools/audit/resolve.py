@@ -1,4 +1,4 @@
-"""Where a needed library lies and what it exports, without loading anything."""
+"""Where a needed library is and what it exports, without loading anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYSTEM_FOLDERS = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64"
 class Resolver:
     """Finds libraries beside the extension, in torch, in the CUDA packages of this environment, in the system."""
 
-    near: tuple[Path, ...]  # folders of the extension and of what its wheel brings along
+    near: tuple[Path, ...]  # folders of the extension and of libraries bundled in its wheel
     torch: InstalledTorch | None
 
     def find(self, soname: str) -> Path | None:

@@ -31,7 +31,7 @@ def check_resources(binaries: Sequence[Binary], expected: dict[tuple[str, str], 
                     f"shared memory: {binary.label}",
                     found=f"{binary.smem_dynamic} bytes in the index",
                     expected=f"{bytes_wanted} bytes by the table",
-                    why="The host asks the driver for the index's number.",
+                    why="The host requests the size in the index from the driver.",
                     cause="built from another kernels.toml or operations.toml",
                     next_step="build again",
                 )
@@ -66,7 +66,7 @@ def check_resources(binaries: Sequence[Binary], expected: dict[tuple[str, str], 
 
 def _local_check(need: Need, unit: Unit) -> Check:
     reason = next((why for word, why in unit.row.allow.items() if word in _LOCAL_ALLOWANCES), "")
-    name, found = f"local memory: {need.kernel}", f"{need.local_memory} bytes a thread for {need.target}"
+    name, found = f"local memory: {need.kernel}", f"{need.local_memory} bytes per thread for {need.target}"
     if reason:
         return warned(
             name, f"{found}, allowed: {reason}", "none", "Local memory is DRAM.", "remove the allowance once it is gone"
@@ -75,14 +75,14 @@ def _local_check(need: Need, unit: Unit) -> Check:
         name,
         found=found,
         expected="none: no spills, no arrays with run-time indices",
-        why="Local memory is DRAM: one access costs what hundreds of instructions do.",
+        why="Local memory is DRAM: one access costs as much as hundreds of instructions.",
         cause="registers spilled, or a register array is indexed by a value unknown at compile time",
         next_step="shrink the tile or unroll the index; or allow it in its row of kernels.toml, with the reason",
     )
 
 
 def check_parameters(binaries: Sequence[Binary], expected: dict[tuple[str, str], Unit]) -> list[Check]:
-    """A family of an operation gets one parameter block: its size is the same in every binary, and within the limit."""
+    """One parameter struct per operation and family: its size is the same in every binary, and within the limit."""
     families = {unit.name: f"{unit.row.operation}_{unit.row.family}" for unit in expected.values()}
     sizes: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for binary in binaries:
@@ -193,5 +193,5 @@ def check_launches(rows: Sequence[Launch]) -> list[Check]:
             )
         ]
     return limited(bad) or [
-        passed("launchability", f"{len(rows)} kernel and GPU pairs, each with a block or more on a multiprocessor")
+        passed("launchability", f"{len(rows)} kernel and GPU pairs, each with at least one block per multiprocessor")
     ]

@@ -1,4 +1,4 @@
-"""Where a source tree declares or defines a function: for the message about a symbol that nobody defines."""
+"""Where a source tree declares or defines a function: for the message about an undefined symbol."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LINKER_NAMES = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start"})
 
 
 def check_symbols(context: Context) -> list[Check]:
-    """Every check on names, in the order in which a reader wants them."""
+    """Every check on names, in the order of the report."""
     return [
         *check_readers(context),
         *check_symbol_table(context),
@@ -55,7 +55,7 @@ def check_readers(context: Context) -> list[Check]:
             expected="the same names and kinds from both",
             why=why,
             cause="the table is damaged, or was edited by a program that left it inconsistent",
-            next_step="link the file again; if it stays, compare `readelf -Ws` with `nm` and report it",
+            next_step="link the file again; if the difference stays, compare `readelf -Ws` with `nm` and report it",
         )
         for d in differences
     ]
@@ -70,7 +70,7 @@ def check_symbol_table(context: Context) -> list[Check]:
             name,
             found="stripped: there is no .symtab",
             expected="the file as the linker wrote it",
-            why="Hidden definitions cannot be seen: neither that header-only templates of torch stayed local, nor "
+            why="Hidden definitions cannot be seen: it is unknown whether header-only templates of torch stayed local, and "
             "which function nearly matches an undefined one.",
             cause="strip, -s or -Wl,-s removed it",
             next_step="build without stripping and audit that file; strip a copy later",
@@ -83,12 +83,12 @@ def check_undefined(context: Context) -> list[Check]:
     missing = [s for s in context.facts.undefined if _is_missing(context, s)]
     if not missing:
         return [
-            passed("undefined symbols", f"{len(context.facts.undefined)} undefined, each given by a library it needs")
+            passed("undefined symbols", f"{len(context.facts.undefined)} undefined, each defined by a library it needs")
         ]
     candidates = _defined_names(context)
     names = demangle([s.name for s in missing])
     unread = context.resolver.unread(context.facts.needed)
-    if unread:  # what is missing may well be in there: one failure says so, and only near misses are listed
+    if unread:  # missing names may be in the unread libraries: one failure for all, and only near misses are listed
         near = [s for s in missing if explain(names[s.name], candidates) is not None]
         rest = [names[s.name] for s in missing if s not in near]
         head = [_unread_check(rest, unread)] if rest else []
@@ -101,9 +101,9 @@ def _unread_check(names: Sequence[str], unread: Sequence[str]) -> Check:
         "undefined symbols",
         found=f"{len(names)} could not be looked up: {listing(names)}",
         expected="every name found in a needed library",
-        why="Whether the file can be imported is not proved.",
+        why="It is not proved that the file can be imported.",
         cause=f"not on this machine: {', '.join(unread)}",
-        next_step="install what brings these libraries, or audit the wheel that carries them",
+        next_step="install the packages that provide these libraries, or audit the wheel that carries them",
     )
 
 
@@ -218,7 +218,7 @@ def check_exports(context: Context) -> list[Check]:
 
 
 def check_duplicates(objects: Sequence[ElfFacts]) -> list[Check]:
-    """Strong definitions that stand in more than one object file."""
+    """Strong definitions that are in more than one object file."""
     name = "duplicate definitions"
     places: dict[str, list[str]] = defaultdict(list)
     for facts in objects:

@@ -1,7 +1,7 @@
-"""Which symbols torch gives: the installed torch's own libraries, and the stable C shims as data for each version.
+"""Which symbols torch exports: the installed torch's own libraries, and the stable C shims as data for each version.
 
 The data file is written from a real libtorch by ``python -m flashmoe.tools.audit.torch_libraries --write`` run in an
-environment that has that torch; add a file a version, never edit one.
+environment that has that torch; add one file per version, never edit an existing one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def installed_torch() -> InstalledTorch | None:
 
 
 def shim_data(version: str) -> Shims:
-    """The shims that a torch of ``version`` has for certain: those of the newest data file that is not newer.
+    """The shims that a torch of ``version`` certainly has: those of the newest data file up to that version.
 
     The stable ABI only grows, so an older file is a safe floor. Raises ShimDataError below the oldest file.
     """
@@ -78,7 +78,7 @@ def shim_data(version: str) -> Shims:
     payload = json.loads(files[usable[-1]].read_text(encoding="utf-8"))
     if payload.get("schema") != SCHEMA:
         msg = f"{files[usable[-1]].name} has schema {payload.get('schema')!r}, this audit reads {SCHEMA!r}"
-        raise ShimDataError(msg, "write the file again with the --write command of this version")
+        raise ShimDataError(msg, "rewrite the file with this version's --write command")
     return Shims(payload["torch"], {name: library for library, names in payload["shims"].items() for name in names})
 
 

@@ -1,4 +1,4 @@
-"""Checks on what an extension takes from torch: C++ symbols (refused), stable C shims (known and given)."""
+"""Checks on what an extension takes from torch: no C++ symbols; stable C shims that exist in a needed library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmoe.tools.report import Check
 
 
 def check_torch_symbols(context: Context) -> list[Check]:
-    """C++ names of torch: wanted from it, or given out under its name. Its C++ ABI changes with every release."""
+    """C++ names of torch that the file imports or exports. torch's C++ ABI changes with every release."""
     wanted = [s.name for s in context.facts.undefined if is_torch(s.name)]
     given = [s.name for s in context.facts.exported if is_torch(s.name)] if context.ours else []
     if not wanted and not given:
@@ -29,9 +29,9 @@ def check_torch_symbols(context: Context) -> list[Check]:
                 "torch C++ symbols",
                 found=f"{len(wanted)} wanted: {listing(names[n] for n in wanted)}",
                 expected="none: only the stable C shims (aoti_torch_*, torch_*)",
-                why="C++ symbols of torch change between releases, so the file works with the torch it was built for alone.",
+                why="C++ symbols of torch change between releases, so the file works only with the torch it was built for.",
                 cause=f"sources include torch's C++ headers (namespaces {', '.join(sorted({root(n) for n in wanted}))})",
-                next_step="use torch/csrc/stable and torch/headeronly alone, and build with TORCH_TARGET_VERSION set",
+                next_step="use only torch/csrc/stable and torch/headeronly, and build with TORCH_TARGET_VERSION set",
             )
         )
     if given:
@@ -49,7 +49,7 @@ def check_torch_symbols(context: Context) -> list[Check]:
 
 
 def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
-    """Whether the installed torch has the C++ names that are wanted; a file built for another torch wants others."""
+    """Whether the installed torch has the C++ names that the file imports; if not, it was built for another torch."""
     name, torch = "resolves against the installed torch", context.torch
     if not wanted or torch is None:
         return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []
@@ -70,7 +70,7 @@ def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
                 cause=(
                     f"built against another torch than {torch.version}: here {near.cause}"
                     if near is not None
-                    else f"built against another torch than {torch.version}, which has nothing of that name"
+                    else f"built against another torch than {torch.version}, which has no symbol of that name"
                 ),
                 next_step="build it again with this torch, install the torch it was built for, or move it to the stable ABI",
             )
@@ -116,7 +116,7 @@ def check_shims(context: Context) -> list[Check]:
                 name,
                 found=str(error),
                 expected=f"the shims of torch {context.torch_version}",
-                why="Nothing can be said about them otherwise.",
+                why="Without it they cannot be checked.",
                 next_step=error.next_step,
             )
         ]
@@ -166,7 +166,7 @@ def check_run_time_names(context: Context, strings: Sequence[str]) -> list[Check
                 listing(unknown),
                 f"shims of torch {context.torch_version}",
                 "dlsym gives a null pointer for a name that the loaded torch does not have.",
-                "make sure that the code has a way on without it",
+                "make sure that the code handles its absence",
             )
         ]
     return [passed("shims looked up at run time", listing(names))]

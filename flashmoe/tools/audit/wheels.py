@@ -1,4 +1,4 @@
-"""Checks on a wheel as a whole: is its tag true, is its record true, is it what its provenance says."""
+"""Checks on a wheel as a whole: do its tag, its RECORD and its provenance match its content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashmoe.tools.audit.policy import version_key
 from flashmoe.tools.report import Check
 from flashmoe.tools.tables import Tables, load_tables, table_directory, table_files
 
-# Libraries that torch brings or the driver installs: no wheel may carry them, and no platform tag covers them.
+# Libraries that torch or the driver provides: no wheel may carry them, and no platform tag covers them.
 OUTSIDE = (
     "libtorch*.so*",
     "libc10*.so*",
@@ -56,7 +56,7 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 expected="name-version-python-abi-platform.whl",
                 why="pip refuses it.",
                 cause=str(error),
-                next_step="keep the name that the builder gave",
+                next_step="keep the file name that the builder chose",
             )
         ]
     stated = {tag.strip() for line in header.get_all("Tag", []) for tag in _expand(line)}
@@ -90,13 +90,15 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 name,
                 found=f"py3-none, but it uses {listing(sorted(users), 4)}",
                 expected="no symbol of the Python C API under py3-none",
-                why="It works with the Python that it was built for alone.",
+                why="It works only with the Python that it was built for.",
                 cause="a Python extension module under a tag for all Pythons",
                 next_step="tag it cp3XX (or abi3), or drop the Python C API",
             )
         )
     checks += _check_floor(platforms, facts)
-    return checks or [passed(name, listing(sorted(in_name)), "equal in name and metadata, true of the content")]
+    return checks or [
+        passed(name, listing(sorted(in_name)), "the same in file name and metadata, and they match the content")
+    ]
 
 
 def _expand(line: str) -> list[str]:
@@ -105,7 +107,7 @@ def _expand(line: str) -> list[str]:
 
 
 def _check_floor(platforms: Sequence[str], facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """glibc in the platform tag against the versions that the content asks for."""
+    """glibc in the platform tag against the symbol versions that the content requires."""
     checks = []
     for platform in platforms:
         match = re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", platform)
@@ -148,7 +150,7 @@ def check_auditwheel(wheel: Wheel) -> list[Check]:
                 name,
                 found="auditwheel is not installed",
                 expected="its verdict on the platform tag",
-                why="The tag has no second opinion.",
+                why="The tag was not confirmed by a second tool.",
                 next_step="install the locked environment, or `pip install auditwheel`",
             )
         ]
@@ -168,7 +170,7 @@ def check_auditwheel(wheel: Wheel) -> list[Check]:
                 name,
                 found=f"{type(error).__name__}: {error}",
                 expected="its verdict on the platform tag",
-                why="The tag has no second opinion.",
+                why="The tag was not confirmed by a second tool.",
                 cause="auditwheel cannot read the wheel",
                 next_step="run `auditwheel show` on it",
             )
@@ -193,7 +195,7 @@ def check_auditwheel(wheel: Wheel) -> list[Check]:
                     + (f"; outside {tag}: {listing(sorted(why_not))}" if why_not else ""),
                     expected=f"{tag}, as the file name says",
                     why="pip installs it on systems where it cannot be loaded.",
-                    cause="newer symbol versions, or libraries outside the platform's list",
+                    cause="newer symbol versions, or libraries that are not on the platform's list",
                     next_step="build in the pinned image, or `auditwheel repair`",
                 )
             ]
@@ -228,7 +230,7 @@ def check_record(wheel: Wheel) -> list[Check]:
                 next_step="build the wheel again",
             )
         ]
-    return [passed(name, f"{len(rows)} members, every sha256 right")]
+    return [passed(name, f"{len(rows)} members, every sha256 matches")]
 
 
 def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
@@ -237,7 +239,7 @@ def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
     members = [member for member in wheel.other if member.startswith("flashmoe/_tables/")]
     ours = [path.relative_to(table_directory()).as_posix() for path in table_files(table_directory())]
     why = "The package reads its limits, shapes and docs from them; the kernels were compiled from them."
-    again = "build the wheel again from this checkout, or audit it with the flashmoe that built it"
+    again = "rebuild the wheel from this checkout, or audit it with the flashmoe that built it"
     try:
         for member in members:
             (wheel.root / member).parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +255,7 @@ def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
         failed(
             name,
             found=f"other tables: {rows} kernel rows differ",
-            expected="the tables of the flashmoe that audits it",
+            expected="the tables of the auditing flashmoe",
             why=why,
             cause="the wheel was built from other sources",
             next_step=again,
@@ -262,7 +264,7 @@ def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
 
 
 def read_provenance(content: bytes) -> dict[str, Any] | None:
-    """The provenance record, or None when it is none of ours."""
+    """The provenance record, or None when it is not one of ours."""
     try:
         payload = json.loads(content)
     except ValueError:
@@ -277,9 +279,9 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
         return [
             failed(
                 name,
-                found="no provenance.json that can be read",
+                found="no readable provenance.json",
                 expected="flashmoe.provenance/1",
-                why="Nothing says which sources and compilers this came from.",
+                why="It is unknown which sources and compilers this came from.",
                 cause="not written by our build, or left out of the wheel",
                 next_step="build it with `python -m flashmoe_build`",
             )
@@ -307,8 +309,8 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
                     f"{name}: {label}",
                     found="not embedded",
                     expected=f"sha256 {stated[key]['sha256'][:16]}...",
-                    why="The record promises a kernel that is not there.",
-                    cause="dropped at the link",
+                    why="The record lists a kernel that is not there.",
+                    cause="dropped by the linker",
                     next_step=again,
                 )
             )
@@ -318,7 +320,7 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
                     f"{name}: {label}",
                     found="embedded",
                     expected="a line in provenance.json",
-                    why="Nothing says where this kernel came from.",
+                    why="It is unknown where this kernel came from.",
                     cause="added after the build",
                     next_step=again,
                 )
@@ -329,7 +331,7 @@ def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: 
                     f"{name}: {label}",
                     found=f"sha256 {held[key].actual_sha256[:16]}...",
                     expected=f"sha256 {stated[key]['sha256'][:16]}... (provenance.json)",
-                    why="It is not what the compiler gave, so no test of that binary holds for this one.",
+                    why="It is not what the compiler produced, so no test of that binary applies to this one.",
                     cause="edited after the build, index included",
                     next_step=again,
                 )

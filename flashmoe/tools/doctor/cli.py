@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="the report as JSON, into FILE or instead of the text"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print the report as JSON instead of text, or write it to FILE",
     )
     parser.add_argument(
         "--timeout",
         type=seconds_above_zero,
         default=DEFAULT_PROBE_TIMEOUT_S,
         metavar="SECONDS",
-        help="for loading the extension and the smoke test (default: %(default)g)",
+        help="limit for loading the extension and the smoke test (default: %(default)g)",
     )
 
 
@@ -40,7 +44,7 @@ def seconds_above_zero(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value < math.inf:
-        msg = f"{text!r} is no time; write a number of seconds above 0"
+        msg = f"{text!r} is not a time; write a number of seconds above 0"
         raise argparse.ArgumentTypeError(msg)
     return value
 
@@ -72,7 +76,7 @@ def read_tables() -> Tables | str:
 
 
 def render(report: Report, version: str) -> str:
-    """One line for what is well, four for what is not."""
+    """One line per check that passed, up to four for the others."""
     width = max(len(check.name) for check in report.checks)
     lines = [f"flashmoe {version} on this machine"]
     for check in report.checks:

@@ -1,4 +1,4 @@
-"""Finds the facts. Imports no torch; each look is cheap, and the slow one (the probe) has a time limit."""
+"""Collects the facts. Does not import torch; each lookup is cheap, and the slow one (the probe) has a time limit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PACKAGE = Path(__file__).resolve().parents[2]
 LIBRARY = "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 DEFAULT_PROBE_TIMEOUT_S = 60.0
-# Variables that people set because other builds need them, and ours that change what runs.
+# Variables that other builds need, and ours, which change what runs.
 FOREIGN_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TORCH_CUDA_ARCH_LIST")
 OWN_VARIABLES = (LIBRARY_VARIABLE, "FLASHMOE_KERNEL")
 
 
 def collect(environ: Mapping[str, str], probe_timeout_s: float = DEFAULT_PROBE_TIMEOUT_S) -> Facts:
-    """Everything, with the probe and the two slower looks side by side."""
+    """All facts; the probe and the slower lookups run concurrently."""
     checkout = find_checkout()
     library = find_library(environ, checkout)
     torch = package("torch")
@@ -163,11 +163,11 @@ def read_extension(library: Path | None, checkout: Path | None) -> Extension:
 
 
 def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool, timeout_s: float) -> Probe:
-    """Load the extension and run one small problem in a process of its own; it may crash or hang."""
+    """Load the extension and run small problems in a separate process, because it may crash or hang."""
     if library is None or not has_torch:
         return Probe()
     paths = [str(PACKAGE.parent), *filter(None, [environ.get("PYTHONPATH")])]
-    # Threads that wait by spinning would make six tiny problems take seconds on a busy machine.
+    # With spinning threads a few tiny problems would take seconds on a busy machine.
     inner = {
         "OMP_WAIT_POLICY": "passive",
         **environ,
@@ -192,7 +192,7 @@ def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool,
 
 
 def parse_probe(status: int, stdout: str, stderr: str, seconds: float) -> Probe:
-    """The probe's lines of JSON, as far as it got."""
+    """The facts from the JSON lines that the probe printed before it ended."""
     told: dict[str, object] = {}
     for line in stdout.splitlines():
         try:

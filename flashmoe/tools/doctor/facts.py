@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """libcuda.so.1: ``version`` is the CUDA version that it speaks (12080 for 12.8), 0 when it is absent."""
+    """libcuda.so.1: ``version`` is the CUDA version that it supports (12080 for 12.8), 0 when it is absent."""
 
     version: int = 0
     gpus: tuple[Gpu, ...] = ()
@@ -63,12 +63,12 @@ class Extension:
     shown: str = ""  # where, as a path relative to the package or checkout
     targets: tuple[str, ...] = ()
     error: str = ""
-    damaged: bool = False  # a file of that name, but no ELF file
+    damaged: bool = False  # a file of that name, but not an ELF file
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the process that loads the extension said."""
+    """What the process that loads the extension reported."""
 
     ran: bool = False
     loaded: bool = False
@@ -84,7 +84,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the verdicts are made from."""
+    """All inputs of the verdicts."""
 
     flashmoe: str
     python: Python

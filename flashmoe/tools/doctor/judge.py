@@ -1,4 +1,4 @@
-"""Facts in, verdicts out. Pure: every failure of a machine can be made up in a test."""
+"""Facts in, verdicts out. Pure, so a test can construct every failure of a machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
-    """One check a topic, in the order in which to mend them. ``tables`` is a text when they could not be read."""
+    """One check per topic, in the order to fix them. ``tables`` is a text, the reason, if they could not be read."""
     return (
         python(facts),
         package(tables),
@@ -67,7 +67,7 @@ def python(facts: Facts) -> Check:
 
 
 def package(tables: Tables | str) -> Check:
-    """Whether flashmoe itself is whole: its tables are there, and on Python 3.10 what reads them."""
+    """Whether flashmoe itself is complete: its tables, and on Python 3.10 the module that reads them."""
     expected = "the GPU and kernel tables"
     if isinstance(tables, str):
         fix = "pip install tomli" if "tomli" in tables else "pip install --force-reinstall flashmoe"
@@ -93,11 +93,11 @@ def torch(facts: Facts) -> Check:
             "pip uninstall torch, twice, and install one",
         )
     if numbers(have.version)[:2] < TORCH_FLOOR:
-        why = "the extension uses torch's stable C ABI, versioned since 2.10; an older torch lacks its functions (F12)"
+        why = "the extension uses torch's stable C ABI, versioned since 2.10; an older torch lacks its functions"
         return Check("torch", Verdict.FAIL, have.version, expected, why, "pip install 'torch>=2.10'")
     found = f"{have.version}, built for {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'the CPU only'}"
     if facts.driver.gpus and not facts.torch_cuda:
-        why = "torch can make no CUDA tensor, so the GPU here stays unused"
+        why = "this torch cannot use CUDA, so the GPU here stays unused"
         return Check(
             "torch", Verdict.WARN, found, "a CUDA build on a machine with a GPU", why, "install torch's CUDA build"
         )
@@ -110,12 +110,12 @@ def numpy(facts: Facts) -> Check:
         return Check("numpy", Verdict.SKIP, "not installed", "", "flashmoe does not need it")
     if len(have.versions) > 1:
         found = " and ".join(have.versions)
-        why = "which one is imported depends on the path (F13)"
+        why = "which one is imported depends on the path"
         return Check(
             "numpy", Verdict.FAIL, found, "numpy once", why, "pip uninstall numpy until none is left, install one"
         )
     if facts.lock.name and numbers(have.version) >= (2,):
-        why = "the lock has numpy<2, so that modules built for numpy 1 keep working (F13)"
+        why = "the lock has numpy<2, so that modules built for numpy 1 keep working"
         return Check(
             "numpy",
             Verdict.FAIL,
@@ -125,7 +125,7 @@ def numpy(facts: Facts) -> Check:
             f"rm -rf .nox/env/{facts.lock.name}-*",
         )
     return Check(
-        "numpy", Verdict.PASS, have.version, "any that this torch takes" if not facts.lock.name else "numpy < 2"
+        "numpy", Verdict.PASS, have.version, "any that this torch accepts" if not facts.lock.name else "numpy < 2"
     )
 
 
@@ -157,7 +157,7 @@ def driver(facts: Facts) -> Check:
             "install driver 525 or newer",
         )
     if have.version < DRIVER_OF_COMPILER:
-        why = "PTX of CUDA 12.8 and Blackwell's machine code are not understood by it"
+        why = "it cannot load PTX of CUDA 12.8 or Blackwell's machine code"
         return Check("driver", Verdict.WARN, shown, expected, why, "install driver 570 or newer")
     return Check("driver", Verdict.PASS, shown, expected)
 
@@ -184,7 +184,9 @@ def gpus(facts: Facts, tables: Tables | str) -> Check:
     names = facts.probe.targets or facts.extension.targets
     found = "; ".join(f"{gpu.name} ({_dotted(gpu.compute_capability)})" for gpu in facts.driver.gpus)
     if not names:
-        return Check("gpus", Verdict.SKIP, found, "", "no extension whose kernels could be compared", "nox -s build")
+        return Check(
+            "gpus", Verdict.SKIP, found, "", "there is no extension whose kernels could be compared", "nox -s build"
+        )
     built = [target for target in tables.targets if target.name in names]
     expected = f"kernels for each; this build holds {', '.join(names)}"
     lost = [gpu for gpu in facts.driver.gpus if serving_target(gpu.compute_capability, built) is None]
@@ -221,7 +223,7 @@ def compiler(facts: Facts) -> Check:
         return Check(
             "g++",
             Verdict.FAIL,
-            f"no {have.command}, or none that tells its version",
+            f"no {have.command}, or none that reports its version",
             expected,
             "",
             "Debian, Ubuntu: apt-get install g++; or set CXX",
@@ -235,12 +237,12 @@ def compiler(facts: Facts) -> Check:
 def lock(facts: Facts) -> Check:
     have = facts.lock
     if not have.checkout:
-        return Check("lock", Verdict.SKIP, "not in a checkout", "", "an installed wheel carries no lock")
+        return Check("lock", Verdict.SKIP, "not in a checkout", "", "an installed wheel has no lock")
     if not have.name:
         return Check(
             "lock",
             Verdict.SKIP,
-            "this Python is in none of the locked environments",
+            "this Python is not in a locked environment",
             "",
             "",
             "./nox -s doctor runs in one",
@@ -252,19 +254,19 @@ def lock(facts: Facts) -> Check:
             Verdict.FAIL,
             have.problem,
             expected,
-            "results of another environment prove nothing",
+            "results from another environment prove nothing",
             f"rm -rf .nox/env/{have.name}-*",
         )
-    return Check("lock", Verdict.PASS, f"as lockfiles/{have.name}.txt says", expected)
+    return Check("lock", Verdict.PASS, f"matches lockfiles/{have.name}.txt", expected)
 
 
 def variables(facts: Facts) -> Check:
-    """F14: none of the usual variables is needed; ours change what runs, so they are named."""
+    """None of the usual variables is needed; ours change what runs, so they are listed."""
     own = {name: value for name, value in facts.variables.items() if name.startswith("FLASHMOE_")}
     foreign = sorted(set(facts.variables) - set(own))
     nvcc = "nvcc on PATH" if facts.nvcc else "no nvcc on PATH"
     found = f"{', '.join(foreign) or 'no CUDA_HOME, no LD_LIBRARY_PATH'}; {nvcc}"
-    expected = "anything: no CUDA toolkit, CUDA_HOME, LD_LIBRARY_PATH or python3-dev is needed"
+    expected = "none is required: no CUDA toolkit, CUDA_HOME, LD_LIBRARY_PATH or python3-dev"
     if own:
         text = ", ".join(f"{name}={value}" for name, value in sorted(own.items()))
         return Check(
@@ -286,7 +288,7 @@ def extension(facts: Facts) -> Check:
     expected = "libflashmoe.so beside the package, with its provenance"
     if not have.found and facts.lock.checkout:
         return Check(
-            "extension", Verdict.SKIP, have.shown or "not built", expected, "a fresh clone holds none", "./nox -s build"
+            "extension", Verdict.SKIP, have.shown or "not built", expected, "a fresh clone has none", "./nox -s build"
         )
     if not have.found:
         return Check(
@@ -294,20 +296,20 @@ def extension(facts: Facts) -> Check:
             Verdict.FAIL,
             have.shown or "not there",
             expected,
-            "the wheel is damaged, or this is no wheel (F11)",
+            "the wheel is damaged, or this was not installed from a wheel",
             "pip install --force-reinstall flashmoe",
         )
     if have.damaged:
         fix = "./nox -s build" if facts.lock.checkout else "pip install --force-reinstall flashmoe"
-        why = "a download that was cut short, a pointer of Git LFS, or another file under this name"
-        return Check("extension", Verdict.FAIL, f"{have.shown}; it is no ELF file", expected, why, fix)
+        why = "a truncated download, a Git LFS pointer, or another file of this name"
+        return Check("extension", Verdict.FAIL, f"{have.shown}; it is not an ELF file", expected, why, fix)
     if have.error:
         return Check(
             "extension",
             Verdict.WARN,
             f"{have.shown}; {have.error}",
             expected,
-            "where it came from cannot be told",
+            "its origin is unknown",
             "reinstall the wheel",
         )
     return Check("extension", Verdict.PASS, f"{have.shown}: {', '.join(have.targets) or 'CPU backend only'}", expected)
@@ -319,7 +321,7 @@ def loads(facts: Facts) -> Check:
     if not have.ran:
         return Check("loads", Verdict.SKIP, "not tried", expected, "torch or the extension is missing, see above")
     if not have.loaded and not have.torch_version:
-        why = "torch itself is not imported" + (": it took too long or hangs" if have.timed_out else "")
+        why = "torch itself cannot be imported" + (": it took too long or hangs" if have.timed_out else "")
         fix = f"python -c 'import torch' shows the same; pip install --force-reinstall torch=={facts.torch.version or '2.10'}"
         return Check("loads", Verdict.FAIL, have.load_error, expected, why, fix)
     if not have.loaded:
@@ -333,17 +335,20 @@ def loads(facts: Facts) -> Check:
             "python -m flashmoe audit libflashmoe.so names the cause",
         )
     return Check(
-        "loads", Verdict.PASS, f"under torch {have.torch_version}, {have.seconds:.1f} s with the next check", expected
+        "loads",
+        Verdict.PASS,
+        f"under torch {have.torch_version}, {have.seconds:.1f} s including the smoke test",
+        expected,
     )
 
 
 def smoke(facts: Facts) -> Check:
     have = facts.probe
-    expected = "attention as plain PyTorch computes it"
+    expected = "the same attention as plain PyTorch"
     if not have.loaded:
         return Check("smoke", Verdict.SKIP, "not tried", expected, "the extension was not loaded")
     if not have.smoke_ok:
-        why = "what is installed computes wrongly, or crashes, on this machine"
+        why = "the installed extension computes wrong results, or crashes, on this machine"
         return Check(
             "smoke", Verdict.FAIL, have.smoke or "no answer", expected, why, "python -m flashmoe.smoke, then report it"
         )

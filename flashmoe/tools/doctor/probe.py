@@ -1,4 +1,4 @@
-"""Loads the extension and runs the smallest problems; one line of JSON after each step, so that a crash is placed.
+"""Loads the extension and runs the smallest problems; prints one line of JSON after each step, to locate a crash.
 
 Run by the doctor in a process of its own: ``python -m flashmoe.tools.doctor.probe``.
 """
@@ -34,7 +34,7 @@ def main() -> int:
     report = run(QUICK_LENGTHS)
     failed = [check for check in report.checks if check.verdict is Verdict.FAIL]
     passed = [check for check in report.checks if check.verdict is Verdict.PASS]
-    text = f"{failed[0].name}: {failed[0].found}" if failed else f"{len(passed)} problems right, {passed[-1].found}"
+    text = f"{failed[0].name}: {failed[0].found}" if failed else f"{len(passed)} problems correct, {passed[-1].found}"
     say(smoke=text, smoke_ok=not failed)
     return 0
 

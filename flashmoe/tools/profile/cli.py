@@ -1,4 +1,4 @@
-"""``python -m flashmoe profile``: one case, the numbers that decide, a diagnosis with the rule that fired."""
+"""``python -m flashmoe profile``: one case, the numbers that matter, and a diagnosis with the rule that fired."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", metavar="KEY", help="default: the slowest of --bench, else " + DEFAULT_CASE)
     parser.add_argument("--bench", type=Path, default=REPORTS / "bench.json", metavar="FILE", help="a bench report")
     parser.add_argument("--build", type=Path, default=REPORTS / "build.json", metavar="FILE", help="the build's report")
-    parser.add_argument("--target", default="", metavar="sm_XX", help="whose row of the build's table")
-    parser.add_argument("--ncu", metavar="PATH", help="Nsight Compute, if it is not on PATH")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="an existing `ncu --csv --page raw` instead of a run")
+    parser.add_argument("--target", default="", metavar="sm_XX", help="which target's row of the build report to use")
+    parser.add_argument("--ncu", metavar="PATH", help="path of Nsight Compute, if it is not on PATH")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="an existing `ncu --csv --page raw` file, instead of a run"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="two profiles side by side")
 
@@ -85,7 +87,7 @@ def make_report(
     started: str,
     seconds: float,
 ) -> Report:
-    """The numbers of the longest launch, completed by what build and benchmark know, and the rules that fire on them."""
+    """The numbers of the longest launch, completed from the build and benchmark reports, and the rules that fire on them."""
     on_cpu = bool(bench) and bench["settings"]["device"] == "cpu" and not launches
     symbol, values = build_facts(build, case, target) if build and not on_cpu else ("", {})
     values = {**values, **(timing_facts(bench, case) if bench else {})}
@@ -116,7 +118,7 @@ def make_report(
 
 def _source_check(source: str, reason: str) -> Check:
     if reason:
-        why = "stall reasons, occupancy achieved and bank conflicts come from hardware counters alone"
+        why = "stall reasons, achieved occupancy and bank conflicts come only from hardware counters"
         return Check("profiler", Verdict.SKIP, reason, "ncu", why, "install Nsight Compute on the GPU machine")
     return Check("profiler", Verdict.PASS, source)
 

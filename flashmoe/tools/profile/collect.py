@@ -1,4 +1,4 @@
-"""One launch under Nsight Compute, after warm-up. The GPU's clocks are left alone."""
+"""One launch under Nsight Compute, after warm-up. The GPU's clocks are not changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ncu_command(ncu: str, key: str, metrics: Sequence[str]) -> list[str]:
 
 
 def collect(ncu: str, key: str) -> tuple[Launch, ...]:
-    """The launches of the last call. Raises DriverError with the profiler's words when it could not read the counters.
+    """The launches of the last call. Raises DriverError with the profiler's message when it could not read the counters.
 
     A metric that this profiler does not know is left out and the run repeated.
     """

@@ -1,4 +1,4 @@
-"""A diagnosis in words: rules over numbers. Pure."""
+"""Rules over numbers give a diagnosis. Pure."""
 
 from __future__ import annotations
 

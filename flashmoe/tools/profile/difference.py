@@ -1,4 +1,4 @@
-"""Two profiles side by side: which numbers moved, and which rules fire in one only."""
+"""Two profiles side by side: which numbers changed, and which rules fire in only one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MOVED = 0.05  # relative change below which a number is not worth a line
+MOVED = 0.05  # relative change below which a number is not listed
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ def moves(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Move, ...]:
 
 
 def render(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The numbers that moved by at least 5%, then the rules that came and went."""
+    """The numbers that changed by at least 5%, then the rules that fire in only one of the two."""
     lines = [f"{'number':<28} {'A':>12} {'B':>12}  change"]
     notable = [move for move in moves(a["values"], b["values"]) if move.notable]
     for move in notable:
         change = f"{move.relative:+.1%}" if move.relative is not None else ""
         lines.append(f"{move.name:<28} {_text(move.before):>12} {_text(move.after):>12}  {change}".rstrip())
     if not notable:
-        lines.append(f"no number moved by {MOVED:.0%} or more")
+        lines.append(f"no number changed by {MOVED:.0%} or more")
     before, after = ({row["rule"]: row["says"] for row in side["findings"]} for side in (a, b))
     lines += [f"gone: {rule}: {says}" for rule, says in before.items() if rule not in after]
     lines += [f"new: {rule}: {says}" for rule, says in after.items() if rule not in before]

@@ -1,4 +1,4 @@
-"""Nsight Compute's raw CSV to the few numbers that decide."""
+"""Reduces Nsight Compute's raw CSV to the few numbers that matter."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def metric_names() -> list[str]:
 
 
 def parse_csv(text: str) -> tuple[Launch, ...]:
-    """Launches of ``ncu --csv --page raw``: a header row, a row of units, one row a launch; ncu's own lines come before.
+    """Launches of ``ncu --csv --page raw``: a header row, a row of units, one row per launch; ncu's own lines come before.
 
-    Raises ReportError when no such table is there, with the profiler's own words.
+    Raises ReportError with the profiler's message when there is no such table.
     """
     lines = text.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         words = next((line for line in lines if line.startswith("==ERROR==")), "no table in its output")
-        msg = f"the profiler left no launch: {words}"
+        msg = f"the profiler recorded no launch: {words}"
         raise ReportError(msg)
     rows = list(csv.reader(io.StringIO("\n".join(lines[start:]))))
     header, units, launches = rows[0], rows[1] if len(rows) > 1 else [], rows[2:]
@@ -118,7 +118,7 @@ def _number(text: str, unit: str, wanted: str) -> float | None:
 
 
 def derive(values: Mapping[str, float], stalls: Mapping[str, float]) -> dict[str, float]:
-    """The reported numbers and those that follow from them."""
+    """The reported numbers and those derived from them."""
     found = dict(values)
     if found.get("shared_wavefronts"):
         found["conflict_share"] = found.get("bank_conflicts", 0.0) / found["shared_wavefronts"]

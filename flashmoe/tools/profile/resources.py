@@ -28,7 +28,7 @@ def slowest_case(bench: Mapping[str, Any]) -> Case:
 
 
 def timing_facts(bench: Mapping[str, Any], case: Case) -> dict[str, float]:
-    """Median, shares of the ceilings, CPU time of the call and the ratio to the baseline, of ours for ``case``."""
+    """Median, percentages of the ceilings, CPU time of the call and the ratio to the baseline, of ours for ``case``."""
     for cell in bench["cells"]:
         if cell["case"]["key"] != case.key or OURS not in cell["summaries"]:
             continue

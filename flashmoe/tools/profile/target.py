@@ -19,7 +19,7 @@ def parse_key(key: str) -> Case:
     """The case that a report calls ``key``, such as bf16-d128-causal-b4-h16-s4096."""
     match = KEY.fullmatch(key)
     if match is None or match["dtype"] not in DTYPE_BYTES:
-        msg = f"{key!r} names no case; one is written as bf16-d128-causal-b4-h16-s4096, or -h32kv8-q1k8192 at its end"
+        msg = f"{key!r} is not a case key; write it as bf16-d128-causal-b4-h16-s4096, or ending in -h32kv8-q1k8192"
         raise ArgumentError(msg)
     heads = int(match["h"])
     seq_q, seq_k = (int(match["s"]),) * 2 if match["s"] else (int(match["q"]), int(match["k"]))

@@ -1,4 +1,4 @@
-"""``python -m flashmoe smem``: what a tile costs in shared memory, and on which GPU it fits, before a line is written.
+"""``python -m flashmoe smem``: what a kernel's tile costs in shared memory, and on which GPU it fits.
 
 python -m flashmoe smem --head-dim 128                                 # every GPU, its own tile
 python -m flashmoe smem --arch sm89 --head-dim 128                     # one GPU, itemised
@@ -43,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", help="kernel family (default: the GPU's best in csrc/attention/kernels.toml)")
     parser.add_argument("--tile", metavar="MxN", help="rows of Q x rows of K and V (default: the table's)")
     parser.add_argument("--stages", type=int, metavar="N", help="K and V tiles in flight (default: the table's)")
-    parser.add_argument("--warps", type=int, metavar="N", help="warps of a block (default: the table's)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16, or f16 where there is no bf16")
+    parser.add_argument("--warps", type=int, metavar="N", help="warps per block (default: the table's)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16, or f16 on a GPU without bf16")
     parser.add_argument(
-        "--registers", type=int, metavar="N", help="per thread, for the occupancy (default: the last build's)"
+        "--registers", type=int, metavar="N", help="registers per thread, for the occupancy (default: the last build's)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -102,7 +102,7 @@ def arch_name(text: str) -> str:
 def parse_tile(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)[xX*](\d+)", text.strip())
     if match is None or not int(match[1]) or not int(match[2]):
-        msg = f"--tile {text!r} is no tile; write rows of Q x rows of K, for example 128x64"
+        msg = f"--tile {text!r} is not a tile; write rows of Q x rows of K, for example 128x64"
         raise ArgumentError(msg)
     return int(match[1]), int(match[2])
 
@@ -131,7 +131,7 @@ def plan(tables: Tables, gpu: Gpu, args: argparse.Namespace) -> list[Layout]:
 
 
 def built_registers(gpu: Gpu, row: KernelRow, dtype: str) -> int | None:
-    """Registers a thread of this very row in the last build of this checkout; None when there was none."""
+    """Registers per thread of this row in the last build of this checkout; None without one."""
     try:
         units = json.loads(BUILD_REPORT.read_text(encoding="utf-8"))["data"]["units"]
         symbols = {entry.symbol for entry in entries(row, dtype)}
@@ -154,7 +154,7 @@ def describe(row: KernelRow, dtype: str) -> str:
 
 
 def itemised(item: Layout, head_dim: int) -> str:
-    """One layout, a line for each part."""
+    """One layout, one line per part."""
     gpu = item.gpu
     lines = [f"{gpu.name} ({gpu.products})", f"  {describe(item.row, item.dtype)}"]
     if item.row.axes["head_dim"] != head_dim:
@@ -163,7 +163,7 @@ def itemised(item: Layout, head_dim: int) -> str:
         )
     lines += [f"  {name:<28}{size:>9,} bytes" for name, size in item.items]
     lines.append(f"  {'dynamic shared memory':<28}{item.total:>9,} bytes")
-    lines.append(f"  {'a block may have (opt-in)':<28}{item.limit:>9,} bytes")
+    lines.append(f"  {'limit per block (opt-in)':<28}{item.limit:>9,} bytes")
     if item.fits:
         lines.append(f"  {'left':<28}{item.left:>9,} bytes")
         lines.append(
@@ -171,7 +171,7 @@ def itemised(item: Layout, head_dim: int) -> str:
         )
         if item.registers is None:
             lines.append(
-                "  registers: not known; `nox -s build` measures the table's tiles, --registers N supposes a number"
+                "  registers: not known; `nox -s build` measures the table's tiles, --registers N assumes a number"
             )
     elif item.left < 0:
         lines.append(f"  DOES NOT FIT: {-item.left:,} bytes too many")
@@ -189,11 +189,11 @@ def largest_text(item: Layout) -> str:
     with_these = f"with {item.row.stages} stages and {item.row.warps} warps"
     if best is None:
         return f"no tile fits {with_these}; fewer stages need less"
-    return f"largest tile that fits {with_these}: {best.row.block_m}x{best.row.block_n}, {best.total:,} bytes (registers may admit less)"
+    return f"largest tile that fits {with_these}: {best.row.block_m}x{best.row.block_n}, {best.total:,} bytes (registers may allow less)"
 
 
 def side_by_side(layouts: Sequence[Layout], head_dim: int) -> str:
-    """A line for each GPU."""
+    """One line per GPU."""
     header = ("GPU", "kernel", "bytes", "limit", "left", "blocks/SM", "largest that fits")
     rows = [header]
     for item in layouts:

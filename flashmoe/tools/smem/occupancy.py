@@ -1,4 +1,4 @@
-"""What a tile of a kernel costs on a GPU, and how many blocks of it a multiprocessor holds. Pure arithmetic.
+"""What a kernel's tile costs on a GPU, and how many of its blocks a multiprocessor holds. Pure arithmetic.
 
 Limits come from csrc/tables/arch.toml, bytes from the formula in operations.toml, which each generated translation unit
 asserts. Occupancy: CUDA C++ Programming Guide, "Hardware Multithreading" (12.8).
@@ -17,7 +17,7 @@ from flashmoe.tools.tables import Gpu, Tables
 OPERATION = "attention_forward"
 WARP = 32
 SCHEDULERS = 4  # of a multiprocessor
-REGISTER_UNIT = 256  # registers are given to a warp in units of 256
+REGISTER_UNIT = 256  # registers are allocated to a warp in units of 256
 MAX_BLOCK_N = 256
 MMA_ROWS = 16  # rows of Q that one warp works on at a time (mma m16n8)
 WARPGROUP_ROWS = 64  # rows of Q of one consumer warpgroup (wgmma m64)
@@ -26,22 +26,22 @@ MAX_THREADS_PER_BLOCK = 1024
 
 @dataclass(frozen=True)
 class Limit:
-    """How many blocks one resource admits on a multiprocessor."""
+    """How many blocks per multiprocessor one resource allows."""
 
     resource: str
     blocks: int
 
 
 def warp_registers(registers: int) -> int:
-    """Registers that one warp is given for ``registers`` a thread."""
+    """Registers allocated to one warp at ``registers`` per thread."""
     return _round_up(registers * WARP, REGISTER_UNIT)
 
 
 def block_limits(gpu: Gpu, *, threads: int, smem: int, registers: int | None) -> tuple[Limit, ...]:
-    """Blocks that each resource admits on a multiprocessor, the tightest first. ``smem`` in bytes, all of a block's.
+    """Blocks per multiprocessor that each resource allows, tightest first. ``smem``: bytes per block, static and dynamic.
 
     Shared memory comes in units of 128 bytes (256 on compute capability 7.5); each scheduler has its own quarter of the
-    registers, so what is left over in one quarter helps no warp of another.
+    registers, so registers left over in one quarter cannot serve a warp of another.
     """
     unit = 256 if gpu.compute_capability < (8, 0) else 128
     warps = max(1, _round_up(threads, WARP) // WARP)
@@ -64,7 +64,7 @@ class Layout:
     row: KernelRow
     dtype: str
     items: tuple[tuple[str, int], ...]
-    registers: int | None  # per thread, when a build has told
+    registers: int | None  # per thread, if a build measured it
 
     @property
     def total(self) -> int:
@@ -166,7 +166,7 @@ def layout(gpu: Gpu, row: KernelRow, dtype: str, registers: int | None = None) -
 
 
 def tiles(row: KernelRow) -> Iterator[KernelRow]:
-    """Every tile that the family's static assertions admit with the stages and warps of ``row``.
+    """Every tile that the family's static assertions allow with the stages and warps of ``row``.
 
     sm75, sm80: a warp owns 16-row blocks of Q, and a load pass of the whole block covers 4 rows a warp. sm90: one warpgroup
     loads, each of the others owns 64 rows.
@@ -182,15 +182,15 @@ def tiles(row: KernelRow) -> Iterator[KernelRow]:
 
 
 def key_step(row: KernelRow) -> int:
-    """What the rows of K and V of a tile are a multiple of."""
+    """The granularity of a tile's rows of K and V."""
     return MMA_ROWS if row.family == "sm90" else max(MMA_ROWS, 4 * row.warps)
 
 
 def tile_problem(row: KernelRow) -> str:
-    """Why no kernel of the family can have this tile, whatever fits; empty when one can."""
+    """Why no kernel of the family can use this tile, even if it fits; empty when one can."""
     if row.family == "sm90":
         if row.warps < 8 or row.warps % 4:
-            return f"sm90 has whole warpgroups of 4 warps, one that loads and one or more that compute: not {row.warps} warps"
+            return f"sm90 needs whole warpgroups of 4 warps, one that loads and one or more that compute; not {row.warps} warps"
         whole = WARPGROUP_ROWS * (row.warps // 4 - 1)
         if row.block_m != whole:
             return f"with {row.warps} warps a tile of sm90 has {whole} rows of Q, not {row.block_m}"
@@ -204,6 +204,6 @@ def tile_problem(row: KernelRow) -> str:
 
 
 def largest_tile(gpu: Gpu, row: KernelRow, dtype: str) -> Layout | None:
-    """The tile of most scores (rows of Q x rows of K) that shared memory admits; registers may admit less."""
+    """The tile with the most scores (rows of Q x rows of K) that shared memory allows; registers may allow less."""
     fitting = [item for tile in tiles(row) if (item := layout(gpu, tile, dtype)).fits]
     return max(fitting, key=lambda item: (item.row.block_m * item.row.block_n, item.row.block_m), default=None)
