@@ -60,6 +60,10 @@ class Problem(Protocol):
         """A name that is the same in every run, so that two reports can be compared."""
 
     @property
+    def title(self) -> str:
+        """The problem in words."""
+
+    @property
     def dtype(self) -> str: ...
     @property
     def flops(self) -> int: ...

@@ -48,6 +48,11 @@ class AttentionProblem:
         return f"{self.dtype}-d{self.head_dim}-{self.mask}-b{self.batch}-{heads}-{seq}{layout}"
 
     @property
+    def title(self) -> str:
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q} on {self.heads_kv}"
+        return f"{self.dtype} B={self.batch} H={heads} Sq={self.seq_q} Sk={self.seq_k} D={self.head_dim} {self.mask}"
+
+    @property
     def mask(self) -> str:
         return "causal" if self.causal else "full"
 
