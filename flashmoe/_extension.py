@@ -23,7 +23,6 @@ LIBRARY_NAME = "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 CPU_ISA_VARIABLE = "FLASHMOE_CPU_ISA"
 MINIMUM_TORCH = (2, 10)
-OPERATOR = "flash_attention_forward"
 
 _lock = threading.RLock()
 _loaded: Path | None = None
@@ -100,14 +99,27 @@ def load() -> Path:
             path = library_path()
             require_torch()
             _load_library(path)
-            from flashmoe import autograd, fake, flops, transforms  # they import torch
-
-            fake.register()
-            autograd.register()
-            transforms.register()
-            flops.register()
+            _register_operators(path)
             _loaded = path
     return _loaded
+
+
+def _register_operators(path: Path) -> None:
+    """What flashmoe/operators/ says of each operator, once the library at ``path`` is known to define them."""
+    import torch
+
+    from flashmoe.operators import find_operators  # these import torch
+    from flashmoe.operators._operator import register
+
+    operators = find_operators()
+    for operator in operators:
+        if not operator.schema and not hasattr(torch.ops.flashmoe, operator.name):
+            msg = (
+                f"{path.name} was loaded but registers no operator flashmoe::{operator.name}; it is not flashmoe's extension, "
+                f"or one of another version. `python -m flashmoe audit {path.name}` says what it is"
+            )
+            raise ExtensionError(msg)
+    register(operators)
 
 
 def _load_library(path: Path) -> None:
@@ -121,12 +133,6 @@ def _load_library(path: Path) -> None:
     except (OSError, RuntimeError) as error:
         reason = str(error.__cause__ or error)  # torch 2.10 wraps the loader's message in one that only names the file
         raise ExtensionError(explain_load_failure(path.name, reason, str(torch.__version__))) from error
-    if not hasattr(torch.ops.flashmoe, OPERATOR):
-        msg = (
-            f"{path.name} was loaded but registers no operator flashmoe::{OPERATOR}; it is not flashmoe's extension, or "
-            f"one of another version. `python -m flashmoe audit {path.name}` says what it is"
-        )
-        raise ExtensionError(msg)
 
 
 # (pattern in the loader's message, cause, next step); the first that matches is used.

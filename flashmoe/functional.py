@@ -17,8 +17,12 @@ from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.overrides import handle_torch_function
 
-from flashmoe import _extension, autograd, checks, routing, transforms
+from flashmoe import _extension, routing
+from flashmoe.checks import are_stand_ins
 from flashmoe.errors import DifferentiationError
+from flashmoe.operators.attention import arguments, autograd
+from flashmoe.operators.attention.drop_in import is_drop_in
+from flashmoe.transforms import has_tangent
 
 _extension.load()
 _operator = torch.ops.flashmoe.flash_attention_forward.default
@@ -59,7 +63,7 @@ def attention(
     Returns:
         out [B, Hq, Sq, D] in q's dtype and, where q is dense, q's order of strides; with ``return_lse`` also lse
         [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf. Both can be
-        differentiated once (see flashmoe.autograd).
+        differentiated once (see flashmoe.operators.attention.backward).
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
@@ -67,7 +71,7 @@ def attention(
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
     if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
-        checks.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
+        arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
     if is_compiling():
         out, lse = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
     else:
@@ -77,12 +81,12 @@ def attention(
                 return only
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
-            if checks.are_stand_ins(q, k, v):
+            if are_stand_ins(q, k, v):
                 traced: Tensor = handle_torch_function(
                     attention, (q, k, v), q, k, v, causal=causal, scale=scale, return_lse=return_lse
                 )
                 return traced
-            cause = checks.explain(error, q, k, v, scale, causal)
+            cause = arguments.explain(error, q, k, v, scale, causal)
             if cause is error:
                 raise
             raise cause from error
@@ -108,7 +112,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
     """
     if transforms_are_active():
         return autograd.under_transforms(q, k, v, scale, causal)
-    if forward_ad._current_level >= 0 and transforms.has_tangent(q, k, v):
+    if forward_ad._current_level >= 0 and has_tangent(q, k, v):
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         # A mode or torch.jit.trace must see the operator, not what is in the rule.
@@ -137,26 +141,9 @@ def scaled_dot_product_attention(
     query [..., Hq, Sq, D], key and value [..., H, Sk, D]; ``is_causal`` is aligned top-left (key j is visible to query i
     when j <= i), unlike :func:`attention`.
 
-    ================================================================  ==========================================
-    asked for                                                         runs on
-    ================================================================  ==========================================
-    float16, bfloat16 (CPU also float32), 1 <= D <= 256, no mask      flashmoe
-    is_causal, any Sq and Sk                                          flashmoe (Sq < Sk: keys past Sq are cut off;
-                                                                      Sq > Sk: two calls, joined)
-    2-D, 3-D, 5-D and higher; batch or head sizes that broadcast      flashmoe, as 4-D
-    enable_gqa with key heads = value heads dividing the query heads  flashmoe
-    autocast                                                          flashmoe, in autocast's dtype
-    last dimension not contiguous                                     flashmoe, after a copy
-    attn_mask; dropout_p > 0                                          torch
-    float32 on CUDA; float64 and every other dtype                    torch
-    D = 0, D > 256; head dim of value other than that of query        torch
-    nested, sparse, named, zero tensors; devices but CPU and CUDA     torch
-    scale not finite, or a tensor                                     torch
-    bfloat16 on a GPU below compute capability 8.0                    torch
-    forward-mode differentiation                                      torch
-    key and value of different lengths                                nothing: ShapeError
-    other arguments that torch refuses                                torch, which raises its own error
-    ================================================================  ==========================================
+    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 256, without attn_mask and dropout, run on flashmoe, in any
+    layout and with any batch sizes that torch takes; all else goes to torch, which computes it or raises its own error
+    (docs/api.md has the whole table).
 
     ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
     is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch. ``sdpa_kernel`` chooses among torch's
@@ -171,7 +158,7 @@ def scaled_dot_product_attention(
             return out
     obstacle = routing.find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if obstacle is not None:
-        if checks.are_stand_ins(query, key, value):
+        if are_stand_ins(query, key, value):
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             traced: Tensor = handle_torch_function(scaled_dot_product_attention, (query, key, value), *arguments)
             return traced
@@ -195,11 +182,10 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
         if _is_plain(q, k, v):
             only: Tensor | None = _drop_in_operator(q, k, v, scale, causal, enable_gqa)
             return only
-        batch, heads, rows, head_dim = q.shape
-        k_batch, k_heads, keys, _ = k.shape
-        if batch != k_batch or (heads != k_heads and not enable_gqa) or (causal and rows != keys):
+        shape = q.shape
+        if not is_drop_in(shape, k.shape, causal, enable_gqa):
             return None
-        return _call(q, k, v, head_dim**-0.5 if scale is None else scale, causal)[0]
+        return _call(q, k, v, shape[3] ** -0.5 if scale is None else scale, causal)[0]
     except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):
         return None
 

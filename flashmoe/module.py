@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
-from flashmoe.checks import DTYPES, MAX_HEAD_DIM, are_stand_ins
+from flashmoe.checks import are_stand_ins
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from flashmoe.functional import attention
+from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM
 
 
 class Attention(nn.Module):

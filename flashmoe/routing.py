@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.checks import DTYPES, MAX_HEAD_DIM, has_names, is_finite_number
+from flashmoe.checks import has_names
 from flashmoe.errors import ArgumentError, ShapeError
+from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM, is_finite_number
 from flashmoe.transforms import autocast_dtype, has_tangent
 
 FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
@@ -64,10 +65,20 @@ def find_obstacle(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> str | None:
     """Why flashmoe does not run this call, or None when it does. Symbolic sizes may be guarded on."""
+    for find, _ in OBSTACLES:
+        obstacle = find(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def _mask_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
     if attn_mask is not None:
         return "attn_mask is given; flashmoe has causal masks only"
-    if dropout_p != 0.0:
-        return "dropout_p is not 0; flashmoe has no dropout"
+    return None if dropout_p == 0.0 else "dropout_p is not 0; flashmoe has no dropout"
+
+
+def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     for tensor in (query, key, value):
         if not isinstance(tensor, Tensor):
             return f"an input is a {type(tensor).__name__}, not a tensor"
@@ -75,16 +86,12 @@ def find_obstacle(
             return "an input is nested or sparse; flashmoe takes dense tensors"
         if not torch.compiler.is_compiling() and (has_names(tensor) or tensor._is_zerotensor()):
             return "an input has named dimensions or is a zero tensor without memory"
-    return (
-        _scalar_obstacle(is_causal, scale, enable_gqa)
-        or _device_obstacle(query, key, value)
-        or _dtype_obstacle(query, key, value)
-        or _shape_obstacle(query, key, value, enable_gqa)
-        or _derivative_obstacle(query, key, value)
-    )
+    return None
 
 
-def _scalar_obstacle(is_causal: Any, scale: Any, enable_gqa: Any) -> str | None:
+def _scalar_obstacle(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> str | None:
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             return f"{name} is a {type(flag).__name__}, not a bool"
@@ -93,14 +100,14 @@ def _scalar_obstacle(is_causal: Any, scale: Any, enable_gqa: Any) -> str | None:
     return "scale is not a finite number"
 
 
-def _device_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+def _device_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     device = query.device
     if key.device != device or value.device != device:
         return f"the inputs are on different devices ({device}, {key.device}, {value.device})"
     return None if device.type in DTYPES else f"there is no kernel for device type {device.type}"
 
 
-def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     device_type = query.device.type
     dtypes = [query.dtype, key.dtype, value.dtype]
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
@@ -121,7 +128,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> str | None:
     q, k, v = query.shape, key.shape, value.shape
     if len(q) < 2 or len(k) < 2 or len(v) < 2:
         return "an input has fewer than two dimensions"
@@ -131,7 +138,7 @@ def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
         return f"the head dim of value ({v[-1]}) is not that of query ({q[-1]})"
     if q[-1] < 1 or q[-1] > MAX_HEAD_DIM:
         return f"head dim {q[-1]} is outside 1 to {MAX_HEAD_DIM}"
-    return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa)
+    return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
 
 
 def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
@@ -151,8 +158,45 @@ def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: boo
     return None
 
 
-def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
+
+
+# What goes to torch: each rule, and the documentation's rows for it. In the order in which reasons are looked for; a rule
+# may rely on those before it.
+OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
+    (_mask_obstacle, ("`attn_mask`; `dropout_p > 0`",)),
+    (_memory_obstacle, ("nested, sparse, named or zero tensors",)),
+    (_scalar_obstacle, ("`scale` not finite, or a tensor",)),
+    (_device_obstacle, ("devices other than CPU and CUDA; inputs on different devices",)),
+    (
+        _dtype_obstacle,
+        (
+            "float32 on CUDA; float64 and every other dtype; inputs of different dtypes",
+            "bfloat16 on a GPU below compute capability 8.0",
+        ),
+    ),
+    (
+        _shape_obstacle,
+        (
+            f"`D = 0`, `D > {MAX_HEAD_DIM}`; head dim of `value` other than that of `query`",
+            "batch or head sizes that neither broadcast nor form groups",
+        ),
+    ),
+    (_derivative_obstacle, ("forward-mode differentiation",)),
+)
+# What is left, and how it runs (flashmoe.functional).
+SUPPORTED: tuple[tuple[str, str], ...] = (
+    (f"float16, bfloat16 (CPU also float32), `1 <= D <= {MAX_HEAD_DIM}`, no mask", "flashmoe"),
+    (
+        "`is_causal`, any `Sq` and `Sk`",
+        "flashmoe; `Sq < Sk`: keys past `Sq` are cut off; `Sq > Sk`: two calls, joined",
+    ),
+    ("2-D, 3-D, 5-D and higher; batch or head sizes that broadcast", "flashmoe, as 4-D"),
+    ("`enable_gqa` with key heads = value heads dividing the query heads", "flashmoe"),
+    ("autocast", "flashmoe, in autocast's dtype"),
+    ("last dimension not contiguous", "flashmoe, after a copy"),
+)
 
 
 def refuse_unequal_lengths(key: Any, value: Any) -> None:

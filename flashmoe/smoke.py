@@ -14,18 +14,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flashmoe.errors import FlashmoeError
+from flashmoe.tools.problems import Verification
+from flashmoe.tools.problems.attention import LSE_TOLERANCE, AttentionProblem
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-
-if TYPE_CHECKING:
-    import torch
 
 LENGTHS = (4, 32, 64, 65, 128, 192, 256, 512)
 QUICK_LENGTHS = (65,)
 HEAD_DIM = 64
-LSE_TOLERANCE = 2e-4
+DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 WHY = "an answer that differs from plain PyTorch's by more than rounding explains is wrong"
 
 
@@ -42,16 +40,9 @@ class Case:
     def name(self) -> str:
         return f"{self.device} {self.dtype} S={self.length} D={HEAD_DIM} {'causal' if self.causal else 'full'}"
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one problem gave. Errors are max |difference|; ``bound`` is what rounding alone may cost."""
-
-    error: float
-    bound: float
-    lse_error: float
-    finite: bool
-    kernel: str
+    @property
+    def problem(self) -> AttentionProblem:
+        return AttentionProblem(DTYPES[self.dtype], 1, 2, 1, self.length, self.length, HEAD_DIM, self.causal)
 
 
 def cases(devices: Sequence[tuple[str, Sequence[str]]], lengths: Sequence[int]) -> Iterator[Case]:
@@ -62,14 +53,14 @@ def cases(devices: Sequence[tuple[str, Sequence[str]]], lengths: Sequence[int]) 
                     yield Case(device, dtype, length, causal)
 
 
-def judge(case: Case, outcome: Outcome) -> Check:
+def judge(case: Case, outcome: Verification, kernel: str) -> Check:
     """PASS when the numbers are right and one of our kernels produced them."""
-    expected = f"error at most {outcome.bound:.1e}, LSE within {LSE_TOLERANCE:g}"
-    found = f"error {outcome.error:.1e}, LSE {outcome.lse_error:.1e}, by {outcome.kernel or 'no kernel of ours'}"
-    ours = outcome.kernel.startswith("cpu:" if case.device == "cpu" else "flashmoe_attention_forward")
-    right = outcome.finite and outcome.error <= outcome.bound and outcome.lse_error <= LSE_TOLERANCE
-    if right and ours:
+    expected = f"error at most {outcome.tolerance:.1e}, LSE within {LSE_TOLERANCE:g}"
+    found = f"error {outcome.max_error:.1e}, LSE {outcome.lse_error or 0.0:.1e}, by {kernel or 'no kernel of ours'}"
+    is_ours = kernel.startswith("cpu:" if case.device == "cpu" else "flashmoe_attention_forward")
+    if outcome.passed and is_ours:
         return Check(case.name, Verdict.PASS, found, expected)
+    found = "; ".join(filter(None, (found, outcome.reason)))
     return Check(case.name, Verdict.FAIL, found, expected, WHY, "nox -s test -- tests/attention")
 
 
@@ -84,45 +75,21 @@ def available_devices() -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T / sqrt(D)) v and its log-sum-exp, in the dtype of the arguments [1, H, S, D]."""
-    import torch
-
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-def solve(case: Case) -> Outcome:
-    """Run one problem and its reference (float64, on the same device)."""
-    import torch
-
+def solve(case: Case) -> tuple[Verification, str]:
+    """One problem against its reference, and the kernel that ran."""
     from flashmoe import _extension, attention
 
-    generator = torch.Generator().manual_seed(case.length)
-    shape = (1, 2, case.length, HEAD_DIM)
-    q, k, v = (torch.randn(shape, generator=generator).to(case.device, getattr(torch, case.dtype)) for _ in range(3))
-    k, v = k[:, :1], v[:, :1]
-    out, lse = attention(q, k, v, causal=case.causal, return_lse=True)
+    inputs = case.problem.make_inputs(case.device, seed=case.length)
+    reference = case.problem.make_reference(inputs)
+    inputs.poison()
+    out, lse = attention(inputs.q, inputs.k, inputs.v, causal=case.causal, return_lse=True)
     kernel = _extension.last_kernel()
-    reference, reference_lse = plain(q.double(), k.double(), v.double(), causal=case.causal)
-    native, _ = plain(q, k, v, causal=case.causal)
-    rounding = ((reference.to(q.dtype).double() - reference).abs().max()).item()
-    bound = 2 * (native.double() - reference).abs().max().item() + 2 * rounding + 1e-6
-    return Outcome(
-        error=(out.double() - reference).abs().max().item(),
-        bound=bound,
-        lse_error=(lse.double() - reference_lse).abs().max().item(),
-        finite=bool(torch.isfinite(out).all() and torch.isfinite(lse).all()),
-        kernel=kernel,
-    )
+    return reference.judge(out, lse), kernel
 
 
 def check_case(case: Case) -> Check:
     try:
-        return judge(case, solve(case))
+        return judge(case, *solve(case))
     except (FlashmoeError, RuntimeError) as error:
         return Check(
             case.name, Verdict.FAIL, f"{type(error).__name__}: {error}", "an answer", WHY, "python -m flashmoe doctor"

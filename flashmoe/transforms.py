@@ -1,7 +1,4 @@
-"""Rules for autocast, and what torch.func's transforms need to know about tensors.
-
-Autocast's rules sit above autograd in torch's dispatcher and run only when asked for, so a plain call pays nothing for them.
-"""
+"""What autocast and torch.func's transforms do to tensors, for the rules of any operator."""
 
 from __future__ import annotations
 
@@ -12,37 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_AUTOCAST_KEYS = (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
-_registrations: list[torch.library.Library] = []
-
-
-def register() -> None:
-    """Called once by ``_extension.load``."""
-    library = torch.library.Library("flashmoe", "FRAGMENT")
-    for device_type, key in _AUTOCAST_KEYS:
-        for name in ("flash_attention_forward", "_flash_attention_inference", "_flash_attention_drop_in"):
-            library.impl(name, _autocast_rule(name, device_type, key), key)
-    _registrations.append(library)  # a Library drops its registrations when it is collected
-
 
 def autocast_dtype(tensor: Tensor, device_type: str, target: torch.dtype) -> torch.dtype:
     """The dtype that autocast gives ``tensor``: torch casts floating tensors of the device, but never float64."""
     eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64 and tensor.device.type == device_type
     return target if eligible else tensor.dtype
-
-
-def _autocast_rule(name: str, device_type: str, key: str) -> Any:
-    operator = getattr(torch.ops.flashmoe, name).default
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def cast_and_call(q: Tensor, k: Tensor, v: Tensor, *scalars: Any) -> Any:
-        """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
-        target = torch.get_autocast_dtype(device_type)
-        q, k, v = (t.to(autocast_dtype(t, device_type, target)) for t in (q, k, v))
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return operator(q, k, v, *scalars)
-
-    return cast_and_call
 
 
 def has_tangent(*tensors: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Writes the tables of README.md and docs/ that the tables under csrc/ determine.
+"""Writes the tables of README.md and docs/ that the tables under csrc/ and flashmoe/routing.py determine.
 
     python -m flashmoe_build.docs            # write
-    python -m flashmoe_build.docs --check    # fail if a table is not what the tables under csrc/ say
+    python -m flashmoe_build.docs --check    # fail if a table is not what its source says
 
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; the rest of a file is left alone.
 """
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.tools.operations import KernelRow
 from flashmoe.tools.tables import Gpu, Tables, load_tables
@@ -121,11 +122,26 @@ def target_table(tables: Tables) -> str:
     return markdown(header, rows)
 
 
+def sdpa_table(_: Tables) -> str:
+    """What ``flashmoe.scaled_dot_product_attention`` runs where, from the rules that decide it."""
+    rows = [
+        *routing.SUPPORTED,
+        *((asked, "torch") for _, rows in routing.OBSTACLES for asked in rows),
+        (
+            "key and value of different lengths",
+            "nothing: ShapeError (torch's CPU kernel has no check and reads past the end)",
+        ),
+        ("other arguments that torch refuses", "torch, which raises its own error"),
+    ]
+    return markdown(("asked for", "runs on"), rows)
+
+
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("README.md", "gpus", gpu_table),
     ("docs/kernels/table.md", "kernels", kernel_page),
     ("docs/kernels/table.md", "targets", target_table),
+    ("docs/api.md", "sdpa", sdpa_table),
 )
 
 
@@ -164,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.check:
             path.write_text(texts[path], encoding="utf-8")
     if not stale:
-        print(f"{len(PARTS)} generated parts are what the tables say")
+        print(f"{len(PARTS)} generated parts are what their sources say")
     return 1 if stale and options.check else 0
 
 

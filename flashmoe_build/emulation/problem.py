@@ -10,8 +10,10 @@ from enum import Enum
 import torch
 
 from flashmoe.errors import ArgumentError
+from flashmoe.tools.problems.attention.tensors import weigh
+from flashmoe.tools.problems.dtypes import TORCH_DTYPES
 
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {name: TORCH_DTYPES[name] for name in ("f16", "bf16")}
 # Half a unit in the last place, relative: what rounding to the type may cost.
 UNIT_ROUNDOFF = {"f16": 2.0**-11, "bf16": 2.0**-8}
 _SHAPE = re.compile(r"b(\d+)\.h(\d+)\.kv(\d+)\.q(\d+)\.k(\d+)\.d(\d+)")
@@ -140,14 +142,6 @@ def make_inputs(problem: Problem) -> Inputs:
     return Inputs(q.to(dtype), k.to(dtype), v.to(dtype))
 
 
-def visible(shape: Shape, causal: bool) -> torch.Tensor:
-    """[seq_q, seq_k]: whether the query sees the key; causal masks are aligned bottom-right."""
-    if not causal:
-        return torch.ones(shape.seq_q, shape.seq_k, dtype=torch.bool)
-    rows, keys = torch.arange(shape.seq_q)[:, None], torch.arange(shape.seq_k)[None, :]
-    return keys <= rows + (shape.seq_k - shape.seq_q)
-
-
 def reference(problem: Problem, inputs: Inputs) -> Reference:
     """NaN where a NaN of the inputs reaches; elsewhere attention in fp64, and how far a kernel that rounds P and the output to 16 bits may be from it.
 
@@ -160,9 +154,7 @@ def reference(problem: Problem, inputs: Inputs) -> Reference:
     k, v = (t.double().repeat_interleave(repeat, dim=1) for t in (inputs.k, inputs.v))
     scores = (q @ k.transpose(-1, -2)) * problem.scale
     is_level = scores.amax(dim=-1, keepdim=True) == scores.amin(dim=-1, keepdim=True)
-    scores = scores.masked_fill(~visible(s, problem.causal), float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    weights, lse = weigh(scores, causal=problem.causal)  # masks the scores
     out = weights @ v  # 0 * NaN is NaN: so says a plain softmax of a masked key, too
     spread = weights @ v.abs()
     unit = UNIT_ROUNDOFF[problem.dtype]

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
-from flashmoe import autograd
 from flashmoe.errors import DifferentiationError
+from flashmoe.operators.attention import backward
 
 from .reference import DTYPES, Problem, make_inputs, plain_attention, reference_dtype
 
@@ -121,7 +121,7 @@ def test_backward_formula_in_float64() -> None:
         out, lse = function(q, k, v)
         hidden = max(0, seq_q - seq_k) if causal else 0
         lse[:, :, :hidden] = -math.inf
-        actual = autograd.backward(grad_out, grad_lse, q, k, v, out, lse, 24**-0.5, causal)
+        actual = backward.backward(grad_out, grad_lse, q, k, v, out, lse, 24**-0.5, causal)
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -130,11 +130,11 @@ def test_rows_are_split_when_scores_would_take_too_much_memory(monkeypatch: pyte
     q, k, v = make_inputs(Problem(700, 900, 32, 4, 2), "cpu", torch.float32)
     grad_out = torch.randn(q.shape)
     out, lse = flashmoe.attention(q, k, v, causal=True, return_lse=True)
-    whole = autograd.backward(grad_out, None, q, k, v, out, lse, 32**-0.5, True)
-    tiny = autograd.BlockSize(96, 1 << 16)
-    monkeypatch.setattr(autograd, "BLOCKS", {"cpu": tiny})
-    assert autograd.rows_per_block(4, 96, tiny) == autograd.MIN_ROWS_PER_BLOCK
-    for a, b in zip(autograd.backward(grad_out, None, q, k, v, out, lse, 32**-0.5, True), whole, strict=True):
+    whole = backward.backward(grad_out, None, q, k, v, out, lse, 32**-0.5, True)
+    tiny = backward.BlockSize(96, 1 << 16)
+    monkeypatch.setattr(backward, "BLOCKS", {"cpu": tiny})
+    assert backward.rows_per_block(4, 96, tiny) == backward.MIN_ROWS_PER_BLOCK
+    for a, b in zip(backward.backward(grad_out, None, q, k, v, out, lse, 32**-0.5, True), whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_backward_memory_is_linear_in_the_length() -> None:
     before = torch.cuda.memory_allocated()
     out.backward(torch.ones_like(out))
     tensors = 8 * 16384 * 64 * 4
-    assert torch.cuda.max_memory_allocated() - before <= 12 * tensors + 6 * autograd.BLOCKS["cuda"].bytes
+    assert torch.cuda.max_memory_allocated() - before <= 12 * tensors + 6 * backward.BLOCKS["cuda"].bytes
 
 
 def test_rows_without_a_key_have_zero_gradients(device: str) -> None:

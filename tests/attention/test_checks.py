@@ -25,6 +25,8 @@ from flashmoe.errors import (
     ShapeError,
     UnsupportedGpuError,
 )
+from flashmoe.operators.attention.arguments import explain, validate
+from flashmoe.operators.attention.drop_in import is_drop_in
 
 from .reference import check_attention
 
@@ -101,7 +103,7 @@ def test_each_rule_has_a_typed_error(name: str, device: str) -> None:
         assert word in str(caught.value)
     assert type(caught.value) is error
     with pytest.raises(error):
-        checks.validate(q, k, v, keywords.get("scale", 0.125), keywords.get("causal", False))
+        validate(q, k, v, keywords.get("scale", 0.125), keywords.get("causal", False))
 
 
 @pytest.mark.gpu
@@ -121,7 +123,7 @@ def test_causal_counts_by_its_truth_value() -> None:
     q, k = torch.randn(Q).half(), torch.randn(K).half()
     for causal in (0, 1, None):
         assert torch.equal(flashmoe.attention(q, k, k, causal=causal), flashmoe.attention(q, k, k, causal=bool(causal)))
-        checks.validate(q, k, k, 1.0, causal)
+        validate(q, k, k, 1.0, causal)
 
 
 def test_sizes_over_31_bits() -> None:
@@ -173,12 +175,12 @@ def test_messages_that_are_not_ours_stay_as_they_are() -> None:
     other = RuntimeError("CUDA error: an illegal memory access was encountered")
     q, k = _t(Q), _t(K)
     assert checks.translate(other) is None
-    assert checks.explain(other, q, k, k, None, False) is other
+    assert explain(other, q, k, k, None, False) is other
     assert isinstance(checks.translate(RuntimeError("flashmoe:newer: a")), InternalError)
-    driver = checks.explain(RuntimeError("flashmoe:driver: gone"), q, k, k, None, False)
+    driver = explain(RuntimeError("flashmoe:driver: gone"), q, k, k, None, False)
     assert isinstance(driver, DriverError)
     typed = ShapeError("x")
-    assert checks.explain(typed, q, k, k, None, False) is typed
+    assert explain(typed, q, k, k, None, False) is typed
     memory = checks.translate(RuntimeError("flashmoe:memory: 5 elements"))
     assert isinstance(memory, torch.OutOfMemoryError)
 
@@ -226,7 +228,7 @@ def _arguments(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float, bool]:
 @given(_arguments())
 def test_cpp_rejects_exactly_what_python_rejects(arguments: tuple[Tensor, Tensor, Tensor, float, bool]) -> None:
     """Same verdict, and the same kind of error."""
-    in_python = _kind_of_error(lambda: checks.validate(*arguments))
+    in_python = _kind_of_error(lambda: validate(*arguments))
     in_cpp = _kind_of_error(lambda: torch.ops.flashmoe.flash_attention_forward(*arguments))
     assert in_python is in_cpp, [list(t.shape) for t in arguments[:3]]
 
@@ -329,3 +331,20 @@ def _check_sizes(
 
     problem = Problem(seq_q, seq_k, head_dim, heads_kv * group, heads_kv, batch=batch, causal=causal)
     check_attention(*make_inputs(problem, device, dtype, bshd=bshd, seed=seq_q), causal)
+
+
+_FEW = st.sampled_from([1, 2, 4])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(_FEW, _FEW, _FEW, _FEW, _FEW, _FEW, st.booleans(), st.booleans(), st.sampled_from([3, 4, 5]))
+def test_cpp_and_python_agree_on_what_is_scaled_dot_product_attention_itself(
+    batch: int, k_batch: int, heads: int, k_heads: int, rows: int, keys: int, causal: bool, gqa: bool, rank: int
+) -> None:
+    q = torch.randn(batch, heads, rows, 8)
+    k = torch.randn((1,) * (rank - 4) + (k_batch, k_heads, keys, 8)[max(0, 4 - rank) :])
+    expected = is_drop_in(q.shape, k.shape, causal, gqa)
+    if expected and heads % k_heads:
+        return  # four dimensions that the operator itself refuses
+    out = torch.ops.flashmoe._flash_attention_drop_in(q, k, k, None, causal, gqa)
+    assert (out is not None) == expected

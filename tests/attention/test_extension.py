@@ -245,3 +245,45 @@ def test_a_function_missing_from_the_library_is_named(monkeypatch: pytest.Monkey
         with pytest.raises(ExtensionError, match="has no function flashmoe_last_kernel"):
             _extension.last_kernel()
     assert isinstance(_extension.last_kernel(), str)
+
+
+TOY = """
+import torch
+from flashmoe.operators._operator import Operator
+
+def double(x):
+    return 2 * x
+
+OPERATORS = (
+    Operator(
+        "toy_double",
+        schema="toy_double(Tensor x) -> Tensor",
+        layers={"CPU": double},
+        fake=torch.empty_like,
+        flops=lambda x, *_, **__: x[0],
+        autocast=1,
+    ),
+)
+"""
+
+
+def test_a_further_operator_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from flashmoe import operators
+    from flashmoe.operators._operator import register
+
+    _extension.load()
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.setattr(operators, "__path__", [*operators.__path__, str(tmp_path)])
+    found = {operator.name: operator for operator in operators.find_operators()}
+    assert {"flash_attention_forward", "toy_double"} < set(found)
+    register([found["toy_double"]])
+    x = torch.ones(3)
+    with FlopCounterMode(display=False) as counter:
+        assert torch.equal(torch.ops.flashmoe.toy_double(x), 2 * x)
+    assert counter.get_total_flops() == 3
+    assert torch.ops.flashmoe.toy_double(x.to("meta")).shape == x.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.ops.flashmoe.toy_double(x).dtype is torch.bfloat16

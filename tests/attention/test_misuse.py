@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
-from flashmoe import _extension, checks
+from flashmoe import _extension
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -27,6 +27,7 @@ from flashmoe.errors import (
     FlashmoeError,
     ShapeError,
 )
+from flashmoe.operators.attention.arguments import MAX_SCALE, is_finite_number
 
 from .reference import DTYPES, Problem, check_attention, make_inputs
 
@@ -122,12 +123,12 @@ def test_scale_of_any_kind_of_number(device: str) -> None:
 
 def test_the_largest_scale_is_the_same_in_cpp_and_python() -> None:
     q, k, v = _inputs()
-    for scale in (checks.MAX_SCALE, -checks.MAX_SCALE):
+    for scale in (MAX_SCALE, -MAX_SCALE):
         _forward(q, k, v, scale, False)
-        assert checks.is_finite_number(scale)
+        assert is_finite_number(scale)
         with pytest.raises(ArgumentError):
             _forward(q, k, v, scale * (1 + 1e-12), False)
-        assert not checks.is_finite_number(scale * (1 + 1e-12))
+        assert not is_finite_number(scale * (1 + 1e-12))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmoe.tools.bench.case import Case
 from flashmoe.tools.bench.cli import only_dtypes
 from flashmoe.tools.bench.plan import block_orders
 from flashmoe.tools.bench.record import DATA_SCHEMA, cell_checks, cell_record
@@ -13,7 +12,8 @@ from flashmoe.tools.bench.runner import Cell, Timing
 from flashmoe.tools.bench.suites import Suite, load_suite
 from flashmoe.tools.bench.summary import CeilingRates, aggregate
 from flashmoe.tools.bench.telemetry import Reading
-from flashmoe.tools.bench.verify import Verification
+from flashmoe.tools.problems import Verification
+from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.report import Check, Report, Verdict
 
 CEILINGS = {"matmul_tflops": {"bf16": 790.0, "f16": 790.0}, "copy_gbps": 2900.0, "samples": {"copy": [1, 2, 3]}}
@@ -114,7 +114,7 @@ def synthetic_report(
     return Report("bench", tuple(checks), data, environment, command, "2030-01-01T00:00:00+00:00", 100.0)
 
 
-def _blocks(case: Case, speed: float, blocks: int, rng: np.random.Generator) -> list[list[int]]:
+def _blocks(case: AttentionProblem, speed: float, blocks: int, rng: np.random.Generator) -> list[list[int]]:
     """Times in ns that rise to ``speed`` of 800 TFLOP/s with the sequence length."""
     length = case.seq_k / (case.seq_k + 400.0)
     mean = case.flops / (800.0 * speed * length) / 1e3 + 1500.0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from flashmoe.errors import ArgumentError
-from flashmoe.tools.bench import build_cost
+from flashmoe.__main__ import main
+from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe.tools.bench.suites import load_suite, parse_suite
 from flashmoe.tools.report import Verdict
+from flashmoe_build import build_cost
 
 BUILDER = """
 import argparse, hashlib, os, sys
@@ -39,12 +41,12 @@ write_report(arguments.out / "reports" / "build.json", Report("build", (Check("b
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    package = str(Path(build_cost.__file__).resolve().parents[2])
+    package = str(build_cost.ROOT)
     (tmp_path / "flashmoe_build").mkdir()
     (tmp_path / "flashmoe_build" / "__main__.py").write_text(BUILDER.format(package=package))
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "kernel.cuh").write_text("int a;\n")
-    monkeypatch.setattr(build_cost, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(build_cost, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -100,7 +102,9 @@ def test_our_own_suite_edits_what_exists() -> None:
         assert case.replace is None or text.count(case.replace[0]) == 1
 
 
-def test_a_wheel_has_no_builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build_cost, "__file__", str(tmp_path / "flashmoe" / "bench" / "build_cost.py"))
-    with pytest.raises(ArgumentError, match="needs a checkout"):
-        build_cost.checkout()
+def test_a_wheel_has_no_builder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(
+        sys.modules, "flashmoe_build.build_cost", None
+    )  # its import fails, as where it is not installed
+    assert main(["bench", "--suite", "build-cost", "--device", "cpu"]) == ExitCode.USAGE
+    assert "the build-cost suite needs a checkout" in capsys.readouterr().err

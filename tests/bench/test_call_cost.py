@@ -14,13 +14,13 @@ import torch
 from flashmoe.__main__ import main
 from flashmoe.tools.bench.call_cost import share_checks, shares
 from flashmoe.tools.bench.contenders import Contender, Prepared
-from flashmoe.tools.bench.inputs import Inputs
 from flashmoe.tools.bench.markdown import bench_markdown
 from flashmoe.tools.bench.page import render_page
 from flashmoe.tools.bench.sampling import CALL_CALLS, CallSampler, WallSampler, make_sampler
 from flashmoe.tools.bench.session import Options, Session
 from flashmoe.tools.bench.suites import Suite, load_suite
 from flashmoe.tools.bench.thresholds import load_thresholds
+from flashmoe.tools.problems.attention.tensors import Inputs
 from flashmoe.tools.report import Verdict, read_report
 
 BUSY_SECONDS = 50e-6
@@ -102,7 +102,7 @@ def _busy(name: str, seconds: float, *, ours: bool = False) -> Contender:
             while time.perf_counter() < end:
                 pass
             return torch.nn.functional.scaled_dot_product_attention(
-                inputs.q, inputs.k, inputs.v, is_causal=inputs.case.causal
+                inputs.q, inputs.k, inputs.v, is_causal=inputs.problem.causal
             )
 
         return Prepared(call)

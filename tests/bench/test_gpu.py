@@ -11,11 +11,11 @@ import torch
 from flashmoe.__main__ import main
 from flashmoe.tools.bench.ceilings import measure_ceilings
 from flashmoe.tools.bench.contenders import Contender, Prepared, default_registry
-from flashmoe.tools.bench.inputs import Inputs, make_inputs
 from flashmoe.tools.bench.sampling import EventSampler, GraphSampler, call_time_ns, peak_bytes
 from flashmoe.tools.bench.session import Options, Session
 from flashmoe.tools.bench.suites import Suite, parse_suite
-from flashmoe.tools.bench.verify import make_reference, verify
+from flashmoe.tools.bench.verify import verify
+from flashmoe.tools.problems.attention.tensors import Inputs, make_inputs, make_reference
 from flashmoe.tools.report import Verdict, read_report
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ CYCLES = 200_000  # about 0.1 ms on any GPU of today
 
 
 def sdpa(inputs: Inputs) -> torch.Tensor:
-    case = inputs.case
+    case = inputs.problem
     return torch.nn.functional.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=case.causal)
 
 

@@ -8,7 +8,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from flashmoe.tools.bench.case import Case
 from flashmoe.tools.bench.markdown import bench_markdown
 from flashmoe.tools.bench.page import heat_level, heat_rows, render_page
 from flashmoe.tools.bench.svg import (
@@ -23,6 +22,7 @@ from flashmoe.tools.bench.svg import (
     short,
     swatch,
 )
+from flashmoe.tools.problems.attention import AttentionProblem
 from tests.bench.synthetic import synthetic_report
 
 FETCHING = {"script", "link", "img", "iframe", "object", "embed", "source", "video", "audio", "base", "form"}
@@ -171,7 +171,7 @@ def test_no_case_hides_another_in_the_table_of_ratios() -> None:
     shapes = [(1, 8, 8, 512, 512), (4, 8, 8, 512, 512), (1, 8, 2, 512, 512), (1, 8, 8, 64, 512), (2, 8, 8, 64, 512)]
     row = {"subject": "ours", "baseline": "base", "verdict": "FASTER", "reason": "inside", "ratio": 1.5}
     cells = [
-        {"case": Case("bf16", batch, hq, hkv, sq, sk, 64, causal=True).to_json(), "comparisons": [row]}
+        {"case": AttentionProblem("bf16", batch, hq, hkv, sq, sk, 64, causal=True).to_json(), "comparisons": [row]}
         for batch, hq, hkv, sq, sk in shapes
     ]
     (rows,) = heat_rows({"cells": cells})["groups"].values()

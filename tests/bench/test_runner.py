@@ -14,17 +14,17 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe.tools.bench import ceilings
-from flashmoe.tools.bench.case import Case
 from flashmoe.tools.bench.contenders import Contender, Prepared, choose, default_registry
-from flashmoe.tools.bench.inputs import Inputs, make_inputs
 from flashmoe.tools.bench.record import quiet_check
 from flashmoe.tools.bench.session import Options, Session
 from flashmoe.tools.bench.suites import Suite, parse_suite
 from flashmoe.tools.bench.telemetry import Telemetry
-from flashmoe.tools.bench.verify import choose_pairs, make_reference, verify
+from flashmoe.tools.bench.verify import verify
+from flashmoe.tools.problems.attention import AttentionProblem
+from flashmoe.tools.problems.attention.tensors import Inputs, choose_pairs, make_inputs, make_reference
 from flashmoe.tools.report import Report, Verdict, read_report, write_report
 
-CASE = Case("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
+CASE = AttentionProblem("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +42,10 @@ def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def plain(inputs: Inputs) -> torch.Tensor:
     """Attention by its definition, causal aligned bottom-right."""
-    group = inputs.case.heads_q // inputs.case.heads_kv
+    group = inputs.problem.heads_q // inputs.problem.heads_kv
     k, v = (one.repeat_interleave(group, dim=1) for one in (inputs.k, inputs.v))
     scores = inputs.q @ k.transpose(-1, -2) * inputs.scale
-    if inputs.case.causal:
+    if inputs.problem.causal:
         rows, columns = scores.shape[-2:]
         scores = scores.masked_fill(torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows + 1), float("-inf"))
     return torch.softmax(scores, dim=-1) @ v
@@ -88,7 +88,7 @@ def run(suite: Suite, registry: list[Contender], **options: Any) -> tuple[Report
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_the_rule_accepts_plain_attention_and_refuses_a_shifted_row(dtype: str, causal: bool, layout: str) -> None:
-    case = Case(dtype, 2, 4, 2, 65, 65, 40, causal, layout)
+    case = AttentionProblem(dtype, 2, 4, 2, 65, 65, 40, causal, layout)
     inputs = make_inputs(case, "cpu", seed=3)
     reference = make_reference(inputs)
     expected = plain(Inputs(case, inputs.q.double(), inputs.k.double(), inputs.v.double()))
@@ -154,7 +154,7 @@ def test_a_result_wrong_at_one_size_is_not_timed_there() -> None:
 
     def from_33_on(inputs: Inputs) -> torch.Tensor:
         out = plain(inputs)
-        return out.roll(1, dims=2) if inputs.case.seq_q == 33 else out
+        return out.roll(1, dims=2) if inputs.problem.seq_q == 33 else out
 
     report, _ = run(
         suite(["ours", "base"]), [contender("ours", from_33_on, ours=True, calls=calls), contender("base", plain)]
@@ -276,7 +276,7 @@ def test_the_registry_knows_every_backend() -> None:
 
 def test_a_forced_backend_is_really_forced() -> None:
     registry = default_registry()
-    inputs = make_inputs(Case("f32", 1, 2, 2, 8, 8, 16, causal=False), "cpu", seed=0)
+    inputs = make_inputs(AttentionProblem("f32", 1, 2, 2, 8, 8, 16, causal=False), "cpu", seed=0)
     enabled = torch.backends.cuda.flash_sdp_enabled()
     with registry["sdpa-math"].context():
         assert not torch.backends.cuda.flash_sdp_enabled()
@@ -292,7 +292,7 @@ def test_a_contender_that_cannot_be_warmed_is_left_out() -> None:
     def once(inputs: Inputs) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        if inputs.case.seq_q == 16 and calls > 2:
+        if inputs.problem.seq_q == 16 and calls > 2:
             raise RuntimeError("operation not permitted when stream is capturing")
         return plain(inputs)
 

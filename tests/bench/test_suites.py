@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from flashmoe.tools.bench.presets import apply_preset, find_preset, load_presets
-from flashmoe.tools.bench.suites import SuiteError, load_suite, parse_suite, suite_names
+from flashmoe.tools.bench.suites import load_suite, parse_suite, suite_names
+from flashmoe.tools.problems.fields import SuiteError
 
 GOOD: dict[str, Any] = {
     "schema": 1,
@@ -72,6 +73,7 @@ def test_case_costs() -> None:
     ("table", "words"),
     [
         ({**GOOD, "schema": 2}, ("schema is 2",)),
+        ({**GOOD, "operation": "moe"}, ("operation is 'moe'", "one of attention")),
         ({**GOOD, "repeat": 3}, ("repeat is 3", "repeats")),
         ({**GOOD, "cases": []}, ("at least one [[cases]]",)),
         ({**GOOD, "timing": "stopwatch"}, ("'stopwatch'", "events, graph, wall")),

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from flashmoe import smoke
+from flashmoe.tools.problems import Verification
+from flashmoe.tools.problems.attention.tensors import attend
 from flashmoe.tools.report import Verdict
 
 CASE = smoke.Case("cpu", "float16", 65, causal=True)
-RIGHT = smoke.Outcome(error=1e-4, bound=1e-3, lse_error=1e-6, finite=True, kernel="cpu:avx2")
+RIGHT = Verification(passed=True, max_error=1e-4, tolerance=1e-3, lse_error=1e-6, coverage=1.0)
+CPU_KERNEL = "cpu:avx2"
+GPU_KERNEL = "flashmoe_attention_forward_sm80_f16_d64_causal"
 
 
 def test_right_and_ours() -> None:
-    assert smoke.judge(CASE, RIGHT).verdict is Verdict.PASS
-    on_gpu = replace(RIGHT, kernel="flashmoe_attention_forward_sm80_f16_d64_causal")
-    assert smoke.judge(replace(CASE, device="cuda"), on_gpu).verdict is Verdict.PASS
+    assert smoke.judge(CASE, RIGHT, CPU_KERNEL).verdict is Verdict.PASS
+    assert smoke.judge(replace(CASE, device="cuda"), RIGHT, GPU_KERNEL).verdict is Verdict.PASS
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"error": 4.72},
-        {"error": float("nan")},
-        {"lse_error": 1e-3},
-        {"finite": False},
-        {"kernel": ""},
-        {"kernel": "flashmoe_attention_forward_sm80_f16_d64_causal"},
-    ],
-)
-def test_wrong_or_not_ours(change: dict[str, float]) -> None:
-    check = smoke.judge(CASE, replace(RIGHT, **change))
+@pytest.mark.parametrize(("passed", "kernel"), [(False, CPU_KERNEL), (True, ""), (True, GPU_KERNEL)])
+def test_wrong_or_not_ours(passed: bool, kernel: str) -> None:
+    check = smoke.judge(CASE, replace(RIGHT, passed=passed), kernel)
     assert check.verdict is Verdict.FAIL
     assert check.next_step
 
 
-def test_the_reference_agrees_with_torch() -> None:
-    q, k, v = (torch.randn(1, 2, 7, 16, dtype=torch.float64) for _ in range(3))
-    out, lse = smoke.plain(q, k, v, causal=True)
-    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    assert lse.shape == (1, 2, 7)
+@pytest.mark.parametrize(
+    ("spoil_out", "spoil_lse"),
+    [
+        (lambda out: out + 4.72, lambda lse: lse),
+        (lambda out: out * float("nan"), lambda lse: lse),
+        (lambda out: out, lambda lse: lse + 1e-3),
+    ],
+)
+def test_the_rule_refuses_a_wrong_result(
+    spoil_out: Callable[[torch.Tensor], torch.Tensor], spoil_lse: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    problem = CASE.problem
+    inputs = problem.make_inputs("cpu", seed=0)
+    reference = problem.make_reference(inputs)
+    out, lse = attend(inputs.q.double(), inputs.k.double(), inputs.v.double(), inputs.scale, causal=True)
+    assert reference.judge(out.half(), lse).passed
+    assert not reference.judge(spoil_out(out.half()), spoil_lse(lse)).passed
+
+
+@pytest.mark.parametrize("rows", [4, 7, 9])
+def test_the_reference_agrees_with_torch(rows: int) -> None:
+    q, k, v = (torch.randn(1, 2, length, 16, dtype=torch.float64) for length in (rows, 7, 7))
+    out, lse = attend(q, k, v, 0.25, causal=True)
+    mask = torch.ones(rows, 7, dtype=torch.bool).tril(7 - rows)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).nan_to_num(0.0)
+    torch.testing.assert_close(out, expected)
+    assert lse.shape == (1, 2, rows)
+    assert torch.equal(lse == float("-inf"), ~mask.any(-1).expand(1, 2, rows))
 
 
 def test_a_planted_index_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +68,7 @@ def test_a_planted_index_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     def attention(q, k, v, *, causal, return_lse):  # type: ignore[no-untyped-def]
         wrong = q[:, :, torch.arange(q.shape[2]) % 64]
-        return smoke.plain(wrong, k, v, causal=causal)
+        return attend(wrong, k, v, k.shape[-1] ** -0.5, causal=causal)
 
     monkeypatch.setattr(flashmoe, "attention", attention, raising=False)
     monkeypatch.setattr(_extension, "last_kernel", lambda: "cpu:avx2")
@@ -72,8 +89,8 @@ def test_an_error_is_a_failure_not_a_skip(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_line_a_group_and_every_failure() -> None:
-    good = smoke.judge(CASE, RIGHT)
-    bad = smoke.judge(replace(CASE, length=64), replace(RIGHT, error=9.0))
+    good = smoke.judge(CASE, RIGHT, CPU_KERNEL)
+    bad = smoke.judge(replace(CASE, length=64), replace(RIGHT, passed=False), CPU_KERNEL)
     lines = smoke.summarise([good, good, bad])
     assert lines[0].startswith("PASS  cpu float16: 2 of 3")
     assert lines[1].startswith("FAIL  cpu float16 S=64")

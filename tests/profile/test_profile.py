@@ -12,12 +12,13 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DriverError, ReportError
 from flashmoe.tools.bench.suites import load_suite, suite_names
+from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.profile.collect import collect, find_ncu, last_call, ncu_command
 from flashmoe.tools.profile.diagnose import diagnose, load_rules, parse_rules
 from flashmoe.tools.profile.difference import render
 from flashmoe.tools.profile.metrics import derive, fields, metric_names, parse_csv
 from flashmoe.tools.profile.resources import build_facts, slowest_case, timing_facts
-from flashmoe.tools.profile.target import WARM_UP_CALLS, parse_key
+from flashmoe.tools.profile.target import WARM_UP_CALLS
 from flashmoe.tools.report import Check, Report, Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
@@ -193,13 +194,13 @@ def test_ncu_is_asked_to_leave_the_clocks_alone() -> None:
 @pytest.mark.parametrize("suite", [name for name in suite_names() if load_suite(name).cases])
 def test_every_case_is_found_by_its_name(suite: str) -> None:
     for case in load_suite(suite).cases:
-        assert parse_key(case.key) == case
+        assert AttentionProblem.from_key(case.key) == case
 
 
 @pytest.mark.parametrize("key", ["", "bf16", "fp8-d64-full-b1-h8-s128", "bf16-d64-maybe-b1-h8-s128"])
 def test_a_name_that_is_no_case_is_refused(key: str) -> None:
-    with pytest.raises(ArgumentError, match="is not a case key"):
-        parse_key(key)
+    with pytest.raises(ArgumentError, match="names no case"):
+        AttentionProblem.from_key(key)
 
 
 BUILD = {
@@ -226,11 +227,14 @@ BUILD = {
 
 
 def test_the_resource_table_gives_the_narrowest_kernel_that_holds_the_case() -> None:
-    symbol, facts = build_facts(BUILD, parse_key("bf16-d80-causal-b1-h8-s128"))
+    symbol, facts = build_facts(BUILD, AttentionProblem.from_key("bf16-d80-causal-b1-h8-s128"))
     assert symbol == "flashmoe_attention_forward_sm80_bf16_d128_causal"
     assert facts["registers"] == 228.0
-    assert build_facts(BUILD, parse_key("bf16-d80-causal-b1-h8-s128"), "sm_75") == ("", {})
-    assert diagnose(build_facts(BUILD, parse_key("bf16-d256-full-b1-h8-s128"))[1])[0].rule == "spills-built"
+    assert build_facts(BUILD, AttentionProblem.from_key("bf16-d80-causal-b1-h8-s128"), "sm_75") == ("", {})
+    assert (
+        diagnose(build_facts(BUILD, AttentionProblem.from_key("bf16-d256-full-b1-h8-s128"))[1])[0].rule
+        == "spills-built"
+    )
 
 
 def test_timings_of_the_slowest_case() -> None:

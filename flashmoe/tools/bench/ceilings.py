@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe.tools.bench.inputs import TORCH_DTYPES
 from flashmoe.tools.bench.sampling import make_sampler
+from flashmoe.tools.problems.dtypes import TORCH_DTYPES
 
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1536}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}

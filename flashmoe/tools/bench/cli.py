@@ -76,7 +76,7 @@ def _measure(args: argparse.Namespace) -> int:
 
     budget = args.time_budget if args.time_budget else (suite.quick_budget if args.quick else None)
     options = Options(device, args.baseline_only, budget, args.seed, typed_command())
-    session = Session(suite, options, default_registry())
+    session = Session(suite, options, default_registry(suite.operation))
     report = session.run(lambda partial: _write(partial, args))
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is being written: a second Ctrl-C waits for it
     try:
@@ -124,6 +124,9 @@ def merge(suites: list[Suite]) -> Suite:
     if len(suites) == 1:
         return first
     for other in suites[1:]:
+        if other.operation != first.operation:
+            msg = f"suites {first.name} and {other.name} are of {first.operation} and {other.operation}; run them one by one"
+            raise ArgumentError(msg)
         if (other.timing, other.flush_l2, other.baseline) != (first.timing, first.flush_l2, first.baseline):
             msg = f"suites {first.name} and {other.name} measure differently; run them one by one"
             raise ArgumentError(msg)
@@ -186,11 +189,17 @@ def only_cases(suite: Suite, keys: list[str]) -> Suite:
 
 
 def _measure_build(args: argparse.Namespace, suites: list[Suite]) -> int:
-    from flashmoe.tools.bench.build_cost import measure_builds
-
     if len(suites) > 1:
         msg = "a build suite runs alone"
         raise ArgumentError(msg)
+    try:
+        from flashmoe_build.build_cost import measure_builds
+    except ModuleNotFoundError as error:
+        msg = (
+            f"the {suites[0].name} suite needs a checkout: flashmoe_build/ is not part of an installed wheel; in a checkout: "
+            f"./nox -s bench -- --suite {suites[0].name}"
+        )
+        raise ArgumentError(msg) from error
     report = measure_builds(suites[0], typed_command())
     if args.json:
         write_report(args.json, report)

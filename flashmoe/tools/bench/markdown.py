@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashmoe.tools.bench.call_cost import TIMING
-from flashmoe.tools.bench.case import case_from_json
+from flashmoe.tools.problems import problem_from_json
 from flashmoe.tools.report import Report, Verdict
 
 MARKS = {"FASTER": "+", "SLOWER": "-", "SAME": "=", "AMBIGUOUS": "?"}
@@ -136,6 +136,4 @@ def _row(cells: Sequence[str]) -> str:
 
 def describe_case(row: Mapping[str, Any]) -> str:
     """A case in words, for titles."""
-    case = case_from_json(row)
-    heads = f"{case.heads_q}" if case.heads_q == case.heads_kv else f"{case.heads_q} on {case.heads_kv}"
-    return f"{case.dtype} B={case.batch} H={heads} Sq={case.seq_q} Sk={case.seq_k} D={case.head_dim} {case.mask}"
+    return problem_from_json(row).title

@@ -10,9 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from flashmoe.tools.bench.case import Case, case_from_json
 from flashmoe.tools.bench.markdown import MARKS, describe_case, number, rate_unit
 from flashmoe.tools.bench.svg import Point, Series, line_chart, roofline, swatch
+from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.report import Report, Verdict
 
 Cells = Sequence[Mapping[str, Any]]
@@ -58,7 +58,7 @@ def _device(report: Report) -> str:
 FEW_QUERIES = 64  # fewer than this against more keys: reading K and V is the work, and GB/s its measure
 
 
-def _heads(case: Case) -> str:
+def _heads(case: AttentionProblem) -> str:
     return f", {case.heads_q} on {case.heads_kv} heads" if case.heads_q != case.heads_kv else ""
 
 
@@ -69,7 +69,7 @@ def _groups(cells: Cells, timings: set[str], *, decode: bool) -> dict[str, list[
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in cells:
-        case = case_from_json(cell["case"])
+        case = AttentionProblem.from_json(cell["case"])
         is_decode = case.seq_q != case.seq_k and case.seq_q < FEW_QUERIES
         if cell["timing"] in timings and cell["summaries"] and is_decode == decode:
             queries = f", B = {case.batch}, {case.seq_q} of Q" if case.seq_q != case.seq_k else ""
@@ -144,13 +144,13 @@ def _roof_points(cells: Cells, name: str, factor: float) -> tuple[Point, ...]:
     points = []
     for cell in cells:
         if name in cell["summaries"]:
-            case: Case = case_from_json(cell["case"])
+            case: AttentionProblem = AttentionProblem.from_json(cell["case"])
             rate = factor * cell["summaries"][name]["tflops"]
             points.append(Point(case.intensity, rate, rate, rate, f"{name}: {describe_case(cell['case'])}"))
     return tuple(points)
 
 
-def _row_name(case: Case) -> str:
+def _row_name(case: AttentionProblem) -> str:
     return f"{case.dtype} D={case.head_dim} {case.mask}{_heads(case)}"
 
 
@@ -159,7 +159,7 @@ def heat_rows(data: Mapping[str, Any]) -> dict[str, Any]:
     length, and batch where one length has several."""
     columns: list[str] = []
     groups: dict[str, dict[str, dict[str, dict[str, str]]]] = {}
-    cases = [case_from_json(cell["case"]) for cell in data["cells"]]
+    cases = [AttentionProblem.from_json(cell["case"]) for cell in data["cells"]]
     batches: dict[tuple[str, int], set[int]] = {}
     for case in cases:
         batches.setdefault((_row_name(case), case.seq_k), set()).add(case.batch)

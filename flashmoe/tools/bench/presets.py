@@ -7,8 +7,9 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashmoe.tools.bench.case import Case
-from flashmoe.tools.bench.suites import Suite, SuiteError
+from flashmoe.tools.bench.suites import Suite
+from flashmoe.tools.problems import Problem
+from flashmoe.tools.problems.fields import SuiteError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,14 +58,12 @@ def find_preset(name: str, device_name: str) -> Preset | None:
 
 def apply_preset(suite: Suite, preset: Preset | None) -> Suite:
     """``suite`` with dtypes, batch sizes, contenders and baseline that the GPU can run."""
-    if preset is None or suite.kind != "attention":
+    if preset is None or suite.kind == "build":
         return suite
-    cases: dict[str, Case] = {}
+    cases: dict[str, Problem] = {}
     quick = set()
     for case in suite.cases:
-        dtype = case.dtype if case.dtype in preset.dtypes else "f16"
-        batch = min(case.batch, max(1, preset.max_tokens // case.seq_q))
-        fitted = replace(case, dtype=dtype, batch=batch)
+        fitted = case.fit(preset.dtypes, preset.max_tokens)
         cases.setdefault(fitted.key, fitted)
         if case.key in suite.quick_keys:
             quick.add(fitted.key)

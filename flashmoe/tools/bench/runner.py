@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from flashmoe.tools.bench.case import Case
 from flashmoe.tools.bench.contenders import Contender, Prepared
-from flashmoe.tools.bench.inputs import Inputs, make_inputs
 from flashmoe.tools.bench.plan import block_orders, plan_samples
 from flashmoe.tools.bench.sampling import Sampler, call_time_ns, make_sampler, peak_bytes, warm_up
 from flashmoe.tools.bench.telemetry import Reading, Telemetry
-from flashmoe.tools.bench.verify import Reference, Verification, make_reference, verify
+from flashmoe.tools.bench.verify import verify
+from flashmoe.tools.problems import Inputs, Problem, Reference, Verification
 
 WARM_UP_SECONDS = {"cuda": 0.05, "cpu": 0.02}
 # Checking a large case can cost more than its samples; they still get this much of the cell's share of the budget.
@@ -52,7 +51,7 @@ class Timing:
 class Cell:
     """What was found for one case. ``unsupported`` holds the contenders that refused it, with their reason."""
 
-    case: Case
+    case: Problem
     timing: str = ""
     coverage: float = 0.0
     verified: dict[str, Verification] = field(default_factory=dict)
@@ -74,8 +73,8 @@ Note = Callable[[str], None]
 
 def check_cell(cell: Cell, contenders: Sequence[Contender], settings: Settings, note: Note) -> None:
     """Checks the contenders' results and times nothing."""
-    inputs = make_inputs(cell.case, settings.device, settings.seed)
-    reference = make_reference(inputs)
+    inputs = cell.case.make_inputs(settings.device, settings.seed)
+    reference = cell.case.make_reference(inputs)
     cell.coverage = reference.coverage
     _admit(cell, contenders, inputs, reference, note)
 
@@ -92,8 +91,8 @@ def run_cell(
     started = time.perf_counter()
     try:
         note(f"{cell.case.key}: reference")
-        inputs = make_inputs(cell.case, settings.device, settings.seed)
-        reference = make_reference(inputs)
+        inputs = cell.case.make_inputs(settings.device, settings.seed)
+        reference = cell.case.make_reference(inputs)
         cell.coverage = reference.coverage
         entrants = _admit(cell, contenders, inputs, reference, note)
         del reference

@@ -12,7 +12,6 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe.tools.bench.call_cost import TIMING, share_checks, shares
-from flashmoe.tools.bench.case import Case
 from flashmoe.tools.bench.ceilings import measure_ceilings
 from flashmoe.tools.bench.contenders import Contender, choose, package_versions
 from flashmoe.tools.bench.plan import MIN_SAMPLES, share_of_budget
@@ -22,12 +21,11 @@ from flashmoe.tools.bench.stopping import stop_signals
 from flashmoe.tools.bench.suites import Suite
 from flashmoe.tools.bench.summary import CeilingRates, aggregate
 from flashmoe.tools.bench.telemetry import Telemetry, cpu_busy
+from flashmoe.tools.problems import problem_type
 from flashmoe.tools.progress import Progress
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now
 
 SAVE_EVERY_SECONDS = 20.0
-# Before any suite: if this is wrong or hangs, nothing larger is worth the time.
-SMOKE = Case(dtype="f16", batch=1, heads_q=1, heads_kv=1, seq_q=32, seq_k=32, head_dim=64, causal=False)
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ class Session:
     stopped: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    smoke: Cell = field(default_factory=lambda: Cell(SMOKE))
     quiet: Check | None = None
 
     def __post_init__(self) -> None:
         self._clock = time.monotonic()
+        self.smoke = Cell(problem_type(self.suite.operation).smallest())
         options = self.options
         chosen = choose(self.registry, self.suite.contenders, options.device, baseline_only=options.baseline_only)
         for contender in chosen:

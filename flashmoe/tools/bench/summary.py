@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe.tools.bench.case import Case
 from flashmoe.tools.bench.statistics import Interval, Ratio, geometric_mean, lag_one, locate, log_ratios, paired_ratio
 from flashmoe.tools.bench.thresholds import Thresholds, load_thresholds
 from flashmoe.tools.bench.verdict import decide
+from flashmoe.tools.problems import Problem
 
 Blocks = list[list[int]]
 
@@ -26,7 +26,7 @@ class CeilingRates:
     copy_gbps: float
 
 
-def timing_summary(case: Case, blocks: Blocks, ceilings: CeilingRates | None) -> dict[str, Any]:
+def timing_summary(case: Problem, blocks: Blocks, ceilings: CeilingRates | None) -> dict[str, Any]:
     """Median with interval (us), tails, TFLOP/s, GB/s and the shares of the measured ceilings."""
     limits = load_thresholds()
     place = locate(blocks, confidence=limits.verdict.confidence)
@@ -86,7 +86,7 @@ def pairs_to_compare(names: Sequence[str], ours: set[str], baseline: str) -> lis
 
 
 def summarise_cell(
-    case: Case, timings: Mapping[str, Blocks], ours: set[str], baseline: str, ceilings: CeilingRates | None
+    case: Problem, timings: Mapping[str, Blocks], ours: set[str], baseline: str, ceilings: CeilingRates | None
 ) -> dict[str, Any]:
     """``{"timings": {name: summary}, "comparisons": [...]}`` of the contenders that have samples."""
     measured = {name: blocks for name, blocks in timings.items() if blocks}

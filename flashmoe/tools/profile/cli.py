@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import DriverError, ExitCode, ReportError
-from flashmoe.tools.bench.case import Case
 from flashmoe.tools.bench.cli import typed_command
+from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.profile.collect import collect, find_ncu
 from flashmoe.tools.profile.diagnose import Finding, diagnose
 from flashmoe.tools.profile.difference import render as render_difference
 from flashmoe.tools.profile.metrics import Launch, fields, parse_csv
 from flashmoe.tools.profile.resources import build_facts, read_data, slowest_case, timing_facts
-from flashmoe.tools.profile.target import parse_key
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, read_report, utc_now, write_report
 
 DATA_SCHEMA = "flashmoe.profile/1"
@@ -54,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
     return int(report.exit_code)
 
 
-def _case(key: str | None, bench: Mapping[str, Any]) -> Case:
+def _case(key: str | None, bench: Mapping[str, Any]) -> AttentionProblem:
     if key:
-        return parse_key(key)
+        return AttentionProblem.from_key(key)
     try:
-        return slowest_case(bench) if bench else parse_key(DEFAULT_CASE)
+        return slowest_case(bench) if bench else AttentionProblem.from_key(DEFAULT_CASE)
     except ReportError:
-        return parse_key(DEFAULT_CASE)
+        return AttentionProblem.from_key(DEFAULT_CASE)
 
 
-def _launches(args: argparse.Namespace, case: Case) -> tuple[tuple[Launch, ...], str, str]:
+def _launches(args: argparse.Namespace, case: AttentionProblem) -> tuple[tuple[Launch, ...], str, str]:
     """(launches, where from, why there are none)."""
     if args.csv:
         return parse_csv(args.csv.read_text(encoding="utf-8")), f"csv {args.csv.name}", ""
@@ -77,7 +76,7 @@ def _launches(args: argparse.Namespace, case: Case) -> tuple[tuple[Launch, ...],
 
 
 def make_report(
-    case: Case,
+    case: AttentionProblem,
     launches: Sequence[Launch],
     bench: Mapping[str, Any],
     build: Mapping[str, Any],

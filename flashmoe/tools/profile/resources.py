@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ReportError
-from flashmoe.tools.bench.case import Case, case_from_json
+from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.report import read_report
 
 OURS = "flashmoe"
 
 
-def slowest_case(bench: Mapping[str, Any]) -> Case:
+def slowest_case(bench: Mapping[str, Any]) -> AttentionProblem:
     """The case of a bench report where ours is slowest against the baseline. Raises ReportError when there is none."""
     rows = [
         (row["ratio"], cell["case"])
@@ -24,10 +24,10 @@ def slowest_case(bench: Mapping[str, Any]) -> Case:
     if not rows:
         msg = "the bench report holds no ratio of ours to its baseline; name a case with --case"
         raise ReportError(msg)
-    return case_from_json(min(rows, key=lambda row: float(row[0]))[1])
+    return AttentionProblem.from_json(min(rows, key=lambda row: float(row[0]))[1])
 
 
-def timing_facts(bench: Mapping[str, Any], case: Case) -> dict[str, float]:
+def timing_facts(bench: Mapping[str, Any], case: AttentionProblem) -> dict[str, float]:
     """Median, percentages of the ceilings, CPU time of the call and the ratio to the baseline, of ours for ``case``."""
     for cell in bench["cells"]:
         if cell["case"]["key"] != case.key or OURS not in cell["summaries"]:
@@ -48,7 +48,7 @@ def timing_facts(bench: Mapping[str, Any], case: Case) -> dict[str, float]:
     return {}
 
 
-def build_facts(build: Mapping[str, Any], case: Case, target: str = "") -> tuple[str, dict[str, float]]:
+def build_facts(build: Mapping[str, Any], case: AttentionProblem, target: str = "") -> tuple[str, dict[str, float]]:
     """(kernel symbol, registers, spills, stack, shared memory) of the kernel that a case of this shape uses.
 
     The narrowest kernel whose head dim holds the case's; of several targets the one asked for, else the first.

@@ -1,4 +1,7 @@
-"""What a build costs: wall time, units, and the peak memory of the largest process of the build."""
+"""What a build costs: wall time, units, and the peak memory of the largest process of the build.
+
+The bench suite build-cost: `nox -s bench -- --suite build-cost`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from flashmoe.tools.bench.suites import BuildCase, Suite
 from flashmoe.tools.progress import Progress
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, read_report, utc_now
 
+ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_SECONDS = 1800.0
 # What the project asks of its build on four cores: from nothing, after one touched kernel file, and per process.
 COLD_SECONDS = 120.0
@@ -25,24 +29,14 @@ TOUCHED_SECONDS = 15.0
 PROCESS_BYTES = 1.5e9
 
 
-def checkout() -> Path:
-    """The checkout around this package. A build can be timed only there."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / "flashmoe_build").is_dir():
-        msg = "the build-cost suite needs a checkout: flashmoe_build/ is not part of an installed wheel"
-        raise ArgumentError(msg)
-    return root
-
-
 def measure_builds(suite: Suite, command: tuple[str, ...]) -> Report:
     """Runs each build in one scratch folder, in order, so that a touched build finds the cold one's cache."""
     started, clock = utc_now(), time.monotonic()
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
-    root = checkout()
     with tempfile.TemporaryDirectory(prefix="flashmoe-build-") as scratch:
         copy = Path(scratch) / "source"
-        _copy_tree(root, copy)
+        _copy_tree(ROOT, copy)
         with Progress("build-cost", len(suite.builds)) as progress:
             for case in suite.builds:
                 progress.note(case.key)

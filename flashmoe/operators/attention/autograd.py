@@ -1,19 +1,11 @@
-"""Gradients of attention, recomputed in blocks from the log-sum-exp with torch operations.
+"""The gradient of the forward operators: in the dispatcher, in plain eager calls, and under torch.func.
 
-The forward pass keeps q, k, v, out and lse; nothing of size Sq x Sk is stored. The backward pass is an operator of its
-own, ``flashmoe::flash_attention_backward``, so that compiled graphs hold one node for it whatever the lengths. It is
-written in torch operations until a kernel does it: right, bounded in memory, and no faster than its matrix products in
-float32.
-
-With P = exp(scale * q k^T - lse), the gradients (Dao et al., FlashAttention-2, section 3.2, with a term for lse) are
-    dV = P^T dO        dP = dO V^T        dS = P * (dP - rowsum(dO * O) + dLSE)
-    dQ = scale * dS K          dK = scale * dS^T Q
+The forward pass keeps q, k, v, out and lse; the backward pass is an operator of its own (``backward.py``), so that compiled
+graphs hold one node for it whatever the lengths.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,53 +14,15 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
-from flashmoe import checks
+from flashmoe.checks import translate
 from flashmoe.errors import DifferentiationError, FlashmoeError
+from flashmoe.operators._operator import keep_nothing
 from flashmoe.transforms import has_tangent, merge_batches, split_batch
 
 NO_FORWARD_MODE = (
     "attention has no forward-mode derivative; use reverse mode, or torch's scaled_dot_product_attention under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
-
-
-@dataclass(frozen=True)
-class BlockSize:
-    """Keys of one block, and the bytes that its scores may take: float32 [batch, heads, rows, keys].
-
-    About three such blocks live at once. On the CPU they should fit the second-level cache: 128 keys and 1 MiB took 0.7 of
-    the time of 512 keys and 8 MiB (one core, S = 2048, D = 64, causal).
-    """
-
-    keys: int
-    bytes: int
-
-
-BLOCKS = {"cpu": BlockSize(128, 1 << 20), "cuda": BlockSize(512, 256 << 20)}
-MIN_ROWS_PER_BLOCK = 64
-
-_registrations: list[torch.library.Library] = []
-SCHEMA = (
-    "flash_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "float scale, bool causal) -> (Tensor, Tensor, Tensor)"
-)
-
-
-def register() -> None:
-    """Called once by ``_extension.load``."""
-    library = torch.library.Library("flashmoe", "FRAGMENT")
-    library.define(SCHEMA, tags=(torch.Tag.needs_fixed_stride_order,))
-    library.impl("flash_attention_backward", backward, "CPU")
-    library.impl("flash_attention_backward", backward, "CUDA")
-    torch.library.register_fake("flashmoe::flash_attention_backward", _fake_backward, lib=library)
-    torch.library.register_vmap("flashmoe::flash_attention_backward", _vmap_backward, lib=library)
-    torch.library.register_autograd(
-        "flashmoe::flash_attention_backward", _refuse_double_backward, setup_context=_keep_nothing, lib=library
-    )
-    # torch.library.register_autograd's rule fails under torch.func and drops forward-mode tangents without a word.
-    library.impl("flash_attention_forward", _operator_rule, "Autograd", with_keyset=True)
-    library.impl("flash_attention_forward", under_transforms, "FuncTorchDynamicLayerFrontMode")
-    _registrations.append(library)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -92,11 +46,7 @@ def _forward_gradients(
     return (*wanted, None, None)
 
 
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    return None
-
-
-def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
+def refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
     msg = (
         "flashmoe attention can be differentiated once; this asked for a second derivative. Use "
         "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
@@ -104,7 +54,7 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
     raise DifferentiationError(msg)
 
 
-def _operator_rule(keyset: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def operator_rule(keyset: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """What the operator does in the dispatcher's Autograd layer, for those who call it by its name and for compilers."""
     if has_tangent(q, k, v):
         raise DifferentiationError(NO_FORWARD_MODE)
@@ -114,7 +64,7 @@ def _operator_rule(keyset: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, c
             return result
         return _below_autograd(keyset, q, k, v, scale, causal)
     except RuntimeError as error:
-        typed = checks.translate(error)
+        typed = translate(error)
         if typed is None or isinstance(error, FlashmoeError):
             raise
         raise typed from error
@@ -224,26 +174,12 @@ class TransformedBackward(torch.autograd.Function):
         gradients = TransformedBackward.apply(*merged, *arguments[7:])  # type: ignore[no-untyped-call]
         return _split_gradients(gradients, info, in_dims, arguments), (0, 0, 0)
 
-    setup_context = staticmethod(_keep_nothing)
-    backward = staticmethod(_refuse_double_backward)
-    jvp = staticmethod(_refuse_double_backward)
+    setup_context = staticmethod(keep_nothing)
+    backward = staticmethod(refuse_double_backward)
+    jvp = staticmethod(refuse_double_backward)
 
 
-def _fake_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _vmap_backward(
+def vmap_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
     """The operator under vmap where torch.func did not record the forward pass: ``torch.autograd.grad(is_grads_batched)``."""
@@ -257,90 +193,3 @@ def _split_gradients(
 ) -> tuple[Tensor, ...]:
     q = slice(2, 3)  # where q stands among the backward operator's arguments
     return tuple(split_batch(gradient, info.batch_size, *arguments[q], *in_dims[q]) for gradient in gradients)
-
-
-def backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, in the dtypes of q, k and v.
-
-    q, out, grad_out [B, Hq, Sq, D]; k, v [B, Hkv, Sk, D]; lse, grad_lse [B, Hq, Sq]; a missing gradient counts as zero.
-    Accumulates in float32 (float64 for float64). Memory beyond the results: float32 dq and a few blocks of scores. A row
-    without a visible key (lse -inf) has zero gradients.
-    """
-    work = torch.promote_types(q.dtype, torch.float32)
-    batch, heads_q, seq_q, head_dim = q.shape
-    heads_kv, seq_k = k.shape[1], k.shape[2]
-    dk = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    if 0 in (q.numel(), k.numel()):
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), dk, dv
-
-    group = heads_q // heads_kv  # query head h reads key head h // group
-    grouped = (batch, heads_kv, group, seq_q)
-    q_rows = q.reshape(*grouped, head_dim)
-    do_rows = (torch.zeros_like(q) if grad_out is None else grad_out).reshape(*grouped, head_dim)
-    # row_term is rowsum(dO * O) - dLSE; lse of a fully masked row becomes +inf, so that exp gives 0 there and not NaN.
-    row_term = _row_term(grad_out, grad_lse, out, lse, work).reshape(grouped)
-    safe_lse = lse.to(work).masked_fill(lse == -math.inf, math.inf).reshape(grouped)
-
-    dq = torch.zeros((*grouped, head_dim), dtype=work, device=q.device)
-    block = BLOCKS[q.device.type]
-    row_step = rows_per_block(batch * heads_q, min(block.keys, seq_k), block)
-    for key_start in range(0, seq_k, block.keys):
-        keys = slice(key_start, min(key_start + block.keys, seq_k))
-        k_block = k[:, :, keys].to(work).flatten(0, 1)  # [B*Hkv, keys, D]
-        v_block = v[:, :, keys].to(work).flatten(0, 1)
-        dk_block, dv_block = torch.zeros_like(k_block), torch.zeros_like(v_block)
-        first_row = max(0, key_start - (seq_k - seq_q)) if causal else 0
-        for row_start in range(first_row, seq_q, row_step):
-            rows = slice(row_start, min(row_start + row_step, seq_q))
-            q_block = _flatten_rows(q_rows, rows, work)  # [B*Hkv, group*rows, D]
-            do_block = _flatten_rows(do_rows, rows, work)
-            scores = (q_block @ k_block.mT).mul_(scale)
-            if causal:
-                _mask(scores, rows, keys, seq_k - seq_q, group)
-            p = scores.sub_(safe_lse[..., rows].flatten(0, 1).flatten(1).unsqueeze(-1)).exp_()
-            dv_block += p.mT @ do_block
-            ds = (do_block @ v_block.mT).sub_(row_term[..., rows].flatten(0, 1).flatten(1).unsqueeze(-1)).mul_(p)
-            ds.mul_(scale)
-            dk_block += ds.mT @ q_block
-            dq[..., rows, :] += (ds @ k_block).unflatten(1, (group, -1)).unflatten(0, (batch, heads_kv))
-        dk[:, :, keys] = dk_block.unflatten(0, (batch, heads_kv)).to(k.dtype)
-        dv[:, :, keys] = dv_block.unflatten(0, (batch, heads_kv)).to(v.dtype)
-    return dq.reshape(q.shape).to(q.dtype), dk, dv
-
-
-def rows_per_block(batch_heads: int, keys: int, block: BlockSize) -> int:
-    """Query rows of one block, so that [batch_heads, rows, keys] in float32 stays within ``block.bytes``."""
-    return max(MIN_ROWS_PER_BLOCK, block.bytes // (4 * batch_heads * keys))
-
-
-def _row_term(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, work: torch.dtype) -> Tensor:
-    """rowsum(dO * O) - dLSE, [B, Hq, Sq]."""
-    term = torch.zeros(lse.shape, dtype=work, device=lse.device)
-    if grad_out is not None:
-        term = torch.linalg.vecdot(grad_out.to(work), out.to(work))
-    return term if grad_lse is None else term - grad_lse.to(work)
-
-
-def _flatten_rows(tensor: Tensor, rows: slice, work: torch.dtype) -> Tensor:
-    """[B, Hkv, group, S, D] to [B*Hkv, group*rows, D]: the sum over a group of heads is then part of the product."""
-    return tensor[..., rows, :].to(work).flatten(0, 1).flatten(1, 2)
-
-
-def _mask(scores: Tensor, rows: slice, keys: slice, offset: int, group: int) -> None:
-    """Set to -inf what query i may not see: key j with j > i + offset. scores is [B*Hkv, group*rows, keys]."""
-    if keys.stop - 1 <= rows.start + offset:
-        return  # the whole block is visible
-    i = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
-    j = torch.arange(keys.start, keys.stop, device=scores.device)
-    scores.unflatten(1, (group, -1)).masked_fill_(j > i + offset, -math.inf)

@@ -1,0 +1,81 @@
+"""What torch must know about an operator, as data, and its registration with torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from flashmoe.transforms import autocast_dtype
+
+NAMESPACE = "flashmoe"
+_AUTOCAST_KEYS = (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
+_registrations: list[torch.library.Library] = []  # a Library drops its registrations when it is collected
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of ``torch.ops.flashmoe``.
+
+    The extension defines it and computes it, unless ``schema`` is given: then it is written in Python, in ``layers``.
+    """
+
+    name: str
+    fake: Callable[..., Any]  # the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
+    flops: Callable[..., int]  # of the arguments' shapes, as FlopCounterMode counts torch's own operators
+    autocast: int = 0  # how many of the first arguments are tensors that autocast casts
+    layers: Mapping[str, Callable[..., Any]] = field(
+        default_factory=dict
+    )  # by dispatch key; Autograd gets the keyset first
+    vmap: Callable[..., Any] | None = None  # as torch.library.register_vmap takes it
+    gradient: Callable[..., Any] | None = (
+        None  # as torch.library.register_autograd takes it, for one that keeps nothing
+    )
+    schema: str = ""
+
+
+def register(operators: Iterable[Operator]) -> None:
+    """Called once by ``_extension.load``, after the extension's own definitions."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for operator in operators:
+        _register(operator, library)
+    _registrations.append(library)
+
+
+def _register(operator: Operator, library: torch.library.Library) -> None:
+    name = f"{NAMESPACE}::{operator.name}"
+    if operator.schema:
+        library.define(operator.schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    for key, function in operator.layers.items():
+        library.impl(operator.name, function, key, with_keyset=key == "Autograd")
+    torch.library.register_fake(name, operator.fake, lib=library)
+    if operator.vmap is not None:
+        torch.library.register_vmap(name, operator.vmap, lib=library)
+    if operator.gradient is not None:
+        torch.library.register_autograd(name, operator.gradient, setup_context=keep_nothing, lib=library)
+    for device_type, key in _AUTOCAST_KEYS if operator.autocast else ():
+        library.impl(operator.name, _autocast_rule(operator, device_type, key), key)
+    register_flop_formula(getattr(torch.ops.flashmoe, operator.name))(operator.flops)
+
+
+def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The ``setup_context`` of an operator whose gradient needs nothing of the forward pass."""
+
+
+def _autocast_rule(operator: Operator, device_type: str, key: str) -> Callable[..., Any]:
+    """Autocast's rules sit above autograd in torch's dispatcher and run only when asked for: a plain call pays nothing."""
+    call = getattr(torch.ops.flashmoe, operator.name).default
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    count = operator.autocast
+
+    def cast_and_call(*arguments: Any) -> Any:
+        """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
+        target = torch.get_autocast_dtype(device_type)
+        tensors = (t.to(autocast_dtype(t, device_type, target)) for t in arguments[:count])
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return call(*tensors, *arguments[count:])
+
+    return cast_and_call

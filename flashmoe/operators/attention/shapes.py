@@ -1,0 +1,73 @@
+"""What the operators return when there is no data (meta and fake tensors), and what a call costs in operations.
+
+Operations are counted as torch counts its own attention: the matrix products alone, two operations for a multiply-add, and
+all of the scores under a causal mask, too. So utilisation figures of a model do not change with the attention that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmoe.operators.attention.arguments import validate
+from flashmoe.operators.attention.drop_in import is_drop_in
+
+FORWARD_PRODUCTS = 2  # q k^T and P v
+BACKWARD_PRODUCTS = 5  # the scores again, dV, dP, dQ and dK
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the compiled operator allocates them; raises the same typed errors that eager mode raises."""
+    validate(q, k, v, scale, causal)
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty_strided(q.shape, output_strides(q.shape, q.stride()))
+    return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+def inference(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
+    """As :func:`forward`, without lse; scale is 1 / sqrt(D) by default."""
+    return forward(q, k, v, 1.0 if scale is None else scale, causal)[0]
+
+
+def drop_in(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, enable_gqa: bool) -> Tensor | None:
+    """As :func:`inference`; None where scaled_dot_product_attention would broadcast or mask otherwise."""
+    return inference(q, k, v, scale, causal) if is_drop_in(q.shape, k.shape, causal, enable_gqa) else None
+
+
+def backward(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def output_strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor in q's order of dimensions, head_dim last; contiguous where q is expanded.
+
+    Equal strides keep the order of the dimensions. The compiled operator's ``output_strides`` is the same rule.
+    """
+    outer = [0, 1, 2]
+    if not any(stride == 0 for stride in strides):
+        outer.sort(key=lambda axis: -strides[axis])  # stable
+    result = [0, 0, 0, 1]
+    step = max(1, sizes[3])
+    for axis in reversed(outer):
+        result[axis] = step
+        step *= max(1, sizes[axis])
+    return tuple(result)
+
+
+def forward_flops(q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    """q [B, Hq, Sq, D] and k [B, Hkv, Sk, D] as shapes."""
+    return FORWARD_PRODUCTS * _product(q, k)
+
+
+def backward_flops(grad_out: Any, grad_lse: Any, q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    """Shapes, as the backward operator takes its tensors."""
+    return BACKWARD_PRODUCTS * _product(q, k)
+
+
+def _product(q: Sequence[int], k: Sequence[int]) -> int:
+    batch, heads, rows, head_dim = q
+    return 2 * batch * heads * rows * k[2] * head_dim

@@ -1,0 +1,104 @@
+"""What there is to compute: one type of problem for each operation, for the benchmarks, the smoke test and the emulator.
+
+A package here is an operation; its ``PROBLEM`` is the type. No torch is needed to name a problem and count its
+operations and bytes.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+
+from flashmoe.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_OPERATION = "attention"
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How a result compares with the reference; ``passed`` only when every checked value was finite and close enough."""
+
+    passed: bool
+    max_error: float
+    tolerance: float
+    lse_error: float | None
+    coverage: float  # checked share of the result
+    reason: str = ""
+
+
+class Inputs(Protocol):
+    """The tensors of one problem on one device."""
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that the next result will get: an unwritten part of it then shows."""
+
+
+class Reference(Protocol):
+    """The expected result and the error allowed."""
+
+    tolerance: float
+    coverage: float
+
+    def judge(self, result: Any, lse: torch.Tensor | None = None) -> Verification: ...
+
+
+class Problem(Protocol):
+    """A frozen dataclass that says everything about a problem but the values of its inputs."""
+
+    operation: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """A name that is the same in every run, so that two reports can be compared."""
+
+    @property
+    def title(self) -> str:
+        """The problem in words."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def bytes_moved(self) -> int: ...
+    def to_json(self) -> dict[str, Any]: ...
+    def make_inputs(self, device: str, seed: int) -> Any: ...
+    def make_reference(self, inputs: Any) -> Reference: ...
+    def fit(self, dtypes: Collection[str], max_tokens: int) -> Problem:
+        """The nearest problem of one of these dtypes with no more tokens, for a GPU that holds no more."""
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Problem: ...
+    @classmethod
+    def smallest(cls) -> Problem:
+        """Checked before anything is timed: if this is wrong or hangs, nothing larger is worth the time."""
+
+    @classmethod
+    def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[Problem]:
+        """The problems of one ``[[cases]]`` table of a suite; ``where`` names it in errors (fields.SuiteError)."""
+
+
+def operations() -> tuple[str, ...]:
+    """The operations that have a type of problem."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg))
+
+
+def problem_type(operation: str) -> type[Problem]:
+    """The type of problem of ``operation``; an unknown one is an ArgumentError."""
+    if operation not in operations():
+        msg = f"no operation {operation!r}; known: {', '.join(operations())}"
+        raise ArgumentError(msg)
+    return cast("type[Problem]", import_module(f"{__name__}.{operation}").PROBLEM)
+
+
+def problem_from_json(row: Mapping[str, Any]) -> Problem:
+    """The problem of a report's ``case``; reports before there were several operations name none."""
+    return problem_type(row.get("operation", DEFAULT_OPERATION)).from_json(row)
