@@ -51,7 +51,8 @@ LINK_FLAGS = (
 def host_sources(root: Path, generated: Path) -> list[Path]:
     """Every C++ file of the library, in a stable order. Instruction sets are pragmas inside the CPU backend's files."""
     csrc = root / "csrc"
-    return [*sorted((csrc / "cpu").glob("*.cpp")), *sorted((csrc / "host").glob("*.cpp")), generated]
+    folders = [csrc / "cpu", *sorted(csrc.glob("*/cpu")), csrc / "host"]
+    return [*(source for folder in folders for source in sorted(folder.glob("*.cpp"))), generated]
 
 
 def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:

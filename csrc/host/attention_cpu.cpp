@@ -2,7 +2,8 @@
 
 #include <stdexcept>
 
-#include "cpu/attention.h"
+#include "attention/cpu/attention.h"
+#include "cpu/isa.h"
 #include "host/attention.h"
 #include "host/launch.h"
 

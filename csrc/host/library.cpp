@@ -7,7 +7,7 @@
 #include <exception>
 #include <optional>
 
-#include "cpu/attention.h"
+#include "cpu/isa.h"
 #include "host/attention.h"
 #include "host/kernel_table.h"
 #include "host/launch.h"

@@ -1,28 +1,32 @@
-// Scores to bf16 weights in 16-bit fixed point, 32 to a vector, for bf16 tensors. Include after vector_avx512.h. Internal
-// linkage.
+// Scores to weights of the softmax, as left operands of the tile unit. Include after vector_avx512.h. Internal linkage.
 //
-// A weight is 2^(x + 30), x = score * scale * log2(e): the row's maximum is not subtracted. It would cancel when the output
-// is divided by the sum of the same weights, and bf16 has the exponents of fp32, so only the range of x needs looking at.
-// x in 1/256 is a word of 8 bits of exponent and 8 of fraction f; with 2^f - 1 - f added, which a table gives by the first
-// 7 bits of f, and rounded to 7 bits of fraction it is the weight.
+// No maximum is subtracted: it would cancel when the output is divided by the sum of the same weights, and bf16 has the
+// exponents of fp32, so only the range of x = score * scale * log2(e) needs looking at. Where an x is outside the window
+// or NaN, or all weights of a row are very small, the row block is left to forward_simd.h.
 //
-// Where an x is outside the window or NaN, or all weights of a row are very small, the group is left to the kernel that
-// subtracts maxima.
+// fp16: a weight is 2^x in two planes.
+// bf16: a weight is 2^(x + 30), in 16-bit fixed point, 32 to a vector. x in 1/256 is a word of 8 bits of exponent and 8 of
+// fraction f; with 2^f - 1 - f added, which a table gives by the first 7 bits of f, and rounded to 7 bits of fraction it
+// is the weight.
 #pragma once
 
 #include <cstdint>
 
-#include "amx_tiles.h"
-#include "softmax.h"
+#include "attention/cpu/mask.h"
+#include "attention/cpu/softmax.h"
+#include "cpu/amx_pack.h"
+#include "cpu/exp2.h"
 
 namespace flashmoe {
 namespace cpu {
 namespace {
 
-// The window is -157 <= x < 99; its last unit and first tenth give weights of Inf or NaN, which the output shows.
+// The window of bf16 is -157 <= x < 99; its last unit and first tenth give weights of Inf or NaN, which the output shows.
 constexpr int kWindowLow = 157;
-// The tile unit takes weights and products below 2^-126 for 0. That is of no account where a row's sum is this many times
-// the number of keys, unless V is below 2^-76.
+// That of fp16 has no lower end: 2^-127 and below is 0.
+constexpr float kWindowHigh = 126.0f;
+// The tile unit takes weights and products below 2^-126 for 0. That is of no account where a row's sum is at least this
+// times the number of keys, unless V is below 2^-76.
 constexpr float kLeastSumOfKey = 0x1p-50f;
 constexpr int kFractions = 256;
 constexpr int kCells = 128;
@@ -68,7 +72,7 @@ struct Correction {
 };
 constexpr Correction kCorrection;
 
-// Entry n: the words of keys 0..n-1 of 32. Word 2 i is key i, word 2 i + 1 key i + 16: the pairs of V (amx_pack_bf16.h).
+// Entry n: the words of keys 0..n-1 of 32. Word 2 i is key i, word 2 i + 1 key i + 16: the pairs of V (amx_pack.h).
 struct FirstKeys {
   uint32_t words[kStep + 1] = {};
 
@@ -82,11 +86,40 @@ constexpr FirstKeys kFirstKeys;
 
 constexpr int32_t kRowsAtOnce = 16;  // of a block of 32, so that two products can have vector work each behind them
 
-// weights [16, 32] of scores [16 rows, 32 keys]; row r sees the block's first min(first_end + r, last_end) keys if
-// kMasked. Returns words whose upper halves are zero if all x were inside the window.
+// x = 2^(score * scale_log2) of 32 keys, 0 where the mask hides one; returns the greater of `largest` and the exponents,
+// but not a NaN.
+template <bool kMasked, int kDegree>
+inline __m512 exact_weights(const float* scores, __m512 scale_log2, KeyRange visible, __m512 largest, __m512 (&x)[2]) {
+  const __m512 hidden = Vector::broadcast(kMinusInfinity);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    x[i] = Vector::mul(Vector::load(scores + i * Vector::kWidth), scale_log2);
+    if (kMasked) x[i] = Vector::from_lane(visible.end - i * Vector::kWidth, hidden, x[i]);
+    largest = Vector::max(x[i], largest);
+  }
+  exp2_of<kDegree>(x);
+  return largest;
+}
+
+// Weights [planes][32 rows, 32 keys], of which this makes kRowsAtOnce rows, of as many rows of scores; the mask's rows are
+// these. Returns whether all x were inside the window; in fp16 a NaN is not seen, but makes a weight of NaN.
 template <bool kMasked>
-inline __m512i scores_to_weights(const float* scores, float scale_log2, int64_t first_end, int32_t last_end,
-                                 uint16_t* weights) {
+inline bool scores_to_weights(const float* scores, float scale_log2, const BlockMask& mask, Half*, uint16_t* weights) {
+  const __m512 scale = Vector::broadcast(scale_log2), limit = Vector::broadcast(kWindowHigh);
+  __m512 largest = Vector::zero();
+  for (int32_t row = 0; row < kRowsAtOnce; ++row, weights += kStep) {
+    __m512 x[2];
+    largest = exact_weights<kMasked, kExpDegree16Bit>(scores + row * kStep, scale, mask.of_row(row), largest, x);
+    __m512i words[2];
+    split_pair(x[0], x[1], words);
+    _mm512_store_si512(weights, words[0]);
+    _mm512_store_si512(weights + kStepBytes / 2, words[1]);
+  }
+  return !Vector::any_differs(Vector::max(largest, limit), limit);
+}
+template <bool kMasked>
+inline bool scores_to_weights(const float* scores, float scale_log2, const BlockMask& mask, BFloat16*,
+                              uint16_t* weights) {
   constexpr float kMagic = 0x1.8p23f;  // the bits of kMagic + n, 0 <= n < 2^16, are its own and n below
   const __m512i magic = _mm512_castps_si512(Vector::broadcast(kMagic));
   const __m512 scale = Vector::broadcast(scale_log2 * kFractions);
@@ -107,26 +140,21 @@ inline __m512i scores_to_weights(const float* scores, float scale_log2, int64_t 
     const __m512i cells = _mm512_srli_epi16(words, 1);  // in 7 bits of each low byte
     const __m512i corrections = _mm512_maskz_permutex2var_epi8(kLowBytes, table, cells, table_end);
     __m512i result = _mm512_srli_epi16(_mm512_sub_epi16(words, corrections), 1);
-    if (kMasked) result = _mm512_maskz_mov_epi16(kFirstKeys.words[clamp(first_end + row, 0, last_end)], result);
+    if (kMasked) result = _mm512_maskz_mov_epi16(kFirstKeys.words[mask.of_row(row).end], result);
     _mm512_store_si512(weights + row * kStep, result);
   }
-  return _mm512_or_si512(outside_low, outside_high);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
+  return _mm512_test_epi32_mask(_mm512_or_si512(outside_low, outside_high), upper) == 0;
 }
 
-// Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]: where the log-sum-exp is wanted, the rounded weights' sum would
-// not do.
-inline void add_exact_weights(const float* scores, float scale_log2, int64_t first_end, int32_t last_end,
-                              float* sums) {
-  const __m512 scale = Vector::broadcast(scale_log2), hidden = Vector::broadcast(kMinusInfinity);
-  for (int32_t row = 0; row < kRowsAtOnce; ++row) {
-    const int32_t end = clamp(first_end + row, 0, last_end);
-    const float* s = scores + row * kStep;
-    __m512 x[2] = {Vector::mul(Vector::load(s), scale), Vector::mul(Vector::load(s + Vector::kWidth), scale)};
-    x[0] = Vector::from_lane(end, hidden, x[0]);
-    x[1] = Vector::from_lane(end - Vector::kWidth, hidden, x[1]);
-    exp2_of<kExpDegreeFull>(x);
-    float* sum = sums + row * Vector::kWidth;
-    Vector::store(sum, Vector::add(Vector::load(sum), Vector::add(x[0], x[1])));
+// Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]: where the log-sum-exp is wanted, the sum of weights rounded to
+// bf16 would not do.
+inline void add_exact_weights(const float* scores, float scale_log2, const BlockMask& mask, float* sums) {
+  const __m512 scale = Vector::broadcast(scale_log2);
+  for (int32_t row = 0; row < kRowsAtOnce; ++row, sums += Vector::kWidth) {
+    __m512 x[2];
+    exact_weights<true, kExpDegreeFull>(scores + row * kStep, scale, mask.of_row(row), Vector::zero(), x);
+    Vector::store(sums, Vector::add(Vector::load(sums), Vector::add(x[0], x[1])));
   }
 }
 
