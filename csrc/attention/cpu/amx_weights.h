@@ -104,7 +104,7 @@ inline __m512 exact_weights(const float* scores, __m512 scale_log2, KeyRange vis
 // Weights [planes][32 rows, 32 keys], of which this makes kRowsAtOnce rows, of as many rows of scores; the mask's rows are
 // these. Returns whether all x were inside the window; in fp16 a NaN is not seen, but makes a weight of NaN.
 template <bool kMasked>
-inline bool scores_to_weights(const float* scores, float scale_log2, const BlockMask& mask, Half*, uint16_t* weights) {
+inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, Half*, uint16_t* weights) {
   const __m512 scale = Vector::broadcast(scale_log2), limit = Vector::broadcast(kWindowHigh);
   __m512 largest = Vector::zero();
   for (int32_t row = 0; row < kRowsAtOnce; ++row, weights += kStep) {
@@ -118,7 +118,7 @@ inline bool scores_to_weights(const float* scores, float scale_log2, const Block
   return !Vector::any_differs(Vector::max(largest, limit), limit);
 }
 template <bool kMasked>
-inline bool scores_to_weights(const float* scores, float scale_log2, const BlockMask& mask, BFloat16*,
+inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, BFloat16*,
                               uint16_t* weights) {
   constexpr float kMagic = 0x1.8p23f;  // the bits of kMagic + n, 0 <= n < 2^16, are its own and n below
   const __m512i magic = _mm512_castps_si512(Vector::broadcast(kMagic));
@@ -149,7 +149,7 @@ inline bool scores_to_weights(const float* scores, float scale_log2, const Block
 
 // Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]: where the log-sum-exp is wanted, the sum of weights rounded to
 // bf16 would not do.
-inline void add_exact_weights(const float* scores, float scale_log2, const BlockMask& mask, float* sums) {
+inline void add_exact_weights(const float* scores, float scale_log2, BlockMask mask, float* sums) {
   const __m512 scale = Vector::broadcast(scale_log2);
   for (int32_t row = 0; row < kRowsAtOnce; ++row, sums += Vector::kWidth) {
     __m512 x[2];

@@ -150,7 +150,7 @@ inline bool rows_are_finite(const float* rows, int64_t stride, int32_t count, in
 
 // As accumulate_output, but a key that the mask hides from a row leaves it alone, where 0 * V would make NaN of
 // Inf or NaN in V. For blocks on the diagonal that hold such: slow.
-inline void accumulate_visible_output(const float* p_t, const float* v, int64_t v_stride, const BlockMask& mask,
+inline void accumulate_visible_output(const float* p_t, const float* v, int64_t v_stride, BlockMask mask,
                                       int32_t head_dim, const float* alpha, float* out_t) {
   const KeyRange any = mask.of_any(kBlockRows), all = mask.of_all(kBlockRows);
   accumulate_output(p_t, v, v_stride, all.end, head_dim, alpha, out_t);

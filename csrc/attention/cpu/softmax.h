@@ -27,7 +27,7 @@ struct SoftmaxState {
 };
 
 // Writes -inf where the mask hides a key. scores_t: [keys, rows].
-inline void mask_scores(float* scores_t, const BlockMask& mask) {
+inline void mask_scores(float* scores_t, BlockMask mask) {
   const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
   const int32_t end = mask.of_any(kBlockRows).end;
   for (int32_t key = mask.of_all(kBlockRows).end; key < end; ++key) {
