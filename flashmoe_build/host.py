@@ -99,7 +99,8 @@ def build_library(
 
 
 def _object_name(source: Path) -> str:
-    return f"{source.parent.name}_{source.stem}.o"
+    """Unique by the last two folders: csrc/cpu and each operation's cpu may hold files of one name."""
+    return "_".join((*source.parts[-3:-1], source.stem)) + ".o"
 
 
 def _drop_stale_objects(folder: Path, sources: Sequence[Path]) -> None:

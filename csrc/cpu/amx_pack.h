@@ -1,9 +1,9 @@
 // Rows of a 16-bit tensor as operands of the tile unit, and its products as rows. Include after vector_avx512.h.
 // Internal linkage.
 //
-// A tile row of a right operand holds pairs of the summed dimension. bf16 is packed without arithmetic: neighbours are a
-// pair where that is the dimension of a row, elements i and i + 16 of a step where it runs over rows. fp16 is cut into
-// planes, and i and i + 16 are a pair in both, which two vectors give without a shuffle.
+// A tile row of a right operand holds pairs of the summed dimension. bf16 is packed without arithmetic: neighbours are
+// a pair where that is the dimension of a row, elements i and i + 16 of a step where it runs over rows. fp16 is cut
+// into planes, and i and i + 16 are a pair in both, which two vectors give without a shuffle.
 #pragma once
 
 #include <cstdint>
@@ -80,13 +80,13 @@ inline __attribute__((always_inline)) __m512i load_quarters(const BFloat16* p, i
   return _mm512_mask_broadcast_i32x4(x, 0xf000, quarter(3));
 }
 
-// 32 elements of each of 32 rows -> a step of a right operand whose columns are the rows: a transpose. In bf16 the loads
-// do its coarse half, since shuffles have one port.
+// 32 elements of each of 32 rows -> a step of a right operand whose columns are the rows: a transpose. In bf16 the
+// loads do its coarse half, since shuffles have one port.
 inline __attribute__((always_inline)) void pack_transposed(const BFloat16* rows, int64_t stride, uint32_t* step) {
   for (int half = 0; half < 2; ++half, rows += kTileRows * stride) {
     const BFloat16* src = rows;
 #pragma GCC unroll 4
-    for (int quad = 0; quad < 4; ++quad, src += 8, step += 4 * Vector::kWidth) {  // of pairs; lane i: rows 4 i .. 4 i + 3
+    for (int quad = 0; quad < 4; ++quad, src += 8, step += 4 * Vector::kWidth) {  // lane i: rows 4 i .. 4 i + 3
       __m512i row[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) row[i] = load_quarters(src + i * stride, 4 * stride);

@@ -1,8 +1,8 @@
 // The tile unit (AMX): its configuration, operands in planes of bf16, and products of 32 x 32 elements. Include after
 // vector_avx512.h. Internal linkage.
 //
-// The unit multiplies bf16 and adds in fp32. bf16 tensors are operands as they are, one plane; fp16 ones are cut into two
-// planes of 8 significant bits, x = x0 + x1, exactly, and the products of planes are added.
+// The unit multiplies bf16 and adds in fp32. bf16 tensors are operands as they are, one plane; fp16 ones are cut into
+// two planes of 8 significant bits, x = x0 + x1, exactly, and the products of planes are added.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ constexpr int kPlanesOf<BFloat16> = 1;
 template <>
 constexpr int kPlanesOf<Half> = 2;
 
-// Plane pairs to multiply, in the order that loads fewest tiles: of two planes all four or, where 2^-16 of the result is
-// of no account, the first three; of one plane the second alone.
+// Plane pairs to multiply, in the order that loads fewest tiles: of two planes all four or, where 2^-16 of the result
+// is of no account, the first three; of one plane the second alone.
 struct PlanePair {
   int a;
   int b;
@@ -61,8 +61,8 @@ inline void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-// 32 rows, in steps of 32 elements. Distances in bytes: from a row to the next, from a step to the next, from a plane to
-// the next.
+// 32 rows, in steps of 32 elements. Distances in bytes: from a row to the next, from a step to the next, from a plane
+// to the next.
 struct LeftOperand {
   const void* data;
   int64_t row;

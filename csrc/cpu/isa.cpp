@@ -1,4 +1,4 @@
-#include "isa.h"
+#include "cpu/isa.h"
 
 #include <cpuid.h>
 #include <sys/syscall.h>

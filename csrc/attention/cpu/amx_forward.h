@@ -1,7 +1,7 @@
 // One task of a 16-bit type on the tile unit. Query rows are tile rows and keys lie in the lanes (S = Q K^T, O = P V),
-// unlike in forward_simd.h. Without row maxima (amx_weights.h) a row's keys may come in any order: so K and V are packed
-// a few blocks of 32 columns at a time (32 keys, or 32 of head_dim), and all row blocks use them while they are in the L1
-// cache. Include after vector_avx512.h. Internal linkage.
+// unlike in forward_simd.h. Without row maxima (amx_weights.h) a row's keys may come in any order: so K and V are
+// packed a few blocks of 32 columns at a time (32 keys, or 32 of head_dim), and all row blocks use them while they are
+// in the L1 cache. Include after vector_avx512.h. Internal linkage.
 //
 // The work is a sequence of products of 32 x 32 elements. What vectors do with each, its epilogue, runs between the
 // instructions of the next product: the processor works on both at once when they are some hundred instructions apart.
@@ -24,8 +24,8 @@ namespace {
 
 static_assert(kBlockRows == 2 * kTileRows && kBlockRows == kStep, "a row block is two tiles high and a step of keys");
 
-// Keys of one pass over the blocks of K and then of V. With more, the sums of products come and go less often; the weights
-// of a task (256 KiB a plane) have to fit the L2 cache.
+// Keys of one pass over the blocks of K and then of V. With more, the sums of products come and go less often; the
+// weights of a task (256 KiB a plane) have to fit the L2 cache.
 constexpr int32_t kPassKeys = 512;
 constexpr int32_t kPassSteps = kPassKeys / kStep;
 // Q and the weights are read once for so many column blocks.
@@ -33,24 +33,6 @@ template <int kPlanes>
 constexpr int32_t kColumnBlocksAtOnce = 2 / kPlanes;
 
 inline int32_t steps_of(int32_t count) { return (count + kStep - 1) / kStep; }
-
-// Lane i: the sum of rows[i]'s lanes. Halves the vectors' number four times, folding two into one.
-inline __m512 sum_rows(__m512 (&rows)[16]) {
-  __m512 t[8], u[4];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {  // 128-bit lanes 0, 1: of row `first`; 2, 3: of row first + 4
-    const int first = i % 4 + i / 4 * 8;
-    t[i] = Vector::add(_mm512_shuffle_f32x4(rows[first], rows[first + 4], 0x44),
-                       _mm512_shuffle_f32x4(rows[first], rows[first + 4], 0xee));
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {  // 128-bit lanes: rows i, i + 4, i + 8, i + 12
-    u[i] = Vector::add(_mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd));
-  }
-  const __m512 a = Vector::add(_mm512_unpacklo_ps(u[0], u[1]), _mm512_unpackhi_ps(u[0], u[1]));  // rows 0 1 0 1
-  const __m512 b = Vector::add(_mm512_unpacklo_ps(u[2], u[3]), _mm512_unpackhi_ps(u[2], u[3]));  // rows 2 3 2 3
-  return Vector::add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-}
 
 template <class T>
 struct AmxScratch {
@@ -101,7 +83,7 @@ class AmxForward {
         row_blocks_(row_block_count(task.row_end - task.row_begin)),
         key_end_(clamp(round_up(mask_.keys(task.row_begin, task.row_end - task.row_begin).end, kStep), 0,
                        params_.seq_k)),
-        scale_log2_(params_.scale * 1.44269504088896340736f),
+        scale_log2_(params_.scale * kLog2E),
         scratch_(memory, row_blocks_, padded_dim_) {}
 
   // Returns a bit for each row block that is not done: scores outside the window, or an output that is not all finite.
@@ -184,7 +166,8 @@ class AmxForward {
     for (int32_t step = 0; step < pass.k_blocks; ++step) {
       const WholeRows<T> v = whole_rows(pass, operands_.v, params_.v_stride.row, step);
       for (int32_t v_block = begin; v_block < end; ++v_block) {
-        pack_rows(v.data + v_block * kBlockColumns, v.stride, packed_columns(v_block) + step * kPlanes * 2 * kTileWords);
+        pack_rows(v.data + v_block * kBlockColumns, v.stride,
+                  packed_columns(v_block) + step * kPlanes * 2 * kTileWords);
       }
     }
   }
@@ -246,8 +229,8 @@ class AmxForward {
 
   enum class Epilogue { kNone, kWeights, kSums, kOutput };
 
-  // The product of a and b, on top of `before` if that is not null, by kPairs plane pairs, or the sums of a's rows if that
-  // is 0; and the epilogue of the product before. A call of its own would cost a tenth of the time.
+  // The product of a and b, on top of `before` if that is not null, by kPairs plane pairs, or the sums of a's rows if
+  // that is 0; and the epilogue of the product before. A call of its own would cost a tenth of the time.
   template <int kPairs, class Right>
   inline __attribute__((always_inline)) void run_product(const Pass& pass, Epilogue epilogue, int32_t block,
                                                          int32_t column_block, float* product, const LeftOperand& a,
@@ -314,7 +297,7 @@ class AmxForward {
         mask_.block(first_row(row_block_) + row, pass.begin + key, clamp(pass.keys - key, 0, kStep));
     uint16_t* to = weights(row_block_, column_block_) + row * kStep;
     T* type = nullptr;
-    const bool is_inside = mask.of_all(kRowsAtOnce).end == kStep
+    const bool is_inside = mask.keys_of_all(kRowsAtOnce).end == kStep
                                ? scores_to_weights<false>(product, scale_log2_, mask, type, to)
                                : scores_to_weights<true>(product, scale_log2_, mask, type, to);
     give_up_if(!is_inside, row_block_);
@@ -324,7 +307,7 @@ class AmxForward {
     }
   }
 
-  // The product's first column to the sums; after the last keys lse, and the sums' inverse in their place.
+  // Adds the product's first column to the sums; after the last keys writes lse and inverts the sums.
   void add_sums(const Pass& pass) {
     float* sum = scratch_.sum + row_block_ * kBlockRows;
     const __m512i rows = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 5);
@@ -341,8 +324,8 @@ class AmxForward {
     for (int c = 0; c < kBlockVectors; ++c) {
       const __m512 x = Vector::load(sum + c * Vector::kWidth);
       give_up_unless_finite(x, row_block_);
-      const __m512 of_seeing = Vector::from_lane(first_seeing - c * Vector::kWidth, x, least);
-      give_up_if(_mm512_cmp_ps_mask(of_seeing, least, _CMP_LT_OQ) != 0, row_block_);
+      const __m512 seeing = Vector::from_lane(first_seeing - c * Vector::kWidth, x, least);
+      give_up_if(_mm512_cmp_ps_mask(seeing, least, _CMP_LT_OQ) != 0, row_block_);
       Vector::store(sum + c * Vector::kWidth, inverse_sum({nullptr, sum, nullptr}, c));
     }
   }
@@ -350,10 +333,10 @@ class AmxForward {
   void write_output(int32_t row) {
     const int32_t rows = clamp(height(row_block_) - row, 0, kRowsAtOnce), dim = column_block_ * kBlockColumns;
     const int64_t stride = params_.out_stride.row;
-    const __m512 total = store_output(product_ + row * kBlockColumns, scratch_.sum + row_block_ * kBlockRows + row, rows,
-                                      head_dim_ - dim, stride,
-                                      operands_.out + (first_row(row_block_) + row) * stride + dim);
-    give_up_unless_finite(total, row_block_);
+    const float* inverse_sums = scratch_.sum + row_block_ * kBlockRows + row;
+    T* out = operands_.out + (first_row(row_block_) + row) * stride + dim;
+    const float* product = product_ + row * kBlockColumns;
+    give_up_unless_finite(store_output(product, inverse_sums, rows, head_dim_ - dim, stride, out), row_block_);
   }
 
   void store_block_lse(int32_t block) const {

@@ -1,13 +1,12 @@
 // Scores to weights of the softmax, as left operands of the tile unit. Include after vector_avx512.h. Internal linkage.
 //
 // No maximum is subtracted: it would cancel when the output is divided by the sum of the same weights, and bf16 has the
-// exponents of fp32, so only the range of x = score * scale * log2(e) needs looking at. Where an x is outside the window
-// or NaN, or all weights of a row are very small, the row block is left to forward_simd.h.
+// exponents of fp32, so only the range of x = score * scale * log2(e) needs looking at. Where an x is outside the
+// window or NaN, or all weights of a row are very small, the row block is left to forward_simd.h.
 //
-// fp16: a weight is 2^x in two planes.
-// bf16: a weight is 2^(x + 30), in 16-bit fixed point, 32 to a vector. x in 1/256 is a word of 8 bits of exponent and 8 of
-// fraction f; with 2^f - 1 - f added, which a table gives by the first 7 bits of f, and rounded to 7 bits of fraction it
-// is the weight.
+// fp16: a weight is 2^x in two planes. bf16: a weight is 2^(x + 30), in 16-bit fixed point, 32 to a vector. x in 1/256
+// is a word of 8 bits of exponent and 8 of fraction f; with 2^f - 1 - f added, which a table gives by the first 7 bits
+// of f, and rounded to 7 bits of fraction it is the weight.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,8 @@ namespace flashmoe {
 namespace cpu {
 namespace {
 
-// The window of bf16 is -157 <= x < 99; its last unit and first tenth give weights of Inf or NaN, which the output shows.
+// The window of bf16 is -157 <= x < 99; its last unit and first tenth give weights of Inf or NaN, which the output
+// shows.
 constexpr int kWindowLow = 157;
 // That of fp16 has no lower end: 2^-127 and below is 0.
 constexpr float kWindowHigh = 126.0f;
@@ -86,8 +86,8 @@ constexpr FirstKeys kFirstKeys;
 
 constexpr int32_t kRowsAtOnce = 16;  // of a block of 32, so that two products can have vector work each behind them
 
-// x = 2^(score * scale_log2) of 32 keys, 0 where the mask hides one; returns the greater of `largest` and the exponents,
-// but not a NaN.
+// x = 2^(score * scale_log2) of 32 keys, 0 where the mask hides one; returns the greater of `largest` and the
+// exponents, but not a NaN.
 template <bool kMasked, int kDegree>
 inline __m512 exact_weights(const float* scores, __m512 scale_log2, KeyRange visible, __m512 largest, __m512 (&x)[2]) {
   const __m512 hidden = Vector::broadcast(kMinusInfinity);
@@ -101,15 +101,15 @@ inline __m512 exact_weights(const float* scores, __m512 scale_log2, KeyRange vis
   return largest;
 }
 
-// Weights [planes][32 rows, 32 keys], of which this makes kRowsAtOnce rows, of as many rows of scores; the mask's rows are
-// these. Returns whether all x were inside the window; in fp16 a NaN is not seen, but makes a weight of NaN.
+// Weights [planes][32 rows, 32 keys], of which this makes kRowsAtOnce rows, of as many rows of scores; the mask's rows
+// are these. Returns whether all x were inside the window; in fp16 a NaN is not seen, but makes a weight of NaN.
 template <bool kMasked>
 inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, Half*, uint16_t* weights) {
   const __m512 scale = Vector::broadcast(scale_log2), limit = Vector::broadcast(kWindowHigh);
   __m512 largest = Vector::zero();
   for (int32_t row = 0; row < kRowsAtOnce; ++row, weights += kStep) {
     __m512 x[2];
-    largest = exact_weights<kMasked, kExpDegree16Bit>(scores + row * kStep, scale, mask.of_row(row), largest, x);
+    largest = exact_weights<kMasked, kExpDegree16Bit>(scores + row * kStep, scale, mask.keys_of(row), largest, x);
     __m512i words[2];
     split_pair(x[0], x[1], words);
     _mm512_store_si512(weights, words[0]);
@@ -140,22 +140,40 @@ inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask m
     const __m512i cells = _mm512_srli_epi16(words, 1);  // in 7 bits of each low byte
     const __m512i corrections = _mm512_maskz_permutex2var_epi8(kLowBytes, table, cells, table_end);
     __m512i result = _mm512_srli_epi16(_mm512_sub_epi16(words, corrections), 1);
-    if (kMasked) result = _mm512_maskz_mov_epi16(kFirstKeys.words[mask.of_row(row).end], result);
+    if (kMasked) result = _mm512_maskz_mov_epi16(kFirstKeys.words[mask.keys_of(row).end], result);
     _mm512_store_si512(weights + row * kStep, result);
   }
   const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
   return _mm512_test_epi32_mask(_mm512_or_si512(outside_low, outside_high), upper) == 0;
 }
 
-// Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]: where the log-sum-exp is wanted, the sum of weights rounded to
-// bf16 would not do.
+// Adds 2^x of scores [16 rows, 32 keys] to sums [16, 16]: where the log-sum-exp is wanted, the sum of weights rounded
+// to bf16 would not do.
 inline void add_exact_weights(const float* scores, float scale_log2, BlockMask mask, float* sums) {
   const __m512 scale = Vector::broadcast(scale_log2);
   for (int32_t row = 0; row < kRowsAtOnce; ++row, sums += Vector::kWidth) {
     __m512 x[2];
-    exact_weights<true, kExpDegreeFull>(scores + row * kStep, scale, mask.of_row(row), Vector::zero(), x);
+    exact_weights<true, kExpDegreeFull>(scores + row * kStep, scale, mask.keys_of(row), Vector::zero(), x);
     Vector::store(sums, Vector::add(Vector::load(sums), Vector::add(x[0], x[1])));
   }
+}
+
+// Lane i: the sum of rows[i]'s lanes. Halves the vectors' number four times, folding two into one.
+inline __m512 sum_rows(__m512 (&rows)[16]) {
+  __m512 t[8], u[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {  // 128-bit lanes 0, 1: of row `first`; 2, 3: of row first + 4
+    const int first = i % 4 + i / 4 * 8;
+    t[i] = Vector::add(_mm512_shuffle_f32x4(rows[first], rows[first + 4], 0x44),
+                       _mm512_shuffle_f32x4(rows[first], rows[first + 4], 0xee));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // 128-bit lanes: rows i, i + 4, i + 8, i + 12
+    u[i] = Vector::add(_mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd));
+  }
+  const __m512 a = Vector::add(_mm512_unpacklo_ps(u[0], u[1]), _mm512_unpackhi_ps(u[0], u[1]));  // rows 0 1 0 1
+  const __m512 b = Vector::add(_mm512_unpacklo_ps(u[2], u[3]), _mm512_unpackhi_ps(u[2], u[3]));  // rows 2 3 2 3
+  return Vector::add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
 }
 
 }  // namespace

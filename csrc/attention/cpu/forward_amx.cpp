@@ -1,5 +1,5 @@
-// The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows and what amx_forward.h gives up with vectors, as avx512.
-// docs/kernels/cpu.md has the measurements.
+// The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows and what amx_forward.h gives up with vectors, as
+// avx512. docs/kernels/cpu.md has the measurements.
 //
 // The target is set here, not by compiler flags, so that all host files are compiled alike; it must come before the
 // intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.

@@ -183,7 +183,7 @@ void forward_few_rows(const Task& task, void* memory) {
       convert_rows(v, params.v_stride.row, keys, head_dim, padded_dim, scratch.v);
     }
     for (int32_t row = 0; row < rows; ++row) {
-      const int32_t visible = mask.block(task.row_begin + row, key, keys).of_row(0).end;
+      const int32_t visible = mask.block(task.row_begin + row, key, keys).keys_of(0).end;
       if (visible == 0) continue;
       float* out = scratch.out + row * padded_dim;
       const float* q = scratch.q + row * padded_dim;

@@ -152,7 +152,7 @@ inline bool rows_are_finite(const float* rows, int64_t stride, int32_t count, in
 // Inf or NaN in V. For blocks on the diagonal that hold such: slow.
 inline void accumulate_visible_output(const float* p_t, const float* v, int64_t v_stride, BlockMask mask,
                                       int32_t head_dim, const float* alpha, float* out_t) {
-  const KeyRange any = mask.of_any(kBlockRows), all = mask.of_all(kBlockRows);
+  const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
   accumulate_output(p_t, v, v_stride, all.end, head_dim, alpha, out_t);
   for (int32_t key = all.end; key < any.end; ++key) {
     const int32_t first_lane = mask.first_row(key);
@@ -205,8 +205,8 @@ inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, So
 // q: [rows <= kBlockRows, head_dim] -> q_t [padded_dim, rows] fp32 times factor, zero in the lanes past `rows`.
 // buffer: [kBlockRows, padded_dim]. padded_dim is a multiple of the vector width.
 template <class T>
-inline void pack_rows(const T* q, int64_t row_stride, int32_t rows, int32_t head_dim, int32_t padded_dim, float factor,
-                       float* buffer, float* q_t) {
+inline void pack_row_block(const T* q, int64_t row_stride, int32_t rows, int32_t head_dim, int32_t padded_dim,
+                           float factor, float* buffer, float* q_t) {
   for (int32_t row = 0; row < kBlockRows; ++row) {
     float* dst = buffer + int64_t{row} * padded_dim;
     if (row < rows) {
@@ -223,10 +223,11 @@ inline void pack_rows(const T* q, int64_t row_stride, int32_t rows, int32_t head
   }
 }
 
-// out_t [padded_dim, rows], times 1/sum, -> out [rows, head_dim] and lse [rows], which may be null. buffer: [kBlockRows, padded_dim].
+// out_t [padded_dim, rows], times 1/sum, -> out [rows, head_dim] and lse [rows], which may be null. buffer:
+// [kBlockRows, padded_dim].
 template <class T>
-inline void store_rows(const float* out_t, SoftmaxState state, int32_t rows, int32_t head_dim, int32_t padded_dim,
-                        float* buffer, T* out, int64_t row_stride, float* lse) {
+inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows, int32_t head_dim, int32_t padded_dim,
+                            float* buffer, T* out, int64_t row_stride, float* lse) {
   float inverse[kBlockRows];
   for (int c = 0; c < kBlockVectors; ++c) {
     Vector::store(inverse + c * Vector::kWidth, inverse_sum(state, c));
@@ -313,8 +314,9 @@ void forward_simd(const Task& task, void* memory) {
 
   for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
     const int32_t row = task.row_begin + row_block * kBlockRows;
-    pack_rows(operands.q + row * params.q_stride.row, params.q_stride.row, clamp(task.row_end - row, 0, kBlockRows),
-               head_dim, padded_dim, scale.q_factor, scratch.buffer, scratch.q_t + row_block * block_floats);
+    pack_row_block(operands.q + row * params.q_stride.row, params.q_stride.row,
+                   clamp(task.row_end - row, 0, kBlockRows), head_dim, padded_dim, scale.q_factor, scratch.buffer,
+                   scratch.q_t + row_block * block_floats);
     clear_state(scratch.state(row_block));
   }
   memset(scratch.out_t, 0, static_cast<size_t>(row_blocks * block_floats) * sizeof(float));
@@ -329,7 +331,7 @@ void forward_simd(const Task& task, void* memory) {
                                  padded_dim, row_blocks > 1, scratch.v);
     for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
       const BlockMask block_mask = mask.block(task.row_begin + row_block * kBlockRows, key, keys);
-      const KeyRange any = block_mask.of_any(kBlockRows), all = block_mask.of_all(kBlockRows);
+      const KeyRange any = block_mask.keys_of_any(kBlockRows), all = block_mask.keys_of_all(kBlockRows);
       if (any.end == 0) continue;
       const SoftmaxState state = scratch.state(row_block);
       compute_scores(scratch.q_t + row_block * block_floats, k.data, k.stride, any.end, head_dim, scratch.scores_t);
@@ -346,9 +348,9 @@ void forward_simd(const Task& task, void* memory) {
 
   for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
     const int32_t row = task.row_begin + row_block * kBlockRows;
-    store_rows(scratch.out_t + row_block * block_floats, scratch.state(row_block), clamp(task.row_end - row, 0, kBlockRows),
-                head_dim, padded_dim, scratch.buffer, operands.out + row * params.out_stride.row,
-                params.out_stride.row, operands.lse_row(row));
+    store_row_block(scratch.out_t + row_block * block_floats, scratch.state(row_block),
+                    clamp(task.row_end - row, 0, kBlockRows), head_dim, padded_dim, scratch.buffer,
+                    operands.out + row * params.out_stride.row, params.out_stride.row, operands.lse_row(row));
   }
 }
 

@@ -26,11 +26,11 @@ class BlockMask {
   BlockMask(int64_t first_end, int32_t keys) : first_end_(first_end), keys_(keys) {}
 
   // Keys that the row sees.
-  KeyRange of_row(int32_t row) const { return {0, clamp(first_end_ + row, 0, keys_)}; }
+  KeyRange keys_of(int32_t row) const { return {0, clamp(first_end_ + row, 0, keys_)}; }
   // Keys that all of `rows` rows see: outside of them scores must be masked.
-  KeyRange of_all(int32_t) const { return of_row(0); }
+  KeyRange keys_of_all(int32_t) const { return keys_of(0); }
   // Keys that any of `rows` rows sees: the others need no scores.
-  KeyRange of_any(int32_t rows) const { return of_row(rows - 1); }
+  KeyRange keys_of_any(int32_t rows) const { return keys_of(rows - 1); }
   // The first row that sees the key, and with it all later ones; below 0 or past the last row where the mask is whole.
   int32_t first_row(int32_t key) const { return clamp(key + 1 - first_end_, -1, INT32_MAX); }
 
@@ -51,7 +51,7 @@ struct Mask {
     return {causal ? row + 1 + seq_k - seq_q - key : int64_t{keys}, keys};
   }
   // Keys that any of rows [row, row + rows) sees.
-  KeyRange keys(int64_t row, int32_t rows) const { return block(row, 0, seq_k).of_any(rows); }
+  KeyRange keys(int64_t row, int32_t rows) const { return block(row, 0, seq_k).keys_of_any(rows); }
 };
 
 }  // namespace

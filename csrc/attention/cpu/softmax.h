@@ -1,8 +1,8 @@
-// Online softmax of a row block over one block of keys, in base 2. Lanes are query rows, so that maxima and sums need no
-// reduction across lanes. Include after a vector_*.h. Internal linkage.
+// Online softmax of a row block over one block of keys, in base 2. Lanes are query rows, so that maxima and sums need
+// no reduction across lanes. Include after a vector_*.h. Internal linkage.
 //
-// Notation, shared with forward_simd.h: a row block is kBlockRows query rows, one lane each. Arrays "over the row block"
-// have kBlockRows floats a row; scores_t is [keys, rows], transposed.
+// Notation, shared with forward_simd.h: a row block is kBlockRows query rows, one lane each. Arrays "over the row
+// block" have kBlockRows floats a row; scores_t is [keys, rows], transposed.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ struct SoftmaxState {
 // Writes -inf where the mask hides a key. scores_t: [keys, rows].
 inline void mask_scores(float* scores_t, BlockMask mask) {
   const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
-  const int32_t end = mask.of_any(kBlockRows).end;
-  for (int32_t key = mask.of_all(kBlockRows).end; key < end; ++key) {
+  const int32_t end = mask.keys_of_any(kBlockRows).end;
+  for (int32_t key = mask.keys_of_all(kBlockRows).end; key < end; ++key) {
     const int32_t first_lane = mask.first_row(key);
     for (int c = 0; c < kBlockVectors; ++c) {
       float* p = scores_t + int64_t{key} * kBlockRows + c * Vector::kWidth;
@@ -75,8 +75,8 @@ inline void clear_state(SoftmaxState state) {
   }
 }
 
-// Scaled scores from which on `score * scale - maximum` in one rounding is no longer near 0 for the maximum itself, whose
-// product was rounded before: what is left of it is half a unit in its last place, 2^-4 here and 2^39 at 2^63.
+// Scaled scores from which on `score * scale - maximum` in one rounding is no longer near 0 for the maximum itself,
+// whose product was rounded before: what is left of it is half a unit in its last place, 2^-4 here and 2^39 at 2^63.
 constexpr float kFarLog2 = 0x1p20f;
 
 // Whether one of these maxima lies there; -inf, of a row that has seen no key, does not.
@@ -92,8 +92,8 @@ inline Vector::Float inverse_sum(SoftmaxState state, int c) {
   return Vector::where_equal(sum, Vector::zero(), Vector::zero(), Vector::div(Vector::broadcast(1.0f), sum));
 }
 
-// lse of the block's first `rows` rows, natural logarithm; none if lse is null. logf: the double function's newest version
-// needs a newer glibc than the oldest that the wheel runs on.
+// lse of the block's first `rows` rows, natural logarithm; none if lse is null. logf: the double function's newest
+// version needs a newer glibc than the oldest that the wheel runs on.
 inline void store_lse(SoftmaxState state, int32_t rows, float* lse) {
   if (lse == nullptr) return;
   constexpr double kLn2 = 0.69314718055994530942;
@@ -104,6 +104,8 @@ inline void store_lse(SoftmaxState state, int32_t rows, float* lse) {
   }
 }
 
+constexpr float kLog2E = 1.44269504088896340736f;
+
 // The factors of q k^T: Q is multiplied by q_factor when packed (exact: +1, -1, 0 or NaN), so that the scores' scale is
 // positive and the maximum of the scores is the maximum of the scaled ones. For scale = 0 the scores are 0, unless Q or
 // K holds Inf or NaN.
@@ -113,7 +115,6 @@ struct Scale {
 };
 
 inline Scale make_scale(float scale) {
-  constexpr float kLog2E = 1.44269504088896340736f;
   if (scale == 0.0f) return {0.0f, 1.0f};
   return scale < 0.0f ? Scale{-1.0f, -scale * kLog2E} : Scale{1.0f, scale * kLog2E};
 }
