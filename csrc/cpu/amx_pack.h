@@ -1,15 +1,15 @@
-// Rows of Q, K and V as operands of the tile unit. Include after vector_avx512.h. Internal linkage.
+// Rows of a 16-bit tensor as operands of the tile unit, and its products as rows. Include after vector_avx512.h.
+// Internal linkage.
 //
-// S = Q K^T and O = P V: Q and P are left operands, a row of 32 elements a tile row; K^T and V are right ones, whose tile
-// rows hold pairs of the summed dimension. Which elements make a pair is free as long as both operands agree: pairs 2i,
-// 2i + 1 in bf16, which needs no arithmetic; i and i + 16 of a step in types that are cut into planes, which two vectors
-// give without a shuffle.
+// A tile row of a right operand holds pairs of the summed dimension. bf16 is packed without arithmetic: neighbours are
+// a pair where that is the dimension of a row, elements i and i + 16 of a step where it runs over rows. fp16 is cut
+// into planes, and i and i + 16 are a pair in both, which two vectors give without a shuffle.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "amx_tiles.h"
+#include "cpu/amx_tiles.h"
 
 namespace flashmoe {
 namespace cpu {
@@ -22,130 +22,163 @@ struct WholeRows {
   int64_t stride;
 };
 
-inline bool rows_are_whole(int32_t rows, int32_t whole_rows, int32_t head_dim, int32_t padded_dim, float factor) {
-  return rows == whole_rows && head_dim == padded_dim && factor == 1.0f;
-}
-
-// src [rows, head_dim] times factor (+1, -1 or 0: exact) as [whole_rows, padded_dim], zero past the ends: where it is
-// if it is whole there, else a copy in `buffer`.
+// src [rows, dim] as [32, padded_dim], zero past the ends: where it is if it is whole there, else a copy in `buffer`.
 template <class T>
-inline WholeRows<T> make_whole(const T* src, int64_t stride, int32_t rows, int32_t whole_rows, int32_t head_dim,
-                               int32_t padded_dim, float factor, T* buffer) {
-  if (rows_are_whole(rows, whole_rows, head_dim, padded_dim, factor)) return {src, stride};
-  memset(buffer, 0, static_cast<size_t>(whole_rows) * static_cast<size_t>(padded_dim) * sizeof(T));
+inline WholeRows<T> make_whole(const T* src, int64_t stride, int32_t rows, int32_t dim, int32_t padded_dim, T* buffer) {
+  if (rows == kStep && dim == padded_dim) return {src, stride};
+  memset(buffer, 0, kStep * static_cast<size_t>(padded_dim) * sizeof(T));
   for (int32_t row = 0; row < rows; ++row) {
-    T* dst = buffer + int64_t{row} * padded_dim;
-    memcpy(dst, src + row * stride, static_cast<size_t>(head_dim) * sizeof(T));
-    if (factor == 1.0f) continue;
-    for (int32_t i = 0; i < padded_dim; i += Vector::kWidth) {
-      Vector::store(dst + i, Vector::mul(Vector::load(dst + i), Vector::broadcast(factor)));
-    }
+    memcpy(buffer + int64_t{row} * padded_dim, src + row * stride, static_cast<size_t>(dim) * sizeof(T));
   }
   return {buffer, padded_dim};
 }
 
-// 32 elements from p on as one row of bf16 pairs a plane.
-template <class T>
-inline void load_row_planes(const T* p, __m512i (&row)[Planes<T>::value]) {
-  split_pair<Planes<T>::value>(Vector::load(p), Vector::load(p + Vector::kWidth), row);
+// Two values a lane to one word a lane and plane: plane i's 8 bits of `low` in the low half, of `high` in the high one.
+// The planes' sum is the value, rounded in the second.
+inline void split_pair(__m512 low, __m512 high, __m512i (&words)[2]) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u)), half = _mm512_set1_epi32(0x8000);
+  constexpr int kSelect = 0xca;  // first ? second : third, bit by bit
+  const __m512i low_bits = _mm512_castps_si512(low), high_bits = _mm512_castps_si512(high);
+  words[0] = _mm512_ternarylogic_epi32(upper, high_bits, _mm512_srli_epi32(low_bits, 16), kSelect);
+  low = _mm512_sub_ps(low, _mm512_castsi512_ps(_mm512_and_si512(low_bits, upper)));
+  high = _mm512_sub_ps(high, _mm512_castsi512_ps(_mm512_and_si512(high_bits, upper)));
+  const __m512i low_rest = _mm512_add_epi32(_mm512_castps_si512(low), half);
+  const __m512i high_rest = _mm512_add_epi32(_mm512_castps_si512(high), half);
+  words[1] = _mm512_ternarylogic_epi32(upper, high_rest, _mm512_srli_epi32(low_rest, 16), kSelect);
 }
-inline void load_row_planes(const BFloat16* p, __m512i (&row)[1]) { row[0] = _mm512_loadu_si512(p); }
 
-// q [kGroupRows, padded_dim] -> q_planes [planes][kGroupRows, padded_dim].
-template <class T>
-inline void pack_q(WholeRows<T> q, int32_t padded_dim, uint16_t* q_planes) {
-  constexpr int kPlanes = Planes<T>::value;
-  const int64_t plane_elements = int64_t{kGroupRows} * padded_dim;
-  for (int32_t row = 0; row < kGroupRows; ++row) {
-    for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
-      __m512i planes[kPlanes];
-      load_row_planes(q.data + row * q.stride + dim, planes);
-#pragma GCC unroll 3
-      for (int plane = 0; plane < kPlanes; ++plane) {
-        _mm512_store_si512(q_planes + plane * plane_elements + int64_t{row} * padded_dim + dim, planes[plane]);
-      }
+// A left operand [32, padded_dim]: bf16 as it lies, if whole.
+inline LeftOperand pack_left(const BFloat16* src, int64_t stride, int32_t rows, int32_t dim, int32_t padded_dim,
+                             BFloat16*, uint16_t* packed) {
+  const WholeRows<BFloat16> whole =
+      make_whole(src, stride, rows, dim, padded_dim, reinterpret_cast<BFloat16*>(packed));
+  return {whole.data, whole.stride * 2, kTileBytesPerRow, 0};
+}
+// fp16: [planes][32, padded_dim]. buffer: [32, padded_dim].
+inline LeftOperand pack_left(const Half* src, int64_t stride, int32_t rows, int32_t dim, int32_t padded_dim,
+                             Half* buffer, uint16_t* packed) {
+  const WholeRows<Half> whole = make_whole(src, stride, rows, dim, padded_dim, buffer);
+  const int64_t plane = int64_t{kStep} * padded_dim;
+  for (int64_t row = 0; row < kStep; ++row) {
+    for (int32_t i = 0; i < padded_dim; i += kStep) {
+      const Half* p = whole.data + row * whole.stride + i;
+      __m512i words[2];
+      split_pair(Vector::load(p), Vector::load(p + Vector::kWidth), words);
+      _mm512_store_si512(packed + row * padded_dim + i, words[0]);
+      _mm512_store_si512(packed + plane + row * padded_dim + i, words[1]);
+    }
+  }
+  return {packed, padded_dim * 2, kTileBytesPerRow, plane * 2};
+}
+
+// 128 bits at p, p + distance, p + 2 distance, p + 3 distance as one vector.
+inline __attribute__((always_inline)) __m512i load_quarters(const BFloat16* p, int64_t distance) {
+  const auto quarter = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * distance)); };
+  __m512i x = _mm512_broadcast_i32x4(quarter(0));
+  x = _mm512_mask_broadcast_i32x4(x, 0x00f0, quarter(1));
+  x = _mm512_mask_broadcast_i32x4(x, 0x0f00, quarter(2));
+  return _mm512_mask_broadcast_i32x4(x, 0xf000, quarter(3));
+}
+
+// 32 elements of each of 32 rows -> a step of a right operand whose columns are the rows: a transpose. In bf16 the
+// loads do its coarse half, since shuffles have one port.
+inline __attribute__((always_inline)) void pack_transposed(const BFloat16* rows, int64_t stride, uint32_t* step) {
+  for (int half = 0; half < 2; ++half, rows += kTileRows * stride) {
+    const BFloat16* src = rows;
+#pragma GCC unroll 4
+    for (int quad = 0; quad < 4; ++quad, src += 8, step += 4 * Vector::kWidth) {  // lane i: rows 4 i .. 4 i + 3
+      __m512i row[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) row[i] = load_quarters(src + i * stride, 4 * stride);
+      const __m512i a = _mm512_unpacklo_epi32(row[0], row[1]), b = _mm512_unpackhi_epi32(row[0], row[1]);
+      const __m512i c = _mm512_unpacklo_epi32(row[2], row[3]), d = _mm512_unpackhi_epi32(row[2], row[3]);
+      _mm512_store_si512(step, _mm512_unpacklo_epi64(a, c));
+      _mm512_store_si512(step + Vector::kWidth, _mm512_unpackhi_epi64(a, c));
+      _mm512_store_si512(step + 2 * Vector::kWidth, _mm512_unpacklo_epi64(b, d));
+      _mm512_store_si512(step + 3 * Vector::kWidth, _mm512_unpackhi_epi64(b, d));
+    }
+  }
+}
+// Transposed as fp32, then cut into planes.
+inline void pack_transposed(const Half* rows, int64_t stride, uint32_t* step) {
+  for (int tile = 0; tile < 2; ++tile, rows += kTileRows * stride, step += kTileWords) {
+    __m512i low[16], high[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) low[i] = _mm512_castps_si512(Vector::load(rows + i * stride));
+    Vector::transpose(low);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) high[i] = _mm512_castps_si512(Vector::load(rows + i * stride + Vector::kWidth));
+    Vector::transpose(high);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      __m512i words[2];
+      split_pair(_mm512_castsi512_ps(low[i]), _mm512_castsi512_ps(high[i]), words);
+      _mm512_store_si512(step + i * Vector::kWidth, words[0]);
+      _mm512_store_si512(step + 2 * kTileWords + i * Vector::kWidth, words[1]);
     }
   }
 }
 
-// rows[i]: 16 elements of row i, as fp32.
-template <class T>
-inline void load_square(const T* p, int64_t stride, __m512i (&rows)[16]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) rows[i] = _mm512_castps_si512(Vector::load(p + i * stride));
+// 32 columns of 32 rows -> a step of a right operand, which sums over the rows. In bf16 the first tile holds the even
+// columns, the second the odd ones, which take one shuffle each; store_output puts them in order.
+inline void pack_rows(const BFloat16* rows, int64_t stride, uint32_t* step) {
+  const __m512i low_to_high = _mm512_set4_epi32(0x0d0c0000, 0x09080000, 0x05040000, 0x01000000);
+  const __m512i high_to_low = _mm512_set4_epi32(0x00000f0e, 0x00000b0a, 0x00000706, 0x00000302);
+  constexpr __mmask64 kHighWords = 0xccccccccccccccccu, kLowWords = 0x3333333333333333u;
+#pragma GCC unroll 4
+  for (int32_t pair = 0; pair < kTileRows; ++pair, rows += stride, step += Vector::kWidth) {
+    const __m512i low = _mm512_loadu_si512(rows), high = _mm512_loadu_si512(rows + kTileRows * stride);
+    _mm512_store_si512(step, _mm512_mask_shuffle_epi8(low, kHighWords, high, low_to_high));
+    _mm512_store_si512(step + kTileWords, _mm512_mask_shuffle_epi8(high, kLowWords, low, high_to_low));
+  }
 }
-
-// k [32 keys, padded_dim] -> a panel: [padded_dim / 32 steps][planes][2] tiles of [16 pairs, 16 keys]. Transposed before
-// it is cut into planes: two squares of fp32 are fewer than three planes.
-template <class T>
-inline void pack_k(WholeRows<T> k, int32_t padded_dim, uint32_t* panel) {
-  constexpr int kPlanes = Planes<T>::value;
-  for (int32_t dim = 0; dim < padded_dim; dim += kStep, panel += kPlanes * 2 * kTileWords) {
+inline void pack_rows(const Half* rows, int64_t stride, uint32_t* step) {
+  for (int32_t pair = 0; pair < kTileRows; ++pair, rows += stride, step += Vector::kWidth) {
+#pragma GCC unroll 2
     for (int tile = 0; tile < 2; ++tile) {
-      const T* square = k.data + tile * kTileRows * k.stride + dim;
-      __m512i low[16], high[16];
-      load_square(square, k.stride, low);
-      Vector::transpose(low);
-      load_square(square + Vector::kWidth, k.stride, high);
-      Vector::transpose(high);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        __m512i words[kPlanes];
-        split_pair<kPlanes>(_mm512_castsi512_ps(low[i]), _mm512_castsi512_ps(high[i]), words);
-#pragma GCC unroll 3
-        for (int plane = 0; plane < kPlanes; ++plane) {
-          _mm512_store_si512(panel + (plane * 2 + tile) * kTileWords + i * Vector::kWidth, words[plane]);
-        }
-      }
-    }
-  }
-}
-// bf16 needs no arithmetic.
-inline void pack_k(WholeRows<BFloat16> k, int32_t padded_dim, uint32_t* panel) {
-  for (int32_t dim = 0; dim < padded_dim; dim += kStep) {
-    for (int tile = 0; tile < 2; ++tile, panel += kTileWords) {
-      __m512i words[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) words[i] = _mm512_loadu_si512(k.data + (tile * kTileRows + i) * k.stride + dim);
-      Vector::transpose(words);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(panel + i * Vector::kWidth, words[i]);
+      const Half* low = rows + tile * kTileRows;
+      __m512i words[2];
+      split_pair(Vector::load(low), Vector::load(low + kTileRows * stride), words);
+      _mm512_store_si512(step + tile * kTileWords, words[0]);
+      _mm512_store_si512(step + (2 + tile) * kTileWords, words[1]);
     }
   }
 }
 
-// v [32 keys, padded_dim] -> a step of each panel: [panels] of [planes][2] tiles of [16 pairs of keys, 16 of head_dim],
-// panels panel_words apart.
-template <class T>
-inline void pack_v(WholeRows<T> v, int32_t padded_dim, int64_t panel_words, uint32_t* step) {
-  constexpr int kPlanes = Planes<T>::value;
-  for (int32_t pair = 0; pair < kTileRows; ++pair, step += Vector::kWidth) {
-    const T* low = v.data + pair * v.stride;
-    const T* high = low + kTileRows * v.stride;
-    for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
-      __m512i words[kPlanes];
-      split_pair<kPlanes>(Vector::load(low + dim), Vector::load(high + dim), words);
-      uint32_t* dst = step + dim / kPanelColumns * panel_words + dim % kPanelColumns / kTileRows * kTileWords;
-#pragma GCC unroll 3
-      for (int plane = 0; plane < kPlanes; ++plane) _mm512_store_si512(dst + plane * 2 * kTileWords, words[plane]);
-    }
+// product [rows, 32], columns as pack_rows has them, times a factor a row -> out [rows, columns], no more than 32.
+// Returns NaN or Inf if any part is. Ties are rounded away from zero in bf16.
+inline __m512 store_output(const float* product, const float* factors, int32_t rows, int32_t columns, int64_t out_row,
+                           BFloat16* out) {
+  const __m512i high_to_low = _mm512_set4_epi32(0x00000f0e, 0x00000b0a, 0x00000706, 0x00000302);
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  constexpr __mmask64 kLowWords = 0x3333333333333333u;
+  const __mmask32 stored = columns >= kBlockColumns ? ~0u : (1u << columns) - 1;
+  __m512 total = Vector::zero();
+  for (int32_t row = 0; row < rows; ++row, product += kBlockColumns, out += out_row) {
+    const __m512 factor = Vector::broadcast(factors[row]);
+    const __m512 even = Vector::mul(Vector::load(product), factor);
+    const __m512 odd = Vector::mul(Vector::load(product + Vector::kWidth), factor);
+    total = Vector::fma(even, odd, total);
+    const __m512i even_bits = _mm512_add_epi32(_mm512_castps_si512(even), half);
+    const __m512i odd_bits = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+    _mm512_mask_storeu_epi16(out, stored, _mm512_mask_shuffle_epi8(odd_bits, kLowWords, even_bits, high_to_low));
   }
+  return total;
 }
-// bf16 needs no arithmetic: interleave two rows of keys, 32 of head_dim at once.
-inline void pack_v(WholeRows<BFloat16> v, int32_t padded_dim, int64_t panel_words, uint32_t* step) {
-  // Quarters of the first 16 elements to the low halves of the 128-bit lanes that unpacking interleaves.
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  for (int32_t pair = 0; pair < kTileRows; ++pair, step += Vector::kWidth) {
-    const BFloat16* low = v.data + 2 * pair * v.stride;
-    const BFloat16* high = low + v.stride;
-    for (int32_t dim = 0; dim < padded_dim; dim += kPanelColumns) {
-      const __m512i a = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(low + dim));
-      const __m512i b = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(high + dim));
-      uint32_t* dst = step + dim / kPanelColumns * panel_words;
-      _mm512_store_si512(dst, _mm512_unpacklo_epi16(a, b));
-      _mm512_store_si512(dst + kTileWords, _mm512_unpackhi_epi16(a, b));
-    }
+inline __m512 store_output(const float* product, const float* factors, int32_t rows, int32_t columns, int64_t out_row,
+                           Half* out) {
+  const __mmask32 stored = columns >= kBlockColumns ? ~0u : (1u << columns) - 1;
+  __m512 total = Vector::zero();
+  for (int32_t row = 0; row < rows; ++row, product += kBlockColumns, out += out_row) {
+    const __m512 factor = Vector::broadcast(factors[row]);
+    const __m512 low = Vector::mul(Vector::load(product), factor);
+    const __m512 high = Vector::mul(Vector::load(product + Vector::kWidth), factor);
+    total = Vector::fma(low, high, total);
+    const __m256i low_halves = _mm512_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i high_halves = _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT);
+    _mm512_mask_storeu_epi16(out, stored, _mm512_inserti64x4(_mm512_castsi256_si512(low_halves), high_halves, 1));
   }
+  return total;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "isa.h"
+#include "cpu/isa.h"
 
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -59,29 +59,29 @@ bool has_amx() {
 }
 
 struct Candidate {
-  const Kernel* kernel;
+  const char* name;
   bool (*supported)();
 };
 
-// Narrowest first.
-constexpr std::array<Candidate, 4> kCandidates = {{
-    {&kBaselineKernel, has_baseline},
-    {&kAvx2Kernel, has_avx2},
-    {&kAvx512Kernel, has_avx512},
-    {&kAmxKernel, has_amx},
+// In the order of Isa.
+constexpr std::array<Candidate, kIsaCount> kCandidates = {{
+    {"baseline", has_baseline},
+    {"avx2", has_avx2},
+    {"avx512", has_avx512},
+    {"amx", has_amx},
 }};
 
+const char* name_of(Isa isa) { return kCandidates[static_cast<size_t>(isa)].name; }
+
+// Which of them this machine can run; each includes the ones before it.
 struct Supported {
-  std::array<const Kernel*, kCandidates.size()> kernels{};
-  size_t count = 0;
+  int count = 0;
   std::string names;
 
   Supported() {
-    for (const Candidate& candidate : kCandidates) {
-      if (!candidate.supported()) continue;
-      kernels[count++] = candidate.kernel;
-      if (!names.empty()) names += ", ";
-      names += candidate.kernel->name;
+    while (count < kIsaCount && kCandidates[static_cast<size_t>(count)].supported()) {
+      names += count == 0 ? "" : ", ";
+      names += kCandidates[static_cast<size_t>(count++)].name;
     }
   }
 };
@@ -91,41 +91,41 @@ const Supported& supported() {
   return instance;
 }
 
-const Kernel& find(const std::string& name, const char* source) {
-  for (size_t i = 0; i < supported().count; ++i) {
-    if (name == supported().kernels[i]->name) return *supported().kernels[i];
+Isa find(const std::string& name, const char* source) {
+  for (int i = 0; i < supported().count; ++i) {
+    if (name == name_of(static_cast<Isa>(i))) return static_cast<Isa>(i);
   }
   throw std::invalid_argument(std::string(source) + ": instruction set '" + name +
                               "' is unknown or not supported by this machine; supported here: " + supported().names);
 }
 
-const Kernel& default_kernel() {
+Isa default_isa() {
   const char* name = std::getenv("FLASHMOE_CPU_ISA");
   if (name != nullptr && *name != '\0') return find(name, "FLASHMOE_CPU_ISA");
-  return *supported().kernels[supported().count - 1];
+  return static_cast<Isa>(supported().count - 1);
 }
 
-std::atomic<const Kernel*> g_selected{nullptr};
+constexpr int kNotSelected = -1;
+std::atomic<int> g_selected{kNotSelected};
 
 }  // namespace
 
-const Kernel& selected_kernel() {
-  const Kernel* kernel = g_selected.load(std::memory_order_acquire);
-  if (kernel == nullptr) {
-    kernel = &default_kernel();
-    const Kernel* expected = nullptr;
-    // Another thread may have come first, or set_isa: theirs stands.
-    if (!g_selected.compare_exchange_strong(expected, kernel)) kernel = expected;
+Isa current_isa() {
+  int selected = g_selected.load(std::memory_order_acquire);
+  if (selected == kNotSelected) {
+    const int isa = static_cast<int>(default_isa());
+    // Another thread may have come first, or set_isa: its selection stands.
+    if (g_selected.compare_exchange_strong(selected, isa)) selected = isa;
   }
-  return *kernel;
+  return static_cast<Isa>(selected);
 }
 
-const char* selected_isa() { return selected_kernel().name; }
+const char* selected_isa() { return name_of(current_isa()); }
 
 bool set_isa(const char* name) {
   const bool is_default = name == nullptr || *name == '\0';
-  const Kernel& kernel = is_default ? default_kernel() : find(name, "set_isa");
-  return g_selected.exchange(&kernel) != &kernel;
+  const int isa = static_cast<int>(is_default ? default_isa() : find(name, "set_isa"));
+  return g_selected.exchange(isa) != isa;
 }
 
 const char* supported_isas() { return supported().names.c_str(); }

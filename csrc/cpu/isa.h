@@ -1,13 +1,26 @@
-// Which instruction set's kernel runs.
+// Which instruction set the kernels of every operation use.
 #pragma once
-
-#include "kernel.h"
 
 namespace flashmoe {
 namespace cpu {
 
-// The kernel of selected_isa().
-const Kernel& selected_kernel();
+enum class Isa { kBaseline, kAvx2, kAvx512, kAmx };  // narrowest first
+constexpr int kIsaCount = 4;
+
+// The instruction set in use: the widest that the CPU and the operating system support, unless FLASHMOE_CPU_ISA (read
+// once, at the first call) or set_isa named another.
+// Throws std::invalid_argument when FLASHMOE_CPU_ISA names an unknown or unsupported one.
+Isa current_isa();
+
+// The same as "baseline", "avx2", "avx512" or "amx".
+const char* selected_isa();
+
+// Forces an instruction set; null or "" goes back to the default. Returns whether the selection changed.
+// Throws std::invalid_argument, naming the supported set, for an unknown or unsupported name.
+bool set_isa(const char* name);
+
+// The instruction sets that this machine can run, separated by commas, narrowest first.
+const char* supported_isas();
 
 }  // namespace cpu
 }  // namespace flashmoe

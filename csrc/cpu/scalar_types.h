@@ -1,10 +1,12 @@
-// The 16-bit element types as storage. No conversions here: they are each instruction set's own (vector_*.h).
+// The element types. The 16-bit ones are storage only: conversions are each instruction set's own (vector_*.h).
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe {
 namespace cpu {
+
+enum class ScalarType { kFloat32, kFloat16, kBFloat16 };
 
 struct Half {
   uint16_t bits;

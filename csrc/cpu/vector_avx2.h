@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "scalar_types.h"
+#include "cpu/scalar_types.h"
 
 namespace flashmoe {
 namespace cpu {

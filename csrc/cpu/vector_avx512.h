@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "scalar_types.h"
+#include "cpu/scalar_types.h"
 
 namespace flashmoe {
 namespace cpu {

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 
+#include "cpu/isa.h"
 #include "host/tensor.h"
 
 namespace flashmoe {

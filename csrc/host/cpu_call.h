@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/attention.h"
+#include "cpu/scalar_types.h"
 #include "host/kernel_table.h"
 
 namespace flashmoe {

@@ -3,7 +3,7 @@
 
 #include <exception>
 
-#include "cpu/attention.h"
+#include "cpu/isa.h"
 #include "host/kernel_table.h"
 #include "host/last_kernel.h"
 

@@ -1,4 +1,4 @@
-"""csrc/cpu built alone with g++, and called through ctypes on torch's own thread pool."""
+"""The CPU backend built alone with g++, and called through ctypes on torch's own thread pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "csrc" / "cpu"
+CSRC = ROOT / "csrc"
+SOURCES = [*sorted((CSRC / "cpu").glob("*.cpp")), *sorted((CSRC / "attention" / "cpu").glob("*.cpp"))]
 # What the build compiles these files with, as far as code generation goes.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 ISAS = ("baseline", "avx2", "avx512", "amx")
@@ -41,11 +42,11 @@ class BackendError(RuntimeError):
 
 
 def build(folder: Path) -> Path:
-    """Compile every file of csrc/cpu and the shim, two at a time; returns the shared library. Objects stay in ``folder``."""
-    sources = [*sorted(SOURCES.glob("*.cpp")), Path(__file__).with_name("shim.cpp")]
+    """Compile every file of the backend and the shim, two at a time; returns the shared library. Objects stay in ``folder``."""
+    sources = [*SOURCES, Path(__file__).with_name("shim.cpp")]
     compiler = os.environ.get("CXX", "g++")
     pending = [
-        [compiler, *FLAGS, f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+        [compiler, *FLAGS, f"-I{CSRC}", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
         for source in sources
     ]
     while pending:

@@ -1,8 +1,9 @@
-// A C door to csrc/cpu for ctypes. Errors come back as text.
+// The CPU backend through C functions for ctypes. Errors come back as text.
 #include <cstdio>
 #include <exception>
 
-#include "cpu/attention.h"
+#include "attention/cpu/attention.h"
+#include "cpu/isa.h"
 
 namespace {
 

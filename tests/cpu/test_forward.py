@@ -150,6 +150,37 @@ def test_bad_score(backend: Backend, bad: float, where: str) -> None:
         assert torch.equal(lse.isfinite(), expected.isfinite().all(-1))
 
 
+@pytest.mark.parametrize("causal", BOTH)
+def test_first_keys_are_minus_infinite(backend: Backend, causal: bool) -> None:
+    """A maximum of -inf, then scores that are not: in the same block of keys and in the next."""
+    for dtype, keys in product(DTYPES, (32, 128, 150)):
+        q, k, v = make_inputs(Problem(200, 200, 64), "cpu", dtype)
+        q = q.abs() + 0.1
+        k[0, 0, :keys, 3] = -math.inf
+        out, lse = backend.forward(q, k, v, causal)
+        expected, expected_lse = plain_attention(q.double(), k.double(), v.double(), causal)
+        seen = expected_lse.isfinite()
+        assert torch.equal(lse.isfinite(), seen)
+        close = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(out[seen].double(), expected[seen], rtol=0, atol=close)
+        compare_lse(lse[seen], expected_lse[seen])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_head_that_is_computed_again_spoils_no_other(backend: Backend, bad: float) -> None:
+    """One thread runs the heads one after the other in the same scratch memory."""
+    for dtype in DTYPES:
+        q, k, v = make_inputs(Problem(128, 128, 64, 8, 8), "cpu", dtype)
+        clean, _ = backend.forward(q, k, v, threads=1)
+        for head in (0, 3, 7):
+            spoiled = v.clone()
+            spoiled[0, head, 77, 5] = bad
+            out, _ = backend.forward(q, k, spoiled, threads=1)
+            assert not out[0, head, :, 5].isfinite().any()
+            others = [i for i in range(8) if i != head]
+            assert torch.equal(out[0, others], clean[0, others])
+
+
 def test_scores_far_apart(backend: Backend) -> None:
     """Weights that underflow, and a maximum that rises in every block of keys, by far more than a float's range."""
     for dtype in DTYPES:

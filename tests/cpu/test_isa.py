@@ -67,7 +67,7 @@ def symbols(path: Path) -> list[tuple[str, str]]:
     return [(line[17], line[19:]) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("forward_*.cpp")))
+@pytest.mark.parametrize("source", [path.stem for path in SOURCES if path.stem.startswith("forward_")])
 def test_wide_code_stays_in_its_object(built: Path, source: str) -> None:
     """A weak function compiled here could be the copy that the linker keeps for a CPU without these instructions."""
     leaving = [(kind, name) for kind, name in symbols(built / f"{source}.o") if kind not in "tbdrU"]

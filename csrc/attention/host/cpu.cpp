@@ -1,5 +1,5 @@
+#include "attention/cpu/attention.h"
 #include "attention/host/backends.h"
-#include "cpu/attention.h"
 #include "host/cpu_call.h"
 #include "host/last_kernel.h"
 

@@ -1,14 +1,17 @@
 // Attention forward of one head with very few query rows (decoding), one row at a time, head_dim in the lanes: K and V
 // are read as they lie, and no lane is idle. With rows in the lanes (forward_simd.h) a single query would use one lane
-// of kGroupRows. Include after a vector_*.h. Internal linkage.
+// of kBlockRows. Include after a vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstdint>
 
-#include "forward_simd.h"
-#include "kernel.h"
-#include "rows.h"
-#include "softmax.h"
+#include <cstring>
+
+#include "attention/cpu/forward_simd.h"
+#include "attention/cpu/mask.h"
+#include "attention/cpu/operands.h"
+#include "attention/cpu/softmax.h"
+#include "cpu/rows.h"
 
 namespace flashmoe {
 namespace cpu {
@@ -169,7 +172,8 @@ void forward_few_rows(const Task& task, void* memory) {
   }
   memset(scratch.out, 0, static_cast<size_t>(rows) * static_cast<size_t>(padded_dim) * sizeof(float));
 
-  const int32_t key_end = visible_end(task);
+  const Mask mask(task);
+  const int32_t key_end = mask.keys(task.row_begin, rows).end;
   for (int32_t key = 0; key < key_end; key += kBlockKeys) {
     const int32_t keys = clamp(int64_t{key_end} - key, 0, kBlockKeys);
     const T* k = operands.k + key * params.k_stride.row;
@@ -179,8 +183,7 @@ void forward_few_rows(const Task& task, void* memory) {
       convert_rows(v, params.v_stride.row, keys, head_dim, padded_dim, scratch.v);
     }
     for (int32_t row = 0; row < rows; ++row) {
-      const int64_t diagonal = int64_t{task.row_begin} + row + params.seq_k - params.seq_q;
-      const int32_t visible = task.causal ? clamp(diagonal + 1 - key, 0, keys) : keys;
+      const int32_t visible = mask.block(task.row_begin + row, key, keys).keys_of(0).end;
       if (visible == 0) continue;
       float* out = scratch.out + row * padded_dim;
       const float* q = scratch.q + row * padded_dim;
@@ -204,27 +207,6 @@ void forward_few_rows(const Task& task, void* memory) {
               operands.out + position * params.out_stride.row);
     store_lse({&state.max_log2, &state.sum, nullptr}, 1, operands.lse_row(position));
   }
-}
-
-// Runs the task if it is for this file.
-inline bool run_few_rows(const Task& task, void* memory) {
-  if (task.params->seq_q > kFewRows) return false;
-  switch (task.type) {
-    case ScalarType::kFloat32:
-      forward_few_rows<float>(task, memory);
-      break;
-    case ScalarType::kFloat16:
-      forward_few_rows<Half>(task, memory);
-      break;
-    case ScalarType::kBFloat16:
-      forward_few_rows<BFloat16>(task, memory);
-      break;
-  }
-  return true;
-}
-
-inline size_t few_rows_scratch_bytes(int32_t head_dim) {
-  return FewRowsScratch(nullptr, round_up(head_dim, Vector::kWidth)).bytes;
 }
 
 }  // namespace

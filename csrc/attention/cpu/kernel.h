@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "attention/params/forward.h"
-#include "attention.h"
+#include "cpu/scalar_types.h"
 
 namespace flashmoe {
 namespace cpu {
@@ -22,22 +22,14 @@ struct Task {
   int32_t row_end;
 };
 
-// A worker's tasks. Writes the next one to *task and returns true until none is left.
-struct TaskSource {
-  bool (*take)(void* context, Task* task);
-  void* context;
-};
-
 // One instruction set's implementation.
 struct Kernel {
-  const char* name;
-  // A row's result depends on the keys it sees and on its position inside its group of this many rows, never on
-  // which other groups are in the task: so the dispatcher may choose any multiple as the task's height.
+  // A row's result depends on the keys it sees and on its position inside its block of this many rows, never on
+  // which other blocks are in the task: so the dispatcher may choose any multiple as the task's height.
   int32_t row_granularity;
   // Bytes of scratch memory that a task of `rows` rows needs, 64-byte aligned.
   size_t (*scratch_bytes)(ScalarType type, int32_t head_dim, int32_t rows);
-  // Runs tasks until none is left.
-  void (*run)(const TaskSource& tasks, void* scratch);
+  void (*run)(const Task& task, void* scratch);
 };
 
 extern const Kernel kBaselineKernel;

@@ -8,25 +8,28 @@
 
 #include <cstdint>
 
-#include "kernel.h"
-#include "rows.h"
-#include "softmax.h"
+#include <cstring>
+
+#include "attention/cpu/mask.h"
+#include "attention/cpu/operands.h"
+#include "attention/cpu/softmax.h"
+#include "cpu/rows.h"
 
 namespace flashmoe {
 namespace cpu {
 namespace {
 
-// Keys of one step of the online softmax: scores of a group (16 KiB with AVX-512) and Q^T stay in the L1 cache.
+// Keys of one step of the online softmax: scores of a row block (16 KiB with AVX-512) and Q^T stay in the L1 cache.
 constexpr int32_t kBlockKeys = 128;
 
-// scores_t[r, group] = sum_d k[r, d] q_t[d, group] for r < kRows.
+// scores_t[r, rows] = sum_d k[r, d] q_t[d, rows] for r < kRows.
 template <int kRows>
 void scores_tile(const float* q_t, const float* k, int64_t k_stride, int32_t head_dim, float* scores_t) {
-  Vector::Float sum[kRows][kGroupVectors];
+  Vector::Float sum[kRows][kBlockVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int c = 0; c < kGroupVectors; ++c) sum[r][c] = Vector::zero();
+    for (int c = 0; c < kBlockVectors; ++c) sum[r][c] = Vector::zero();
   }
   // Four rows a pointer: x86 addresses p, p + stride, p + 2 stride without further registers.
   const float* rows[(kRows + 3) / 4];
@@ -34,57 +37,57 @@ void scores_tile(const float* q_t, const float* k, int64_t k_stride, int32_t hea
   for (int i = 0; i < (kRows + 3) / 4; ++i) rows[i] = k + 4 * i * k_stride;
   const int64_t stride3 = 3 * k_stride;
   for (int32_t d = 0; d < head_dim; ++d) {
-    Vector::Float q[kGroupVectors];
+    Vector::Float q[kBlockVectors];
 #pragma GCC unroll 2
-    for (int c = 0; c < kGroupVectors; ++c) q[c] = Vector::load(q_t + c * Vector::kWidth);
+    for (int c = 0; c < kBlockVectors; ++c) q[c] = Vector::load(q_t + c * Vector::kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const float* p = rows[r / 4] + (r % 4 == 3 ? stride3 : (r % 4) * k_stride);
       const Vector::Float element = Vector::broadcast(*p);
 #pragma GCC unroll 2
-      for (int c = 0; c < kGroupVectors; ++c) sum[r][c] = Vector::fma(q[c], element, sum[r][c]);
+      for (int c = 0; c < kBlockVectors; ++c) sum[r][c] = Vector::fma(q[c], element, sum[r][c]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < (kRows + 3) / 4; ++i) ++rows[i];
-    q_t += kGroupRows;
+    q_t += kBlockRows;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int c = 0; c < kGroupVectors; ++c) {
-      Vector::store(scores_t + r * kGroupRows + c * Vector::kWidth, sum[r][c]);
+    for (int c = 0; c < kBlockVectors; ++c) {
+      Vector::store(scores_t + r * kBlockRows + c * Vector::kWidth, sum[r][c]);
     }
   }
 }
 
-// out_t[r, group] = out_t[r, group] * alpha[group] + sum_n v[n, r] p_t[n, group] for r < kRows. The block is
+// out_t[r, rows] = out_t[r, rows] * alpha[rows] + sum_n v[n, r] p_t[n, rows] for r < kRows. The block is
 // summed from zero, which rounds less than a running sum over all keys.
 template <int kRows>
 void output_tile(const float* p_t, const float* v, int64_t v_stride, int32_t keys, const float* alpha, float* out_t) {
-  Vector::Float sum[kRows][kGroupVectors];
+  Vector::Float sum[kRows][kBlockVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int c = 0; c < kGroupVectors; ++c) sum[r][c] = Vector::zero();
+    for (int c = 0; c < kBlockVectors; ++c) sum[r][c] = Vector::zero();
   }
   for (int32_t n = 0; n < keys; ++n) {
-    Vector::Float p[kGroupVectors];
+    Vector::Float p[kBlockVectors];
 #pragma GCC unroll 2
-    for (int c = 0; c < kGroupVectors; ++c) p[c] = Vector::load(p_t + c * Vector::kWidth);
+    for (int c = 0; c < kBlockVectors; ++c) p[c] = Vector::load(p_t + c * Vector::kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Vector::Float element = Vector::broadcast(v[r]);
 #pragma GCC unroll 2
-      for (int c = 0; c < kGroupVectors; ++c) sum[r][c] = Vector::fma(p[c], element, sum[r][c]);
+      for (int c = 0; c < kBlockVectors; ++c) sum[r][c] = Vector::fma(p[c], element, sum[r][c]);
     }
     v += v_stride;
-    p_t += kGroupRows;
+    p_t += kBlockRows;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int c = 0; c < kGroupVectors; ++c) {
-      float* out = out_t + r * kGroupRows + c * Vector::kWidth;
+    for (int c = 0; c < kBlockVectors; ++c) {
+      float* out = out_t + r * kBlockRows + c * Vector::kWidth;
       Vector::store(out, Vector::fma(Vector::load(out), Vector::load(alpha + c * Vector::kWidth), sum[r][c]));
     }
   }
@@ -109,7 +112,7 @@ inline void output_tile_of(int32_t rows, const float* p_t, const float* v, int64
 // wait for its own additions.
 inline int32_t tile_count(int32_t count) { return (count + Vector::kMaxTileRows - 1) / Vector::kMaxTileRows; }
 
-// scores_t [keys, group] of k [keys, head_dim].
+// scores_t [keys, rows] of k [keys, head_dim].
 inline void compute_scores(const float* q_t, const float* k, int64_t k_stride, int32_t keys, int32_t head_dim,
                            float* scores_t) {
   const int32_t tiles = tile_count(keys);
@@ -117,18 +120,18 @@ inline void compute_scores(const float* q_t, const float* k, int64_t k_stride, i
     const int32_t begin = keys * tile / tiles;
     const int32_t end = keys * (tile + 1) / tiles;
     scores_tile_of(end - begin, q_t, k + begin * k_stride, k_stride, head_dim,
-                   scores_t + int64_t{begin} * kGroupRows);
+                   scores_t + int64_t{begin} * kBlockRows);
   }
 }
 
-// out_t [head_dim, group] = out_t * alpha + v^T p_t, v [keys, head_dim].
+// out_t [head_dim, rows] = out_t * alpha + v^T p_t, v [keys, head_dim].
 inline void accumulate_output(const float* p_t, const float* v, int64_t v_stride, int32_t keys, int32_t head_dim,
                               const float* alpha, float* out_t) {
   const int32_t tiles = tile_count(head_dim);
   for (int32_t tile = 0; tile < tiles; ++tile) {
     const int32_t begin = head_dim * tile / tiles;
     const int32_t end = head_dim * (tile + 1) / tiles;
-    output_tile_of(end - begin, p_t, v + begin, v_stride, keys, alpha, out_t + int64_t{begin} * kGroupRows);
+    output_tile_of(end - begin, p_t, v + begin, v_stride, keys, alpha, out_t + int64_t{begin} * kBlockRows);
   }
 }
 
@@ -145,18 +148,18 @@ inline bool rows_are_finite(const float* rows, int64_t stride, int32_t count, in
   return tail == 0.0f && !Vector::any_differs(sum, Vector::zero());
 }
 
-// As accumulate_output, but a key that the causal mask hides from a row leaves it alone, where 0 * V would make NaN of
+// As accumulate_output, but a key that the mask hides from a row leaves it alone, where 0 * V would make NaN of
 // Inf or NaN in V. For blocks on the diagonal that hold such: slow.
-inline void accumulate_visible_output(const float* p_t, const float* v, int64_t v_stride, VisibleKeys visible,
-                                      int64_t diagonal, int32_t key_begin, int32_t head_dim, const float* alpha,
-                                      float* out_t) {
-  accumulate_output(p_t, v, v_stride, visible.full, head_dim, alpha, out_t);
-  for (int32_t key = visible.full; key < visible.end; ++key) {
-    const int32_t first_lane = static_cast<int32_t>(key_begin + key - diagonal);
+inline void accumulate_visible_output(const float* p_t, const float* v, int64_t v_stride, BlockMask mask,
+                                      int32_t head_dim, const float* alpha, float* out_t) {
+  const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
+  accumulate_output(p_t, v, v_stride, all.end, head_dim, alpha, out_t);
+  for (int32_t key = all.end; key < any.end; ++key) {
+    const int32_t first_lane = mask.first_row(key);
     for (int32_t dim = 0; dim < head_dim; ++dim) {
-      for (int c = 0; c < kGroupVectors; ++c) {
-        float* p = out_t + int64_t{dim} * kGroupRows + c * Vector::kWidth;
-        const Vector::Float weight = Vector::load(p_t + int64_t{key} * kGroupRows + c * Vector::kWidth);
+      for (int c = 0; c < kBlockVectors; ++c) {
+        float* p = out_t + int64_t{dim} * kBlockRows + c * Vector::kWidth;
+        const Vector::Float weight = Vector::load(p_t + int64_t{key} * kBlockRows + c * Vector::kWidth);
         const Vector::Float before = Vector::load(p);
         const Vector::Float after = Vector::fma(weight, Vector::broadcast(v[key * v_stride + dim]), before);
         Vector::store(p, Vector::from_lane(first_lane - c * Vector::kWidth, after, before));
@@ -167,8 +170,8 @@ inline void accumulate_visible_output(const float* p_t, const float* v, int64_t 
 
 // Turns scores_t into weights, in place, and updates the state.
 template <int kDegree>
-inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, GroupState state) {
-  for (int c = 0; c < kGroupVectors; ++c) {
+inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, SoftmaxState state) {
+  for (int c = 0; c < kBlockVectors; ++c) {
     Vector::Float scale = Vector::broadcast(scale_log2);
     const Vector::Float minus_shift =
         Vector::sub(Vector::zero(), update_max(scores_t, keys, scale_log2, state, c));
@@ -176,19 +179,19 @@ inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, Gr
     float* s = scores_t + c * Vector::kWidth;
     if (any_is_far(Vector::load(state.max_log2 + c * Vector::kWidth))) {  // products rounded as the maximum's was
       for (int32_t key = 0; key < keys; ++key) {
-        float* score = s + int64_t{key} * kGroupRows;
+        float* score = s + int64_t{key} * kBlockRows;
         Vector::store(score, Vector::mul(Vector::load(score), scale));
       }
       scale = Vector::broadcast(1.0f);
     }
     int32_t key = 0;
-    for (; key + 1 < keys; key += 2, s += 2 * kGroupRows) {
+    for (; key + 1 < keys; key += 2, s += 2 * kBlockRows) {
       const Vector::Float p0 = exp2<kDegree>(Vector::fma(Vector::load(s), scale, minus_shift));
-      const Vector::Float p1 = exp2<kDegree>(Vector::fma(Vector::load(s + kGroupRows), scale, minus_shift));
+      const Vector::Float p1 = exp2<kDegree>(Vector::fma(Vector::load(s + kBlockRows), scale, minus_shift));
       sum0 = Vector::add(sum0, p0);
       sum1 = Vector::add(sum1, p1);
       Vector::store(s, p0);
-      Vector::store(s + kGroupRows, p1);
+      Vector::store(s + kBlockRows, p1);
     }
     if (key < keys) {
       const Vector::Float p = exp2<kDegree>(Vector::fma(Vector::load(s), scale, minus_shift));
@@ -199,44 +202,75 @@ inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, Gr
   }
 }
 
+// q: [rows <= kBlockRows, head_dim] -> q_t [padded_dim, rows] fp32 times factor, zero in the lanes past `rows`.
+// buffer: [kBlockRows, padded_dim]. padded_dim is a multiple of the vector width.
 template <class T>
-struct ExpDegree {
-  static constexpr int value = kExpDegree16Bit;
-};
-template <>
-struct ExpDegree<float> {
-  static constexpr int value = kExpDegreeFull;
-};
+inline void pack_row_block(const T* q, int64_t row_stride, int32_t rows, int32_t head_dim, int32_t padded_dim,
+                           float factor, float* buffer, float* q_t) {
+  for (int32_t row = 0; row < kBlockRows; ++row) {
+    float* dst = buffer + int64_t{row} * padded_dim;
+    if (row < rows) {
+      load_row(q + row * row_stride, head_dim, dst, Vector::broadcast(factor));
+    } else {
+      memset(dst, 0, static_cast<size_t>(padded_dim) * sizeof(float));
+    }
+  }
+  for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
+    for (int c = 0; c < kBlockVectors; ++c) {
+      Vector::transpose(buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim,
+                        q_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows);
+    }
+  }
+}
+
+// out_t [padded_dim, rows], times 1/sum, -> out [rows, head_dim] and lse [rows], which may be null. buffer:
+// [kBlockRows, padded_dim].
+template <class T>
+inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows, int32_t head_dim, int32_t padded_dim,
+                            float* buffer, T* out, int64_t row_stride, float* lse) {
+  float inverse[kBlockRows];
+  for (int c = 0; c < kBlockVectors; ++c) {
+    Vector::store(inverse + c * Vector::kWidth, inverse_sum(state, c));
+    for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
+      Vector::transpose(out_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows,
+                        buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim);
+    }
+  }
+  for (int32_t row = 0; row < rows; ++row) {
+    store_row(buffer + int64_t{row} * padded_dim, head_dim, Vector::broadcast(inverse[row]), out + row * row_stride);
+  }
+  store_lse(state, rows, lse);
+}
 
 // Where a task's pieces lie in its scratch memory.
 struct SimdScratch {
-  float* q_t;       // [groups, padded_dim, group]
-  float* out_t;     // [groups, padded_dim, group]
-  float* max_log2;  // [groups, group]
-  float* sum;       // [groups, group]
-  float* alpha;     // [group]
-  float* scores_t;  // [kBlockKeys, group]
-  float* buffer;    // [kGroupRows, padded_dim]
+  float* q_t;       // [row_blocks, padded_dim, rows]
+  float* out_t;     // [row_blocks, padded_dim, rows]
+  float* max_log2;  // [row_blocks, rows]
+  float* sum;       // [row_blocks, rows]
+  float* alpha;     // [rows]
+  float* scores_t;  // [kBlockKeys, rows]
+  float* buffer;    // [kBlockRows, padded_dim]
   float* k;         // [kBlockKeys, padded_dim]
   float* v;         // [kBlockKeys, padded_dim]
   size_t bytes;
 
-  SimdScratch(void* base, int32_t groups, int32_t padded_dim) {
+  SimdScratch(void* base, int32_t row_blocks, int32_t padded_dim) {
     Arena arena(base);
-    q_t = arena.take<float>(int64_t{groups} * padded_dim * kGroupRows);
-    out_t = arena.take<float>(int64_t{groups} * padded_dim * kGroupRows);
-    max_log2 = arena.take<float>(int64_t{groups} * kGroupRows);
-    sum = arena.take<float>(int64_t{groups} * kGroupRows);
-    alpha = arena.take<float>(kGroupRows);
-    scores_t = arena.take<float>(int64_t{kBlockKeys} * kGroupRows);
-    buffer = arena.take<float>(int64_t{kGroupRows} * padded_dim);
+    q_t = arena.take<float>(int64_t{row_blocks} * padded_dim * kBlockRows);
+    out_t = arena.take<float>(int64_t{row_blocks} * padded_dim * kBlockRows);
+    max_log2 = arena.take<float>(int64_t{row_blocks} * kBlockRows);
+    sum = arena.take<float>(int64_t{row_blocks} * kBlockRows);
+    alpha = arena.take<float>(kBlockRows);
+    scores_t = arena.take<float>(int64_t{kBlockKeys} * kBlockRows);
+    buffer = arena.take<float>(int64_t{kBlockRows} * padded_dim);
     k = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
     v = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
     bytes = arena.used();
   }
 
-  GroupState state(int32_t group) const {
-    return {max_log2 + int64_t{group} * kGroupRows, sum + int64_t{group} * kGroupRows, alpha};
+  SoftmaxState state(int32_t row_block) const {
+    return {max_log2 + int64_t{row_block} * kBlockRows, sum + int64_t{row_block} * kBlockRows, alpha};
   }
 };
 
@@ -259,21 +293,12 @@ inline Fp32Rows fp32_rows(const T* src, int64_t stride, int32_t rows, int32_t he
   convert_rows(src, stride, rows, head_dim, padded_dim, buffer);
   return {buffer, padded_dim};
 }
-// Rows far apart are copied when several groups read them: each lies in a page and cache set of its own.
+// Rows far apart are copied when several row blocks read them: each lies in a page and cache set of its own.
 inline Fp32Rows fp32_rows(const float* src, int64_t stride, int32_t rows, int32_t head_dim, int32_t padded_dim,
                           bool read_often, float* buffer) {
   if (stride == head_dim || !read_often) return {src, stride};
   convert_rows(src, stride, rows, head_dim, padded_dim, buffer);
   return {buffer, padded_dim};
-}
-
-inline int32_t group_count(int32_t rows) { return (rows + kGroupRows - 1) / kGroupRows; }
-
-// Keys that the last row of a task can see.
-inline int32_t visible_end(const Task& task) {
-  const attention::ForwardParams& params = *task.params;
-  if (!task.causal) return params.seq_k;
-  return clamp(int64_t{task.row_end} + params.seq_k - params.seq_q, 0, params.seq_k);
 }
 
 template <class T>
@@ -282,51 +307,50 @@ void forward_simd(const Task& task, void* memory) {
   const Operands<T> operands(task);
   const int32_t head_dim = params.head_dim;
   const int32_t padded_dim = round_up(head_dim, Vector::kWidth);
-  const int32_t groups = group_count(task.row_end - task.row_begin);
-  const SimdScratch scratch(memory, groups, padded_dim);
+  const int32_t row_blocks = row_block_count(task.row_end - task.row_begin);
+  const SimdScratch scratch(memory, row_blocks, padded_dim);
   const Scale scale = make_scale(params.scale);
-  const int64_t group_floats = int64_t{padded_dim} * kGroupRows;
+  const int64_t block_floats = int64_t{padded_dim} * kBlockRows;
 
-  for (int32_t group = 0; group < groups; ++group) {
-    const int32_t row = task.row_begin + group * kGroupRows;
-    pack_group(operands.q + row * params.q_stride.row, params.q_stride.row, clamp(task.row_end - row, 0, kGroupRows),
-               head_dim, padded_dim, scale.q_factor, scratch.buffer, scratch.q_t + group * group_floats);
-    clear_state(scratch.state(group));
+  for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
+    const int32_t row = task.row_begin + row_block * kBlockRows;
+    pack_row_block(operands.q + row * params.q_stride.row, params.q_stride.row,
+                   clamp(task.row_end - row, 0, kBlockRows), head_dim, padded_dim, scale.q_factor, scratch.buffer,
+                   scratch.q_t + row_block * block_floats);
+    clear_state(scratch.state(row_block));
   }
-  memset(scratch.out_t, 0, static_cast<size_t>(groups * group_floats) * sizeof(float));
+  memset(scratch.out_t, 0, static_cast<size_t>(row_blocks * block_floats) * sizeof(float));
 
-  const int32_t key_end = visible_end(task);
+  const Mask mask(task);
+  const int32_t key_end = mask.keys(task.row_begin, task.row_end - task.row_begin).end;
   for (int32_t key = 0; key < key_end; key += kBlockKeys) {
     const int32_t keys = clamp(int64_t{key_end} - key, 0, kBlockKeys);
     const Fp32Rows k = fp32_rows(operands.k + key * params.k_stride.row, params.k_stride.row, keys, head_dim,
-                                 padded_dim, groups > 1, scratch.k);
+                                 padded_dim, row_blocks > 1, scratch.k);
     const Fp32Rows v = fp32_rows(operands.v + key * params.v_stride.row, params.v_stride.row, keys, head_dim,
-                                 padded_dim, groups > 1, scratch.v);
-    for (int32_t group = 0; group < groups; ++group) {
-      const int64_t diagonal =
-          int64_t{task.row_begin} + group * kGroupRows + params.seq_k - params.seq_q;
-      const VisibleKeys visible = visible_keys(task.causal, diagonal, key, keys);
-      if (visible.end == 0) continue;
-      const GroupState state = scratch.state(group);
-      compute_scores(scratch.q_t + group * group_floats, k.data, k.stride, visible.end, head_dim, scratch.scores_t);
-      mask_scores(scratch.scores_t, visible, diagonal, key);
-      softmax_in_place<ExpDegree<T>::value>(scratch.scores_t, visible.end, scale.log2, state);
-      float* out_t = scratch.out_t + group * group_floats;
-      if (visible.full == visible.end || rows_are_finite(v.data + visible.full * v.stride, v.stride,
-                                                         visible.end - visible.full, head_dim)) {
-        accumulate_output(scratch.scores_t, v.data, v.stride, visible.end, head_dim, state.alpha, out_t);
+                                 padded_dim, row_blocks > 1, scratch.v);
+    for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
+      const BlockMask block_mask = mask.block(task.row_begin + row_block * kBlockRows, key, keys);
+      const KeyRange any = block_mask.keys_of_any(kBlockRows), all = block_mask.keys_of_all(kBlockRows);
+      if (any.end == 0) continue;
+      const SoftmaxState state = scratch.state(row_block);
+      compute_scores(scratch.q_t + row_block * block_floats, k.data, k.stride, any.end, head_dim, scratch.scores_t);
+      mask_scores(scratch.scores_t, block_mask);
+      softmax_in_place<ExpDegree<T>::value>(scratch.scores_t, any.end, scale.log2, state);
+      float* out_t = scratch.out_t + row_block * block_floats;
+      if (rows_are_finite(v.data + all.end * v.stride, v.stride, any.end - all.end, head_dim)) {
+        accumulate_output(scratch.scores_t, v.data, v.stride, any.end, head_dim, state.alpha, out_t);
       } else {
-        accumulate_visible_output(scratch.scores_t, v.data, v.stride, visible, diagonal, key, head_dim, state.alpha,
-                                  out_t);
+        accumulate_visible_output(scratch.scores_t, v.data, v.stride, block_mask, head_dim, state.alpha, out_t);
       }
     }
   }
 
-  for (int32_t group = 0; group < groups; ++group) {
-    const int32_t row = task.row_begin + group * kGroupRows;
-    store_group(scratch.out_t + group * group_floats, scratch.state(group), clamp(task.row_end - row, 0, kGroupRows),
-                head_dim, padded_dim, scratch.buffer, operands.out + row * params.out_stride.row,
-                params.out_stride.row, operands.lse_row(row));
+  for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
+    const int32_t row = task.row_begin + row_block * kBlockRows;
+    store_row_block(scratch.out_t + row_block * block_floats, scratch.state(row_block),
+                    clamp(task.row_end - row, 0, kBlockRows), head_dim, padded_dim, scratch.buffer,
+                    operands.out + row * params.out_stride.row, params.out_stride.row, operands.lse_row(row));
   }
 }
 

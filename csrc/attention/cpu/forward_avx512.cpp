@@ -3,14 +3,14 @@
 // unit.
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 
-#include "vector_avx512.h"
+#include "cpu/vector_avx512.h"
 
-#include "run_simd.h"
+#include "attention/cpu/run_simd.h"
 
 namespace flashmoe {
 namespace cpu {
 
-extern const Kernel kAvx512Kernel = {"avx512", kGroupRows, simd_scratch_bytes, run_simd_tasks};
+extern const Kernel kAvx512Kernel = {kBlockRows, simd_scratch_bytes, run_simd};
 
 }  // namespace cpu
 }  // namespace flashmoe

@@ -1,0 +1,59 @@
+// The mask rule of the CPU kernels: which keys a query row sees. Include after a vector_*.h. Internal linkage.
+//
+// Causal masks are aligned bottom right: key j is visible to row i when j <= i + seq_k - seq_q. A window would move
+// KeyRange::begin and give lanes an end; nothing outside of this file knows the rule.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cpu/kernel.h"
+#include "cpu/rows.h"
+
+namespace flashmoe {
+namespace cpu {
+namespace {
+
+// Keys [begin, end); empty ranges have end = 0.
+struct KeyRange {
+  int32_t begin;
+  int32_t end;
+};
+
+// A block of rows against a block of keys, both counted from the block's first.
+class BlockMask {
+ public:
+  // first_end: keys of the block that row 0 sees, were it long enough in both directions; each row sees one more.
+  BlockMask(int64_t first_end, int32_t keys) : first_end_(first_end), keys_(keys) {}
+
+  // Keys that the row sees.
+  KeyRange keys_of(int32_t row) const { return {0, clamp(first_end_ + row, 0, keys_)}; }
+  // Keys that all of `rows` rows see: outside of them scores must be masked.
+  KeyRange keys_of_all(int32_t) const { return keys_of(0); }
+  // Keys that any of `rows` rows sees: the others need no scores.
+  KeyRange keys_of_any(int32_t rows) const { return keys_of(rows - 1); }
+  // The first row that sees the key, and with it all later ones; below 0 or past the last row where the mask is whole.
+  int32_t first_row(int32_t key) const { return clamp(key + 1 - first_end_, -1, INT32_MAX); }
+
+ private:
+  int64_t first_end_;
+  int32_t keys_;
+};
+
+struct Mask {
+  bool causal;
+  int64_t seq_q;
+  int32_t seq_k;
+
+  explicit Mask(const Task& task) : causal(task.causal), seq_q(task.params->seq_q), seq_k(task.params->seq_k) {}
+
+  // Rows from `row` on against keys [key, key + keys).
+  BlockMask block(int64_t row, int32_t key, int32_t keys) const {
+    return {causal ? row + 1 + seq_k - seq_q - key : int64_t{keys}, keys};
+  }
+  // Keys that any of rows [row, row + rows) sees.
+  KeyRange keys(int64_t row, int32_t rows) const { return block(row, 0, seq_k).keys_of_any(rows); }
+};
+
+}  // namespace
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,124 @@
+// Online softmax of a row block over one block of keys, in base 2. Lanes are query rows, so that maxima and sums need
+// no reduction across lanes. Include after a vector_*.h. Internal linkage.
+//
+// Notation, shared with forward_simd.h: a row block is kBlockRows query rows, one lane each. Arrays "over the row
+// block" have kBlockRows floats a row; scores_t is [keys, rows], transposed.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cpu/mask.h"
+#include "cpu/exp2.h"
+#include "cpu/rows.h"
+
+namespace flashmoe {
+namespace cpu {
+namespace {
+
+constexpr int kBlockVectors = 2;
+constexpr int kBlockRows = kBlockVectors * Vector::kWidth;
+inline int32_t row_block_count(int32_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+
+// The running state of a row block, over the row block.
+struct SoftmaxState {
+  float* max_log2;  // max of score * scale * log2(e) so far; -inf before any key
+  float* sum;       // of 2^(score_log2 - max_log2)
+  float* alpha;     // what the sum and the output so far must be multiplied by for the new maximum
+};
+
+// Writes -inf where the mask hides a key. scores_t: [keys, rows].
+inline void mask_scores(float* scores_t, BlockMask mask) {
+  const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
+  const int32_t end = mask.keys_of_any(kBlockRows).end;
+  for (int32_t key = mask.keys_of_all(kBlockRows).end; key < end; ++key) {
+    const int32_t first_lane = mask.first_row(key);
+    for (int c = 0; c < kBlockVectors; ++c) {
+      float* p = scores_t + int64_t{key} * kBlockRows + c * Vector::kWidth;
+      Vector::store(p, Vector::from_lane(first_lane - c * Vector::kWidth, Vector::load(p), hidden));
+    }
+  }
+}
+
+// Takes the block's maxima into the state and sets alpha. scores_t: [keys, rows]; scale_log2 > 0. Column c only.
+// Returns the number to subtract from the scaled scores: the new maximum, or 0 while that is -inf (nothing visible
+// yet), so that -inf - -inf does not arise.
+inline Vector::Float update_max(const float* scores_t, int32_t keys, float scale_log2, SoftmaxState state, int c) {
+  const float* s = scores_t + c * Vector::kWidth;
+  Vector::Float m0 = Vector::broadcast(kMinusInfinity), m1 = m0;
+  int32_t key = 0;
+  for (; key + 1 < keys; key += 2) {
+    m0 = Vector::max(Vector::load(s + int64_t{key} * kBlockRows), m0);
+    m1 = Vector::max(Vector::load(s + int64_t{key + 1} * kBlockRows), m1);
+  }
+  if (key < keys) m0 = Vector::max(Vector::load(s + int64_t{key} * kBlockRows), m0);
+  float* max_log2 = state.max_log2 + c * Vector::kWidth;
+  const Vector::Float before = Vector::load(max_log2);
+  const Vector::Float now =
+      Vector::max(Vector::mul(Vector::max(m0, m1), Vector::broadcast(scale_log2)), before);
+  Vector::store(max_log2, now);
+  const Vector::Float shift =
+      Vector::where_equal(now, Vector::broadcast(kMinusInfinity), Vector::zero(), now);
+  Vector::store(state.alpha + c * Vector::kWidth, exp2<kExpDegreeFull>(Vector::sub(before, shift)));
+  return shift;
+}
+
+inline void update_sum(SoftmaxState state, int c, Vector::Float block_sum) {
+  float* sum = state.sum + c * Vector::kWidth;
+  const Vector::Float alpha = Vector::load(state.alpha + c * Vector::kWidth);
+  Vector::store(sum, Vector::fma(Vector::load(sum), alpha, block_sum));
+}
+
+inline void clear_state(SoftmaxState state) {
+  for (int c = 0; c < kBlockVectors; ++c) {
+    Vector::store(state.max_log2 + c * Vector::kWidth, Vector::broadcast(kMinusInfinity));
+    Vector::store(state.sum + c * Vector::kWidth, Vector::zero());
+  }
+}
+
+// Scaled scores from which on `score * scale - maximum` in one rounding is no longer near 0 for the maximum itself,
+// whose product was rounded before: what is left of it is half a unit in its last place, 2^-4 here and 2^39 at 2^63.
+constexpr float kFarLog2 = 0x1p20f;
+
+// Whether one of these maxima lies there; -inf, of a row that has seen no key, does not.
+inline bool any_is_far(Vector::Float max_log2) {
+  const Vector::Float far = Vector::broadcast(kFarLog2);
+  const Vector::Float x = Vector::where_equal(max_log2, Vector::broadcast(kMinusInfinity), far, max_log2);
+  return Vector::any_differs(Vector::max(Vector::max(x, Vector::sub(Vector::zero(), x)), far), far);
+}
+
+// 1 / sum, or 0 for rows that saw no key (their sum is exactly 0: any key's maximum contributes 1, a NaN gives NaN).
+inline Vector::Float inverse_sum(SoftmaxState state, int c) {
+  const Vector::Float sum = Vector::load(state.sum + c * Vector::kWidth);
+  return Vector::where_equal(sum, Vector::zero(), Vector::zero(), Vector::div(Vector::broadcast(1.0f), sum));
+}
+
+// lse of the block's first `rows` rows, natural logarithm; none if lse is null. logf: the double function's newest
+// version needs a newer glibc than the oldest that the wheel runs on.
+inline void store_lse(SoftmaxState state, int32_t rows, float* lse) {
+  if (lse == nullptr) return;
+  constexpr double kLn2 = 0.69314718055994530942;
+  for (int32_t row = 0; row < rows; ++row) {
+    const float sum = state.sum[row];
+    lse[row] = sum == 0.0f ? kMinusInfinity
+                           : static_cast<float>(state.max_log2[row] * kLn2 + static_cast<double>(__builtin_logf(sum)));
+  }
+}
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// The factors of q k^T: Q is multiplied by q_factor when packed (exact: +1, -1, 0 or NaN), so that the scores' scale is
+// positive and the maximum of the scores is the maximum of the scaled ones. For scale = 0 the scores are 0, unless Q or
+// K holds Inf or NaN.
+struct Scale {
+  float q_factor;
+  float log2;
+};
+
+inline Scale make_scale(float scale) {
+  if (scale == 0.0f) return {0.0f, 1.0f};
+  return scale < 0.0f ? Scale{-1.0f, -scale * kLog2E} : Scale{1.0f, scale * kLog2E};
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace flashmoe
