@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <cstdint>
 #include <string>
 
 #include "host/error.h"
@@ -90,6 +91,18 @@ struct CudaCall {
   const ContextGuard guard;
   const CUstream stream;
 };
+
+// Fill `count` bytes, or 32-bit words, on the stream; `context` says in an error what they are.
+template <typename... Context>
+void fill_bytes(void* address, unsigned char value, int64_t count, CUstream stream, const Context&... context) {
+  check_driver(driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address), value, static_cast<std::size_t>(count), stream),
+               "cuMemsetD8Async", context...);
+}
+template <typename... Context>
+void fill_words(void* address, uint32_t value, int64_t count, CUstream stream, const Context&... context) {
+  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(address), value, static_cast<std::size_t>(count), stream),
+               "cuMemsetD32Async", context...);
+}
 
 }  // namespace host
 }  // namespace flashmoe

@@ -1,7 +1,6 @@
 #include "host/tensor_map.h"
 
-#include <sstream>
-#include <string>
+#include <ostream>
 
 #include "host/driver.h"
 
@@ -9,13 +8,16 @@ namespace flashmoe {
 namespace host {
 namespace {
 
-// Outermost first, as torch writes sizes.
+// Written outermost first, as torch writes sizes.
 template <class Number>
-std::string list(const Number* values, int32_t count) {
-  std::ostringstream text{std::ios_base::out};  // the default constructor needs GLIBCXX_3.4.26
-  for (int32_t axis = count - 1; axis >= 0; --axis) text << values[axis] << (axis > 0 ? ", " : "");
-  return text.str();
-}
+struct Reversed {
+  const Number* values;
+  int32_t count;
+  friend std::ostream& operator<<(std::ostream& out, const Reversed& list) {
+    for (int32_t axis = list.count - 1; axis >= 0; --axis) out << list.values[axis] << (axis > 0 ? ", " : "");
+    return out;
+  }
+};
 
 // Without the leading axes of which a box has one element.
 int32_t box_rank(const uint32_t* box, int32_t rank) {
@@ -37,13 +39,12 @@ CUtensorMap encode_tensor_map(Dtype dtype, int32_t rank, void* address, const ui
                     : dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   CUtensorMap map{};
-  const CUresult result = driver().cuTensorMapEncodeTiled(
-      &map, type, static_cast<cuuint32_t>(rank), address, reinterpret_cast<const cuuint64_t*>(dims),
-      reinterpret_cast<const cuuint64_t*>(strides_bytes), box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return map;  // the text below costs more than the call
-  check_driver(result, "cuTensorMapEncodeTiled", "tensor ", name, ", sizes [", list(dims, rank), "], byte strides [",
-               list(strides_bytes, rank - 1), "], box [", list(box, box_rank(box, rank)), "]");
+  check_driver(driver().cuTensorMapEncodeTiled(
+                   &map, type, static_cast<cuuint32_t>(rank), address, reinterpret_cast<const cuuint64_t*>(dims),
+                   reinterpret_cast<const cuuint64_t*>(strides_bytes), box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+               "cuTensorMapEncodeTiled", "tensor ", name, ", sizes [", Reversed<uint64_t>{dims, rank}, "], byte strides [",
+               Reversed<uint64_t>{strides_bytes, rank - 1}, "], box [", Reversed<uint32_t>{box, box_rank(box, rank)}, "]");
   return map;
 }
 

@@ -27,10 +27,7 @@ bool is_capturing(CUstream stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-void clear(int32_t* counter, CUstream stream) {
-  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(counter), 0, 1, stream), "cuMemsetD32Async",
-               "tile counter");
-}
+void clear(int32_t* counter, CUstream stream) { fill_words(counter, 0, 1, stream, "tile counter"); }
 
 // A counter that no other stream uses; its memory is kept until the process ends, like torch's streams.
 int32_t* take_from_pool(Pool& pool, int32_t device_index) {

@@ -35,15 +35,10 @@ void fill_without_keys(const ForwardOutputs& outputs, const host::Device& gpu) {
   const host::CudaCall call(gpu);
   const int64_t* sizes = outputs.out.sizes();
   const int64_t rows = sizes[0] * sizes[1] * sizes[2];
-  constexpr unsigned kMinusInfinity = 0xff800000U;
-  const auto bytes = static_cast<std::size_t>(rows * sizes[3] * host::kElementBytes);
-  host::check_driver(
-      host::driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(outputs.out.data()), 0, bytes, call.stream),
-      "cuMemsetD8Async", "output of ", rows, " rows");
+  constexpr uint32_t kMinusInfinity = 0xff800000U;
+  host::fill_bytes(outputs.out.data(), 0, rows * sizes[3] * host::kElementBytes, call.stream, "output of ", rows, " rows");
   if (outputs.lse.get() == nullptr) return;
-  host::check_driver(host::driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(outputs.lse.data()), kMinusInfinity,
-                                                     static_cast<std::size_t>(rows), call.stream),
-                     "cuMemsetD32Async", "log-sum-exp of ", rows, " rows");
+  host::fill_words(outputs.lse.data(), kMinusInfinity, rows, call.stream, "log-sum-exp of ", rows, " rows");
 }
 
 // Memory for the partial results of split kernels.

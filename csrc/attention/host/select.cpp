@@ -137,8 +137,8 @@ double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t sp
   return std::max(longest, std::min(in_rounds, filled)) + extra;
 }
 
-// Among the tiles of a family whose rows state a cost, and the 64-row tile of `others`, the one with the least time.
-Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* others) {
+// Among the tiles of a family whose rows state a cost, and the 64-row tile of the family behind it, the one with the least time.
+Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* next) {
   Choice best{family.tiles[kStandard], nullptr, 1};
   double least = microseconds(input, *family.tiles[kStandard], 1);
   const auto offer = [&](const Kernel* kernel, int64_t splits) {
@@ -150,7 +150,7 @@ Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, c
   };
   offer(family.tiles[kShort], 1);
   offer(family.tiles[kM128], 1);
-  if (others != nullptr) offer(others->tiles[kM64], 1);
+  if (next != nullptr) offer(next->tiles[kM64], 1);
   if (family.tiles[kSplit] == nullptr || family.combine == nullptr) return best;
   const int64_t tiles = query_tiles(input, *family.tiles[kSplit]);
   for (int64_t splits = 2; splits <= kMaxShares && splits * tiles <= input.request.num_multiprocessors; ++splits) {

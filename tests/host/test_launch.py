@@ -1,0 +1,154 @@
+"""What the forward launches on each GPU, and on which tensors, seen by a driver without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashmoe.tools.tables import load_tables
+from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
+from flashmoe_build.compile.toolchain import find_toolchain
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+SHARED = ("copies", "find_kernels", "last_kernel", "launch", "load_kernels", "tensor", "tensor_map", "tile_counters")
+ATTENTION = ("arguments", "launch", "prepare", "select")
+MULTIPROCESSORS = 132
+
+Launch = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("launch")
+    tables, toolchain = load_tables(), find_toolchain()
+    placed = [PlacedBinary(unit, 0, 0, "") for unit in tables.units()]
+    (folder / "table.cpp").write_text(kernel_table_source(tables, placed))
+    sources = [
+        *(CSRC / "host" / f"{name}.cpp" for name in SHARED),
+        *(CSRC / "attention" / "host" / f"{name}.cpp" for name in ATTENTION),
+    ]
+    flags = ["-std=c++17", "-O0", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    includes = [f"-I{CSRC}", f"-isystem{toolchain.torch_include}", f"-isystem{toolchain.cuda_include}"]
+    torch_library = [f"-L{toolchain.torch_library}", "-Wl,--allow-shlib-undefined", "-ltorch_cpu"]
+    path = folder / "fake.so"
+    files = map(str, (folder / "table.cpp", HERE / "fake_gpu.cpp", *sources))
+    command = [toolchain.cxx, *flags, *includes, *files, *torch_library, "-o", str(path)]
+    subprocess.run(command, check=True, timeout=300)
+    torch.ops.load_library(str(path))
+    library = ctypes.CDLL(str(path))
+    library.fake_log.restype = ctypes.c_char_p
+    return library
+
+
+Runner = Callable[..., tuple[Tensor, Tensor, list[Launch]]]
+
+
+@pytest.fixture
+def run(library: ctypes.CDLL) -> Runner:
+    """Calls the forward; returns out, lse and what was launched."""
+
+    def call(
+        q: Tensor, k: Tensor, *, gpu: int = 90, scale: float = 0.125, capturing: bool = False, fails: bool = False
+    ) -> tuple[Tensor, Tensor, list[Launch]]:
+        library.fake_gpu(gpu, MULTIPROCESSORS, capturing, fails)
+        out, lse = torch.ops.flashmoe_fake.forward(q, k, k, scale, False)
+        return out, lse, [json.loads(line) for line in library.fake_log().decode().splitlines()]
+
+    return call
+
+
+def tensor(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(1)).half()
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_one_persistent_kernel_draws_its_tiles_from_a_counter(run: Runner, capturing: bool) -> None:
+    q = tensor(2, 64, 1024, 64)
+    for _ in range(2):
+        _, _, launches = run(q, q, capturing=capturing)
+        assert [launch["symbol"] for launch in launches] == ["flashmoe_attention_forward_sm90_f16_d64_short_full"]
+        (launch,) = launches
+        assert (launch["grid"], launch["maps"]) == (MULTIPROCESSORS, 4)
+        assert launch["has_counter"]
+        assert not launch["has_partials"]
+        assert launch["q"] == q.data_ptr()
+
+
+def test_a_kernel_with_a_block_for_every_tile_gets_no_counter(run: Runner) -> None:
+    q = tensor(1, 2, 128, 64)
+    for gpu, symbol in ((90, "sm80_f16_d64_m64"), (80, "sm80_f16_d64_m64"), (75, "sm75_f16_d64")):
+        _, _, (launch,) = run(q, q, gpu=gpu)
+        assert launch["symbol"].startswith(f"flashmoe_attention_forward_{symbol}"), gpu
+        assert (launch["has_counter"], launch["maps"], launch["is_dependent"]) == (False, 0, False)
+
+
+@pytest.mark.parametrize(("gpu", "family", "is_dependent"), [(90, "sm90", True), (80, "sm80", False)])
+def test_split_keys_are_added_up_by_a_second_kernel(run: Runner, gpu: int, family: str, is_dependent: bool) -> None:
+    """One combine kernel, the sm80 family's, behind the split kernels of both; dependent where its code waits."""
+    _, _, (forward, combine) = run(tensor(1, 8, 4, 128), tensor(1, 8, 8192, 128), gpu=gpu)
+    assert forward["symbol"] == f"flashmoe_attention_forward_{family}_f16_d128_split_full"
+    assert combine["symbol"] == "flashmoe_attention_combine_sm80_f16_d256"
+    assert forward["splits"] == combine["splits"] > 1
+    assert forward["grid"] == 8 * forward["splits"]
+    assert forward["has_partials"]
+    assert combine["has_partials"]
+    assert (forward["is_dependent"], combine["is_dependent"]) == (False, is_dependent)
+    assert combine["grid"] == 32 // 4  # of four warps, a row each
+
+
+def test_a_head_dim_of_no_whole_pieces_is_padded_and_the_output_copied_back(run: Runner) -> None:
+    q = tensor(1, 2, 65, 59)
+    out, _, (launch,) = run(q, q)
+    assert launch["columns"] == 64
+    assert launch["q"] != q.data_ptr()
+    assert out.shape == q.shape
+    assert torch.equal(out, torch.ones_like(out))
+
+
+def test_only_tma_needs_a_copy_of_an_expanded_tensor(run: Runner) -> None:
+    q, k = tensor(1, 8, 4096, 64), tensor(1, 1, 4096, 64).expand(1, 8, 4096, 64)
+    _, _, (launch,) = run(q, k, gpu=90)
+    assert "_sm90_" in launch["symbol"]
+    assert launch["q"] == q.data_ptr()
+    assert k.data_ptr() not in (launch["k"], launch["v"])
+    _, _, (launch,) = run(q, k, gpu=80)
+    assert (launch["k"], launch["v"]) == (k.data_ptr(), k.data_ptr())
+
+
+@pytest.mark.parametrize(("scale", "launched"), [(-0.5, 0.5), (0.0, 1.0)])
+def test_kernels_see_a_positive_scale(run: Runner, scale: float, launched: float) -> None:
+    q = tensor(1, 2, 64, 64)
+    before = q.clone()
+    _, _, (launch,) = run(q, q, scale=scale)
+    assert launch["scale"] == launched
+    assert launch["q"] != q.data_ptr()
+    assert launch["k"] == q.data_ptr()
+    assert torch.equal(q, before)
+
+
+def test_grouped_heads_of_one_query_row_are_the_rows_of_a_tile(run: Runner) -> None:
+    _, _, (launch,) = run(tensor(2, 8, 1, 64), tensor(2, 2, 64, 64))
+    assert (launch["heads"], launch["rows"]) == (2, 4)
+
+
+def test_without_keys_nothing_is_launched(run: Runner) -> None:
+    out, lse, launches = run(tensor(1, 2, 3, 64), tensor(1, 2, 0, 64))
+    assert launches == []
+    assert not out.any()
+    assert torch.equal(lse, torch.full_like(lse, float("-inf")))
+
+
+def test_a_launch_that_fails_says_what_was_asked(run: Runner) -> None:
+    q = tensor(1, 2, 64, 64)
+    text = r"flashmoe:driver: cuLaunchKernel failed: 1; kernel flashmoe_\w+, grid 2, block 128 threads, \d+ bytes of dynamic"
+    with pytest.raises(RuntimeError, match=text):
+        run(q, q, fails=True)
