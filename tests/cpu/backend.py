@@ -46,8 +46,7 @@ def build(folder: Path) -> Path:
     sources = [*SOURCES, Path(__file__).with_name("shim.cpp")]
     compiler = os.environ.get("CXX", "g++")
     pending = [
-        [compiler, *FLAGS, f"-I{CSRC}", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
-        for source in sources
+        [compiler, *FLAGS, f"-I{CSRC}", "-c", str(source), "-o", str(folder / f"{source.stem}.o")] for source in sources
     ]
     while pending:
         running = [subprocess.Popen(command) for command in pending[:2]]
