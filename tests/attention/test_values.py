@@ -68,7 +68,8 @@ def test_equal_scores_of_any_size(head_dim: int, size: float, device: str) -> No
         seen = 4097 - 149 + torch.arange(150, device=device) if causal else torch.tensor(4097, device=device)
         expected = (3.0 - 2.0 * 2048 / seen.double()).view(1, 1, -1, 1).expand(q.shape)
         out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
-        torch.testing.assert_close(out.double(), expected, rtol=max(torch.finfo(dtype).eps, 2e-6), atol=0.0)
+        # Equal terms all round the same way: 128 keys summed in fp32 are off by up to 64.5 * 2^-24.
+        torch.testing.assert_close(out.double(), expected, rtol=max(torch.finfo(dtype).eps, 4e-6), atol=0.0)
         scores = torch.full_like(lse, size * size * head_dim**0.5)
         torch.testing.assert_close(lse, scores + seen.log().float(), rtol=1e-6, atol=2e-4)
 
