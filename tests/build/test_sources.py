@@ -14,7 +14,7 @@ from flashmoe_build.compile.nvrtc_worker import compile_job
 from flashmoe_build.compile.toolchain import find_toolchain
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-DEVICE_HEADERS = sorted(path for folder in ("ptx", "common", "attention") for path in (CSRC / folder).rglob("*.cuh"))
+DEVICE_HEADERS = sorted(path for folder in ("ptx", "device", "attention") for path in (CSRC / folder).rglob("*.cuh"))
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".cuh", ".h", ".cpp"})
 
 
