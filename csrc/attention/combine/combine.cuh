@@ -6,10 +6,11 @@
 // rows = batch * heads_q * seq_q.
 #pragma once
 
-#include "attention/params/forward.h"
-#include "attention/forward/tile.cuh"
-#include "device/convert.cuh"
 #include "attention/forward/mma_sync/softmax.cuh"
+#include "attention/forward/tile.cuh"
+#include "attention/params/forward.h"
+#include "device/convert.cuh"
+#include "device/reduce.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -33,18 +34,6 @@ struct CombineSpec {
   static_assert(kBlockN_ == 32, "one lane a split");
   static_assert(kNumStages_ == 1, "nothing is staged");
 };
-
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value = ptx::max_ftz(value, ptx::shuffle_xor(value, lanes));
-  return value;
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += ptx::shuffle_xor(value, lanes);
-  return value;
-}
 
 // out_gmem and partial_gmem: this row's [head_dim]; the partial outputs of one row are split_stride floats apart.
 template <typename Spec>

@@ -3,6 +3,7 @@
 
 #include "attention/forward/mma_sync/multiply.cuh"
 #include "attention/forward/mma_sync/softmax.cuh"
+#include "attention/masks.cuh"
 #include "ptx/math.cuh"
 
 namespace flashmoe {
@@ -25,22 +26,21 @@ struct Accumulator {
   }
 };
 
-// Scores of keys past the end, or past the causal limit of their row, become -inf. `limit` is the last key that the
-// first row of the warp may see (causal) or the last key at all, relative to the tile's first key.
+// Scores of columns that a row does not see become -inf.
 template <typename Spec, bool kIsCausal>
-__device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], int lane, int last_key,
-                                            int causal_limit) {
+__device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], int lane,
+                                            TileMask<kIsCausal> mask) {
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = m * 16 + half * 8 + lane / 4;
-      const int limit = (kIsCausal ? min(last_key, causal_limit + row) : last_key) - lane % 4 * 2;
+      const int last_column = mask.last_column(row) - lane % 4 * 2;  // from this thread's first
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (n * 8 + i > limit) S_rmem[m][n][2 * half + i] = ptx::negative_infinity();
+          if (n * 8 + i > last_column) S_rmem[m][n][2 * half + i] = ptx::negative_infinity();
     }
 }
 

@@ -1,10 +1,12 @@
 // A warp's part of the output tile: normalise, round, store; and the log-sum-exp of its rows.
 #pragma once
 
-#include "attention/params/forward.h"
-#include "attention/forward/tile.cuh"
-#include "device/convert.cuh"
 #include "attention/forward/mma_sync/softmax.cuh"
+#include "attention/forward/tile.cuh"
+#include "attention/params/forward.h"
+#include "attention/sequences.cuh"
+#include "device/convert.cuh"
+#include "device/reduce.cuh"
 #include "device/swizzle.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
@@ -33,7 +35,7 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
       }
   ptx::warp_sync();  // read after write: the rows were put together by all lanes
   const Strides& stride = params.out_stride;
-  Element* out_gmem = static_cast<Element*>(params.out) + tile.batch * stride.batch + tile.head_q * stride.head +
+  Element* out_gmem = static_cast<Element*>(params.out) + Sequence{params, tile.batch}.row_offset(stride, tile.head_q) +
                       static_cast<int64_t>(tile.row + warp_row) * stride.row;
   constexpr int kLanesPerRow = kSegmentChunks;
   const int chunk = lane % kLanesPerRow;
@@ -56,8 +58,9 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
 template <typename Spec>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
                                               const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
-  const int64_t head = (static_cast<int64_t>(tile.split) * params.batch + tile.batch) * params.heads_q + tile.head_q;
-  float* out_gmem = params.out_partial + (head * params.seq_q + tile.row + warp_row) * params.head_dim;
+  const Sequence sequence{params, tile.batch};
+  const int64_t head = sequence.result_head<Spec::kIsSplit>(tile.head_q, tile.split);
+  float* out_gmem = params.out_partial + (sequence.result_row(head) + tile.row + warp_row) * params.head_dim;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -77,9 +80,10 @@ template <typename Spec>
 __device__ __forceinline__ void finish_tile(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
                                             const RowState (&rows)[Spec::kMmaM][2],
                                             float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4], ptx::SmemPointer warp_smem) {
-  const int64_t head = (static_cast<int64_t>(tile.split) * params.batch + tile.batch) * params.heads_q + tile.head_q;
+  const Sequence sequence{params, tile.batch};
+  const int64_t head = sequence.result_head<Spec::kIsSplit>(tile.head_q, tile.split);
   const bool wants_lse = Spec::kIsSplit || params.lse != nullptr;
-  float* lse_gmem = (Spec::kIsSplit ? params.lse_partial : params.lse) + head * params.seq_q + tile.row;
+  float* lse_gmem = (Spec::kIsSplit ? params.lse_partial : params.lse) + sequence.result_row(head) + tile.row;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll

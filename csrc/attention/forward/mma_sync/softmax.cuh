@@ -1,23 +1,16 @@
-// Online softmax in base 2 over the m16n8 accumulator layout: a thread holds, of each 16-row block, rows g = lane / 4
-// and g + 8 (elements 0, 1 and 2, 3 of each 8-column block); the four lanes of a quad share a row.
+// Online softmax over the m16n8 accumulator layout: a thread holds, of each 16-row block, rows g = lane / 4 and g + 8
+// (elements 0, 1 and 2, 3 of each 8-column block); the four lanes of a quad share a row.
 #pragma once
 
+#include "device/reduce.cuh"
 #include "ptx/math.cuh"
-#include "ptx/shuffle.cuh"
 
 namespace flashmoe {
 
 constexpr float kLn2 = 0.693147180559945309f;
 
-__device__ __forceinline__ float quad_max(float value) {
-  value = ptx::max_ftz(value, ptx::shuffle_xor(value, 1));
-  return ptx::max_ftz(value, ptx::shuffle_xor(value, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float value) {
-  value += ptx::shuffle_xor(value, 1);
-  return value + ptx::shuffle_xor(value, 2);
-}
+namespace attention {
+namespace mma_sync {
 
 // Running state of one row: the maximum of the unscaled scores so far (equal in the quad) and this thread's part of
 // the sum of exponentials (added over the quad once, at the end).
@@ -49,4 +42,6 @@ __device__ __forceinline__ float log_sum_exp(float max, float sum, float scale_l
   return sum == 0.0f ? ptx::negative_infinity() : ptx::fma_rn(max, scale_log2, ptx::lg2_approx(sum)) * kLn2;
 }
 
+}  // namespace mma_sync
+}  // namespace attention
 }  // namespace flashmoe

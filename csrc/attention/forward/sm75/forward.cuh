@@ -7,10 +7,12 @@
 #include "attention/forward/mma_sync/accumulate.cuh"
 #include "attention/forward/mma_sync/epilogue.cuh"
 #include "attention/forward/mma_sync/multiply.cuh"
-#include "attention/params/forward.h"
 #include "attention/forward/sm75/load.cuh"
 #include "attention/forward/sm75/spec.cuh"
 #include "attention/forward/tile.cuh"
+#include "attention/masks.cuh"
+#include "attention/params/forward.h"
+#include "attention/sequences.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
@@ -22,52 +24,52 @@ namespace sm75 {
 using mma_sync::Accumulator;
 using mma_sync::QueryOperand;
 
-template <typename Spec>
+template <typename Spec, bool kIsCausal>
 struct KeyTileWalk {
   using Element = typename Spec::Element;
 
   const ForwardParams& params;
+  const Sequence sequence;
   const ptx::SmemPointer K_smem;  // [kBlockN, kHeadDim]
   const ptx::SmemPointer V_smem;  // [kBlockN, kHeadDim]
   const Element* K_gmem;          // [seq_k, head_dim] of this head
   const Element* V_gmem;
   int n;                    // the current key tile
-  const int causal_offset;  // last key that the warp's first row sees, if causal
+  const int causal_last;    // last key that the warp's first row sees, if causal
 
   __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, int last_tile,
                                          ptx::SmemPointer KV_smem)
       : params(params_),
+        sequence{params_, tile.batch},
         K_smem(KV_smem),
         V_smem(KV_smem + Spec::kKeyBytes),
-        K_gmem(static_cast<const Element*>(params.k) + tile.batch * params.k_stride.batch +
-               tile.head_kv * params.k_stride.head),
-        V_gmem(static_cast<const Element*>(params.v) + tile.batch * params.v_stride.batch +
-               tile.head_kv * params.v_stride.head),
+        K_gmem(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile.head_kv)),
+        V_gmem(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile.head_kv)),
         n(last_tile),
-        causal_offset(tile.row + ptx::warp_index() * Spec::kWarpRows + params.seq_k - params.seq_q) {}
+        causal_last(Mask<kIsCausal>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
 
   __device__ __forceinline__ void fetch_key(StagedTile<Spec, Spec::kBlockN>& staged, int tile) const {
     staged.fetch(K_gmem + tile * Spec::kBlockN * params.k_stride.row, params.k_stride.row, params.head_dim,
-                 params.seq_k - tile * Spec::kBlockN);
+                 sequence.keys() - tile * Spec::kBlockN);
   }
 
   // On entry K of this tile has been stored, but not yet waited for.
-  template <bool kIsMasked, bool kIsCausal>
+  template <bool kIsMasked>
   __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q) {
     const int first_key = n * Spec::kBlockN;
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
     {
       StagedTile<Spec, Spec::kBlockN> V_staged;
       V_staged.fetch(V_gmem + first_key * params.v_stride.row, params.v_stride.row, params.head_dim,
-                     params.seq_k - first_key);
+                     sequence.keys() - first_key);
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
       mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
       V_staged.store(V_smem);
     }
     ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
     if constexpr (kIsMasked) {
-      mma_sync::mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), params.seq_k - 1 - first_key,
-                                             causal_offset - first_key);
+      const TileMask<kIsCausal> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
+      mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     }
     StagedTile<Spec, Spec::kBlockN> K_staged;
     if (n > 0) fetch_key(K_staged, n - 1);
@@ -80,23 +82,23 @@ template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kIsCausal, false>(params);
-  const KeyTiles key_tiles = visible_key_tiles<Spec::kBlockN, kIsCausal, false>(params, tile);
+  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kIsCausal, false>(params, tile);
   if (key_tiles.end == 0) return;
-  KeyTileWalk<Spec> walk(params, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
+  KeyTileWalk<Spec, kIsCausal> walk(params, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
   {
     StagedTile<Spec, Spec::kBlockN> K_staged;
     walk.fetch_key(K_staged, walk.n);
     StagedTile<Spec, Spec::kBlockM> Q_staged;
-    Q_staged.fetch(static_cast<const typename Spec::Element*>(params.q) + tile.batch * params.q_stride.batch +
-                       tile.head_q * params.q_stride.head + tile.row * params.q_stride.row,
+    Q_staged.fetch(static_cast<const typename Spec::Element*>(params.q) +
+                       walk.sequence.row_offset(params.q_stride, tile.head_q) + tile.row * params.q_stride.row,
                    params.q_stride.row, params.head_dim, tile.rows);
     K_staged.store(walk.K_smem);
     Q_staged.store(Q_smem);
   }
   ptx::barrier_sync_block();  // Q is whole
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
-  for (; walk.n >= key_tiles.masked; --walk.n) walk.template step<true, kIsCausal>(accumulator, Q);
-  for (; walk.n >= 0; --walk.n) walk.template step<false, kIsCausal>(accumulator, Q);
+  for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<true>(accumulator, Q);
+  for (; walk.n >= 0; --walk.n) walk.template step<false>(accumulator, Q);
 }
 
 template <typename Spec, bool kIsCausal>

@@ -5,13 +5,15 @@
 // mask come first, and only the first load has rows past the end of the tensor.
 #pragma once
 
-#include "attention/params/forward.h"
 #include "attention/forward/mma_sync/accumulate.cuh"
 #include "attention/forward/mma_sync/epilogue.cuh"
 #include "attention/forward/mma_sync/multiply.cuh"
 #include "attention/forward/sm80/load.cuh"
 #include "attention/forward/sm80/spec.cuh"
 #include "attention/forward/tile.cuh"
+#include "attention/masks.cuh"
+#include "attention/params/forward.h"
+#include "attention/sequences.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
@@ -32,41 +34,43 @@ template <typename Spec, bool kIsCausal>
 struct KeyTileWalk {
   static constexpr int kStages = Spec::kNumStages;
 
+  using Element = typename Spec::Element;
+
   const ForwardParams& params;
+  const Sequence sequence;
   const ptx::SmemPointer KV_smem;  // [kStages] of K [kBlockN, kHeadDim], then [kStages] of V
   TileLoader<Spec> K_loader;
   TileLoader<Spec> V_loader;
   int n;              // the current key tile
   const int begin;    // the last one
   int stage;          // where the current tile lies
-  int causal_offset;  // last key that the warp's first row sees, if causal
+  int causal_last;    // last key that the warp's first row sees, if causal
 
   __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, const KeyTiles& key_tiles,
                                          ptx::SmemPointer KV_smem_)
       : params(params_),
+        sequence{params_, tile.batch},
         KV_smem(KV_smem_),
-        K_loader(static_cast<const typename Spec::Element*>(params.k) + tile.batch * params.k_stride.batch +
-                     tile.head_kv * params.k_stride.head,
+        K_loader(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile.head_kv),
                  params.k_stride.row, key_tiles.end * Spec::kBlockN),
-        V_loader(static_cast<const typename Spec::Element*>(params.v) + tile.batch * params.v_stride.batch +
-                     tile.head_kv * params.v_stride.head,
+        V_loader(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile.head_kv),
                  params.v_stride.row, key_tiles.end * Spec::kBlockN),
         n(key_tiles.end - 1),
         begin(key_tiles.begin),
         stage(0),
-        causal_offset(tile.row + ptx::warp_index() * Spec::kWarpRows + params.seq_k - params.seq_q) {}
+        causal_last(Mask<kIsCausal>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
     K_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
-                                                    params.head_dim, params.seq_k - tile * Spec::kBlockN);
+                                                    params.head_dim, sequence.keys() - tile * Spec::kBlockN);
   }
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_value(int tile, int to_stage) {
     V_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes,
                                                     params.v_stride.row, params.head_dim,
-                                                    params.seq_k - tile * Spec::kBlockN);
+                                                    sequence.keys() - tile * Spec::kBlockN);
   }
 
   // Starts what the first tile needs, and, with a ring, the kStages - 1 tiles that the loads run ahead.
@@ -94,7 +98,7 @@ struct KeyTileWalk {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
-      if (kMasked == Masked::kAll || (kMasked == Masked::kSome && (n + 1) * Spec::kBlockN > params.seq_k)) {
+      if (kMasked == Masked::kAll || (kMasked == Masked::kSome && (n + 1) * Spec::kBlockN > sequence.keys())) {
         load_value<false>(n, 0);
       } else {
         load_value<true>(n, 0);
@@ -126,13 +130,11 @@ struct KeyTileWalk {
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
     const ptx::SmemPointer V_smem = scores<kMasked>(S_rmem, Q);
     const int first_key = n * Spec::kBlockN;
-    const int last_key = params.seq_k - 1 - first_key;
-    const int causal_limit = causal_offset - first_key;
+    const TileMask<kIsCausal> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
     // With a limit of its own a warp needs no register for the first masked tile.
     const bool is_masked = kMasked == Masked::kAll ||
-                           (kMasked == Masked::kSome &&
-                            (kIsCausal ? min(last_key, causal_limit) : last_key) < Spec::kBlockN - 1);
-    if (is_masked) mma_sync::mask_scores<Spec, kIsCausal>(S_rmem, ptx::lane_index(), last_key, causal_limit);
+                           (kMasked == Masked::kSome && mask.last_column(0) < Spec::kBlockN - 1);
+    if (is_masked) mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
   }
 };
@@ -144,8 +146,8 @@ __device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params
 
 template <typename Spec>
 __device__ __forceinline__ void load_query(const ForwardParams& params, const QueryTile& tile, ptx::SmemPointer Q_smem) {
-  TileLoader<Spec> loader(static_cast<const typename Spec::Element*>(params.q) + tile.batch * params.q_stride.batch +
-                              tile.head_q * params.q_stride.head,
+  TileLoader<Spec> loader(static_cast<const typename Spec::Element*>(params.q) +
+                              Sequence{params, tile.batch}.row_offset(params.q_stride, tile.head_q),
                           params.q_stride.row, tile.row + Spec::kBlockM);
   loader.template load<Spec::kBlockM, false>(Q_smem, params.q_stride.row, params.head_dim, tile.rows);
 }
@@ -154,7 +156,7 @@ template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
-  const KeyTiles key_tiles = visible_key_tiles<Spec::kBlockN, kIsCausal, Spec::kIsSplit>(params, tile);
+  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kIsCausal, Spec::kIsSplit>(params, tile);
   if (key_tiles.begin >= key_tiles.end) return;
   load_query<Spec>(params, tile, Q_smem);
   KeyTileWalk<Spec, kIsCausal> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
@@ -165,7 +167,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   }
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
   if constexpr (Spec::kHasMaskedLoop) {
-    for (; walk.n >= key_tiles.masked; --walk.n) walk.template step<Masked::kAll>(accumulator, Q);
+    for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<Masked::kAll>(accumulator, Q);
     for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kNone>(accumulator, Q);
   } else {
     for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kSome>(accumulator, Q);

@@ -41,7 +41,7 @@ struct ForwardSpec {
     ptx::mma_m16n8k16<Element>(d, a, b0, b1);
   }
 
-  static_assert(!(kIsSplit && kHasMaskedLoop), "KeyTiles::masked knows nothing of a split");
+  static_assert(!(kIsSplit && kHasMaskedLoop), "KeyTiles::full_end knows nothing of a split");
   static_assert(sizeof(Element) == 2, "mma.m16n8k16 and ldmatrix here take 16-bit elements");
   static_assert(kHeadDim % 64 == 0, "the swizzle permutes within 64 columns");
   static_assert(kWarpRows * kNumWarps == kBlockM && kWarpRows % 16 == 0, "a warp computes whole 16-row blocks");

@@ -10,6 +10,11 @@
 #include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/masks.cuh"
+#include "attention/sequences.cuh"
+#include "device/persistent.cuh"
+#include "device/ring.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace flashmoe {
@@ -112,8 +117,9 @@ struct Consumer {
   __device__ __forceinline__ void mask_block(float (&scores)[kScores], const Tile& tile, int block) const {
     const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const int visible[2] = {visible_keys<kIsCausal>(params, row) - first_key,
-                            visible_keys<kIsCausal>(params, row + 8) - first_key};
+    const Sequence sequence{params, tile.batch};
+    const int visible[2] = {visible_keys<kIsCausal>(sequence, row).end - first_key,
+                            visible_keys<kIsCausal>(sequence, row + 8).end - first_key};
     mask_scores<Spec::kBlockN>(scores, visible);
   }
 
@@ -164,8 +170,8 @@ struct Consumer {
     for (int block = range.end; block > own_end; --block) skip_block();
 
     const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-    const int seen_by_all = visible_keys<kIsCausal>(params, first_row) / Spec::kBlockN;
-    const int full_end = Spec::kIsSplit ? maximum(seen_by_all, range.begin) : seen_by_all;
+    const int seen_by_all = visible_keys<kIsCausal>(Sequence{params, tile.batch}, first_row).end / Spec::kBlockN;
+    const int full_end = Spec::kIsSplit ? max(seen_by_all, range.begin) : seen_by_all;
     int block = own_end - 1;
     uint32_t probabilities[kProbabilities];
     {
@@ -195,7 +201,7 @@ struct Consumer {
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
-      const Tile tile = read_tile(shared.tile(query.stage, consumer));
+      const Tile tile = read_tile<Tile>(shared.tile(query.stage, consumer));
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
@@ -206,8 +212,8 @@ struct Consumer {
         for (int block = range.end; block > range.begin; --block) skip_block();
         continue;
       }
-      const int blocks = key_blocks<Spec, kIsCausal>(params, first_row + 64);
-      const int own_end = Spec::kIsSplit ? minimum(blocks, range.end) : blocks;
+      const int blocks = key_blocks<Spec, kIsCausal>(Sequence{params, tile.batch}, first_row + 64);
+      const int own_end = !Spec::kIsSplit || blocks < range.end ? blocks : range.end;
       float output[kOutputs];
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;

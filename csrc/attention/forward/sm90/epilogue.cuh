@@ -2,15 +2,17 @@
 // memory, and the log-sum-exp by ordinary stores; or, where keys are split, fp32 partial results by ordinary stores.
 #pragma once
 
-#include "attention/params/forward.h"
 #include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/params/forward.h"
+#include "attention/sequences.cuh"
 #include "device/convert.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 
@@ -44,11 +46,11 @@ __device__ __forceinline__ void store_output_shared(unsigned char* smem, const f
   }
 }
 
-// Row 0 of the tile's head among all rows of [num_splits, batch, heads_q, seq_q], or of [batch, heads_q, seq_q].
+// Row 0 of the tile's head among the rows of the log-sum-exp, or of the partial results.
 template <typename Spec>
 __device__ __forceinline__ int64_t first_row_of_head(const ForwardParams& params, const Tile& tile) {
-  const int64_t batch = Spec::kIsSplit ? static_cast<int64_t>(tile.split) * params.batch + tile.batch : tile.batch;
-  return (batch * params.heads_q + tile.head) * params.seq_q;
+  const Sequence sequence{params, tile.batch};
+  return sequence.result_row(sequence.result_head<Spec::kIsSplit>(tile.head, tile.split));
 }
 
 template <typename Spec>

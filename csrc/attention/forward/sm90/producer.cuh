@@ -3,6 +3,10 @@
 
 #include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/sequences.cuh"
+#include "device/persistent.cuh"
+#include "device/ring.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 
 namespace flashmoe {
@@ -48,7 +52,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   const int m_blocks = ceil_div(params.seq_q, Spec::kBlockM);
   const int num_tiles = m_blocks * params.heads_q * params.batch * items_per_tile<Spec>(params);
   const int section_heads = kIsCausal ? heads_per_section<Spec>(params) : 1;
-  const int heads_per_kv = params.heads_q / params.heads_kv;
+  const int heads_per_kv = heads_per_key_head(params);
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
@@ -66,7 +70,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
 
   for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
     // A tile ahead: a draw's answer arrives while this tile's loads are issued.
-    const int next_index = next_tile_index(params, num_tiles, index);
+    const int next_index = next_tile_index(params.tile_counter, num_tiles, index);
     const Tile tile = decode_tile<Spec, kIsCausal>(params, m_blocks, section_heads, index);
     const KeyRange range = key_range<Spec, kIsCausal>(params, tile);
     const int last_block = range.end - 1;

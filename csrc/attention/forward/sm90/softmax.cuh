@@ -3,6 +3,7 @@
 // of a quad share the rows.
 #pragma once
 
+#include "device/reduce.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
 
@@ -58,8 +59,7 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kN / 2], RowState
   if (moved) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 1));
-      new_max[r] = ptx::max_ftz(new_max[r], ptx::shuffle_xor(new_max[r], 2));
+      new_max[r] = quad_max(new_max[r]);
       const float shift = (kMayBeEmpty && new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r]) * scale_log2;
       // Rounded products on both sides, as the exponentials have them: a row whose maximum stays is multiplied by exactly 1.
       rescale[r] = ptx::exp2_approx(ptx::sub_rn(rows.max[r] * scale_log2, shift));
@@ -90,9 +90,7 @@ __device__ __forceinline__ void finish_softmax(const RowState& rows, float (&inv
   constexpr float kLn2 = 0.693147180559945309f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = rows.sum[r];
-    sum += ptx::shuffle_xor(sum, 1);
-    sum += ptx::shuffle_xor(sum, 2);
+    const float sum = quad_sum(rows.sum[r]);
     inverse_sum[r] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
     lse[r] = sum == 0.0f ? ptx::negative_infinity() : ptx::fma_rn(rows.max[r], scale_log2, ptx::lg2_approx(sum)) * kLn2;
   }

@@ -62,20 +62,6 @@ struct ForwardSpec {
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// A position in a ring of buffers, and the parity of the phase that its barriers are in.
-template <int kNumStages>
-struct RingPosition {
-  int stage = 0;
-  int parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kNumStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // Pointers into a block's shared memory.
 template <typename Spec>
 struct SharedMemory {

@@ -1,0 +1,31 @@
+// Sums and maxima over the lanes of a quad (four lanes: one row of an mma or wgmma accumulator) and of a warp.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "ptx/shuffle.cuh"
+
+namespace flashmoe {
+
+__device__ __forceinline__ float quad_max(float value) {
+  value = ptx::max_ftz(value, ptx::shuffle_xor(value, 1));
+  return ptx::max_ftz(value, ptx::shuffle_xor(value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+  value += ptx::shuffle_xor(value, 1);
+  return value + ptx::shuffle_xor(value, 2);
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value = ptx::max_ftz(value, ptx::shuffle_xor(value, lanes));
+  return value;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += ptx::shuffle_xor(value, lanes);
+  return value;
+}
+
+}  // namespace flashmoe
