@@ -33,7 +33,7 @@ class LaunchList {
   void run(const CudaCall& call) const;
 
  private:
-  static constexpr std::size_t kMaxLaunches = 16;
+  static constexpr std::size_t kMaxLaunches = 8;
   std::array<Launch, kMaxLaunches> launches_;
   std::size_t size_ = 0;
 };
