@@ -1,4 +1,4 @@
-"""Wheels: tags, RECORD, the name that the package loads (F11)."""
+"""Wheels: tags, RECORD, the name that the package loads."""
 
 from __future__ import annotations
 

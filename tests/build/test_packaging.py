@@ -30,7 +30,7 @@ def run(command: list[str], cwd: Path, **environment: str) -> subprocess.Complet
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
-    """The working tree's tracked and new files in a repository of its own, as a newcomer's clone has them (F6)."""
+    """The working tree's tracked and new files in a repository of its own, as a newcomer's clone has them."""
     folder = tmp_path_factory.mktemp("a clone")
     listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], root).stdout
     for name in filter(None, listed.split("\0")):
@@ -103,6 +103,8 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
     run(["tar", "-xf", str(archive), "-C", str(tmp_path / "unpacked")], clone)
     (tree,) = (tmp_path / "unpacked").iterdir()
     assert not (tree / ".git").exists()
+    assert (tree / "docs" / "build.md").is_file()
+    assert not (tree / "docs" / "results").exists()
     run([sys.executable, "-m", "flashmoe_build", "--dist", str(tmp_path / "dist")], tree, **CPU_ONLY, **cache)
     (built,) = (tmp_path / "dist").glob("*.whl")
     assert sha256(built) == sha256(wheel)
@@ -110,7 +112,7 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
 
 @pytest.mark.parametrize("package", ["torch-2.9.1", "numpy-2.1.0", "nvidia_cuda_nvcc_cu12-12.9.41"])
 def test_tools_that_are_not_the_locked_ones_stop_a_plain_build(clone: Path, tmp_path: Path, package: str) -> None:
-    """F12, F13: `python -m flashmoe_build` and `pip wheel --no-build-isolation` run in any environment."""
+    """`python -m flashmoe_build` and `pip wheel --no-build-isolation` run in any environment."""
     name, _, version = package.partition("-")
     info = tmp_path / f"{package}.dist-info"
     info.mkdir()
