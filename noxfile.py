@@ -1,6 +1,6 @@
 """The sessions. Each prepares an environment and calls one program, which does the work.
 
-./nox                    build, symbols, smoke, bench; ends with one table
+./nox                    build, symbols, smoke, baseline; ends with one table
 ./nox -s test            build, install the wheel, run the tests against it
 ./nox -s SESSION -- ...  arguments after -- go to the program (-- --help)
 """
@@ -28,8 +28,7 @@ nox.options.error_on_missing_interpreters = True
 
 REPORTS = ROOT / "build" / "reports"
 WHEEL_VARIABLE = "FLASHMOE_WHEEL"
-FULL_BENCH: tuple[str, ...] = ()
-SHORT_BENCH = ("--quick",)
+MAIN = "build,symbols,smoke,baseline"  # rungs of flashmoe_build/gate/ladder.toml
 
 
 def locked(session: nox.Session, name: str) -> str:
@@ -89,29 +88,6 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     program(session, python, "flashmoe_build", *arguments)
 
 
-def run_symbols(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    targets = list(arguments)
-    if not any(not word.startswith("-") for word in arguments):
-        objects = ROOT / "build" / "objects"  # of the newest wheel: duplicate definitions show only here
-        targets += [str(newest_wheel(session)), *(("--objects", str(objects)) if objects.is_dir() else ())]
-    program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
-
-
-def run_smoke(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    python = installed(session, newest_wheel(session))
-    with session.chdir(outside("smoke")):
-        program(session, python, "flashmoe.smoke", "--json", REPORTS / "smoke.json", *arguments)
-
-
-def run_bench(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    if "build-cost" in arguments:  # times builds of the checkout: the package there, not the installed one
-        program(session, locked(session, "test"), "flashmoe", "bench", "--json", REPORTS / "bench.json", *arguments)
-        return
-    python = installed(session, newest_wheel(session))
-    with session.chdir(outside("bench")):
-        program(session, python, "flashmoe", "bench", "--json", REPORTS / "bench.json", *arguments)
-
-
 def absolute_paths(arguments: Sequence[str]) -> list[str]:
     """Test paths of the command line, made independent of the folder that pytest runs in."""
     return [
@@ -123,15 +99,7 @@ def absolute_paths(arguments: Sequence[str]) -> list[str]:
 @nox.session
 def main(session: nox.Session) -> None:
     """Build, audit, smoke test and time it; one table at the end."""
-    stages = {"build": run_build, "symbols": run_symbols, "smoke": run_smoke, "bench": run_bench}
-    for name in stages:
-        (REPORTS / f"{name}.json").unlink(missing_ok=True)
-    try:
-        for name, run in stages.items():
-            session.log(f"{name}")
-            run(session, SHORT_BENCH if name == "bench" else ())
-    finally:
-        program(session, locked(session, "build"), "flashmoe_build.summary", REPORTS, *stages)
+    program(session, locked(session, "test"), "flashmoe", "gate", "--only", MAIN, "--budget-minutes", "120")
 
 
 @nox.session
@@ -143,19 +111,31 @@ def build(session: nox.Session) -> None:
 @nox.session
 def symbols(session: nox.Session) -> None:
     """Check symbols and resources of the newest wheel, or of the given files."""
-    run_symbols(session, session.posargs)
+    targets = list(session.posargs)
+    if not any(not word.startswith("-") for word in targets):
+        objects = ROOT / "build" / "objects"  # of the newest wheel: duplicate definitions show only here
+        targets += [str(newest_wheel(session)), *(("--objects", str(objects)) if objects.is_dir() else ())]
+    program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
 
 
 @nox.session
 def smoke(session: nox.Session) -> None:
     """Install the newest wheel and compare a few small results with plain PyTorch."""
-    run_smoke(session, session.posargs)
+    python = installed(session, newest_wheel(session))
+    with session.chdir(outside("smoke")):
+        program(session, python, "flashmoe.smoke", "--json", REPORTS / "smoke.json", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Time attention against torch's backends (-- --help)."""
-    run_bench(session, session.posargs or FULL_BENCH)
+    words: tuple[str | Path, ...] = ("bench", "--json", REPORTS / "bench.json", *session.posargs)
+    if "build-cost" in words:  # times builds of the checkout: the package there, not the installed one
+        program(session, locked(session, "test"), "flashmoe", *words)
+        return
+    python = installed(session, newest_wheel(session))
+    with session.chdir(outside("bench")):
+        program(session, python, "flashmoe", *words)
 
 
 @nox.session

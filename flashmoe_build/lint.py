@@ -19,6 +19,7 @@ from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
+FORMAT_CXX = "git ls-files '*.h' '*.cuh' '*.cpp' | xargs .nox/env/lint-*/bin/clang-format -i"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         Checker("format", (str(tools / "ruff"), "format", "--check", "."), "ruff format ."),
         Checker("mypy", (python, "-m", "mypy")),
         Checker("shellcheck", (str(tools / "shellcheck"), *scripts)),
+        Checker("clang-format", (str(tools / "clang-format"), "--dry-run", "-Werror", *cxx_sources(root)), FORMAT_CXX),
         Checker("lock", (python, "-m", "flashmoe_build.environments.relock", "--check"), "nox -s lock"),
         Checker("docs", (python, "-m", "flashmoe_build.docs", "--check"), "nox -s docs"),
     ]
@@ -56,6 +58,12 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         if actionlint:
             found.append(Checker("actionlint", (actionlint,)))
     return tuple(found)
+
+
+def cxx_sources(root: Path) -> list[str]:
+    """Kernels, host code and the C++ of the tests."""
+    files = (path for folder in ("csrc", "tests") for path in (root / folder).rglob("*"))
+    return sorted(str(path.relative_to(root)) for path in files if path.suffix in (".h", ".cuh", ".cpp"))
 
 
 def shell_scripts(root: Path) -> Iterable[Path]:

@@ -60,7 +60,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 class Heartbeat:
-    """Names the test that runs for long (a compiler, a build), so that no run is silent for over 30 s (F21)."""
+    """Names the test that runs for long (a compiler, a build), so that no run is silent for over 30 s."""
 
     def __init__(self) -> None:
         self._out = os.dup(sys.stderr.fileno())  # while nothing is captured; a test's own output is

@@ -1,6 +1,9 @@
 """The one report format. Every stage (build, audit, doctor, test, bench, ...) writes it; tables, HTML and CI read it.
 
 A report is a list of checks plus stage-specific ``data``. Its verdict is derived, never set: nothing checked is FAIL.
+
+python -m flashmoe.tools.report REPORT.json SUMMARY.json     what a repository keeps of a report (not of a benchmark:
+                                                             python -m flashmoe bench --render REPORT.json --summary FILE)
 """
 
 from __future__ import annotations
@@ -8,10 +11,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -110,25 +116,39 @@ def _processor_name() -> str:
     return platform.processor()
 
 
+def built_commit(library: Path) -> str:
+    """The commit in the provenance beside the library, ``+`` appended when files differed from it; empty without one."""
+    for folder in (library.parent, library.parent.parent):  # a wheel's, a build folder's
+        try:
+            record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+            return str(record["commit"]) + ("+" if record["dirty"] else "")
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return ""
+
+
 def write_json(path: Path, payload: Mapping[str, Any]) -> None:
     """Write ``payload`` so that a reader sees the old file or the new one, never half of it.
 
     Raises ReportError where nothing can be written.
     """
+    _write(path, json.dumps(payload, indent=1, default=str))
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        _replace_file(path, payload)
+        _replace_file(path, text + "\n")
     except OSError as error:
         msg = f"cannot write {path}: {error.strerror}; name a file in a folder that this user can write to, on a disk with room"
         raise ReportError(msg) from error
 
 
-def _replace_file(path: Path, payload: Mapping[str, Any]) -> None:
+def _replace_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(payload, stream, indent=1, default=str)
-            stream.write("\n")
+            stream.write(text)
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
@@ -142,8 +162,7 @@ def write_report(path: Path, report: Report) -> None:
     write_json(path, report.to_json())
 
 
-def read_report(path: Path) -> Report:
-    """Read a report back; raises ReportError when it is missing, damaged or of another schema."""
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         payload = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -152,9 +171,17 @@ def read_report(path: Path) -> Report:
     except ValueError as error:
         msg = f"{path} is not JSON ({error}); delete it and run the session that writes it again"
         raise ReportError(msg) from error
-    if not isinstance(payload, dict) or payload.get("schema") != SCHEMA:
-        found = payload.get("schema") if isinstance(payload, dict) else type(payload).__name__
-        msg = f"{path} has schema {found!r}, this flashmoe reads {SCHEMA!r}"
+    if not isinstance(payload, dict):
+        msg = f"{path} has schema {type(payload).__name__!r}, this flashmoe reads {SCHEMA!r}"
+        raise ReportError(msg)
+    return payload
+
+
+def read_report(path: Path) -> Report:
+    """Read a report back; raises ReportError when it is missing, damaged or of another schema."""
+    payload = _read_object(path)
+    if payload.get("schema") != SCHEMA:
+        msg = f"{path} has schema {payload.get('schema')!r}, this flashmoe reads {SCHEMA!r}"
         raise ReportError(msg)
     try:
         checks = tuple(Check(**{**row, "verdict": Verdict(row["verdict"])}) for row in payload["checks"])
@@ -170,3 +197,101 @@ def read_report(path: Path) -> Report:
     except (KeyError, TypeError, ValueError) as error:
         msg = f"{path} lacks or misstates a field of {SCHEMA}: {error!r}"
         raise ReportError(msg) from error
+
+
+LINE = 240  # a value that fits into a line of a summary is not divided
+ENTRY = 8_000  # characters: a larger part of a report's data is raw material
+FOLDED = re.compile(r"(\d+) checks")
+MANY = 5  # as many numbers in a list are samples
+
+
+def summarise(path: Path, entry: int = ENTRY) -> dict[str, Any]:
+    """A report as a repository keeps it: passed and skipped checks counted, samples as medians, raw material left out.
+
+    A JSON object of another schema is kept in the same way. Raises ReportError when ``path`` holds neither.
+    """
+    payload = _read_object(path)
+    if payload.get("schema") != SCHEMA:
+        return _small(payload, entry)
+    report = fold_checks(read_report(path))
+    return replace(report, data=_small(report.data, entry)).to_json()
+
+
+def _small(data: Mapping[str, Any], entry: int) -> dict[str, Any]:
+    kept = {key: rounded(medians(value)) for key, value in data.items()}
+    left_out = [key for key, value in kept.items() if len(json.dumps(value)) > entry]
+    return {key: value for key, value in kept.items() if key not in left_out} | (
+        {"left_out": left_out} if left_out else {}
+    )
+
+
+def fold_checks(report: Report) -> Report:
+    """FAIL and WARN as they are; one check each for all that passed and for all that proved nothing. Same verdict."""
+    folded = [check for check in report.checks if check.verdict in (Verdict.FAIL, Verdict.WARN)]
+    for verdict in (Verdict.PASS, Verdict.SKIP):
+        same = [check for check in report.checks if check.verdict is verdict]
+        found = Counter(check.found for check in same)
+        if len(same) == 1:
+            folded += same
+        elif same:
+            words = ", ".join(f"{text} ({count})" for text, count in found.most_common() if text)
+            folded.append(Check(f"{len(same)} checks", verdict, words if len(words) <= 2 * LINE else ""))
+    return replace(report, checks=tuple(folded))
+
+
+def count(checks: Sequence[Check], *verdicts: Verdict) -> int:
+    """How many checks have one of these verdicts; one that stands for many in a summary counts as many."""
+    folded = (FOLDED.fullmatch(check.name) for check in checks if check.verdict in verdicts)
+    return sum(int(match[1]) if match else 1 for match in folded)
+
+
+def medians(value: Any) -> Any:
+    """``value`` with each list of ``MANY`` numbers or more as its median."""
+    if isinstance(value, Mapping):
+        return {key: medians(one) for key, one in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) >= MANY and all(isinstance(one, (int, float)) for one in value):
+        return statistics.median(value)
+    return [medians(one) for one in value]
+
+
+def rounded(value: Any) -> Any:
+    """``value`` with its numbers to five significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_summary(path: Path, payload: Mapping[str, Any]) -> None:
+    """JSON with a line for each row, so that a change of one number is a change of one line."""
+    _write(path, _lines(payload))
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    text = json.dumps(value, default=str)
+    if len(text) <= LINE or not value or not isinstance(value, (dict, list, tuple)):
+        return text
+    inner = indent + " "
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key)}: {_lines(one, inner)}" for key, one in value.items()]
+        return f"{{\n{inner}" + f",\n{inner}".join(rows) + f"\n{indent}}}"
+    return f"[\n{inner}" + f",\n{inner}".join(_lines(one, inner) for one in value) + f"\n{indent}]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) not in (2, 3) or not all(word.isdecimal() for word in arguments[2:]):
+        print("usage: python -m flashmoe.tools.report REPORT.json SUMMARY.json [LARGEST_ENTRY]", file=sys.stderr)
+        return ExitCode.USAGE
+    try:
+        write_summary(Path(arguments[1]), summarise(Path(arguments[0]), *map(int, arguments[2:])))
+    except ReportError as error:
+        print(f"ReportError: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

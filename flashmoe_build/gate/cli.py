@@ -56,16 +56,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(report: Report) -> str:
-    """One line a rung: verdict, time, cost, what was found; then where it ended and what to do."""
+    """One line for each rung: verdict, time, cost, what its checks found; then where it ended and what to do."""
     data = report.data
     priced = data["rate_per_hour"] > 0.0
-    width = max(len(row["name"]) for row in data["rungs"])
-    lines = []
+    width = max(len("stage"), *(len(row["name"]) for row in data["rungs"]))
+    lines = [f"{'stage':<{width}}  verdict  seconds{'     cost' if priced else ''}  checks"]
     for row in data["rungs"]:
         cost = f"  {row['cost']:7.4f}" if priced else ""
-        lines.append(
-            f"{row['name']:<{width}}  {row['verdict']:<4}  {row['seconds']:7.1f} s{cost}  {row['found'][:160]}"
-        )
+        lines.append(f"{row['name']:<{width}}  {row['verdict']:<7}  {row['seconds']:7.1f}{cost}  {row['found'][:160]}")
     total = f", cost {data['cost']:.4f}" if priced else ""
     lines.append(f"gate {report.verdict}: {report.seconds:.0f} of {data['budget_seconds']:.0f} s{total}")
     lines.append(f"known good: {', '.join(data['known_good']) or 'nothing'}")

@@ -83,8 +83,8 @@ class Climb:
             return Outcome(
                 Verdict.FAIL, f"the budget of {self.budget.seconds / 60:.1f} minutes was used up before it", 0.0
             )
-        if rung.needs != "checkout" and "{library}" in " ".join(rung.command) and not self.places.library.is_file():
-            return Outcome(Verdict.FAIL, f"there is no {self.places.library.name} to look at", 0.0)
+        if "{artifact}" in rung.command and not self.places.artifact.is_file():
+            return Outcome(Verdict.FAIL, f"there is no {self.places.artifact.name} to look at", 0.0)
         return self._execute(rung, left)
 
     def _execute(self, rung: Rung, left: float) -> Outcome:

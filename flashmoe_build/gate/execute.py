@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,14 +41,15 @@ def execute(
     report_path.parent.mkdir(parents=True, exist_ok=True)
     report_path.unlink(missing_ok=True)
     begin = time.monotonic()
-    code, tail = _run(command, folder, {**os.environ, **environment}, limit)
+    log = report_path.with_suffix(".log")
+    code, tail = _run(command, folder, {**os.environ, **environment}, limit, log)
     seconds = time.monotonic() - begin
     if code is None:
         return Outcome(Verdict.FAIL, f"did not end within {limit:.0f} s and was stopped", seconds)
     try:
         report = read_report(report_path)
     except ReportError:
-        return Outcome(Verdict.FAIL, f"exit {code} and no report: {tail}", seconds)
+        return Outcome(Verdict.FAIL, f"exit {code} and no report: {tail} (all of it: {log.name})", seconds)
     verdict, found = judge(report, ignore)
     if code != 0 and verdict in (Verdict.PASS, Verdict.WARN) and not ignore:
         return Outcome(Verdict.FAIL, f"exit {code} although its report says {verdict}: {tail}", seconds, report)
@@ -75,9 +75,11 @@ def _words(check: Check) -> str:
     return f"{text}; next: {check.next_step}" if check.next_step else text
 
 
-def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str], limit: float) -> tuple[int | None, str]:
-    """(exit code, or None when it was stopped; the end of its output). Ends every process that the program started."""
-    with tempfile.TemporaryFile() as output:
+def _run(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], limit: float, log: Path
+) -> tuple[int | None, str]:
+    """(exit code, or None when it was stopped; the end of what ``log`` holds). Ends every process that was started."""
+    with log.open("w+b") as output:
         try:
             process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

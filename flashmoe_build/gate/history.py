@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.tools.report import Report, Verdict
+from flashmoe.tools.report import Report, Verdict, built_commit
 
 SCHEMA = "flashmoe.history/1"
 FOLDER = Path("docs") / "results" / "history"
@@ -50,17 +50,6 @@ def commit_of(root: Path) -> str:
 
     commit = git("rev-parse", "HEAD")
     return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def built_commit(library: Path) -> str:
-    """The commit in the provenance beside the library, ``+`` appended when files differed from it; empty without one."""
-    for folder in (library.parent, library.parent.parent):  # a wheel's, a build folder's
-        try:
-            record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-            return str(record["commit"]) + ("+" if record["dirty"] else "")
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return ""
 
 
 def append_record(folder: Path, record: Mapping[str, Any]) -> Path:

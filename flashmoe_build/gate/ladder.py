@@ -62,8 +62,18 @@ class Places:
             return Path(self.fill([rung.report], rung, python, budget)[0])
         return self.reports / f"{rung.name}.json"
 
+    @property
+    def artifact(self) -> Path:
+        """The checkout's newest wheel; the library where no wheel was made, or the caller named one."""
+        wheels = [] if self.given or not self.checkout else list((self.root / "dist").glob("flashmoe-*.whl"))
+        return max(wheels, key=lambda path: path.stat().st_mtime, default=self.library)
+
     def fill(self, words: Sequence[str], rung: Rung, python: str, budget: float) -> list[str]:
+        """``words`` with what stands in braces filled in; a word that then is empty is left out."""
+        objects = self.build / "objects"
         table = {
+            "artifact": str(self.artifact),
+            "objects": f"--objects={objects}" if objects.is_dir() and self.artifact.suffix == ".whl" else "",
             "python": python,
             "root": str(self.root),
             "build": str(self.build),
@@ -72,7 +82,7 @@ class Places:
             "report": str(self.reports / f"{rung.name}.json"),
             "budget": f"{budget:.0f}",
         }
-        return [_replace(word, table) for word in words]
+        return [filled for word in words if (filled := _replace(word, table)) or not word]
 
 
 def _replace(word: str, table: Mapping[str, str]) -> str:

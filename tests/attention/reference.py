@@ -1,4 +1,4 @@
-"""The reference: attention in plain PyTorch, float64 on the CPU and float32 (TF32 off) on a GPU, and KERNELS' tolerance."""
+"""The reference: attention in plain PyTorch, float64 on the CPU and float32 (TF32 off) on a GPU, and the tolerance."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 
 
 def tolerance(expected: Tensor, plain: Tensor) -> float:
-    """KERNELS' rule: twice plain PyTorch's own error in that dtype, plus twice the rounding of the result.
+    """The rule: twice plain PyTorch's own error in that dtype, plus twice the rounding of the result.
 
     The rule is made for 16 bits, where plain PyTorch rounds the scores and we do not. In float32 both round alike and each
     is off by its own luck: over 80 random problems the ratio of the two maxima was 1 on average, 3.7 at most. Hence 6

@@ -1,4 +1,4 @@
-"""Numbers: KERNELS' grid and rule, and by name the lengths at which an index inside a tile was once wrong (F16)."""
+"""Numbers: the grid of shapes and the rule of errors, and by name the lengths at which an index inside a tile was once wrong."""
 
 from __future__ import annotations
 

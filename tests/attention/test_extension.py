@@ -175,7 +175,7 @@ def _library(compiler: str, folder: Path, source: str) -> Path:
 
 
 def test_undefined_symbol_is_explained(compiler: str, tmp_path: Path) -> None:
-    """F1: a function that is called but defined nowhere."""
+    """A function that is called but defined nowhere."""
     library = _library(compiler, tmp_path, "namespace flashmoe { void forward(); void (*address)() = &forward; }")
     line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(library)))
     assert "it needs the symbol _ZN8flashmoe7forwardEv" in line
@@ -183,7 +183,7 @@ def test_undefined_symbol_is_explained(compiler: str, tmp_path: Path) -> None:
 
 
 def test_library_without_the_operator(compiler: str, tmp_path: Path) -> None:
-    """F11: the file is a library, but not ours."""
+    """The file is a library, but not ours."""
     library = _library(compiler, tmp_path, "int unrelated() { return 1; }")
     line = _last_line(_python(USE, FLASHMOE_LIBRARY=str(library)))
     assert "registers no operator flashmoe::flash_attention_forward" in line

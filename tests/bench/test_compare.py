@@ -12,6 +12,9 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ReportError
 from flashmoe.tools.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
+from flashmoe.tools.bench.keep import expand, summarise_bench
+from flashmoe.tools.bench.markdown import bench_markdown
+from flashmoe.tools.bench.page import render_page
 from flashmoe.tools.bench.ratchet import Mark, architecture, check_ratchet, evaluate, read_marks, write_marks
 from flashmoe.tools.bench.statistics import Interval
 from flashmoe.tools.bench.thresholds import load_thresholds
@@ -197,3 +200,48 @@ def test_an_unmeasured_mark_is_no_pass() -> None:
     report = synthetic_report(speeds=SPEEDS)
     result = evaluate([Mark("gone", "flashmoe", "sdpa-flash", 1.0, "then")], report)
     assert [check.verdict for check in result.checks] == [Verdict.SKIP]
+
+
+def test_a_summary_stands_for_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rendered, compared and held against marks like the report, at a fraction of its size."""
+    report = synthetic_report(speeds=SPEEDS, seed=1, blocks=20)
+    write_report(tmp_path / "run.json", report)
+    assert main(["bench", "--render", str(tmp_path / "run.json"), "--summary", str(tmp_path / "kept.json")]) == 0
+    text = (tmp_path / "kept.json").read_text()
+    assert "samples_ns" not in text
+    assert len(text) < (tmp_path / "run.json").stat().st_size / 4
+    kept = read_bench(tmp_path / "kept.json")
+    assert kept.verdict is report.verdict
+    assert {check.verdict for check in evaluate(marks_of(report), kept).checks} == {Verdict.PASS}
+    tables = [bench_markdown(one).splitlines() for one in (kept, report)]
+    assert tables[0][42:] == tables[1][42:], "means, worst cases and verdicts; cells may round otherwise"
+    assert "</svg>" in render_page(kept)
+
+    other = synthetic_report(speeds={**SPEEDS, "flashmoe": 0.72}, seed=2, blocks=20)
+    for a, b in ((kept, other), (other, kept), (kept, kept)):
+        whole = [report if one is kept else one for one in (a, b)]
+        rows = zip(compare_reports(a, b).data["changes"], compare_reports(*whole).data["changes"], strict=True)
+        for of_summary, of_samples in rows:
+            assert of_summary["verdict"] == of_samples["verdict"]
+            assert of_summary["interval"] == pytest.approx(of_samples["interval"], rel=3e-3)
+    assert main(["bench", "--render", str(tmp_path / "kept.json"), "--summary", str(tmp_path / "again.json")]) == 0
+    assert (tmp_path / "again.json").read_text() == text
+    assert "36 FASTER" in capsys.readouterr().out
+
+
+def test_a_damaged_summary_is_refused(tmp_path: Path) -> None:
+    kept = summarise_bench(synthetic_report(speeds=SPEEDS))
+    cells = [{key: value for key, value in kept.data["cells"][0].items() if key != "contenders"}]
+    write_report(tmp_path / "kept.json", replace(kept, data={**kept.data, "cells": cells}))
+    with pytest.raises(ReportError, match=r"lacks or misstates a field of flashmoe.bench-summary/1: KeyError\('cont"):
+        read_bench(tmp_path / "kept.json")
+
+
+def test_raw_times_of_summaries_meet_the_wider_margin() -> None:
+    def kept(**speeds: float) -> Report:
+        return expand(summarise_bench(synthetic_report(speeds=speeds, seed=1)))
+
+    a = kept(flashmoe=0.8, **{"sdpa-flash": 0.5})
+    report = compare_reports(a, kept(flashmoe=0.5, **{"sdpa-cudnn": 0.7}))
+    assert {row["against"] for row in report.data["changes"]} == {""}
+    assert verdicts(report) == {"SLOWER"}

@@ -103,6 +103,8 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
     run(["tar", "-xf", str(archive), "-C", str(tmp_path / "unpacked")], clone)
     (tree,) = (tmp_path / "unpacked").iterdir()
     assert not (tree / ".git").exists()
+    assert (tree / "docs" / "build.md").is_file()
+    assert not (tree / "docs" / "results").exists()
     run([sys.executable, "-m", "flashmoe_build", "--dist", str(tmp_path / "dist")], tree, **CPU_ONLY, **cache)
     (built,) = (tmp_path / "dist").glob("*.whl")
     assert sha256(built) == sha256(wheel)

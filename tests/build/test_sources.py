@@ -49,7 +49,7 @@ def test_header_compiles_alone_and_twice(header: Path) -> None:
 
 
 def test_headers_compile_in_either_order() -> None:
-    """F7: `#define WARP_SIZE 32` in one header against `constexpr int WARP_SIZE` in another."""
+    """`#define WARP_SIZE 32` in one header against `constexpr int WARP_SIZE` in another."""
     names = [relative(path) for path in DEVICE_HEADERS]
     for order in (names, names[::-1]):
         assert compile_device("".join(f'#include "{name}"\n' for name in order)) == ""

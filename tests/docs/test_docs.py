@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.errors import TableError
+from flashmoe.errors import ExitCode, TableError
+from flashmoe.tools.report import Check, Report, Verdict, count, read_report, write_report
+from flashmoe.tools.report import main as report_main
 from flashmoe.tools.tables import load_tables, table_files
 from flashmoe_build import docs
 
@@ -81,8 +83,16 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
-        if "://" not in target:
+        kept = "results/" not in target or (ROOT / "docs" / "results").is_dir()  # an sdist is without them
+        if "://" not in target and kept:
             assert (page.parent / target).exists(), target
+
+
+def test_the_results_are_summaries_small_enough_to_review() -> None:
+    files = [path for path in (ROOT / "docs" / "results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+    assert all("samples_ns" not in path.read_text(encoding="utf-8") for path in files)
+    assert {path.suffix for path in files} <= {".json", ".jsonl", ".toml", ".txt", ".md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -91,3 +101,30 @@ def test_sessions_named_in_the_docs_exist(page: Path) -> None:
     sessions = set(re.findall(r"@nox\.session[^\n]*\ndef (\w+)\(", source))
     named = set(re.findall(r"nox -s (\w+)", page.read_text(encoding="utf-8"))) - {"SESSION"}
     assert named <= sessions
+
+
+def test_a_report_is_summarised_with_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [Check(f"case {index}", Verdict.PASS, "race" if index % 3 else "wrong result") for index in range(9)]
+    checks += [Check("gpu", Verdict.SKIP, "none here"), Check("slow", Verdict.WARN, "3 s", next_step="wait")]
+    data = {"totals": {"runs": 9}, "samples": [0.5, 0.1, 0.25, 7.0, 0.123456789], "raw": ["x" * 100] * 200}
+    write_report(tmp_path / "a.json", Report("emulation", tuple(checks), data))
+    names = [str(tmp_path / "a.json"), str(tmp_path / "kept.json")]
+    assert report_main(names) == ExitCode.OK
+    kept = read_report(tmp_path / "kept.json")
+    assert [(check.name, check.verdict, check.found) for check in kept.checks] == [
+        ("slow", Verdict.WARN, "3 s"),
+        ("9 checks", Verdict.PASS, "race (6), wrong result (3)"),
+        ("gpu", Verdict.SKIP, "none here"),
+    ]
+    assert kept.verdict is Verdict.WARN
+    assert count(kept.checks, Verdict.PASS, Verdict.SKIP) == 10
+    assert kept.data == {"totals": {"runs": 9}, "samples": 0.25, "left_out": ["raw"]}
+    assert report_main([names[1], names[0]]) == ExitCode.OK
+    assert read_report(tmp_path / "a.json") == replace(kept, data={**kept.data, "left_out": ["raw"]})
+    assert report_main([*names, "30000"]) == ExitCode.OK
+    (tmp_path / "b.json").write_text('{"totals": 1}', encoding="utf-8")
+    assert report_main([str(tmp_path / "b.json"), names[1]]) == ExitCode.OK
+    assert (tmp_path / "kept.json").read_text(encoding="utf-8") == '{"totals": 1}\n'
+    assert report_main([str(tmp_path / "gone.json"), names[1]]) == ExitCode.FAILED
+    assert report_main([names[0]]) == ExitCode.USAGE
+    assert "cannot read the report" in capsys.readouterr().err

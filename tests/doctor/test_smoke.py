@@ -62,7 +62,7 @@ def test_the_reference_agrees_with_torch(rows: int) -> None:
 
 
 def test_a_planted_index_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F16: rows past the first tile of 64 read the wrong query."""
+    """Rows past the first tile of 64 read the wrong query."""
     import flashmoe
     from flashmoe import _extension
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +185,30 @@ def test_mistakes_in_a_ladder_are_named(tmp_path: Path, rows: tuple[str, ...], w
     assert words in str(caught.value)
 
 
+def test_the_newest_wheel_is_what_a_checkout_is_judged_by(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    places = find_places(tmp_path, None, None)
+    words = ["{artifact}", "{objects}", ""]
+    (one,) = read_ladder(ladder(tmp_path, rung("one")))
+    assert places.fill(words, one, "", 0.0) == [str(tmp_path / "build" / "lib" / "libflashmoe.so"), ""]
+    for age, name in ((10, "flashmoe-1-a.whl"), (20, "flashmoe-0-a.whl")):
+        path = tmp_path / "dist" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (tmp_path / "build" / "objects").mkdir(parents=True)
+    wheel = str(tmp_path / "dist" / "flashmoe-1-a.whl")
+    assert places.fill(words, one, "", 0.0) == [wheel, f"--objects={tmp_path / 'build' / 'objects'}", ""]
+    given = replace(places, given=True)
+    assert given.fill(words, one, "", 0.0) == [str(given.library), ""]
+
+
+def test_what_a_program_said_is_kept(tmp_path: Path) -> None:
+    report = climb(tmp_path, '[[rung]]\nname = "one"\ncommand = ["{python}", "-c", "print(\'x\' * 2000)"]')
+    assert "(all of it: one.log)" in report.checks[0].found
+    assert len((tmp_path / "build" / "reports" / "gate" / "one.log").read_text()) == 2001
+
+
 def test_our_own_ladder() -> None:
     rungs = read_ladder()
     names = [one.name for one in rungs]
@@ -293,6 +320,8 @@ def test_the_program_climbs_records_and_remembers(
     assert "stopped at two: 1 FAIL; it: found it; next: do this" in text
     assert "next: mend two" in text
     assert "known good: one" in text
+    assert re.search(r"^stage +verdict +seconds +cost +checks$", text, re.MULTILINE)
+    assert re.search(r"^two +FAIL +\d+\.\d  ", text, re.MULTILINE)
     assert "cost 0.0" in text
     assert read_report(tmp_path / "build" / "reports" / "gate.json").data["stopped_at"] == "two"
     assert main([*words, "--only", "one", "--json", str(tmp_path / "g.json")]) == ExitCode.OK

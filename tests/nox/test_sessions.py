@@ -1,4 +1,4 @@
-"""The sessions: what nox lists, what they pass on, and the two programs that only they use."""
+"""The sessions: what nox lists, what they pass on, and the program that only they use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.tools.report import Check, Report, Verdict, write_report
-from flashmoe_build import lint, summary
+from flashmoe.tools.report import Verdict
+from flashmoe_build import lint
+from flashmoe_build.gate.ladder import read_ladder, select
 
 ROOT = Path(__file__).resolve().parents[2]
 NOXFILE = ROOT / "noxfile.py"
-FRESH_REPORT = Report("build", (Check("device code", Verdict.PASS, "84 binaries"),), seconds=61.2)
 
 
 def noxfile_function(name: str) -> object:
@@ -48,53 +48,9 @@ def test_test_paths_do_not_depend_on_the_folder() -> None:
     assert absolute(given) == expected  # type: ignore[operator]
 
 
-def summarise(folder: Path, *stages: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flashmoe_build.summary", str(folder), *stages]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def test_the_table_comes_from_the_reports(tmp_path: Path) -> None:
-    write_report(tmp_path / "build.json", FRESH_REPORT)
-    smoke = Report("smoke", (Check("cpu", Verdict.PASS), Check("cuda", Verdict.SKIP)), seconds=3.0)
-    write_report(tmp_path / "smoke.json", smoke)
-    done = summarise(tmp_path, "build", "smoke")
-    assert done.returncode == 0, done.stderr
-    assert "build  PASS        61.2  1 PASS" in done.stdout
-    assert "smoke  PASS         3.0  1 PASS, 1 SKIP" in done.stdout
-
-
-def test_a_stage_without_a_report_is_a_failure(tmp_path: Path) -> None:
-    write_report(tmp_path / "build.json", FRESH_REPORT)
-    done = summarise(tmp_path, "build", "symbols")
-    assert done.returncode == 1
-    assert "symbols  NOT RUN" in done.stdout
-
-
-def test_a_failed_stage_is_a_failure_with_its_reason(tmp_path: Path) -> None:
-    bad = Check("spill", Verdict.FAIL, "12 bytes", next_step="change the tile")
-    write_report(tmp_path / "build.json", Report("build", (bad,)))
-    done = summarise(tmp_path, "build")
-    assert done.returncode == 1
-    assert "FAIL spill: 12 bytes; next: change the tile" in done.stdout
-
-
-def test_nothing_checked_is_a_failure(tmp_path: Path) -> None:
-    write_report(tmp_path / "smoke.json", Report("smoke", (Check("cuda", Verdict.SKIP),)))
-    assert summarise(tmp_path, "smoke").returncode == 1
-
-
-def test_a_damaged_report_is_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "build.json").write_text("{", encoding="utf-8")
-    done = summarise(tmp_path, "build")
-    assert done.returncode == 1
-    assert "build.json is not JSON" in done.stderr
-
-
-def test_many_problems_are_cut_with_their_number() -> None:
-    checks = tuple(Check(f"n{index}", Verdict.WARN, "x") for index in range(9))
-    text = summary.render([summary.row_of("audit", Report("audit", checks))])
-    assert "audit: 4 more in build/reports/audit.json" in text
-    assert "9 WARN" in text
+def test_main_climbs_rungs_of_the_ladder() -> None:
+    (words,) = re.findall(r'^MAIN = "(.*)"', NOXFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [rung.name for rung in select(read_ladder(), words.split(","))] == words.split(",")
 
 
 def test_every_checker_runs_even_when_one_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,10 +68,14 @@ def test_checkers_look_at_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM scratch\n", encoding="utf-8")
     (tmp_path / ".github" / "workflows").mkdir(parents=True)
     (tmp_path / "nox").write_text("#!/bin/sh\n", encoding="utf-8")
+    for name in ("csrc/host/a.cpp", "csrc/ptx/b.cuh", "csrc/arch.toml", "tests/c.h", "build/d.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
     found = {checker.name: checker.command for checker in lint.checkers(tmp_path, tmp_path)}
     assert found["hadolint"][1:] == ("Dockerfile",)
     assert "zizmor" in found
     assert found["shellcheck"][1:] == ("nox",)
+    assert found["clang-format"][3:] == ("csrc/host/a.cpp", "csrc/ptx/b.cuh", "tests/c.h")
 
 
 def test_the_launcher_and_ci_are_checked_as_shell() -> None:
@@ -138,7 +98,7 @@ def run_pytest(
     (tmp_path / "test_it.py").write_text(body, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n", encoding="utf-8")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLASHMOE_", "COV", "PYTEST"))}
-    package = str(Path(summary.__file__).parents[1])
+    package = str(Path(lint.__file__).parents[1])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
     environ = {**kept, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
@@ -163,7 +123,7 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("", ".docs", ".lint", ".summary"),
+        *("", ".docs", ".lint"),
         *(f".environments.{name}" for name in ("environment", "lock", "relock")),
         *(f".release.{name}" for name in ("compat", "reproduce", "workflows")),
         *(".emulation", ".containers.gpu", ".containers.image", ".containers.base", ".containers.pins"),

@@ -1,4 +1,4 @@
-"""F21: a long step is never silent, on a terminal or in a log, and a short one does not chatter."""
+"""A long step is never silent, on a terminal or in a log, and a short one does not chatter."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmoe.errors import ArgumentError, DeviceError, ExitCode
 from flashmoe.tools.bench.suites import DEVICES, Suite, load_suite, suite_names
-from flashmoe.tools.report import Report, write_report
+from flashmoe.tools.report import Report, write_report, write_summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--html", type=Path, metavar="FILE")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="JSON without samples, for a repository to keep")
     parser.add_argument(
         "--render",
         type=Path,
         metavar="REPORT.json",
-        help="write --markdown and --html of an old report; with --ratchet hold it against the marks",
+        help="write --markdown, --html and --summary of an old report or summary; with --ratchet hold it against the marks",
     )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
     parser.add_argument("--fail-on", choices=("slower", "changed", "not-same"), help="exit 1 when a comparison says so")
@@ -246,6 +247,10 @@ def _write(report: Report, args: argparse.Namespace) -> None:
 
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(render_page(report), encoding="utf-8")
+    if args.summary:
+        from flashmoe.tools.bench.keep import summarise_bench
+
+        write_summary(args.summary, summarise_bench(report).to_json())
 
 
 def _markdown(report: Report) -> str:

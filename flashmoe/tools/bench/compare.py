@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 
 from flashmoe.errors import ReportError
+from flashmoe.tools.bench.keep import SUMMARY_SCHEMA, expand
 from flashmoe.tools.bench.record import DATA_SCHEMA, QUIET
 from flashmoe.tools.bench.statistics import Array, Interval, log_ratios, seeded, trimmed_mean
 from flashmoe.tools.bench.thresholds import CompareThresholds, StatisticsSettings, load_thresholds
@@ -49,10 +51,13 @@ class Change:
 
 
 def read_bench(path: Path) -> Report:
+    """A benchmark's report, or its summary with what follows from it filled in."""
     report = read_report(path)
+    if report.kind == "bench" and report.data.get("schema") == SUMMARY_SCHEMA:
+        return expand(report)
     if report.kind != "bench" or report.data.get("schema") != DATA_SCHEMA:
         found = f"a {report.kind!r} report with data {report.data.get('schema')!r}"
-        msg = f"{path} holds {found}; expected a bench report with {DATA_SCHEMA}"
+        msg = f"{path} holds {found}; expected a bench report with {DATA_SCHEMA} or {SUMMARY_SCHEMA}"
         raise ReportError(msg)
     return report
 
@@ -77,6 +82,7 @@ def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
         "schema": "flashmoe.bench-compare/1",
         "a": _identity(a),
         "b": _identity(b),
+        "verdicts": dict(Counter(change.decision.verdict.value for change in changes)),
         "changes": [_change_json(change) for change in changes],
     }
     return Report("bench-compare", tuple(checks), data, host_environment(), (), started)
@@ -98,7 +104,7 @@ def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = Fal
         other = cells_b.get(cell["case"]["key"])
         if other is None or cell["timing"] != other["timing"]:
             continue
-        common = [name for name, blocks in cell["samples_ns"].items() if blocks and other["samples_ns"].get(name)]
+        common = [name for name in cell["summaries"] if name in other["summaries"]]
         subjects = [name for name in common if name in ours] or common
         base = a["baseline"] if a["baseline"] == b["baseline"] and a["baseline"] in common else ""
         changes += [_change(cell, other, name, "" if name == base else base, busy=busy) for name in subjects]
@@ -107,9 +113,13 @@ def find_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, busy: bool = Fal
 
 def _change(a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str, *, busy: bool) -> Change:
     limits = load_thresholds()
-    logs_a, logs_b = _speeds(a, subject, base), _speeds(b, subject, base)
-    value, interval = difference(logs_a, logs_b, limits.verdict.confidence, limits.statistics)
-    blocks = min(len(logs_a), len(logs_b))
+    if a["samples_ns"] and b["samples_ns"]:
+        logs_a, logs_b = _speeds(a, subject, base), _speeds(b, subject, base)
+        value, interval = difference(logs_a, logs_b, limits.verdict.confidence, limits.statistics)
+        blocks = min(len(logs_a), len(logs_b))
+    else:
+        base = base if all(_paired(cell, subject, base) for cell in (a, b)) else ""
+        value, interval, blocks = summary_difference(a, b, subject, base)
     margin = limits.compare.normalised_margin if base else limits.compare.absolute_margin
     decision = decide_change(interval, blocks, limits.verdict.min_blocks, margin, limits.compare, busy=busy)
     return Change(a["case"]["key"], subject, base, value, interval, blocks, decision)
@@ -144,6 +154,32 @@ def difference(a: Array, b: Array, confidence: float, settings: StatisticsSettin
         )
     low, high = result.confidence_interval
     return value, Interval(math.exp(low), math.exp(high), "percentile")
+
+
+def _paired(cell: Mapping[str, Any], subject: str, base: str) -> Mapping[str, Any] | None:
+    rows = (row for row in cell["comparisons"] if (row["subject"], row["baseline"]) == (subject, base))
+    return next(rows, None)
+
+
+def summary_difference(
+    a: Mapping[str, Any], b: Mapping[str, Any], subject: str, base: str
+) -> tuple[float, Interval, int]:
+    """As ``difference`` where a side has no samples: the same ratio; the lengths of the two intervals add as errors do."""
+    (speed_a, reach_a, blocks_a), (speed_b, reach_b, blocks_b) = (_speed(cell, subject, base) for cell in (a, b))
+    value, reach = speed_b / speed_a, math.hypot(reach_a, reach_b)
+    high = value * math.exp(reach) if math.isfinite(reach) else math.inf
+    return value, Interval(value * math.exp(-reach), high, "normal"), min(blocks_a, blocks_b)
+
+
+def _speed(cell: Mapping[str, Any], subject: str, base: str) -> tuple[float, float, int]:
+    """(speed, half the length of its interval's logarithm, blocks): relative to the baseline, or one over the raw time."""
+    row = _paired(cell, subject, base)
+    summary = cell["summaries"][subject]
+    value, (low, high) = (
+        (row["ratio"], row["interval"]) if row else (1.0 / summary["median_us"], summary["interval_us"])
+    )
+    reach = math.log(high / low) / 2.0 if low and high else math.inf
+    return value, reach, row["blocks"] if row else summary["blocks"]
 
 
 def decide_change(
@@ -211,9 +247,7 @@ def _environment_checks(a: Report, b: Report) -> list[Check]:
 
 
 def _measured(data: Mapping[str, Any]) -> set[tuple[str, str]]:
-    return {
-        (cell["case"]["key"], name) for cell in data["cells"] for name, blocks in cell["samples_ns"].items() if blocks
-    }
+    return {(cell["case"]["key"], name) for cell in data["cells"] for name in cell["summaries"]}
 
 
 def _identity(report: Report) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashmoe.tools.bench.call_cost import TIMING
 from flashmoe.tools.problems import problem_from_json
-from flashmoe.tools.report import Report, Verdict
+from flashmoe.tools.report import Report, Verdict, count
 
 MARKS = {"FASTER": "+", "SLOWER": "-", "SAME": "=", "AMBIGUOUS": "?"}
 
@@ -115,16 +115,17 @@ def _call_shares(data: Mapping[str, Any]) -> list[str]:
 def _problems(report: Report) -> list[str]:
     bad = [check for check in report.checks if check.verdict in (Verdict.FAIL, Verdict.WARN)]
     lines = [f"- {check.verdict} {check.name}: {check.found}" for check in bad]
-    skipped = sum(check.verdict is Verdict.SKIP for check in report.checks)
+    skipped = count(report.checks, Verdict.SKIP)
     if skipped:
-        lines.append(
-            f"- SKIP: {skipped} of {len(report.checks)} checks proved nothing (not supported here, or not reached)"
-        )
+        total = count(report.checks, *Verdict)
+        lines.append(f"- SKIP: {skipped} of {total} checks proved nothing (not supported here, or not reached)")
     return lines
 
 
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
+def number(value: float | None) -> str:
+    """Three significant digits, without an exponent; a dash for what is not known."""
+    if value is None:
+        return "-"
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashmoe._extension import library_path
 from flashmoe.errors import ArgumentError
 from flashmoe.tools.bench.call_cost import TIMING, share_checks, shares
 from flashmoe.tools.bench.ceilings import measure_ceilings
@@ -23,7 +24,7 @@ from flashmoe.tools.bench.summary import CeilingRates, aggregate
 from flashmoe.tools.bench.telemetry import Telemetry, cpu_busy
 from flashmoe.tools.problems import problem_type
 from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now
+from flashmoe.tools.report import Check, Report, Verdict, built_commit, host_environment, utc_now
 
 SAVE_EVERY_SECONDS = 20.0
 
@@ -133,6 +134,7 @@ class Session:
 
     def _describe_device(self) -> Telemetry:
         self.environment = {**host_environment(), "packages": package_versions(), "device": self.options.device}
+        self.environment["commit"] = built_commit(library_path())
         self.environment["torch_threads"] = torch.get_num_threads()
         self.environment["cpu_busy"] = cpu_busy()
         if self.options.device != "cuda":

@@ -28,11 +28,8 @@ class CeilingRates:
 
 def timing_summary(case: Problem, blocks: Blocks, ceilings: CeilingRates | None) -> dict[str, Any]:
     """Median with interval (us), tails, TFLOP/s, GB/s and the shares of the measured ceilings."""
-    limits = load_thresholds()
-    place = locate(blocks, confidence=limits.verdict.confidence)
-    tflops = case.flops / place.median / 1e3
-    gbps = case.bytes_moved / place.median
-    peak = ceilings.matmul_tflops.get(case.dtype) if ceilings else None
+    place = locate(blocks, confidence=load_thresholds().verdict.confidence)
+    interval = (place.interval.low, place.interval.high) if place.interval.low > 0 and place.blocks > 1 else None
     return {
         "median_us": place.median / 1e3,
         "interval_us": [place.interval.low / 1e3, place.interval.high / 1e3],
@@ -44,14 +41,24 @@ def timing_summary(case: Problem, blocks: Blocks, ceilings: CeilingRates | None)
         "spread": place.spread,
         "samples": place.samples,
         "blocks": place.blocks,
+        **rates(case, place.median, interval, ceilings),
+    }
+
+
+def rates(
+    case: Problem, median: float, interval: tuple[float, float] | None, ceilings: CeilingRates | None
+) -> dict[str, Any]:
+    """What follows from a median and its interval (ns)."""
+    tflops = case.flops / median / 1e3
+    gbps = case.bytes_moved / median
+    peak = ceilings.matmul_tflops.get(case.dtype) if ceilings else None
+    return {
         "tflops": tflops,
-        "tflops_interval": [case.flops / place.interval.high / 1e3, case.flops / place.interval.low / 1e3]
-        if place.interval.low > 0 and place.blocks > 1
-        else None,
+        "tflops_interval": [case.flops / bound / 1e3 for bound in reversed(interval)] if interval else None,
         "gbps": gbps,
         "share_of_matmul": tflops / peak if peak else None,
         "share_of_copy": gbps / ceilings.copy_gbps if ceilings else None,
-        "launch_bound": place.median / 1e3 < limits.speed.launch_bound_us,
+        "launch_bound": median / 1e3 < load_thresholds().speed.launch_bound_us,
     }
 
 
