@@ -30,7 +30,8 @@ __device__ __forceinline__ int diagonal_key(const Sequence& sequence, int row) {
 // Keys that `row` sees, which may be past the last row: it sees every key.
 template <bool kIsCausal>
 __device__ __forceinline__ KeyRange visible_keys(const Sequence& sequence, int row) {
-  return KeyRange{0, kIsCausal ? max(0, min(sequence.keys(), diagonal_key(sequence, row + 1))) : sequence.keys()};
+  return KeyRange{
+      0, kIsCausal ? maximum(0, minimum(sequence.keys(), diagonal_key(sequence, row + 1))) : sequence.keys()};
 }
 
 // Key tiles [begin, end) that some row of a query tile sees; every row sees all of those before full_end, the others need

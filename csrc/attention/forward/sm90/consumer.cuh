@@ -12,6 +12,7 @@
 #include "attention/forward/sm90/spec.cuh"
 #include "attention/masks.cuh"
 #include "attention/sequences.cuh"
+#include "device/math.cuh"
 #include "device/persistent.cuh"
 #include "device/ring.cuh"
 #include "ptx/special_registers.cuh"
@@ -171,7 +172,7 @@ struct Consumer {
 
     const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
     const int seen_by_all = visible_keys<kIsCausal>(Sequence{params, tile.batch}, first_row).end / Spec::kBlockN;
-    const int full_end = Spec::kIsSplit ? max(seen_by_all, range.begin) : seen_by_all;
+    const int full_end = Spec::kIsSplit ? maximum(seen_by_all, range.begin) : seen_by_all;
     int block = own_end - 1;
     uint32_t probabilities[kProbabilities];
     {
@@ -213,7 +214,7 @@ struct Consumer {
         continue;
       }
       const int blocks = key_blocks<Spec, kIsCausal>(Sequence{params, tile.batch}, first_row + 64);
-      const int own_end = !Spec::kIsSplit || blocks < range.end ? blocks : range.end;
+      const int own_end = Spec::kIsSplit ? minimum(blocks, range.end) : blocks;
       float output[kOutputs];
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;

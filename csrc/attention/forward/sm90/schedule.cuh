@@ -24,8 +24,8 @@ struct Tile {
 // all of it masked: that gives the right result, and no tile needs a path of its own.
 template <typename Spec, bool kIsCausal>
 __device__ __forceinline__ int key_blocks(const Sequence& sequence, int end_row) {
-  const int last_row = min(end_row, sequence.rows()) - 1;
-  return max(1, ceil_div(visible_keys<kIsCausal>(sequence, last_row).end, Spec::kBlockN));
+  const int last_row = minimum(end_row, sequence.rows()) - 1;
+  return maximum(1, ceil_div(visible_keys<kIsCausal>(sequence, last_row).end, Spec::kBlockN));
 }
 
 // Key blocks of a work item, none for some where a tile has fewer blocks than splits. The tile's own blocks in equal
@@ -54,7 +54,7 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
   const int all_kv_heads = params.heads_kv * params.batch;
   int kv_heads = all_kv_heads;
   if (is_chunk || static_cast<int64_t>(all_kv_heads) * params.seq_k > kSectionKeys) {
-    kv_heads = is_chunk ? 1 : min(all_kv_heads, max(1, kSectionKeys / params.seq_k));
+    kv_heads = is_chunk ? 1 : minimum(all_kv_heads, maximum(1, kSectionKeys / params.seq_k));
   }
   return kv_heads * heads_per_key_head(params) * items_per_tile<Spec>(params);
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_b
   if constexpr (kIsCausal) {
     const int all_heads = params.heads_q * params.batch * items_per_tile<Spec>(params);
     section.first_head = section_heads < all_heads ? index / (section_heads * m_blocks) * section_heads : 0;
-    section.heads = min(section_heads, all_heads - section.first_head);
+    section.heads = minimum(section_heads, all_heads - section.first_head);
     section.index = index - section.first_head * m_blocks;
   }
   const ScheduledTile scheduled = schedule_tile<kIsCausal>(section, m_blocks);
