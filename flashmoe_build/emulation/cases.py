@@ -91,7 +91,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
     splits = _split_counts(unit)
     sizes: tuple[tuple[int, int, int, int, int, int, Layout, Values], ...] = (
         # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
-        # One past a tile, both ways: an index inside the tile where the one of the problem is meant.
+        # One past a tile, both ways: the tile index (F16).
         (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),
         # Whole tiles, two batches; nobody wants the log-sum-exp.
         (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),

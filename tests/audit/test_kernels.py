@@ -1,4 +1,4 @@
-"""Embedded kernels: spills, limits, wrong architectures, and the mutations of cubins and index."""
+"""Embedded kernels: F2, F5, F10, F15 and the mutations of cubins and index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Undefined, doubled and misnamed symbols and the other failures of names: each compiled here, each caught with its own message."""
+"""F1 to F5, F12 and the other failures of names: each compiled here, each caught with its own message."""
 
 from __future__ import annotations
 

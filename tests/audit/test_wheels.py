@@ -1,4 +1,4 @@
-"""Wheels: tags, RECORD, the name that the package loads."""
+"""Wheels: tags, RECORD, the name that the package loads (F11)."""
 
 from __future__ import annotations
 

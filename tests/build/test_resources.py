@@ -84,7 +84,7 @@ def test_spill_is_found(unit: Unit, compile_log: Compile) -> None:
 
 
 def test_static_shared_memory_over_48_kib_does_not_compile(compile_log: Compile) -> None:
-    """The pre-opt-in limit; ptxas refuses, so no such kernel reaches a launch."""
+    """F15: the pre-opt-in limit; ptxas refuses, so no such kernel reaches a launch."""
     with pytest.raises(BuildError, match="(?s)case: ptxas for sm_80 ended with .*too much shared data"):
         compile_log("__shared__ float s[12500]; s[threadIdx.x] = x[0]; __syncthreads(); x[1] = s[5];")
 
@@ -100,7 +100,7 @@ def test_static_shared_memory_over_48_kib_does_not_compile(compile_log: Compile)
 def test_what_no_block_can_have_is_found(
     unit: Unit, compile_log: Compile, pattern: str, stands: str, says: str
 ) -> None:
-    """The log of a kernel that compiled, with the numbers of one that could never be launched."""
+    """F15: the log of a kernel that compiled, with the numbers of one that could never be launched."""
     row = dataclasses.replace(unit.row, warps=16, block_m=192, block_n=64)
     wide = dataclasses.replace(unit, row=row)
     log = compile_log("x[threadIdx.x] *= 2.0f;", to=wide)
@@ -137,7 +137,7 @@ def test_a_warning_that_nobody_thought_of_fails(unit: Unit, compile_log: Compile
 
 
 def test_bf16_does_not_compile_for_sm75(unit: Unit, compile_log: Compile) -> None:
-    """bf16 arithmetic has no code below 8.0; the unit would fail, it cannot silently be built."""
+    """F10: bf16 arithmetic has no code below 8.0; the unit would fail, it cannot silently be built."""
     turing = dataclasses.replace(unit, target=load_tables().target("sm_75"), virtual="compute_75")
     body = 'unsigned short h = 0; asm volatile("fma.rn.bf16 %0, %0, %0, %0;" : "+h"(h)); x[0] = h;'
     assert compile_log(body)
@@ -146,7 +146,7 @@ def test_bf16_does_not_compile_for_sm75(unit: Unit, compile_log: Compile) -> Non
 
 
 def test_an_assembler_that_hangs_is_stopped(unit: Unit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step runs without a limit."""
+    """F21: no step runs without a limit."""
     slow = tmp_path / "ptxas"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)

@@ -43,13 +43,13 @@ def test_there_are_headers() -> None:
 
 @pytest.mark.parametrize("header", DEVICE_HEADERS, ids=relative)
 def test_header_compiles_alone_and_twice(header: Path) -> None:
-    """No header needs another before it, and none needs the host's headers, which NVRTC does not have."""
+    """F7: no header needs another before it. F9: none needs the host's headers, which NVRTC does not have."""
     name = relative(header)
     assert compile_device(f'#include "{name}"\n#include "{name}"\n') == ""
 
 
 def test_headers_compile_in_either_order() -> None:
-    """`#define WARP_SIZE 32` in one header against `constexpr int WARP_SIZE` in another."""
+    """F7: `#define WARP_SIZE 32` in one header against `constexpr int WARP_SIZE` in another."""
     names = [relative(path) for path in DEVICE_HEADERS]
     for order in (names, names[::-1]):
         assert compile_device("".join(f'#include "{name}"\n' for name in order)) == ""
@@ -57,7 +57,7 @@ def test_headers_compile_in_either_order() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_no_object_like_macro_for_a_constant(path: Path) -> None:
-    """Constants are constexpr; a macro may not silently replace a name elsewhere."""
+    """F7: constants are constexpr; a macro may not silently replace a name elsewhere."""
     macros = re.findall(r"^\s*#\s*define\s+(\w+)[ \t]+[-\d(\"'].*$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert macros == []
 
@@ -74,7 +74,7 @@ def test_inline_assembly_only_in_ptx() -> None:
 
 
 def test_includes_are_closed_over_tracked_files(root: Path) -> None:
-    """A header that exists on one machine only."""
+    """F6: a header that exists on one machine only."""
     listed = subprocess.run(["git", "ls-files", "csrc"], cwd=root, capture_output=True, text=True, check=True)
     tracked = {root / line for line in listed.stdout.splitlines()}
     assert tracked
@@ -90,7 +90,7 @@ def test_includes_are_closed_over_tracked_files(root: Path) -> None:
 
 
 def test_host_code_sees_no_device_code() -> None:
-    """What g++ compiles includes no bf16 or fp16 intrinsic and no kernel, so it cannot call one."""
+    """F9: what g++ compiles includes no bf16 or fp16 intrinsic and no kernel, so it cannot call one."""
     found = []
     for path in SOURCES:
         if path.suffix not in {".h", ".cpp"} or relative(path).startswith("emulation/"):
@@ -102,7 +102,7 @@ def test_host_code_sees_no_device_code() -> None:
 
 
 def test_no_device_helper_is_defined_twice() -> None:
-    """Conversion helpers have one home."""
+    """F8: conversion helpers have one home."""
     homes: dict[str, set[str]] = {}
     for path in DEVICE_HEADERS:
         text = path.read_text(encoding="utf-8")
@@ -122,7 +122,7 @@ UNCHECKED_BY_DESIGN = {
 
 
 def test_every_driver_call_is_checked() -> None:
-    """The launch failed and nobody looked."""
+    """F17: the launch failed and nobody looked."""
     unchecked = []
     calls = 0
     for path in sorted((CSRC / "host").glob("*.cpp")):

@@ -71,7 +71,7 @@ def test_bf16_for_sm75_is_refused(folder: Path) -> None:
 
 
 def test_shared_memory_over_the_limit_names_gpu_and_bytes(folder: Path) -> None:
-    """The tile that does not fit is found in the table, before anything is compiled."""
+    """F15: the tile that does not fit is found in the table, before anything is compiled."""
     edit(folder, "stages = 2", "stages = 6")
     with pytest.raises(TableError, match=r"114688 bytes of shared memory, but a block on sm86 has at most 101376"):
         load_tables(folder)

@@ -34,7 +34,7 @@ def expected_results(problem: Problem, dtype: torch.dtype, kind: str, bshd: bool
 def check(
     backend: Backend, problem: Problem, dtype: torch.dtype, kind: str = "normal", *, bshd: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Run the problem and hold it against the reference."""
+    """Run the problem and hold it against the reference, by KERNELS' rule."""
     q, k, v = make_inputs(problem, "cpu", dtype, kind, bshd=bshd)
     out, lse = backend.forward(q, k, v, problem.causal)
     expected, expected_lse, limit = expected_results(problem, dtype, kind, bshd)

@@ -1,4 +1,4 @@
-"""Whether the file in the wheel is the one that the package loads: by name, before anything is imported."""
+"""Whether the file in the wheel is the one that the package loads (F11): by name, before anything is imported."""
 
 from __future__ import annotations
 

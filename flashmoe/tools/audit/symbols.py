@@ -218,7 +218,7 @@ def check_exports(context: Context) -> list[Check]:
 
 
 def check_duplicates(objects: Sequence[ElfFacts]) -> list[Check]:
-    """Strong definitions that stand in more than one object file."""
+    """Strong definitions that stand in more than one object file (F4)."""
     name = "duplicate definitions"
     places: dict[str, list[str]] = defaultdict(list)
     for facts in objects:

@@ -49,7 +49,7 @@ def check_torch_symbols(context: Context) -> list[Check]:
 
 
 def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
-    """Whether the installed torch has the C++ names that are wanted: else the extension was built for another torch."""
+    """Whether the installed torch has the C++ names that are wanted (F12: built for another torch)."""
     name, torch = "resolves against the installed torch", context.torch
     if not wanted or torch is None:
         return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []

@@ -64,6 +64,11 @@ class Case:
         keys = 2 * self.batch * self.heads_kv * self.seq_k * self.head_dim
         return (queries + keys) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def intensity(self) -> float:
+        """Floating-point operations for each byte that must move."""
+        return self.flops / self.bytes_moved
+
     def to_json(self) -> dict[str, Any]:
         return {"key": self.key, **asdict(self)}
 

@@ -93,7 +93,7 @@ def torch(facts: Facts) -> Check:
             "pip uninstall torch, twice, and install one",
         )
     if numbers(have.version)[:2] < TORCH_FLOOR:
-        why = "the extension uses torch's stable C ABI, versioned since 2.10; an older torch lacks its functions"
+        why = "the extension uses torch's stable C ABI, versioned since 2.10; an older torch lacks its functions (F12)"
         return Check("torch", Verdict.FAIL, have.version, expected, why, "pip install 'torch>=2.10'")
     found = f"{have.version}, built for {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'the CPU only'}"
     if facts.driver.gpus and not facts.torch_cuda:
@@ -110,12 +110,12 @@ def numpy(facts: Facts) -> Check:
         return Check("numpy", Verdict.SKIP, "not installed", "", "flashmoe does not need it")
     if len(have.versions) > 1:
         found = " and ".join(have.versions)
-        why = "which one is imported depends on the order of sys.path"
+        why = "which one is imported depends on the path (F13)"
         return Check(
             "numpy", Verdict.FAIL, found, "numpy once", why, "pip uninstall numpy until none is left, install one"
         )
     if facts.lock.name and numbers(have.version) >= (2,):
-        why = "the lock has numpy<2, so that modules built for numpy 1 keep working"
+        why = "the lock has numpy<2, so that modules built for numpy 1 keep working (F13)"
         return Check(
             "numpy",
             Verdict.FAIL,
@@ -259,7 +259,7 @@ def lock(facts: Facts) -> Check:
 
 
 def variables(facts: Facts) -> Check:
-    """None of the usual variables is needed; ours change what runs, so they are named."""
+    """F14: none of the usual variables is needed; ours change what runs, so they are named."""
     own = {name: value for name, value in facts.variables.items() if name.startswith("FLASHMOE_")}
     foreign = sorted(set(facts.variables) - set(own))
     nvcc = "nvcc on PATH" if facts.nvcc else "no nvcc on PATH"
@@ -294,7 +294,7 @@ def extension(facts: Facts) -> Check:
             Verdict.FAIL,
             have.shown or "not there",
             expected,
-            "the wheel is damaged, or this is no wheel",
+            "the wheel is damaged, or this is no wheel (F11)",
             "pip install --force-reinstall flashmoe",
         )
     if have.damaged:
