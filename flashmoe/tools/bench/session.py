@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from flashmoe._extension import library_path
-from flashmoe.errors import ArgumentError
+from flashmoe.errors import ArgumentError, ExtensionError
 from flashmoe.tools.bench.call_cost import TIMING, share_checks, shares
 from flashmoe.tools.bench.ceilings import measure_ceilings
 from flashmoe.tools.bench.contenders import Contender, choose, package_versions
@@ -134,7 +135,8 @@ class Session:
 
     def _describe_device(self) -> Telemetry:
         self.environment = {**host_environment(), "packages": package_versions(), "device": self.options.device}
-        self.environment["commit"] = built_commit(library_path())
+        with contextlib.suppress(ExtensionError):  # a source tree without a library: torch's backends alone
+            self.environment["commit"] = built_commit(library_path())
         self.environment["torch_threads"] = torch.get_num_threads()
         self.environment["cpu_busy"] = cpu_busy()
         if self.options.device != "cuda":

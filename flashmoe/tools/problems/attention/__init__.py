@@ -81,11 +81,6 @@ class AttentionProblem:
         return (queries + keys) * DTYPE_BYTES[self.dtype]
 
     @property
-    def intensity(self) -> float:
-        """Floating-point operations for each byte that must move."""
-        return self.flops / self.bytes_moved
-
-    @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
 
