@@ -209,21 +209,20 @@ def test_a_planted_slowdown_is_bisected_with_the_real_benchmark(
     package = made.root / "flashmoe"
     shutil.copytree(Path(flashmoe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     tables = Path(flashmoe.__file__).parents[1] / "csrc"
-    for table in tables.glob("*.toml"):  # a checkout keeps them here, a wheel inside the package
-        (made.root / "csrc").mkdir(exist_ok=True)
-        shutil.copy(table, made.root / "csrc")
+    for table in tables.glob("*/*.toml"):  # a checkout keeps them here, a wheel inside the package
+        folder = made.root / "csrc" / table.parent.name
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(table, folder)
     copy = f"shutil.copy({str(library)!r}, folder)"
     lines = ["import json, shutil, sys", "from pathlib import Path", "folder = Path(sys.argv[1]) / 'lib'"]
     (made.root / "build.py").write_text("\n".join([*lines, "folder.mkdir(parents=True, exist_ok=True)", copy, *PASSED]))
     (made.root / ".gitignore").write_text("build/\n__pycache__/\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    contender = package / "tools" / "bench" / "contenders.py"
+    contender = package / "tools" / "bench" / "contenders" / "attention.py"
     for number in range(4):
         if number == 2:
             text = contender.read_text()
-            call = (
-                "result: torch.Tensor = attention(inputs.q, inputs.k, inputs.v, causal=case.causal, scale=inputs.scale)"
-            )
+            call = "result: torch.Tensor = attention(inputs.q, inputs.k, inputs.v, causal=problem.causal, scale=inputs.scale)"
             assert call in text
             contender.write_text(text.replace(call, f"for _ in range(4):\n            {call}"))
         made.commit(RIGHT, f"change {number}")
