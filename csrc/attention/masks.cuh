@@ -23,8 +23,12 @@ struct KeyRange {
 
 // The causal rule, aligned bottom-right: key j is visible to row i when j <= i + (keys - rows). So this is the last key
 // that `row` sees. Negative where it sees none; past the last key where `row` is past the last row.
+__device__ __forceinline__ int diagonal_key(int rows, int keys, int row) { return row + keys - rows; }
+// The other way round: the first row that sees `key`, negative where the first row sees it.
+__device__ __forceinline__ int diagonal_row(int rows, int keys, int key) { return key + rows - keys; }
+
 __device__ __forceinline__ int diagonal_key(const Sequence& sequence, int row) {
-  return row + sequence.keys() - sequence.rows();
+  return diagonal_key(sequence.rows(), sequence.keys(), row);
 }
 
 // Keys that `row` sees, which may be past the last row: it sees every key.

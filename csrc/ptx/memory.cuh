@@ -60,6 +60,15 @@ __device__ __forceinline__ float ld_shared_float(SmemPointer smem) {
   return value;
 }
 
+__device__ __forceinline__ float4 ld_shared_float4(SmemPointer smem) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(smem_address(smem))
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void ld_shared_64(uint32_t (&value)[2], SmemPointer smem) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(value[0]), "=r"(value[1])

@@ -64,8 +64,8 @@ class Fields:
                 self.one_of(key, value, known)
         return tuple(values)
 
-    def word(self, key: str, known: Iterable[str]) -> str:
-        return self.one_of(key, self.take(key, str), known)
+    def word(self, key: str, known: Iterable[str], default: str | None = None) -> str:
+        return self.one_of(key, self.take(key, str, default), known)
 
     def every(self, kind: type[T]) -> Mapping[str, T]:
         """All values of the table, which has no keys of its own kind to check."""

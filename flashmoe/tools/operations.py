@@ -42,6 +42,7 @@ class TensorMaps:
     names: tuple[str, ...]
     header: str
     describe: str
+    tile: str  # the tile value that `describe` takes after the params
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,12 @@ def _axis(name: str, fields: Fields) -> Axis:
 
 
 def _tensor_maps(fields: Fields) -> TensorMaps:
-    found = TensorMaps(fields.words("names"), fields.take("header", str), fields.take("describe", str))
+    found = TensorMaps(
+        fields.words("names"),
+        fields.take("header", str),
+        fields.take("describe", str),
+        fields.word("tile", ("block_m", "block_n"), default="block_n"),
+    )
     fields.done()
     return found
 

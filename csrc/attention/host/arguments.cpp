@@ -86,12 +86,12 @@ std::array<int64_t, 4> output_strides(const int64_t* sizes, const int64_t* strid
   return result;
 }
 
+}  // namespace
+
 Strides row_strides(const Tensor& tensor) {
   const int64_t* strides = tensor.strides();
   return {strides[0], strides[1], strides[2]};
 }
-
-}  // namespace
 
 void check_arguments(ForwardArguments& arguments) {
   const Tensor& q = arguments.q;
@@ -161,12 +161,14 @@ ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutput
   params.q = arguments.q.data();
   params.k = arguments.k.data();
   params.v = arguments.v.data();
-  params.out = outputs.out.data();
+  if (outputs.out.get() != nullptr) {
+    params.out = outputs.out.data();
+    params.out_stride = row_strides(outputs.out);
+  }
   params.lse = outputs.lse.get() != nullptr ? static_cast<float*>(outputs.lse.data()) : nullptr;
   params.q_stride = row_strides(arguments.q);
   params.k_stride = row_strides(arguments.k);
   params.v_stride = row_strides(arguments.v);
-  params.out_stride = row_strides(outputs.out);
   params.batch = static_cast<int32_t>(q_sizes[0]);
   params.heads_q = static_cast<int32_t>(q_sizes[1]);
   params.heads_kv = static_cast<int32_t>(k_sizes[1]);

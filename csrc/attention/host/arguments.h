@@ -35,7 +35,10 @@ void check_arguments(ForwardArguments& arguments);
 // Uninitialised outputs of the right shape, dtype and device.
 ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse);
 
-// Sizes, strides and pointers; no split, no counter.
+// Of the first three dimensions, in elements.
+Strides row_strides(const Tensor& tensor);
+
+// Sizes, strides and pointers; no split, no counter. Outputs may be empty.
 ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 
 }  // namespace attention

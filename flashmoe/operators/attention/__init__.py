@@ -4,7 +4,7 @@ arguments   the rules for the arguments, and why a call failed
 shapes      what a call returns where there is no data, and its operation count
 drop_in     where scaled_dot_product_attention means what the operators compute
 autograd    the gradient of the forward operators, under torch.func too
-backward    the backward operator, in torch operations
+backward    the backward operator: its kernels, and torch operations where there are none
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPERATORS = (
     Operator(
         "flash_attention_backward",
         schema=backward.SCHEMA,
-        layers={"CPU": backward.backward, "CUDA": backward.backward},
+        layers={"CPU": backward.backward, "CUDA": backward.backward_on_gpu},
         fake=shapes.backward,
         flops=shapes.backward_flops,
         vmap=autograd.vmap_backward,

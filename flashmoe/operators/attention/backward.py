@@ -1,7 +1,8 @@
-"""Gradients of attention, recomputed in blocks from the log-sum-exp with torch operations.
+"""Gradients of attention, recomputed in blocks from the log-sum-exp: by the extension's kernels where the GPU has them, else
+with torch operations.
 
-Nothing of size Sq x Sk is stored. Written in torch operations until a kernel does it: right, bounded in memory, and no faster
-than its matrix products in float32.
+Nothing of size Sq x Sk is stored. The torch operations are right, bounded in memory, and no faster than their matrix products
+in float32.
 
 With P = exp(scale * q k^T - lse), the gradients (Dao et al., FlashAttention-2, section 3.2, with a term for lse) are
     dV = P^T dO        dP = dO V^T        dS = P * (dP - rowsum(dO * O) + dLSE)
@@ -96,6 +97,37 @@ def backward(
         dk[:, :, keys] = dk_block.unflatten(0, (batch, heads_kv)).to(k.dtype)
         dv[:, :, keys] = dv_block.unflatten(0, (batch, heads_kv)).to(v.dtype)
     return dq.reshape(q.shape).to(q.dtype), dk, dv
+
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def backward_on_gpu(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`backward`, by the extension's kernels where this GPU has some. Both are the same on every run, bit for bit.
+
+    Under autocast q, k and v are as the caller has them; the forward pass worked in ``out``'s dtype, and so does this.
+    """
+    if out.dtype in KERNEL_DTYPES and 0 not in (q.numel(), k.numel()):
+        upstream = torch.zeros_like(out) if grad_out is None else grad_out
+        if upstream.stride(-1) != 1:
+            upstream = upstream.contiguous()
+        statistic = None if grad_lse is None else grad_lse.contiguous()
+        dq, dk, dv = torch.ops.flashmoe._flash_attention_backward.default(
+            upstream, statistic, *(t.to(out.dtype) for t in (q, k, v)), out, lse.contiguous(), scale, causal
+        )
+        if dq is not None:
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return backward(grad_out, grad_lse, q, k, v, out, lse, scale, causal)
 
 
 def rows_per_block(batch_heads: int, keys: int, block: BlockSize) -> int:

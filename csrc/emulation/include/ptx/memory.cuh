@@ -52,6 +52,12 @@ __device__ __forceinline__ float ld_shared_float(SmemPointer smem, Site site = S
   return value;
 }
 
+__device__ __forceinline__ float4 ld_shared_float4(SmemPointer smem, Site site = Site::here()) {
+  float4 value;
+  emulation::load_shared(&value, smem.address, 16, site, "ld_shared_float4");
+  return value;
+}
+
 __device__ __forceinline__ void ld_shared_64(uint32_t (&value)[2], SmemPointer smem, Site site = Site::here()) {
   emulation::load_shared(value, smem.address, 8, site, "ld_shared_64");
 }

@@ -1,0 +1,307 @@
+// A consumer warpgroup of the kernel of dk and dv that computes both for 64 keys.
+//
+// Its block: issue S^T = K Q^T and dP^T = V dO^T; P^T while dP^T is under way; issue dV += P^T dO; dS^T while that is
+// under way; issue dK += dS^T Q, which the next block's S^T and dP^T follow without a wait. P^T and dS^T are never
+// stored: the accumulator layout is the operand layout.
+#pragma once
+
+#include "attention/backward/sm90/products.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// Query blocks of one head that a warpgroup works on: [begin, full) with a mask, [full, end) without.
+struct QueryRange {
+  int begin;
+  int full;
+  int end;
+};
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ QueryRange query_range(const BackwardParams& params, int first_key) {
+  const int last_key = minimum(first_key + 63, params.seq_k - 1);
+  return QueryRange{first_query<kIsCausal>(params, first_key) / Spec::kStreamRows,
+                    ceil_div(first_query<kIsCausal>(params, last_key), Spec::kStreamRows),
+                    ceil_div(params.seq_q, Spec::kStreamRows)};
+}
+
+// The log-sum-exp, or row_dot, of a thread's columns: 8j + 2 * (lane % 4) and the next. Loads queue behind products that
+// the warp has issued and the tensor cores have not begun, so they stand a product ahead of their use.
+template <typename Spec>
+__device__ __forceinline__ void load_columns(float (&columns)[Spec::kStreamRows / 4], const unsigned char* smem) {
+  const unsigned char* mine = smem + ptx::lane_index() % 4 * 16;
+#pragma unroll
+  for (int j = 0; j < Spec::kStreamRows / 16; ++j) {
+    const float4 four = ptx::ld_shared_float4(mine + j * 64);
+    columns[4 * j] = four.x;
+    columns[4 * j + 1] = four.y;
+    columns[4 * j + 2] = four.z;
+    columns[4 * j + 3] = four.w;
+  }
+}
+
+// What dP^T starts from: -row_dot of each column.
+template <typename Spec>
+__device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::kStreamRows / 2],
+                                                       const unsigned char* row_dot_smem) {
+  float columns[Spec::kStreamRows / 4];
+  load_columns<Spec>(columns, row_dot_smem);
+#pragma unroll
+  for (int i = 0; i < Spec::kStreamRows / 2; ++i) gradients[i] = columns[i / 4 * 2 + i % 2];
+  ptx::wgmma_fence_operands(gradients);
+}
+
+// scores (S^T) to P^T. The log-sum-exp of a column is +inf where the row of Q is past the end or sees no key.
+template <typename Spec, bool kIsCausal, bool kIsMasked>
+__device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                             const float (&lse_log2)[Spec::kStreamRows / 4], int first_key, int block) {
+  int masked[2] = {0, 0};  // leading columns that do not see the row's key, counted from this thread's first
+  if constexpr (kIsMasked) {
+    const int lane = ptx::lane_index();
+    const int key = first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+    const int column = block * Spec::kStreamRows + lane % 4 * 2;
+    masked[0] = first_query<kIsCausal>(params, key) - column;
+    masked[1] = first_query<kIsCausal>(params, key + 8) - column;
+  }
+#pragma unroll
+  for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
+    scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[i / 4 * 2 + i % 2]));
+    if constexpr (kIsMasked) {
+      if (8 * (i / 4) + i % 2 < masked[i / 2 % 2]) scores[i] = 0.0f;
+    }
+  }
+}
+
+// Compile-time answers for a generic lambda.
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
+};
+
+template <typename Spec, bool kIsCausal>
+struct KeyValueGradientConsumer {
+  static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
+  using Product = Products<Spec>;
+
+  const BackwardParams& params;
+  const SharedMemory<Spec> shared;
+  const int consumer;  // 0 to kNumConsumers - 1
+  RingPosition<Spec::kFirstStages> at;
+  RingPosition<Spec::kFirstStages> used;  // the oldest that has not been released: `at`, or one behind
+
+  __device__ __forceinline__ KeyValueGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_,
+                                                      int consumer_)
+      : params(params_), shared(shared_), consumer(consumer_) {}
+
+  __device__ __forceinline__ void release_used() {
+    release(shared.first_empty(used.stage));
+    used.advance();
+  }
+
+  __device__ __forceinline__ void wait_block() const {
+    ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
+  }
+  __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
+    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(at.stage));
+  }
+  __device__ __forceinline__ void issue_gradients(float (&gradients)[Product::kScores]) {
+    Product::template issue_scores<Spec::kStartsFromRowDot>(gradients, shared.own_second(consumer),
+                                                            shared.second(at.stage));
+  }
+
+  template <bool kIsMasked>
+  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+                                       uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
+                                       int first_key, int block) {
+    float scores[Product::kScores];
+    float gradients[Product::kScores];  // dP^T, then dS^T
+    float lse_log2[Product::kColumns];
+    float row_dot[Product::kColumns];
+    wait_block();
+    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    issue_scores(scores);
+    // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_fence_operands(dv);
+    ptx::wgmma_fence_operands(dk);
+    if (used.stage != at.stage) release_used();
+    const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
+    if constexpr (Spec::kStartsFromRowDot) load_negative_row_dots<Spec>(gradients, row_dot_smem);
+    issue_gradients(gradients);
+
+    ptx::wgmma_wait<1>();  // S^T
+    ptx::wgmma_fence_operands(scores);
+    exponentials<Spec, kIsCausal, kIsMasked>(params, scores, lse_log2, first_key, block);
+    if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
+    Product::pack_scores(p_packed, scores);
+    Product::issue_output(dv, p_packed, shared.second(at.stage));
+
+    ptx::wgmma_wait<1>();  // dP^T
+    ptx::wgmma_fence_operands(gradients);
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      if constexpr (!Spec::kStartsFromRowDot) gradients[i] -= row_dot[i / 4 * 2 + i % 2];
+      gradients[i] *= scores[i];
+    }
+    Product::pack_scores(ds_packed, gradients);
+    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    at.advance();
+  }
+
+  // A block with lookahead. In flight at the beginning, in this order: dV of the block before, S^T of this block, dK of the
+  // block before, dP^T of this block (no dV and dK for the first); at the end the same, a block further, or nothing.
+  template <bool kIsMasked, bool kIsFirst, bool kIsLast>
+  __device__ __forceinline__ void step_ahead(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+                                             float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
+                                             float (&gradients)[Product::kScores],
+                                             float (&lse_log2)[Product::kColumns],
+                                             uint32_t (&p_packed)[Product::kPacked],
+                                             uint32_t (&ds_packed)[Product::kPacked], int first_key, int block) {
+    const unsigned char* q_smem = shared.first(at.stage);
+    const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
+    ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
+    ptx::wgmma_fence_operands(scores);
+    exponentials<Spec, kIsCausal, kIsMasked>(params, scores, lse_log2, first_key, block);
+    float row_dot[Product::kColumns];
+    load_columns<Spec>(row_dot, row_dot_smem);
+    Product::pack_scores(p_packed, scores);
+    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    at.advance();
+    if constexpr (!kIsLast) {
+      wait_block();
+      issue_scores(next_scores);
+    }
+
+    ptx::wgmma_wait<1>();  // dP^T, and dK of the block before. With 2, dV under way as well, registers do not suffice
+    ptx::wgmma_fence_operands(gradients);
+    if constexpr (!kIsFirst) release_used();
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
+    }
+    if constexpr (!kIsLast) load_columns<Spec>(lse_log2, shared.statistics(at.stage));  // of the next block
+    Product::pack_scores(ds_packed, gradients);
+    Product::issue_output(dk, ds_packed, q_smem);
+    if constexpr (kIsLast) {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(dk);
+      ptx::wgmma_fence_operands(dv);
+      release_used();
+    } else {
+      issue_gradients(gradients);
+    }
+  }
+
+  // The blocks of one head with lookahead; which of two register sets holds the scores is known to the compiler.
+  __device__ __forceinline__ void compute_ahead(const QueryRange& range, float (&dk)[Product::kOutputs],
+                                                float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
+                                                uint32_t (&ds_packed)[Product::kPacked], int first_key) {
+    float even[Product::kScores];
+    float odd[Product::kScores];
+    float gradients[Product::kScores];
+    float lse_log2[Product::kColumns];
+    int block = range.begin;
+    const int last = range.end - 1;
+    const auto step = [&](auto masked, auto first, auto is_last, float (&scores)[Product::kScores],
+                          float (&next_scores)[Product::kScores]) {
+      step_ahead<decltype(masked)::value && kIsCausal, decltype(first)::value, decltype(is_last)::value>(
+          dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed, first_key, block++);
+    };
+    wait_block();
+    issue_scores(even);
+    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    issue_gradients(gradients);
+    if (block == last) return step(Yes{}, Yes{}, Yes{}, even, odd);
+    step(Yes{}, Yes{}, No{}, even, odd);
+    if (block == last) return step(Yes{}, No{}, Yes{}, odd, even);
+    step(Yes{}, No{}, No{}, odd, even);
+    while (block <= last - 2) {
+      step(No{}, No{}, No{}, even, odd);
+      step(No{}, No{}, No{}, odd, even);
+    }
+    if (block == last) return step(No{}, No{}, Yes{}, even, odd);
+    step(No{}, No{}, No{}, even, odd);
+    step(No{}, No{}, Yes{}, odd, even);
+  }
+
+  // Passes over a block that only keys of other warpgroups are seen from.
+  __device__ __forceinline__ void skip_block() {
+    wait_block();
+    at.advance();
+    release_used();
+  }
+
+  __device__ __forceinline__ void finish_products(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs]) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(dk);
+    ptx::wgmma_fence_operands(dv);
+    if (used.stage != at.stage) release_used();
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
+    const int heads = params.heads_q / params.heads_kv;
+    for (int parity = 0;; parity ^= 1) {
+      ptx::mbarrier_wait(shared.tile_full(consumer), parity);
+      const Tile tile = read_tile<Tile>(shared.tile(consumer));
+      if (tile.index < 0) break;
+      ptx::mbarrier_wait(shared.own_full(consumer), parity);
+      const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
+      const QueryRange range = query_range<Spec, kIsCausal>(params, first_key);
+      const int tile_begin = first_query<kIsCausal>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
+      if (first_key < params.seq_k) {
+        float dk[Product::kOutputs];
+        float dv[Product::kOutputs];
+        uint32_t p_packed[Product::kPacked];
+        uint32_t ds_packed[Product::kPacked];
+        Product::clear(dk);
+        Product::clear(dv);
+        for (int head = 0; head < heads; ++head) {
+          int block = tile_begin;
+          if (block < range.begin) {
+            finish_products(dk, dv);
+            for (; block < range.begin; ++block) skip_block();
+          }
+          if constexpr (Spec::kLookahead) {
+            compute_ahead(range, dk, dv, p_packed, ds_packed, first_key);
+          } else {
+            for (; block < range.full; ++block) step<true>(dk, dv, p_packed, ds_packed, first_key, block);
+            for (; block < range.end; ++block) step<false>(dk, dv, p_packed, ds_packed, first_key, block);
+          }
+        }
+        finish_products(dk, dv);
+        // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
+        sync_consumer(consumer);
+        Product::store_shared(shared.own_second(consumer), dv, 1.0f);
+        Product::store_shared(shared.own_first(consumer), dk, params.scale);
+        // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+        ptx::fence_proxy_async_shared();
+        sync_consumer(consumer);
+        if (ptx::thread_index() % 128 == 0) {
+          const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+          const int row = done.index * Spec::kOwnRows + consumer * 64;
+          Product::store_global(dv_map, shared.own_second(consumer), row, done);
+          Product::store_global(dk_map, shared.own_first(consumer), row, done);
+          ptx::tma_store_commit();
+          // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
+          ptx::tma_store_wait_read<0>();
+        }
+      } else {
+        // Keys past the end: nothing to compute or to store.
+        for (int head = 0; head < heads; ++head) {
+          for (int block = tile_begin; block < range.end; ++block) skip_block();
+        }
+        sync_consumer(consumer);  // every warp has read the tile's number
+      }
+      if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,61 @@
+// The kernel of dk and dv. A tile is kBlockN keys; Q and dO of every head of the group stream past it, from the first
+// block with a query that sees a key (the masked ones are the first) to the last. It runs after the kernel of dq, which
+// writes row_dot.
+//   grid     min(tiles, multiprocessors) blocks; tiles = ceil(seq_k / kBlockN) * heads_kv * batch
+//   maps     tensor_map.h says how the host builds them
+//   counter  params.tile_counter is 0 at launch, and 0 again at the end
+// The heads of a group are added up by the one block that owns the keys, in their order.
+#pragma once
+
+#include "attention/backward/sm90/key_value_consumer.cuh"
+#include "attention/backward/sm90/producer.cuh"
+#include "attention/backward/sm90/shared_key_value_consumer.cuh"
+#include "ptx/register_control.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
+                                                   const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                   const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
+                                                   const ptx::TensorMap& dv_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&q_map);
+    ptx::prefetch_tensor_map(&k_map);
+    ptx::prefetch_tensor_map(&v_map);
+    ptx::prefetch_tensor_map(&dout_map);
+    ptx::prefetch_tensor_map(&dk_map);
+    ptx::prefetch_tensor_map(&dv_map);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    if (warp == 0) produce_queries<Spec, kIsCausal>(params, shared, q_map, k_map, v_map, dout_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    if constexpr (Spec::kSharesRows) {
+      if (warpgroup == 1) {
+        ValueGradientConsumer<Spec, kIsCausal>(params, shared).run(dv_map);
+      } else {
+        KeyGradientConsumer<Spec, kIsCausal>(params, shared).run(dk_map);
+      }
+    } else {
+      KeyValueGradientConsumer<Spec, kIsCausal>(params, shared, warpgroup - 1).run(dk_map, dv_map);
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,218 @@
+// The producers: what feeds the copy engine, and hands tiles to the consumers.
+#pragma once
+
+#include "attention/backward/sm90/schedule.cuh"
+#include "attention/backward/sm90/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/tma.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
+template <typename Spec>
+__device__ __forceinline__ void copy_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
+                                            int head, int batch) {
+#pragma unroll
+  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+    ptx::tma_load_4d(smem + slab * Spec::kStreamSlabBytes, &map, full, slab * 64, row, head, batch,
+                     ptx::CacheHint::kEvictLast);
+  }
+}
+
+// A block of one tensor, once its buffer is free.
+template <typename Spec>
+__device__ __forceinline__ void load_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                            ptx::Mbarrier* empty, int parity, int row, int head, int batch) {
+  ptx::mbarrier_wait(empty, parity ^ 1);
+  ptx::mbarrier_arrive_expect_tx(full, Spec::kStreamBytes);
+  copy_stream<Spec>(smem, map, full, row, head, batch);
+}
+
+// A block of both, the first one's before the second's.
+template <typename Spec>
+__device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared, const RingPosition<Spec::kFirstStages>& first,
+                                           const RingPosition<Spec::kSecondStages>& second,
+                                           const ptx::TensorMap& first_map, const ptx::TensorMap& second_map, int row,
+                                           int head, int batch) {
+  ptx::Mbarrier* full = shared.first_full(first.stage);
+  if constexpr (Spec::kIsPaired) {
+    ptx::mbarrier_wait(shared.first_empty(first.stage), first.parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kStreamBytes);
+    copy_stream<Spec>(shared.first(first.stage), first_map, full, row, head, batch);
+    copy_stream<Spec>(shared.second(second.stage), second_map, full, row, head, batch);
+  } else {
+    load_stream<Spec>(shared.first(first.stage), first_map, full, shared.first_empty(first.stage), first.parity, row,
+                      head, batch);
+    load_stream<Spec>(shared.second(second.stage), second_map, shared.second_full(second.stage),
+                      shared.second_empty(second.stage), second.parity, row, head, batch);
+  }
+}
+
+// The 64 rows of both tensors that own tile `own` holds, and the tile they belong to.
+template <typename Spec>
+__device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const ptx::TensorMap& first_map,
+                                         const ptx::TensorMap& second_map, int own, int parity, const Tile& tile) {
+  ptx::Mbarrier* full = shared.own_full(own);
+  const int row = tile.index * Spec::kOwnRows + own * 64;
+  ptx::mbarrier_wait(shared.own_empty(own), parity ^ 1);
+  publish_tile(shared.tile(own), tile);
+  ptx::mbarrier_arrive(shared.tile_full(own));
+  ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kOwnBytes);
+#pragma unroll
+  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+    ptx::tma_load_4d(shared.own_first(own) + slab * Spec::kOwnSlabBytes, &first_map, full, slab * 64, row, tile.head,
+                     tile.batch, ptx::CacheHint::kEvictFirst);
+  }
+#pragma unroll
+  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+    ptx::tma_load_4d(shared.own_second(own) + slab * Spec::kOwnSlabBytes, &second_map, full, slab * 64, row, tile.head,
+                     tile.batch, ptx::CacheHint::kEvictFirst);
+  }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void end_work(const SharedMemory<Spec>& shared, int parity) {
+#pragma unroll
+  for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
+    ptx::mbarrier_wait(shared.own_empty(own), parity ^ 1);
+    publish_tile(shared.tile(own), Tile{-1, 0, 0});
+    ptx::mbarrier_arrive(shared.tile_full(own));
+  }
+}
+
+// Of the kernel of dq; one thread. Per tile, with key blocks n-1 down to 0: K(n-1), V(n-1), then Q and dO of every
+// warpgroup, then K(j), V(j) downwards.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void produce_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                             const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                             const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
+  const int heads_per_kv = params.heads_q / params.heads_kv;
+  const Schedule<Spec, kIsCausal, true> schedule(params, params.seq_q, params.heads_q, params.seq_k, heads_per_kv);
+  const int num_tiles = schedule.num_tiles();
+  RingPosition<Spec::kFirstStages> key;
+  RingPosition<Spec::kSecondStages> value;
+  int own_parity = 0;
+
+  for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
+    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+    const int next_number = next_tile_index(params.tile_counter, num_tiles, number);
+    const Tile tile = schedule.tile(number);
+    const int kv_head = tile.head / heads_per_kv;
+    const int last_block = key_blocks<Spec, kIsCausal>(params, (tile.index + 1) * Spec::kOwnRows) - 1;
+    for (int block = last_block; block >= 0; --block) {
+      const int row = block * Spec::kStreamRows;
+      load_block<Spec>(shared, key, value, k_map, v_map, row, kv_head, tile.batch);
+      key.advance();
+      value.advance();
+      if (block == last_block) {
+#pragma unroll
+        for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
+          load_own<Spec>(shared, q_map, dout_map, own, own_parity, tile);
+        }
+      }
+    }
+    number = next_number;
+  }
+  end_work<Spec>(shared, own_parity);
+}
+
+// The log-sum-exp and row_dot of the rows of one block, kStreamRows / 32 a lane, on their way to shared memory.
+template <typename Spec>
+struct Statistics {
+  static constexpr int kRows = Spec::kStreamRows / 32;  // a lane
+  float lse[kRows];
+  float row_dot[kRows];
+
+  // `head`: among those of all batch entries.
+  __device__ __forceinline__ void fetch(const BackwardParams& params, int head, int block) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = block * Spec::kStreamRows + i * 32 + ptx::lane_index();
+      const int64_t at = static_cast<int64_t>(head) * params.seq_q + row;
+      lse[i] = ptx::negative_infinity();
+      row_dot[i] = 0.0f;
+      if (row < params.seq_q) {
+        lse[i] = ptx::ld_global_float(params.lse + at);
+        row_dot[i] = ptx::ld_global_float(params.row_dot + at);
+      }
+    }
+  }
+
+  // A row without visible keys, or past the end, gets +inf: its P is exp2(finite - inf) = 0.
+  __device__ __forceinline__ void store(unsigned char* smem) const {
+    constexpr float kLog2e = 1.44269504088896340736f;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int at = i * 32 + ptx::recompute(ptx::lane_index());  // few registers: its place is not kept
+      const float lse_log2 = lse[i] == ptx::negative_infinity() ? -ptx::negative_infinity() : lse[i] * kLog2e;
+      unsigned char* place = smem + 4 * statistics_place(at);
+      ptx::st_shared_float(place, lse_log2);
+      ptx::st_shared_float(place + 4 * Spec::kStreamRows, Spec::kStartsFromRowDot ? -row_dot[i] : row_dot[i]);
+    }
+  }
+};
+
+// Of the kernel of dk and dv; one warp: its first lane feeds the copy engine, all lanes the statistics. Per tile, for
+// each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once a tile) K and V of every warpgroup.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void produce_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                                const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                                const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
+  const int heads_per_kv = params.heads_q / params.heads_kv;
+  const Schedule<Spec, kIsCausal, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv, 1);
+  const int num_tiles = schedule.num_tiles();
+  const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
+  const bool is_first_lane = ptx::lane_index() == 0;
+  RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
+  int own_parity = 0;
+  Statistics<Spec> statistics;
+
+  for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
+    int next_number = 0;
+    if (is_first_lane) next_number = next_tile_index(params.tile_counter, num_tiles, number);
+    const Tile tile = schedule.tile(number);
+    const int begin_block = first_query<kIsCausal>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
+    const int first_head = tile.head * heads_per_kv;
+    const int batch_head = tile.batch * params.heads_q;
+    int head = first_head;
+    int block = begin_block;
+    bool own_is_loaded = false;
+    statistics.fetch(params, batch_head + head, block);
+    while (head < first_head + heads_per_kv) {
+      if (is_first_lane) {
+        const int row = block * Spec::kStreamRows;
+        load_block<Spec>(shared, at, at, q_map, dout_map, row, head, tile.batch);
+        if (!own_is_loaded) {
+#pragma unroll
+          for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
+            load_own<Spec>(shared, k_map, v_map, own, own_parity, tile);
+          }
+        }
+      }
+      own_is_loaded = true;
+      // Hazard: the statistics of this stage may still be read; the first lane has waited for that, the others have not.
+      ptx::warp_sync();
+      statistics.store(shared.statistics(at.stage));
+      ptx::mbarrier_arrive(shared.first_full(at.stage));
+      at.advance();
+      if (++block == end_block) {
+        block = begin_block;
+        ++head;
+      }
+      if (head < first_head + heads_per_kv) statistics.fetch(params, batch_head + head, block);
+    }
+    number = ptx::shuffle_index(next_number, 0);
+  }
+  if (is_first_lane) end_work<Spec>(shared, own_parity);
+}
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

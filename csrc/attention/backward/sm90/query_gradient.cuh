@@ -1,0 +1,341 @@
+// The kernel of dq, and of row_dot. A tile is kBlockM rows of Q and dO; K and V stream past it, from the last block that
+// a row sees to the first (the masked ones are the last, so that the loop over full blocks ends the tile).
+//   grid     min(tiles, multiprocessors) blocks; tiles = ceil(seq_q / kBlockM) * heads_q * batch
+//   maps     tensor_map.h says how the host builds them
+//   counter  params.tile_counter is 0 at launch, and 0 again at the end
+//
+// A warpgroup's block: issue S = Q K^T and dP = dO V^T; P while dP is under way; dS; issue dQ += dS K, which the next
+// block's S and dP follow without a wait. With lookahead, S of the next block is issued before dS, so that the tensor cores
+// have work of this warpgroup all the time. dS is never stored: the accumulator layout is the operand layout.
+#pragma once
+
+#include "attention/backward/sm90/producer.cuh"
+#include "attention/backward/sm90/products.cuh"
+#include "ptx/register_control.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// What a thread loads of its two rows before the first product.
+template <typename Spec>
+struct RowLoads {
+  static constexpr int kChunks = Spec::kHeadDim / 32;  // of 16 bytes, a lane and row
+  float lse[2];
+  float dlse[2];
+  uint32_t out[2][kChunks][4];
+  uint32_t dout[2][kChunks][4];
+};
+
+template <typename Spec, bool kIsCausal>
+struct QueryGradientConsumer {
+  using Product = Products<Spec>;
+  using Element = typename Spec::Element;
+  using RowLoads = sm90::RowLoads<Spec>;
+
+  const BackwardParams& params;
+  const SharedMemory<Spec> shared;
+  const int consumer;  // 0 to kNumConsumers - 1
+  RingPosition<Spec::kFirstStages> key;
+  RingPosition<Spec::kFirstStages> used_key;  // the oldest that has not been released
+  RingPosition<Spec::kSecondStages> value;
+  float lse_log2[2];  // of this thread's rows; +inf where P is to be zero
+  float row_dot[2];
+
+  __device__ __forceinline__ QueryGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_,
+                                                   int consumer_)
+      : params(params_), shared(shared_), consumer(consumer_) {}
+
+  __device__ __forceinline__ void release_key() {
+    release(shared.first_empty(used_key.stage));
+    used_key.advance();
+  }
+  __device__ __forceinline__ void wait_value() const {
+    if constexpr (!Spec::kIsPaired) ptx::mbarrier_wait(shared.second_full(value.stage), value.parity);
+  }
+  __device__ __forceinline__ void release_value() {
+    if constexpr (!Spec::kIsPaired) release(shared.second_empty(value.stage));
+    value.advance();
+  }
+
+  __device__ __forceinline__ int first_row(const Tile& tile) const { return tile.index * Spec::kOwnRows + consumer * 64; }
+
+  // Starts the loads of this thread's two rows: the log-sum-exp, and 16-byte chunks of dO and O, of which the quad has one
+  // row's. Rows past the end read nothing.
+  __device__ __forceinline__ void fetch_rows(RowLoads& loads, const Tile& tile) const {
+    const int lane = ptx::lane_index();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+      const bool is_inside = row < params.seq_q;
+      const char* out_gmem = static_cast<const char*>(params.out) +
+                             2 * (tile.batch * params.out_stride.batch + tile.head * params.out_stride.head +
+                                  row * params.out_stride.row);
+      const char* dout_gmem = static_cast<const char*>(params.dout) +
+                              2 * (tile.batch * params.dout_stride.batch + tile.head * params.dout_stride.head +
+                                   row * params.dout_stride.row);
+      const int64_t at = row_of_statistics(tile, row);
+      loads.lse[r] = ptx::negative_infinity();
+      loads.dlse[r] = 0.0f;
+      if (is_inside) loads.lse[r] = ptx::ld_global_float(params.lse + at);
+      if (is_inside && params.dlse != nullptr) loads.dlse[r] = ptx::ld_global_float(params.dlse + at);
+#pragma unroll
+      for (int i = 0; i < RowLoads::kChunks; ++i) {
+        const int column = 32 * i + lane % 4 * 8;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) loads.out[r][i][w] = loads.dout[r][i][w] = 0;
+        if (is_inside && column < params.head_dim) {
+          ptx::ld_global_128(loads.out[r][i], out_gmem + 2 * column);
+          ptx::ld_global_128(loads.dout[r][i], dout_gmem + 2 * column);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ int64_t row_of_statistics(const Tile& tile, int row) const {
+    return (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * params.seq_q + row;
+  }
+
+  __device__ __forceinline__ void finish_rows(const RowLoads& loads, const Tile& tile) {
+    constexpr float kLog2e = 1.44269504088896340736f;
+    const int lane = ptx::lane_index();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < RowLoads::kChunks; ++i) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float2 a = unpack<Element>(loads.out[r][i][w]);
+          const float2 b = unpack<Element>(loads.dout[r][i][w]);
+          sum = ptx::fma_rn(a.x, b.x, sum);
+          sum = ptx::fma_rn(a.y, b.y, sum);
+        }
+      }
+      const bool is_visible = loads.lse[r] != ptx::negative_infinity();
+      sum = quad_sum(sum);
+      row_dot[r] = is_visible ? sum - loads.dlse[r] : 0.0f;
+      lse_log2[r] = is_visible ? loads.lse[r] * kLog2e : -ptx::negative_infinity();
+      const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+      if (lane % 4 == 0 && row < params.seq_q) {
+        ptx::st_global_float(params.row_dot + row_of_statistics(tile, row), row_dot[r]);
+      }
+    }
+  }
+
+  // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
+  // anything up to inf.
+  template <bool kIsMasked>
+  __device__ __forceinline__ void exponentials(float (&scores)[Product::kScores], const Tile& tile, int block) const {
+    int visible[2] = {0, 0};
+    if constexpr (kIsMasked) {
+      const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+      const int first_key = block * Spec::kStreamRows + ptx::lane_index() % 4 * 2;
+      visible[0] = visible_keys<kIsCausal>(params, row) - first_key;
+      visible[1] = visible_keys<kIsCausal>(params, row + 8) - first_key;
+    }
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      const int r = (i / 2) % 2;
+      scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[r]));
+      if constexpr (kIsMasked) {
+        if (8 * (i / 4) + i % 2 >= visible[r]) scores[i] = 0.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
+    ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
+    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(key.stage));
+  }
+  __device__ __forceinline__ void issue_gradients(float (&gradients)[Product::kScores]) {
+    wait_value();
+    Product::template issue_scores<false>(gradients, shared.own_second(consumer), shared.second(value.stage));
+  }
+
+  // gradients: dP to dS.
+  __device__ __forceinline__ void multiply(float (&gradients)[Product::kScores],
+                                           const float (&probabilities)[Product::kScores]) const {
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      gradients[i] = probabilities[i] * (gradients[i] - row_dot[(i / 2) % 2]);
+    }
+  }
+
+  // A block by itself. In flight at the beginning: dQ of the block before, if there is one; at the end: dQ.
+  template <bool kIsMasked, bool kIsFirst>
+  __device__ __forceinline__ void step(float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
+                                       const RowLoads& loads, const Tile& tile, int block) {
+    float scores[Product::kScores];
+    float gradients[Product::kScores];  // dP, then dS
+    issue_scores(scores);
+    issue_gradients(gradients);
+    if constexpr (kIsFirst) finish_rows(loads, tile);
+
+    ptx::wgmma_wait<1>();  // S; and dQ of the block before
+    ptx::wgmma_fence_operands(scores);
+    if constexpr (!kIsFirst) release_key();
+    exponentials<kIsMasked>(scores, tile, block);
+    // This phase has ended; but ptxas moves no exponential over the branch, and else it puts them all behind the wait for
+    // dP, which is to run beside them.
+    ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
+
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(gradients);
+    release_value();
+    multiply(gradients, scores);
+    Product::pack_scores(packed, gradients);
+    if constexpr (kIsFirst) Product::clear(dq);
+    Product::issue_output(dq, packed, shared.first(key.stage));
+    key.advance();
+  }
+
+  // A block with lookahead. In flight at the beginning, in this order: S of this block, dQ of the block before (if there
+  // is one), dP of this block; at the end: S of the next block, dQ, dP of the next block.
+  template <bool kIsMasked, bool kIsFirst, bool kIsLast>
+  __device__ __forceinline__ void step_ahead(float (&dq)[Product::kOutputs], float (&scores)[Product::kScores],
+                                             float (&next_scores)[Product::kScores],
+                                             float (&gradients)[Product::kScores],
+                                             uint32_t (&packed)[Product::kPacked], const Tile& tile, int block) {
+    ptx::wgmma_wait<kIsFirst ? 1 : 2>();
+    ptx::wgmma_fence_operands(scores);
+    exponentials<kIsMasked>(scores, tile, block);
+    const unsigned char* key_smem = shared.first(key.stage);
+    key.advance();
+    if constexpr (!kIsLast) issue_scores(next_scores);
+    ptx::wgmma_wait<kIsLast ? 0 : 1>();
+    ptx::wgmma_fence_operands(gradients);
+    if constexpr (!kIsFirst) release_key();
+    release_value();
+    multiply(gradients, scores);
+    Product::pack_scores(packed, gradients);
+    if constexpr (kIsFirst) Product::clear(dq);
+    Product::issue_output(dq, packed, key_smem);
+    if constexpr (kIsLast) {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(dq);
+    } else {
+      issue_gradients(gradients);
+    }
+  }
+
+  // Passes over a key block that only rows of other warpgroups see.
+  __device__ __forceinline__ void skip_block() {
+    ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
+    key.advance();
+    wait_value();
+    release_key();
+    release_value();
+  }
+
+  // The blocks own_end - 1 down to 0 with lookahead; which of two register sets holds the scores is known to the compiler.
+  __device__ __forceinline__ void compute_ahead(const Tile& tile, int own_end, const RowLoads& loads,
+                                                float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+    float even[Product::kScores];
+    float odd[Product::kScores];
+    float gradients[Product::kScores];
+    int block = own_end - 1;
+    issue_scores(even);
+    issue_gradients(gradients);
+    finish_rows(loads, tile);
+    if (block == 0) return step_ahead<true, true, true>(dq, even, odd, gradients, packed, tile, block);
+    step_ahead<true, true, false>(dq, even, odd, gradients, packed, tile, block--);
+    if (block == 0) return step_ahead<true, false, true>(dq, odd, even, gradients, packed, tile, block);
+    step_ahead<true, false, false>(dq, odd, even, gradients, packed, tile, block--);
+    for (; block >= 2; block -= 2) {
+      step_ahead<false, false, false>(dq, even, odd, gradients, packed, tile, block);
+      step_ahead<false, false, false>(dq, odd, even, gradients, packed, tile, block - 1);
+    }
+    if (block == 0) return step_ahead<false, false, true>(dq, even, odd, gradients, packed, tile, block);
+    step_ahead<false, false, false>(dq, even, odd, gradients, packed, tile, block--);
+    step_ahead<false, false, true>(dq, odd, even, gradients, packed, tile, block);
+  }
+
+  __device__ __forceinline__ void compute(const Tile& tile, int own_end, const RowLoads& loads,
+                                          float (&dq)[Product::kOutputs]) {
+    uint32_t packed[Product::kPacked];
+    if constexpr (Spec::kLookahead) {
+      compute_ahead(tile, own_end, loads, dq, packed);
+    } else {
+      const int full_end = visible_keys<kIsCausal>(params, first_row(tile)) / Spec::kStreamRows;
+      int block = own_end - 1;
+      step<true, true>(dq, packed, loads, tile, block);
+      for (--block; block >= full_end; --block) step<true, false>(dq, packed, loads, tile, block);
+      for (; block >= 0; --block) step<false, false>(dq, packed, loads, tile, block);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(dq);
+    release_key();
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& dq_map) {
+    const bool is_storing_thread = ptx::thread_index() % 128 == 0;
+    for (int parity = 0;; parity ^= 1) {
+      ptx::mbarrier_wait(shared.tile_full(consumer), parity);
+      const Tile tile = read_tile<Tile>(shared.tile(consumer));
+      if (tile.index < 0) break;
+      int end = key_blocks<Spec, kIsCausal>(params, (tile.index + 1) * Spec::kOwnRows);
+      if (first_row(tile) < params.seq_q) {
+        const int own_end = key_blocks<Spec, kIsCausal>(params, first_row(tile) + 64);
+        RowLoads loads;
+        fetch_rows(loads, tile);
+        for (; end > own_end; --end) skip_block();
+        ptx::mbarrier_wait(shared.own_full(consumer), parity);
+        float dq[Product::kOutputs];
+        compute(tile, own_end, loads, dq);
+        // Hazard: dQ takes the place of Q while another warp of the warpgroup still multiplies with it.
+        sync_consumer(consumer);
+        Product::store_shared(shared.own_first(consumer), dq, params.scale);
+        // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+        ptx::fence_proxy_async_shared();
+        sync_consumer(consumer);
+        if (is_storing_thread) {
+          Product::store_global(dq_map, shared.own_first(consumer), first_row(tile), tile);
+          ptx::tma_store_commit();
+          // Hazard: the next tile's Q overwrites dQ while the store still reads it.
+          ptx::tma_store_wait_read<0>();
+        }
+      } else {
+        // Rows past the end: nothing to compute or to store.
+        for (; end > 0; --end) skip_block();
+        ptx::mbarrier_wait(shared.own_full(consumer), parity);
+        sync_consumer(consumer);  // every warp has read the tile's number
+      }
+      if (is_storing_thread) ptx::mbarrier_arrive(shared.own_empty(consumer));
+    }
+  }
+};
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
+                                               const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                               const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&q_map);
+    ptx::prefetch_tensor_map(&k_map);
+    ptx::prefetch_tensor_map(&v_map);
+    ptx::prefetch_tensor_map(&dout_map);
+    ptx::prefetch_tensor_map(&dq_map);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kIsCausal>(params, shared, q_map, k_map, v_map, dout_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    QueryGradientConsumer<Spec, kIsCausal>(params, shared, warpgroup - 1).run(dq_map);
+  }
+}
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

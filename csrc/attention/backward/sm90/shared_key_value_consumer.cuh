@@ -1,0 +1,197 @@
+// The two consumer warpgroups of the kernel of dk and dv where 64 x kHeadDim accumulators of both gradients are too many
+// for one: both own the same 64 keys. One computes P^T = exp(K Q^T - lse) and dV += P^T dO, and hands P^T on, as 16-bit
+// elements through shared memory; the other computes dP^T = V dO^T, dS^T and dK += dS^T Q.
+#pragma once
+
+#include "attention/backward/sm90/key_value_consumer.cuh"
+#include "attention/backward/sm90/products.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// Named barriers of both warpgroups, 256 threads: P^T is there; P^T has been read.
+constexpr int kProbabilitiesFull = 8;
+constexpr int kProbabilitiesEmpty = 9;
+
+// What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
+//   step<kIsMasked>(output, packed, block)   one block; may leave its last product under way
+//   finish(output)                           waits for that, and releases what it reads
+template <typename Spec, bool kIsCausal, typename Derived>
+struct SharedConsumer {
+  using Product = Products<Spec>;
+
+  const BackwardParams& params;
+  const SharedMemory<Spec> shared;
+  RingPosition<Spec::kFirstStages> at;
+  RingPosition<Spec::kFirstStages> used;  // the oldest whose last product is under way, if has_used
+  bool has_used = false;
+  int first_key = 0;
+
+  __device__ __forceinline__ SharedConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
+      : params(params_), shared(shared_) {}
+
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, unsigned char* output_smem, int consumer,
+                                            float factor) {
+    Derived& derived = static_cast<Derived&>(*this);
+    const bool is_storing_thread = ptx::thread_index() % 128 == 0;
+    const int heads = params.heads_q / params.heads_kv;
+    for (int parity = 0;; parity ^= 1) {
+      ptx::mbarrier_wait(shared.tile_full(0), parity);
+      const Tile tile = read_tile<Tile>(shared.tile(0));
+      if (tile.index < 0) break;
+      ptx::mbarrier_wait(shared.own_full(0), parity);
+      first_key = tile.index * Spec::kOwnRows;
+      const QueryRange range = query_range<Spec, kIsCausal>(params, first_key);
+      float output[Product::kOutputs];
+      uint32_t packed[Product::kPacked];
+      Product::clear(output);
+      for (int head = 0; head < heads; ++head) {
+        int block = range.begin;
+        for (; block < range.full; ++block) derived.template step<true>(output, packed, block);
+        for (; block < range.end; ++block) derived.template step<false>(output, packed, block);
+      }
+      derived.finish(output);
+      // Hazard: the gradient takes the place of K or V while another warp of the warpgroup still multiplies with it.
+      sync_consumer(consumer);
+      Product::store_shared(output_smem, output, factor);
+      // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+      ptx::fence_proxy_async_shared();
+      sync_consumer(consumer);
+      if (is_storing_thread) {
+        Product::store_global(map, output_smem, first_key, tile);
+        ptx::tma_store_commit();
+        // Hazard: the next tile's K or V overwrites the gradient while the store still reads it.
+        ptx::tma_store_wait_read<0>();
+        ptx::mbarrier_arrive(shared.own_empty(0));
+      }
+    }
+  }
+};
+
+template <typename Spec, bool kIsCausal>
+struct ValueGradientConsumer : SharedConsumer<Spec, kIsCausal, ValueGradientConsumer<Spec, kIsCausal>> {
+  using Base = SharedConsumer<Spec, kIsCausal, ValueGradientConsumer>;
+  using Product = Products<Spec>;
+  using Base::at, Base::used, Base::has_used, Base::first_key, Base::params, Base::shared;
+
+  __device__ __forceinline__ ValueGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
+      : Base(params_, shared_) {}
+
+  __device__ __forceinline__ void release_used() {
+    if (has_used) {
+      release(shared.second_empty(used.stage));
+      used.advance();
+    }
+  }
+
+  template <bool kIsMasked>
+  __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked], int block) {
+    float scores[Product::kScores];
+    ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
+    float lse_log2[Product::kColumns];
+    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    Product::template issue_scores<false>(scores, shared.own_first(0), shared.first(at.stage));
+    ptx::wgmma_wait<0>();  // S^T; and dV of the block before
+    ptx::wgmma_fence_operands(scores);
+    release_used();
+    has_used = true;
+    exponentials<Spec, kIsCausal, kIsMasked>(params, scores, lse_log2, first_key, block);
+    release(shared.first_empty(at.stage));
+    Product::pack_scores(packed, scores);
+
+    // Hazard: the other warpgroup still reads the last block's P^T.
+    ptx::named_barrier_sync(kProbabilitiesEmpty, 256);
+    unsigned char* mine = shared.probabilities() + ptx::thread_index() % 128 * 16;
+#pragma unroll
+    for (int i = 0; i < Product::kPacked / 4; ++i) {
+      const uint32_t words[4] = {packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]};
+      ptx::st_shared_128(mine + i * 2048, words);
+    }
+    ptx::named_barrier_arrive(kProbabilitiesFull, 256);
+
+    ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
+    Product::issue_output(dv, packed, shared.second(at.stage));
+    at.advance();
+  }
+
+  __device__ __forceinline__ void finish(float (&dv)[Product::kOutputs]) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(dv);
+    release_used();
+    has_used = false;
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
+    Base::run_tiles(dv_map, shared.own_first(0), 0, 1.0f);
+    ptx::named_barrier_sync(kProbabilitiesEmpty, 256);  // the arrival that is left over
+  }
+};
+
+template <typename Spec, bool kIsCausal>
+struct KeyGradientConsumer : SharedConsumer<Spec, kIsCausal, KeyGradientConsumer<Spec, kIsCausal>> {
+  using Base = SharedConsumer<Spec, kIsCausal, KeyGradientConsumer>;
+  using Product = Products<Spec>;
+  using Element = typename Spec::Element;
+  using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
+
+  __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
+      : Base(params_, shared_) {}
+
+  __device__ __forceinline__ void release_used() {
+    if (has_used) {
+      release(shared.first_empty(used.stage));
+      used.advance();
+    }
+  }
+
+  template <bool kIsMasked>
+  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked], int) {
+    float gradients[Product::kScores];  // dP^T, then dS^T
+    ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
+    float row_dot[Product::kColumns];
+    load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
+    Product::template issue_scores<false>(gradients, shared.own_second(0), shared.second(at.stage));
+    ptx::wgmma_wait<0>();  // dP^T; and dK of the block before
+    ptx::wgmma_fence_operands(gradients);
+    release_used();
+    has_used = true;
+    release(shared.second_empty(at.stage));
+
+    // Hazard: P^T is read before the other warpgroup has written it.
+    ptx::named_barrier_sync(kProbabilitiesFull, 256);
+    const unsigned char* mine = shared.probabilities() + ptx::thread_index() % 128 * 16;
+    uint32_t p[Product::kPacked / 4][4];
+#pragma unroll
+    for (int i = 0; i < Product::kPacked / 4; ++i) ptx::ld_shared_128(p[i], mine + i * 2048);
+#pragma unroll
+    for (int i = 0; i < Product::kPacked; ++i) {
+      const float2 probability = unpack<Element>(p[i / 4][i % 4]);
+      const int column = i / 2 * 2;
+      packed[i] = pack<Element>(probability.x * (gradients[2 * i] - row_dot[column]),
+                                probability.y * (gradients[2 * i + 1] - row_dot[column + 1]));
+    }
+    ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);
+    Product::issue_output(dk, packed, shared.first(at.stage));
+    at.advance();
+  }
+
+  __device__ __forceinline__ void finish(float (&dk)[Product::kOutputs]) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(dk);
+    release_used();
+    has_used = false;
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& dk_map) {
+    ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);  // nothing to read yet
+    Base::run_tiles(dk_map, shared.own_second(0), 1, params.scale);
+  }
+};
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

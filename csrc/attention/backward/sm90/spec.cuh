@@ -1,0 +1,190 @@
+// The compile-time values of the sm90 backward kernels and their shared-memory map.
+//
+// Both kernels have one form. A warpgroup owns 64 rows: of Q and dO in the kernel of dq, of K and V in the kernel of dk
+// and dv. The rows of the other two tensors stream past it in blocks. "First" is the pair whose product are the scores,
+// Q and K; "second" the pair whose product is dP, dO and V.
+//
+//                        own rows (first, second)     stream (first, second)
+//   query_gradient       Q, dO                        K, V
+//   key_value_gradient   K, V                         Q, dO
+#pragma once
+
+#include "attention/params/backward.h"
+#include "device/ring.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// Warpgroup 0 produces (it feeds the copy engine), the others compute.
+//   kOwnRows         rows a tile owns
+//   kStreamRows      rows of one block of the stream
+//   kFirstStages     blocks of the first stream tensor in shared memory
+//   kSecondStages    blocks of the second
+//   kHasStatistics   the log-sum-exp and row_dot of each row of the stream are streamed too
+//   kIsPaired        the two tensors of a block come and go together, under the barriers of the first: a wait and an
+//                    arrival less a block
+//   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
+template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
+          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_>
+struct TileSpec {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kOwnRows = kOwnRows_;
+  static constexpr int kStreamRows = kStreamRows_;
+  static constexpr int kFirstStages = kFirstStages_;
+  static constexpr int kSecondStages = kSecondStages_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr bool kHasStatistics = kHasStatistics_;
+  static constexpr bool kSharesRows = kSharesRows_;
+  static constexpr bool kIsPaired = kIsPaired_;
+
+  static constexpr int kNumOwnTiles = kOwnRows / 64;
+  static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
+  static constexpr int kConsumersPerTile = kNumConsumers / kNumOwnTiles;
+  static constexpr int kNumThreads = kNumWarps * 32;
+  static constexpr int kNumSlabs = kHeadDim / 64;  // 64 columns, 128 bytes: the width of the swizzle
+
+  static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
+  static_assert(kOwnRows % 64 == 0 && kNumConsumers >= 2 && kNumConsumers <= 3, "a warpgroup owns 64 rows");
+  static_assert(!kSharesRows || kOwnRows == 64, "two warpgroups that share their rows");
+  static_assert(kStreamRows % 16 == 0 && kStreamRows <= 256, "k of a product is 16, and a box has at most 256 rows");
+  static_assert(!kHasStatistics || kStreamRows % 32 == 0, "each lane of a warp fetches the statistics of as many rows");
+  static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
+  static_assert(!kIsPaired || kFirstStages == kSecondStages, "a stage is one of both");
+  static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
+
+  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
+  static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+
+  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
+  static constexpr int kOwnSlabBytes = 64 * 128;
+  static constexpr int kOwnBytes = kNumSlabs * kOwnSlabBytes;  // 64 rows of one tensor
+  static constexpr int kStreamSlabBytes = kStreamRows * 128;
+  static constexpr int kStreamBytes = kNumSlabs * kStreamSlabBytes;                  // one block of one tensor
+  static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;  // of one block
+  static constexpr int kProbabilityBytes = kSharesRows ? 64 * kStreamRows * 2 : 0;   // P, from one warpgroup to the other
+  static_assert(kStreamSlabBytes % 1024 == 0, "slabs are 1024-byte aligned: a block has a multiple of 8 rows");
+
+  static constexpr int kOwnOffset = 0;
+  static constexpr int kFirstOffset = kOwnOffset + 2 * kNumOwnTiles * kOwnBytes;
+  static constexpr int kSecondOffset = kFirstOffset + kFirstStages * kStreamBytes;
+  static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * kStreamBytes;
+  static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
+  static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
+  static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * 16;
+  static constexpr int kNumBarriers = 3 * kNumOwnTiles + 2 * (kFirstStages + (kIsPaired ? 0 : kSecondStages));
+  static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
+// A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
+//   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
+          int kLookahead_>
+struct QueryGradientSpec
+    : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false, false,
+               kLookahead_ == 0 && kNumStages == kValueStages> {
+  static constexpr bool kLookahead = kLookahead_ != 0;
+  static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
+  static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
+};
+
+// A tile of kBlockN keys; blocks of kBlockM rows of Q and dO, kNumStages of each. kBlockN 64: the warpgroups share it.
+//   kLookahead_          as above
+//   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
+//                        head dim 64: up to 4% slower
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
+          int kStartsFromRowDot_>
+struct KeyValueGradientSpec
+    : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true, kBlockN == 64,
+               kBlockN != 64> {
+  static constexpr bool kLookahead = kLookahead_ != 0;
+  static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
+  static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
+  static_assert(kNumStages >= 2, "a block of dO, too, is released once the next block's scores have been issued");
+  static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
+};
+
+// Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
+// t = lane % 4, side by side for one 16-byte load.
+__device__ __forceinline__ int statistics_place(int row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
+}
+
+// Pointers into a block's shared memory.
+template <typename Spec>
+struct SharedMemory {
+  unsigned char* base;
+
+  // [kNumSlabs][64 rows][64 columns], swizzled.
+  __device__ __forceinline__ unsigned char* own_first(int tile) const {
+    return base + Spec::kOwnOffset + 2 * tile * Spec::kOwnBytes;
+  }
+  __device__ __forceinline__ unsigned char* own_second(int tile) const { return own_first(tile) + Spec::kOwnBytes; }
+  // [kNumSlabs][kStreamRows][64 columns], swizzled.
+  __device__ __forceinline__ unsigned char* first(int stage) const {
+    return base + Spec::kFirstOffset + stage * Spec::kStreamBytes;
+  }
+  __device__ __forceinline__ unsigned char* second(int stage) const {
+    return base + Spec::kSecondOffset + stage * Spec::kStreamBytes;
+  }
+  // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot (negative where
+  // kStartsFromRowDot), in the order of statistics_place. Of the block in first(stage), guarded by the same two barriers.
+  __device__ __forceinline__ unsigned char* statistics(int stage) const {
+    return base + Spec::kStatisticsOffset + stage * Spec::kStatisticsBytes;
+  }
+  // [kStreamRows / 16][128 threads][16 bytes]: the packed P of each thread.
+  __device__ __forceinline__ unsigned char* probabilities() const { return base + Spec::kProbabilityOffset; }
+  // The Tile (16 bytes, schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
+  __device__ __forceinline__ unsigned char* tile(int tile) const { return base + Spec::kTileOffset + tile * 16; }
+
+  __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
+  }
+  // full: the copy engine has written the buffers. empty: every consumer has read them for the last time.
+  __device__ __forceinline__ ptx::Mbarrier* own_full(int tile) const { return barrier(tile); }
+  __device__ __forceinline__ ptx::Mbarrier* own_empty(int tile) const { return barrier(Spec::kNumOwnTiles + tile); }
+  // The tile's number is there, ahead of its rows.
+  __device__ __forceinline__ ptx::Mbarrier* tile_full(int tile) const { return barrier(2 * Spec::kNumOwnTiles + tile); }
+  __device__ __forceinline__ ptx::Mbarrier* first_full(int stage) const {
+    return barrier(3 * Spec::kNumOwnTiles + stage);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* first_empty(int stage) const { return first_full(Spec::kFirstStages + stage); }
+  __device__ __forceinline__ ptx::Mbarrier* second_full(int stage) const {
+    return first_full(2 * Spec::kFirstStages + stage);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* second_empty(int stage) const {
+    return second_full(Spec::kSecondStages + stage);
+  }
+};
+
+template <typename Spec>
+__device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
+  constexpr int kConsumerWarps = 4 * Spec::kNumConsumers;
+#pragma unroll
+  for (int tile = 0; tile < Spec::kNumOwnTiles; ++tile) {
+    ptx::mbarrier_init(shared.own_full(tile), 1);
+    ptx::mbarrier_init(shared.tile_full(tile), 1);
+    ptx::mbarrier_init(shared.own_empty(tile), Spec::kConsumersPerTile);
+  }
+#pragma unroll
+  for (int stage = 0; stage < Spec::kFirstStages; ++stage) {
+    ptx::mbarrier_init(shared.first_full(stage), Spec::kHasStatistics ? 33 : 1);  // the copy, and a warp with statistics
+    ptx::mbarrier_init(shared.first_empty(stage), kConsumerWarps);
+  }
+#pragma unroll
+  for (int stage = 0; stage < (Spec::kIsPaired ? 0 : Spec::kSecondStages); ++stage) {
+    ptx::mbarrier_init(shared.second_full(stage), 1);
+    ptx::mbarrier_init(shared.second_empty(stage), kConsumerWarps);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,253 @@
+// The backward pass on a GPU: its operator as torch knows it, which kernels, on what, and the list that is launched.
+
+#include <optional>
+#include <utility>
+
+#include "attention/backward/sm90/tensor_map.h"
+#include "attention/host/arguments.h"
+#include "host/boxed.h"
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "host/launch.h"
+#include "host/tensor_map.h"
+#include "host/tile_counters.h"
+#include "host/workspace.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+using host::Tensor;
+
+struct BackwardArguments {
+  ForwardArguments forward;  // q, k, v, scale, mask
+  Tensor out;                // [batch, heads_q, seq_q, head_dim], of the forward pass
+  Tensor dout;               // the same, its gradient
+  Tensor lse;                // [batch, heads_q, seq_q] fp32, contiguous
+  Tensor dlse;               // the same, its gradient; empty where there is none
+};
+
+struct Gradients {
+  Tensor dq;
+  Tensor dk;
+  Tensor dv;
+};
+
+// The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot.
+struct BackwardKernels {
+  const Kernel* dq = nullptr;
+  const Kernel* dkv = nullptr;
+};
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+void check_sizes(const Tensor& tensor, const char* name, const int64_t* sizes, int64_t rank) {
+  bool is_equal = tensor.dim() == rank;
+  for (int64_t axis = 0; is_equal && axis < rank; ++axis) is_equal = tensor.sizes()[axis] == sizes[axis];
+  if (!is_equal) {
+    host::fail(host::ErrorCode::kShape, name, " has shape ", host::describe_sizes(tensor.sizes(), tensor.dim()), "; ",
+               host::describe_sizes(sizes, rank), " is needed: what the forward pass was given and returned");
+  }
+}
+
+void check_like_query(const Tensor& tensor, const char* name, const ForwardArguments& forward) {
+  check_sizes(tensor, name, forward.q.sizes(), 4);
+  if (tensor.dtype() != forward.torch_dtype || tensor.device_index() != forward.device_index ||
+      tensor.device_type() != forward.device_type) {
+    host::fail(host::ErrorCode::kDtype, name, " is ", host::describe_dtype(tensor.dtype()), " on ",
+               host::describe_device(tensor), "; q's dtype and device are needed: ",
+               host::describe_dtype(forward.torch_dtype), " on ", host::describe_device(forward.q));
+  }
+  if (tensor.sizes()[3] > 1 && tensor.strides()[3] != 1) {
+    host::fail(host::ErrorCode::kShape, name, " has stride ", tensor.strides()[3],
+               " in its last dimension; 1 is needed: call .contiguous() on it first");
+  }
+}
+
+void check_statistic(const Tensor& tensor, const char* name, const ForwardArguments& forward) {
+  check_sizes(tensor, name, forward.q.sizes(), 3);
+  int64_t stride = 1;
+  bool is_contiguous = true;
+  for (int64_t axis = 2; axis >= 0; --axis) {
+    is_contiguous = is_contiguous && (tensor.sizes()[axis] <= 1 || tensor.strides()[axis] == stride);
+    stride *= tensor.sizes()[axis];
+  }
+  if (!is_contiguous || tensor.dtype() != aoti_torch_dtype_float32() || tensor.device_index() != forward.device_index ||
+      tensor.device_type() != forward.device_type) {
+    host::fail(host::ErrorCode::kArgument, name, " is ", host::describe_dtype(tensor.dtype()), " on ",
+               host::describe_device(tensor), "; contiguous float32 on q's device is needed");
+  }
+}
+
+void check_backward_arguments(BackwardArguments& arguments) {
+  check_arguments(arguments.forward);
+  check_like_query(arguments.out, "out", arguments.forward);
+  check_like_query(arguments.dout, "grad_out", arguments.forward);
+  check_statistic(arguments.lse, "lse", arguments.forward);
+  if (arguments.dlse.get() != nullptr) check_statistic(arguments.dlse, "grad_lse", arguments.forward);
+}
+
+// The best family with both kernels; none where this GPU, or the forced family, has no backward kernel.
+BackwardKernels find_kernels(const ForwardArguments& forward, const host::KernelRequest& request) {
+  const auto head_dim = static_cast<int32_t>(forward.q.sizes()[3]);
+  const auto mask = static_cast<int32_t>(forward.is_causal ? Mask::kCausal : Mask::kFull);
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::string(request.forced_family) != *family) continue;
+    const auto find = [&](const char* operation) {
+      return host::find_kernel({operation, *family, "", request.dtype, {head_dim, mask}}, axis::kHeadDim, loadable);
+    };
+    const BackwardKernels kernels{find("attention_backward_dq"), find("attention_backward_dkv")};
+    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
+  }
+  return {};
+}
+
+// The same problem on tensors that the kernels can load. Both kernels ask for the same.
+BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel& kernel) {
+  BackwardArguments copied;
+  copied.forward.q = host::loadable(arguments.forward.q, kernel);
+  copied.forward.k = host::loadable(arguments.forward.k, kernel);
+  copied.forward.v = host::loadable(arguments.forward.v, kernel);
+  copied.forward.scale = arguments.forward.scale;
+  copied.forward.torch_dtype = arguments.forward.torch_dtype;
+  copied.forward.device_type = arguments.forward.device_type;
+  copied.forward.device_index = arguments.forward.device_index;
+  copied.out = host::loadable(arguments.out, kernel);
+  copied.dout = host::loadable(arguments.dout, kernel);
+  copied.lse = host::alias(arguments.lse);
+  if (arguments.dlse.get() != nullptr) copied.dlse = host::alias(arguments.dlse);
+  return copied;
+}
+
+Tensor contiguous_like(const Tensor& tensor) {
+  return host::empty(tensor.dim(), tensor.sizes(), tensor.dtype(), tensor.device_type(), tensor.device_index());
+}
+
+Gradients allocate_gradients(const ForwardArguments& forward) {
+  return {contiguous_like(forward.q), contiguous_like(forward.k), contiguous_like(forward.v)};
+}
+
+BackwardParams make_backward_params(const BackwardArguments& arguments, const Gradients& gradients) {
+  const ForwardParams forward = make_params(arguments.forward, {});
+  BackwardParams params{};
+  params.q = forward.q;
+  params.k = forward.k;
+  params.v = forward.v;
+  params.out = arguments.out.data();
+  params.dout = arguments.dout.data();
+  params.lse = static_cast<const float*>(arguments.lse.data());
+  params.dlse = arguments.dlse.get() != nullptr ? static_cast<const float*>(arguments.dlse.data()) : nullptr;
+  params.dq = gradients.dq.data();
+  params.dk = gradients.dk.data();
+  params.dv = gradients.dv.data();
+  params.q_stride = forward.q_stride;
+  params.k_stride = forward.k_stride;
+  params.v_stride = forward.v_stride;
+  params.out_stride = row_strides(arguments.out);
+  params.dout_stride = row_strides(arguments.dout);
+  params.dq_stride = row_strides(gradients.dq);
+  params.dk_stride = row_strides(gradients.dk);
+  params.dv_stride = row_strides(gradients.dv);
+  params.batch = forward.batch;
+  params.heads_q = forward.heads_q;
+  params.heads_kv = forward.heads_kv;
+  params.seq_q = forward.seq_q;
+  params.seq_k = forward.seq_k;
+  params.head_dim = forward.head_dim;
+  params.scale = forward.scale;
+  params.scale_log2 = forward.scale_log2;
+  return params;
+}
+
+void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const Kernel& dq = *kernels.dq;
+  const Kernel& dkv = *kernels.dkv;
+  const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
+  const int64_t heads_kv = static_cast<int64_t>(params.batch) * params.heads_kv;
+  const int64_t dq_grid = host::grid_for(dq, ceil_div(params.seq_q, dq.block_m) * heads, gpu);
+  const int64_t dkv_grid = host::grid_for(dkv, ceil_div(params.seq_k, dkv.block_n) * heads_kv, gpu);
+  const host::CudaCall call(gpu);
+  const host::TileCounter counter = host::tile_counter(call);  // one for both, which follow each other
+  params.tile_counter = counter.address;
+  host::Workspace workspace;
+  const int64_t row_dot = workspace.add<float>(heads * params.seq_q);
+  workspace.allocate(call);
+  params.row_dot = workspace.address<float>(row_dot);
+
+  namespace from = backward::sm90;
+  const auto encode = [](const auto& description, const Kernel& kernel, const char* name) {
+    return host::encode_tensor_map(description, kernel.dtype, name);
+  };
+  const from::QueryGradientTensorMaps first = from::query_gradient_tensor_maps(params, dq.block_n);
+  const CUtensorMap dq_maps[] = {encode(first.q, dq, "q"), encode(first.k, dq, "k"), encode(first.v, dq, "v"),
+                                 encode(first.dout, dq, "grad_out"), encode(first.dq, dq, "dq")};
+  const from::KeyValueGradientTensorMaps second = from::key_value_gradient_tensor_maps(params, dkv.block_m);
+  const CUtensorMap dkv_maps[] = {encode(second.q, dkv, "q"),         encode(second.k, dkv, "k"),
+                                  encode(second.v, dkv, "v"),         encode(second.dout, dkv, "grad_out"),
+                                  encode(second.dk, dkv, "dk"),       encode(second.dv, dkv, "dv")};
+  host::LaunchList list;
+  list.add({&dq, dq_grid, &params, dq_maps, /*is_dependent=*/false});
+  list.add({&dkv, dkv_grid, &params, dkv_maps, /*is_dependent=*/false});
+  list.run(call);
+  host::set_last_kernel(dkv.symbol);
+}
+
+std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
+  const host::Device& gpu = host::device(arguments.forward.device_index);
+  const BackwardKernels kernels = find_kernels(arguments.forward, host::make_request(gpu, arguments.forward.dtype));
+  if (kernels.dq == nullptr) return std::nullopt;
+  const BackwardArguments operands = make_loadable(arguments, *kernels.dq);
+  const bool is_padded = operands.forward.q.sizes()[3] != arguments.forward.q.sizes()[3];
+  Gradients gradients = allocate_gradients(operands.forward);
+  if (is_padded) {
+    // Contiguous at the kernel's width; the caller gets the part that it asked for, contiguous at its own.
+    Gradients padded = std::move(gradients);
+    gradients = allocate_gradients(arguments.forward);
+    run(make_backward_params(operands, padded), kernels, gpu);
+    host::copy_unpadded(padded.dq, gradients.dq);
+    host::copy_unpadded(padded.dk, gradients.dk);
+    host::copy_unpadded(padded.dv, gradients.dv);
+  } else {
+    run(make_backward_params(operands, gradients), kernels, gpu);
+  }
+  return gradients;
+}
+
+void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention backward", num_arguments, 9, num_outputs, 3);
+  BackwardArguments arguments;
+  arguments.dout = host::take_tensor(stack[0]);
+  arguments.dlse = Tensor(host::take<std::optional<AtenTensorHandle>>(stack[1]).value_or(nullptr));
+  arguments.forward.q = host::take_tensor(stack[2]);
+  arguments.forward.k = host::take_tensor(stack[3]);
+  arguments.forward.v = host::take_tensor(stack[4]);
+  arguments.out = host::take_tensor(stack[5]);
+  arguments.lse = host::take_tensor(stack[6]);
+  arguments.forward.scale = host::take<double>(stack[7]);
+  arguments.forward.is_causal = host::take<bool>(stack[8]);
+  check_backward_arguments(arguments);
+  std::optional<Gradients> gradients = backward_cuda(arguments);
+  if (!gradients.has_value()) {
+    for (int index = 0; index < 3; ++index) stack[index] = host::give_none();
+    return;
+  }
+  stack[0] = host::give_optional(std::move(gradients->dq));
+  stack[1] = host::give_optional(std::move(gradients->dk));
+  stack[2] = host::give_optional(std::move(gradients->dv));
+}
+
+}  // namespace
+}  // namespace attention
+}  // namespace flashmoe
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
+  // None three times where this GPU has no backward kernel. At least one row and one key are needed.
+  library.def(
+      "_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "float scale, bool causal) -> (Tensor?, Tensor?, Tensor?)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
+  library.impl("_flash_attention_backward", &flashmoe::attention::boxed_backward);
+}

@@ -1,0 +1,47 @@
+// What the host passes to every backward attention kernel. Plain C types only: the same header is read by the host
+// compiler (which fills it), by NVRTC (whose kernels read it) and by the emulation build.
+#pragma once
+
+#include "attention/params/forward.h"
+
+namespace flashmoe {
+namespace attention {
+
+struct BackwardParams {
+  const void* q;      // [batch, heads_q,  seq_q, head_dim]
+  const void* k;      // [batch, heads_kv, seq_k, head_dim]
+  const void* v;      // [batch, heads_kv, seq_k, head_dim]
+  const void* out;    // [batch, heads_q,  seq_q, head_dim], of the forward pass
+  const void* dout;   // [batch, heads_q,  seq_q, head_dim], gradient of out
+  const float* lse;   // [batch, heads_q,  seq_q], contiguous, of the forward pass; -inf for a row without visible keys
+  const float* dlse;  // the same, gradient of lse; null where there is none
+  void* dq;           // [batch, heads_q,  seq_q, head_dim]
+  void* dk;           // [batch, heads_kv, seq_k, head_dim]
+  void* dv;           // [batch, heads_kv, seq_k, head_dim]
+  float* row_dot;     // [batch, heads_q,  seq_q] fp32 workspace: sum over a row of dout * out, less dlse. The kernel of dq
+                      // writes it, the kernel of dk and dv reads it
+  int32_t* tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule
+  Strides q_stride;
+  Strides k_stride;
+  Strides v_stride;
+  Strides out_stride;
+  Strides dout_stride;
+  Strides dq_stride;
+  Strides dk_stride;
+  Strides dv_stride;
+  int32_t batch;
+  int32_t heads_q;
+  int32_t heads_kv;  // divides heads_q; query head h reads key head h / (heads_q / heads_kv)
+  int32_t seq_q;
+  int32_t seq_k;
+  int32_t head_dim;  // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
+  float scale;       // multiplies q k^T before the softmax
+  float scale_log2;  // scale * log2(e)
+};
+
+// With P = exp(scale * q k^T - lse):
+//   dv = P^T dout,   dS = P * (dout v^T - row_dot),   dq = scale * dS k,   dk = scale * dS^T q.
+// Causal masks are aligned bottom-right: key j is visible to query i when j <= i + (seq_k - seq_q).
+
+}  // namespace attention
+}  // namespace flashmoe
