@@ -94,7 +94,8 @@ def place(library: KernelLibrary, tensor: torch.Tensor, layout: Layout, name: st
     return Placed(base, strides)
 
 
-def _arranged(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def arranged(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor in the memory order of the layout."""
     if layout is Layout.BSHD:
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor.contiguous()
@@ -196,7 +197,7 @@ def run_forward(unit: Unit, problem: Problem, settings: Settings, options: Optio
     library = load(kernel_library(unit, options))
     symbol = unit.symbol("causal" if problem.causal else "full")
     inputs = make_inputs(problem)
-    tensors = tuple(_arranged(t, problem.layout) for t in (inputs.q, inputs.k, inputs.v))
+    tensors = tuple(arranged(t, problem.layout) for t in (inputs.q, inputs.k, inputs.v))
     results = _results(problem, tensors[0])
     with mapped(library):
         params = _params(library, problem, tensors, results)

@@ -174,11 +174,11 @@ def unit_text(unit: Unit, options: Options) -> str:
             "}",
         ]
     if kind.tensor_maps is not None:
-        lines += _encode_maps(kind.params.name, kind.tensor_maps)
+        lines += _encode_maps(kind.params.name, kind.tensor_maps, getattr(unit.row, kind.tensor_maps.tile))
     return "\n".join(lines) + "\n"
 
 
-def _encode_maps(params: str, maps: TensorMaps) -> list[str]:
+def _encode_maps(params: str, maps: TensorMaps, tile: int) -> list[str]:
     """The host's own description of the maps, encoded as the machine wants it, one after another."""
     return [
         f'#include "{maps.header}"',
@@ -187,7 +187,7 @@ def _encode_maps(params: str, maps: TensorMaps) -> list[str]:
         "",
         "// Returns null, or what is wrong.",
         'extern "C" const char* emulation_encode_maps(const void* params, void* maps) {',
-        f"  const auto described = {maps.describe}(*static_cast<const {params}*>(params), Spec::kBlockN);",
+        f"  const auto described = {maps.describe}(*static_cast<const {params}*>(params), {tile});",
         "  auto* at = static_cast<unsigned char*>(maps);",
         "  const char* problem = nullptr;",
         "  const auto encode = [&](const auto& map) {",

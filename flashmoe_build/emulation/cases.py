@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from flashmoe.errors import TableError
+from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
-from flashmoe_build.emulation import huge
+from flashmoe_build.emulation import backward, huge
 from flashmoe_build.emulation.attention import Outcome, run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
@@ -158,12 +158,14 @@ class _Operation:
 
     problems: Callable[[Unit], Iterator[Problem]]
     run: Runner
-    run_huge: Runner
+    run_huge: Runner | None = None  # for those whose problems have huge ones among them
 
 
 _OPERATIONS = {
     "attention_forward": _Operation(_forward_problems, run_forward, huge.run_forward),
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
+    "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
+    "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
 }
 
 
@@ -200,4 +202,7 @@ def run_case(case: Case, options: Options, **changes: object) -> Outcome:
     """Runs one case on the emulated machine and checks the result."""
     operation = _operation(case.kernel.unit)
     run = operation.run_huge if case.problem.huge else operation.run
+    if run is None:
+        msg = f"{case.kernel.label}: there is no huge problem for {case.kernel.unit.row.operation}; drop --huge"
+        raise ArgumentError(msg)
     return run(case.kernel.unit, case.problem, settings_for(case, **changes), options)

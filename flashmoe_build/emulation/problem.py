@@ -35,6 +35,7 @@ class Values(str, Enum):
     SHIFTED = "shifted"  # normal + 0.5: a bias that wrong masks show
     LARGE = "large"  # logits times ten: nearly one-hot rows
     OUTLIER = "outlier"  # one huge key
+    LOW = "low"  # logits near -120: where a padded key scores 0, exp(0 - lse) overflows
     RISING = "rising"  # scores grow with the key index: the maximum moves with every tile, upwards and downwards
     LEVEL = "level"  # every other row: equal scores of over 2^20; between them: scores that rise
     NAN = "nan"  # in the last key, in one value of the first, in one query: they go where a plain softmax takes them
@@ -120,6 +121,9 @@ def make_inputs(problem: Problem) -> Inputs:
         q = q * 10
     elif problem.values is Values.OUTLIER:
         k[:, :, s.seq_k // 2] *= 30
+    elif problem.values is Values.LOW:
+        direction = math.sqrt(120.0 / math.sqrt(s.head_dim)) * torch.ones(s.head_dim)
+        q, k = 0.1 * q + direction, 0.1 * k - direction
     elif problem.values is Values.RISING:
         direction = torch.ones(s.head_dim) / math.sqrt(s.head_dim)
         ramp = torch.linspace(-1, 1, s.seq_k)[None, None, :, None] * 24
@@ -167,19 +171,25 @@ def reference(problem: Problem, inputs: Inputs) -> Reference:
     return Reference(out, lse, bound)
 
 
+def worst_place(name: str, actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> list[str]:
+    """Where a result is furthest outside its bound, [batch, head, row, column], in words; empty when nowhere."""
+    error = (actual.double() - expected).abs()
+    wrong = ~((error <= bound) | (torch.isnan(actual) & torch.isnan(expected)))
+    if not wrong.any():
+        return []
+    worst = (error - bound).nan_to_num(float("inf")).where(wrong, float("-inf"))
+    index = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    axes = ", ".join(("batch", "head", "row", "column")[: len(index)])
+    text = (
+        f"{name} is wrong at {int(wrong.sum())} of {wrong.numel()} places; worst at [{axes}] {list(index)}: "
+        f"{float(actual[index]):.6g} instead of {float(expected[index]):.6g} (bound {float(bound[index]):.2e})"
+    )
+    return [text]
+
+
 def disagreements(problem: Problem, expected: Reference, out: torch.Tensor, lse: torch.Tensor) -> list[str]:
     """What is wrong with a kernel's results; empty when nothing is."""
-    found: list[str] = []
-    error = (out.double() - expected.out).abs()
-    wrong = ~((error <= expected.bound) | (torch.isnan(out) & torch.isnan(expected.out)))
-    if wrong.any():
-        worst = (error - expected.bound).nan_to_num(float("inf")).where(wrong, float("-inf"))
-        index = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
-        found.append(
-            f"out is wrong at {int(wrong.sum())} of {wrong.numel()} places; worst at [batch, head, row, column] "
-            f"{list(index)}: {float(out[index]):.6g} instead of {float(expected.out[index]):.6g} "
-            f"(bound {float(expected.bound[index]):.2e})"
-        )
+    found = worst_place("out", out, expected.out, expected.bound)
     if not problem.wants_lse:
         return found
     tolerance = 2e-4 + 1e-6 * expected.lse.masked_fill(torch.isinf(expected.lse), 0.0).abs()
