@@ -139,6 +139,7 @@ def merge(suites: list[Suite]) -> Suite:
         cases=tuple(cases.values()),
         contenders=tuple(dict.fromkeys(name for suite in suites for name in suite.contenders)),
         quick_keys=frozenset().union(*(suite.quick_keys for suite in suites)),
+        quick_only=tuple(case for suite in suites for case in suite.quick_only),
     )
 
 
@@ -176,17 +177,17 @@ def only_dtypes(suite: Suite, dtypes: list[str]) -> Suite:
         found = ", ".join(sorted({case.dtype for case in suite.cases}))
         msg = f"suite {suite.name} has no case of dtype {' or '.join(dtypes)}; it has {found}"
         raise ArgumentError(msg)
-    return replace(suite, cases=cases)
+    return replace(suite, cases=cases, quick_only=tuple(case for case in suite.quick_only if case.dtype in dtypes))
 
 
 def only_cases(suite: Suite, keys: list[str]) -> Suite:
     """The named cases alone; a name that the suite lacks is an ArgumentError."""
-    known = {case.key: case for case in suite.cases}
+    known = {case.key: case for case in (*suite.cases, *suite.quick_only)}
     for key in keys:
         if key not in known:
             msg = f"suite {suite.name} has no case {key!r}; it has {', '.join(known)}"
             raise ArgumentError(msg)
-    return replace(suite, cases=tuple(known[key] for key in keys))
+    return replace(suite, cases=tuple(known[key] for key in keys), quick_only=())
 
 
 def _measure_build(args: argparse.Namespace, suites: list[Suite]) -> int:

@@ -71,6 +71,12 @@ def apply_preset(suite: Suite, preset: Preset | None) -> Suite:
     if preset.baseline not in contenders:
         contenders = (*contenders, preset.baseline)
     baseline = suite.baseline if suite.baseline in contenders else preset.baseline
+    only = {case.key: case for case in (one.fit(preset.dtypes, preset.max_tokens) for one in suite.quick_only)}
     return replace(
-        suite, cases=tuple(cases.values()), quick_keys=frozenset(quick), contenders=contenders, baseline=baseline
+        suite,
+        cases=tuple(cases.values()),
+        quick_keys=frozenset(quick),
+        quick_only=tuple(only.values()),
+        contenders=contenders,
+        baseline=baseline,
     )

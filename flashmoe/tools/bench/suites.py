@@ -66,11 +66,12 @@ class Suite:
     quick_repeats: int = 30
     quick_budget: float = 25.0
     quick_keys: frozenset[str] = field(default_factory=frozenset)
+    quick_only: tuple[Problem, ...] = ()
     builds: tuple[BuildCase, ...] = ()
 
     def quick(self) -> Suite:
-        """The cases marked ``quick`` (all when none is), with fewer samples."""
-        chosen = tuple(case for case in self.cases if case.key in self.quick_keys) or self.cases
+        """The cases marked ``quick`` (all when none is), with fewer samples. Those marked "only" are in no other run."""
+        chosen = (*self.quick_only, *(case for case in self.cases if case.key in self.quick_keys)) or self.cases
         return replace(self, cases=chosen, repeats=min(self.repeats, self.quick_repeats), block=min(self.block, 3))
 
 
@@ -107,11 +108,11 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
     quick = fields.table(table.get("quick", {}), source, "quick")
     fields.known(quick, {"repeats", "time_budget"}, f"{source}: [quick]")
     rows = table.get("cases", [])
-    cases, quick_keys = ((), frozenset[str]()) if kind == "build" else _cases(rows, source, problem_type(operation))
+    cases = _Cases() if kind == "build" else _cases(rows, source, problem_type(operation))
     return Suite(
         name=fields.text(table.get("name"), source, "name"),
         title=fields.text(table.get("title", table.get("name")), source, "title"),
-        cases=cases,
+        cases=tuple(cases.full.values()),
         devices=tuple(
             fields.choice(one, DEVICES, source, "devices") for one in fields.axis(table.get("devices", list(DEVICES)))
         ),
@@ -128,27 +129,38 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
         operation=operation,
         quick_repeats=fields.count(quick.get("repeats", 30), source, "quick.repeats"),
         quick_budget=float(fields.count(quick.get("time_budget", 25), source, "quick.time_budget")),
-        quick_keys=quick_keys,
+        quick_keys=frozenset(cases.quick),
+        quick_only=tuple(cases.only.values()),
         builds=_builds(table.get("builds", []), source) if kind == "build" else (),
     )
 
 
-def _cases(rows: Any, source: str, problem: type[Problem]) -> tuple[tuple[Problem, ...], frozenset[str]]:
+@dataclass(frozen=True)
+class _Cases:
+    """Of the whole suite, the keys of those that the quick run takes too, and what that run alone has."""
+
+    full: dict[str, Problem] = field(default_factory=dict)
+    quick: set[str] = field(default_factory=set)
+    only: dict[str, Problem] = field(default_factory=dict)
+
+
+def _cases(rows: Any, source: str, problem: type[Problem]) -> _Cases:
     if not isinstance(rows, list) or not rows:
         fields.fail(source, "cases", rows, "at least one [[cases]] table")
-    found: dict[str, Problem] = {}
-    quick: set[str] = set()
+    found = _Cases()
     for number, row in enumerate(rows, start=1):
         where = f"{source}: cases[{number}]"
         table = dict(fields.table(row, source, f"cases[{number}]"))
-        is_quick = fields.flag(table.pop("quick", False), where, "quick")
+        quick = table.pop("quick", False)
+        target = found.only if quick == "only" else found.full
+        is_marked = quick != "only" and fields.flag(quick, where, "quick")
         for case in problem.expand(table, where):
-            found.setdefault(case.key, case)
-            if is_quick:
-                quick.add(case.key)
-        if len(found) > MAX_CASES:
-            fields.fail(where, "cases", len(found), f"at most {MAX_CASES} cases in a suite")
-    return tuple(found.values()), frozenset(quick)
+            target.setdefault(case.key, case)
+            if is_marked:
+                found.quick.add(case.key)
+        if len(target) > MAX_CASES:
+            fields.fail(where, "cases", len(target), f"at most {MAX_CASES} cases in a suite")
+    return found
 
 
 def _builds(rows: Any, source: str) -> tuple[BuildCase, ...]:

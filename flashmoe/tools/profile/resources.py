@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ReportError
+from flashmoe.tools.problems import DEFAULT_OPERATION
 from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.report import read_report
 
@@ -14,12 +15,14 @@ OURS = "flashmoe"
 
 
 def slowest_case(bench: Mapping[str, Any]) -> AttentionProblem:
-    """The case of a bench report where ours is slowest against the baseline. Raises ReportError when there is none."""
+    """The forward case of a bench report where ours is slowest against the baseline. Raises ReportError when there is none."""
     rows = [
         (row["ratio"], cell["case"])
         for cell in bench["cells"]
         for row in cell["comparisons"]
-        if row["subject"] == OURS and row["baseline"] == bench["baseline"]
+        if cell["case"].get("operation", DEFAULT_OPERATION) == DEFAULT_OPERATION
+        and row["subject"] == OURS
+        and row["baseline"] == bench["baseline"]
     ]
     if not rows:
         msg = "the bench report holds no ratio of ours to its baseline; name a case with --case"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ def _flashmoe_sdpa(inputs: Inputs) -> Prepared:
     return Prepared(call)
 
 
-def _flash_attn(module: str) -> Callable[[Inputs], Prepared]:
+def flash_attn(module: str, **options: Any) -> Callable[[Inputs], Prepared]:
     """flash-attn's functions take [B, S, H, D]; the transposed views cost no copy."""
 
     def prepare(inputs: Inputs) -> Prepared:
@@ -80,7 +81,7 @@ def _flash_attn(module: str) -> Callable[[Inputs], Prepared]:
         q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
 
         def call() -> torch.Tensor:
-            result = function(q, k, v, softmax_scale=inputs.scale, causal=inputs.problem.causal)
+            result = function(q, k, v, softmax_scale=inputs.scale, causal=inputs.problem.causal, **options)
             out: torch.Tensor = result[0] if isinstance(result, tuple) else result
             return out.transpose(1, 2)
 
@@ -109,8 +110,8 @@ def contenders() -> tuple[Contender, ...]:
         _sdpa_backend("sdpa-efficient", "EFFICIENT_ATTENTION", "SDPA EFFICIENT"),
         _sdpa_backend("sdpa-math", "MATH", "SDPA MATH", ("cpu", "cuda")),
         Contender("sdpa-cpu", "SDPA CPU", ("cpu",), always, _sdpa),
-        Contender("flash-attn", "flash-attn", ("cuda",), installed("flash_attn"), _flash_attn("flash_attn")),
+        Contender("flash-attn", "flash-attn", ("cuda",), installed("flash_attn"), flash_attn("flash_attn")),
         Contender(
-            "flash-attn-3", "FA3", ("cuda",), installed("flash_attn_interface"), _flash_attn("flash_attn_interface")
+            "flash-attn-3", "FA3", ("cuda",), installed("flash_attn_interface"), flash_attn("flash_attn_interface")
         ),
     )

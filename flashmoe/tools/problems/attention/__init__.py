@@ -89,7 +89,7 @@ class AttentionProblem:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> AttentionProblem:
-        return cls(**{name: value for name, value in row.items() if name != "key"})
+        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
 
     @classmethod
     def from_key(cls, key: str) -> AttentionProblem:

@@ -105,8 +105,8 @@ class Reference:
         if result.shape != shape or result.dtype != dtype:
             found = f"result is {tuple(result.shape)} {result.dtype}, expected {shape} {dtype}"
             return Verification(False, math.inf, self.tolerance, None, self.coverage, found)
-        error = _max_abs(_pick(result, self.pairs).float() - self.out)
-        lse_error = None if lse is None else _max_abs(_pick(lse, self.pairs).float() - self.lse)
+        error = max_abs(pick(result, self.pairs).float() - self.out)
+        lse_error = None if lse is None else max_abs(pick(lse, self.pairs).float() - self.lse)
         reason = ""
         if not bool(torch.isfinite(result).all()):
             reason = "the result holds NaN or Inf"
@@ -131,14 +131,24 @@ def make_reference(inputs: Inputs) -> Reference:
         q, k, v = _gather(inputs, pairs[start : start + chunk])
         out, lse = attend(q.to(high), k.to(high), v.to(high), problem.scale, causal=problem.causal)
         plain, _ = attend(q, k, v, problem.scale, causal=problem.causal)
-        rounded = out.to(q.dtype)
-        plain_error = max(plain_error, _max_abs(plain.to(high) - out))
-        rounding = max(rounding, _max_abs(((rounded + 0.3 - 0.3) - rounded).to(high)))
+        plain_error = max(plain_error, max_abs(plain.to(high) - out))
+        rounding = max(rounding, rounding_error(out, q.dtype))
         outs.append(out.float())
         lses.append(lse.float())
     coverage = len(pairs) / (problem.batch * problem.heads_q)
-    tolerance = 2 * plain_error + 2 * rounding + FLOOR
+    tolerance = allowed(plain_error, rounding)
     return Reference(problem, pairs, torch.cat(outs), torch.cat(lses), tolerance, coverage)
+
+
+def rounding_error(expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """max|(rounded + 0.3 - 0.3) - rounded|, with ``expected`` rounded to ``dtype``."""
+    rounded = expected.to(dtype)
+    return max_abs(((rounded + 0.3 - 0.3) - rounded).to(expected.dtype))
+
+
+def allowed(plain_error: float, rounding: float) -> float:
+    """The largest error of a result that keeps the rule."""
+    return 2 * plain_error + 2 * rounding + FLOOR
 
 
 def choose_pairs(batch: int, heads: int, scores_per_pair: int, budget: int) -> tuple[tuple[int, int], ...]:
@@ -155,15 +165,16 @@ def _gather(inputs: Inputs, pairs: tuple[tuple[int, int], ...]) -> tuple[torch.T
     """[pairs, S, D] of q and of the K and V heads that these query heads read."""
     group = inputs.problem.heads_q // inputs.problem.heads_kv
     shared = tuple((b, h // group) for b, h in pairs)
-    return _pick(inputs.q, pairs), _pick(inputs.k, shared), _pick(inputs.v, shared)
+    return pick(inputs.q, pairs), pick(inputs.k, shared), pick(inputs.v, shared)
 
 
-def _pick(tensor: torch.Tensor, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+def pick(tensor: torch.Tensor, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """[pairs, ...] of a tensor [batch, heads, ...]."""
     batch = torch.tensor([b for b, _ in pairs], device=tensor.device)
     heads = torch.tensor([h for _, h in pairs], device=tensor.device)
     return tensor[batch, heads]
 
 
-def _max_abs(values: torch.Tensor) -> float:
+def max_abs(values: torch.Tensor) -> float:
     """Largest magnitude; NaN when any value is NaN, which fails every comparison."""
     return float(values.abs().max()) if values.numel() else 0.0

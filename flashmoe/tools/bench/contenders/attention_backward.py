@@ -1,0 +1,56 @@
+"""The backward pass alone: ours from saved out and log-sum-exp, of others what autograd runs for an output of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashmoe.tools.bench.contenders import Contender, Prepared, attention, flashmoe_available, installed
+from flashmoe.tools.problems.attention.tensors import Inputs
+from flashmoe.tools.problems.attention_backward.tensors import BackwardInputs
+
+
+def _flashmoe(inputs: BackwardInputs) -> Prepared:
+    from flashmoe import _extension
+
+    _extension.load()
+    problem, operators = inputs.problem, torch.ops.flashmoe
+    q, k, v = inputs.q, inputs.k, inputs.v
+    out, lse = operators.flash_attention_forward(q, k, v, inputs.scale, problem.causal)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = operators.flash_attention_backward(
+            inputs.dout, None, q, k, v, out, lse, inputs.scale, problem.causal
+        )
+        return result
+
+    return Prepared(call)
+
+
+def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs], Prepared]:
+    """The gradients of a forward contender; its ``context`` is active here too, so the backend is the one it names."""
+
+    def prepare_gradients(inputs: BackwardInputs) -> Prepared:
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+        out = prepare(Inputs(inputs.problem, *leaves)).call()
+
+        def call() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+        return Prepared(call)
+
+    return prepare_gradients
+
+
+def contenders() -> tuple[Contender, ...]:
+    """Ours, and the others of the forward pass under the same names."""
+    others = (replace(one, prepare=_recorded(one.prepare)) for one in attention.contenders() if not one.ours)
+    fa3 = "flash_attn_interface"
+    deterministic = _recorded(attention.flash_attn(fa3, deterministic=True))
+    return (
+        Contender("flashmoe", "flashmoe", ("cpu", "cuda"), flashmoe_available, _flashmoe, ours=True),
+        *others,
+        Contender("flash-attn-3-deterministic", "FA3 deterministic", ("cuda",), installed(fa3), deterministic),
+    )

@@ -1,0 +1,100 @@
+"""The backward pass as an operation of the benchmarks: what a problem states, what its judge refuses, a run on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe.__main__ import main
+from flashmoe.errors import ArgumentError, ReportError
+from flashmoe.tools.bench.cli import only_cases
+from flashmoe.tools.bench.compare import compare_reports
+from flashmoe.tools.bench.contenders import default_registry
+from flashmoe.tools.bench.markdown import bench_markdown
+from flashmoe.tools.bench.ratchet import Mark, evaluate
+from flashmoe.tools.bench.suites import load_suite
+from flashmoe.tools.problems import problem_from_json, problem_type
+from flashmoe.tools.problems.attention import AttentionProblem
+from flashmoe.tools.problems.attention_backward import AttentionBackwardProblem
+from flashmoe.tools.profile.resources import slowest_case
+from flashmoe.tools.report import Verdict, read_report
+
+SMALL = AttentionBackwardProblem.from_key("backward-bf16-d64-causal-b2-h4kv2-q48k80")
+
+
+def test_a_problem_is_named_counted_and_read_back() -> None:
+    forward = AttentionProblem.from_key("bf16-d128-causal-b4-h16-s4096")
+    backward = AttentionBackwardProblem.from_key(f"backward-{forward.key}")
+    assert backward.key == f"backward-{forward.key}"
+    assert problem_from_json(backward.to_json()) == backward
+    assert problem_type("attention_backward") is AttentionBackwardProblem
+    assert 2 * backward.flops == 5 * forward.flops
+    rows = forward.batch * forward.heads_q * forward.seq_q
+    assert backward.bytes_moved == 2 * forward.bytes_moved + 4 * rows
+    with pytest.raises(ArgumentError, match="names no case"):
+        AttentionProblem.from_key(backward.key)  # a report of one is not taken for the other
+
+
+def test_the_grid_is_that_of_prefill_and_quick_rows_stay_out_of_it() -> None:
+    suite = load_suite("llm-train")
+    prefill = [f"backward-{case.key}" for case in load_suite("llm-prefill").cases if case.dtype == "bf16"]
+    assert sorted(case.key for case in suite.cases) == sorted(prefill)
+    quick = suite.quick()
+    assert not {case.key for case in quick.cases} & {case.key for case in suite.cases}
+    named = only_cases(suite, [suite.cases[0].key]).quick()
+    assert named.cases == suite.cases[:1]
+
+
+@pytest.mark.parametrize("name", ["flashmoe", "sdpa", "sdpa-math"])
+def test_right_gradients_pass(name: str) -> None:
+    inputs = SMALL.make_inputs("cpu", 0)
+    contender = default_registry("attention_backward")[name]
+    with contender.context():
+        assert SMALL.make_reference(inputs).judge(contender.prepare(inputs).call()).passed
+
+
+@pytest.mark.parametrize("wrong", range(3), ids=["dq", "dk", "dv"])
+@pytest.mark.parametrize(
+    ("value", "word"), [(0.0, "exceeds"), (float("nan"), "NaN or Inf")], ids=["a row missing", "not finite"]
+)
+def test_each_gradient_is_judged(wrong: int, value: float, word: str) -> None:
+    inputs = SMALL.make_inputs("cpu", 0)
+    reference = SMALL.make_reference(inputs)
+    gradients = [one.clone() for one in default_registry("attention_backward")["sdpa"].prepare(inputs).call()]
+    gradients[wrong][1, 0, 7] = value
+    outcome = reference.judge(gradients)
+    assert not outcome.passed
+    assert outcome.reason.startswith(f"d{'qkv'[wrong]}")
+    assert word in outcome.reason
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    inputs = SMALL.make_inputs("cpu", 0)
+    dq, dk, dv = (torch.zeros_like(one) for one in (inputs.q, inputs.k, inputs.v))
+    assert "dk is" in SMALL.make_reference(inputs).judge((dq, dk[:, :, 1:], dv)).reason
+
+
+def test_a_quick_run_on_the_cpu_is_written_compared_and_held_to_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
+    target, page = tmp_path / "a.json", tmp_path / "a.html"
+    quick = ["bench", "--suite", "llm-train", "--quick", "--device", "cpu", "--repeats", "5", "--time-budget", "120"]
+    main([*quick, "--json", str(target), "--html", str(page)])
+    report = read_report(target)
+    keys = {case.key for case in load_suite("llm-train").quick_only}
+    assert {cell["case"]["key"] for cell in report.data["cells"]} == keys
+    for cell in report.data["cells"]:
+        assert set(cell["verification"]) == {"flashmoe", "sdpa"}
+        assert all(outcome["passed"] for outcome in cell["verification"].values())
+    assert "backward-bf16" in bench_markdown(report)
+    assert "backward bf16" in page.read_text()
+    marks = [Mark(key, "flashmoe", "sdpa", 0.01, "") for key in sorted(keys)]
+    assert all(check.verdict is Verdict.PASS for check in evaluate(marks, report).checks)
+    changes = compare_reports(report, report)
+    assert {change["case"] for change in changes.data["changes"]} == keys
+    assert not any(check.verdict is Verdict.FAIL for check in changes.checks)
+    with pytest.raises(ReportError, match="name a case"):
+        slowest_case(report.data)  # profile launches the forward pass
