@@ -23,19 +23,22 @@ struct KeyRange {
 
 // The causal rule, aligned bottom-right: key j is visible to row i when j <= i + (keys - rows). So this is the last key
 // that `row` sees. Negative where it sees none; past the last key where `row` is past the last row.
-__device__ __forceinline__ int diagonal_key(int rows, int keys, int row) { return row + keys - rows; }
-// The other way round: the first row that sees `key`, negative where the first row sees it.
-__device__ __forceinline__ int diagonal_row(int rows, int keys, int key) { return key + rows - keys; }
-
-__device__ __forceinline__ int diagonal_key(const Sequence& sequence, int row) {
-  return diagonal_key(sequence.rows(), sequence.keys(), row);
+// Lengths: a Sequence, or whatever else has rows() and keys().
+template <typename Lengths>
+__device__ __forceinline__ int diagonal_key(const Lengths& sequence, int row) {
+  return row + sequence.keys() - sequence.rows();
+}
+// The other way round: the first row that sees `key`, negative where all rows do.
+template <typename Lengths>
+__device__ __forceinline__ int diagonal_row(const Lengths& sequence, int key) {
+  return key + sequence.rows() - sequence.keys();
 }
 
 // Keys that `row` sees, which may be past the last row: it sees every key.
 template <bool kIsCausal>
 __device__ __forceinline__ KeyRange visible_keys(const Sequence& sequence, int row) {
-  return KeyRange{
-      0, kIsCausal ? maximum(0, minimum(sequence.keys(), diagonal_key(sequence, row + 1))) : sequence.keys()};
+  return KeyRange{0,
+                  kIsCausal ? maximum(0, minimum(sequence.keys(), diagonal_key(sequence, row + 1))) : sequence.keys()};
 }
 
 // Key tiles [begin, end) that some row of a query tile sees; every row sees all of those before full_end, the others need

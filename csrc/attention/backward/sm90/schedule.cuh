@@ -24,11 +24,19 @@ struct Tile {
 __device__ __forceinline__ int minimum(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int maximum(int a, int b) { return a > b ? a : b; }
 
+// Of every batch entry, for the mask rule.
+struct Lengths {
+  const BackwardParams& params;
+
+  __device__ __forceinline__ int rows() const { return params.seq_q; }
+  __device__ __forceinline__ int keys() const { return params.seq_k; }
+};
+
 // Leading keys visible to query `row`.
 template <bool kIsCausal>
 __device__ __forceinline__ int visible_keys(const BackwardParams& params, int row) {
   if constexpr (!kIsCausal) return params.seq_k;
-  return maximum(0, minimum(params.seq_k, diagonal_key(params.seq_q, params.seq_k, row + 1)));
+  return maximum(0, minimum(params.seq_k, diagonal_key(Lengths{params}, row + 1)));
 }
 
 // Key blocks that some row before end_row sees: the last row sees the most. Rows that see no key work on one block, all
@@ -43,7 +51,7 @@ __device__ __forceinline__ int key_blocks(const BackwardParams& params, int end_
 template <bool kIsCausal>
 __device__ __forceinline__ int first_query(const BackwardParams& params, int key) {
   if constexpr (!kIsCausal) return 0;
-  return maximum(0, diagonal_row(params.seq_q, params.seq_k, key));
+  return maximum(0, diagonal_row(Lengths{params}, key));
 }
 
 // How the tiles of a launch are numbered.
@@ -54,12 +62,13 @@ __device__ __forceinline__ int first_query(const BackwardParams& params, int key
 template <typename Spec, bool kIsCausal, bool kDescending>
 struct Schedule {
   int tiles_per_head;
-  int heads;          // of one batch entry
+  int heads;  // of one batch entry
   int all_heads;
   int section_heads;
 
   // stream_rows: rows of the stream of one head; sharing: neighbouring heads with the same stream
-  __device__ __forceinline__ Schedule(const BackwardParams& params, int own_rows, int heads_, int stream_rows, int sharing) {
+  __device__ __forceinline__ Schedule(const BackwardParams& params, int own_rows, int heads_, int stream_rows,
+                                      int sharing) {
     constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
     tiles_per_head = ceil_div(own_rows, Spec::kOwnRows);
     heads = heads_;
