@@ -50,8 +50,7 @@ inline void split_pair(__m512 low, __m512 high, __m512i (&words)[2]) {
 // A left operand [32, padded_dim]: bf16 as it lies, if whole.
 inline LeftOperand pack_left(const BFloat16* src, int64_t stride, int32_t rows, int32_t dim, int32_t padded_dim,
                              BFloat16*, uint16_t* packed) {
-  const WholeRows<BFloat16> whole =
-      make_whole(src, stride, rows, dim, padded_dim, reinterpret_cast<BFloat16*>(packed));
+  const WholeRows<BFloat16> whole = make_whole(src, stride, rows, dim, padded_dim, reinterpret_cast<BFloat16*>(packed));
   return {whole.data, whole.stride * 2, kTileBytesPerRow, 0};
 }
 // fp16: [planes][32, padded_dim]. buffer: [32, padded_dim].

@@ -16,8 +16,8 @@ namespace {
 constexpr int32_t kTileRows = 16;
 constexpr int32_t kTileBytesPerRow = 64;
 constexpr int32_t kTileBytes = kTileRows * kTileBytesPerRow;
-constexpr int64_t kTileWords = kTileBytes / 4;   // each a pair of bf16, or one float
-constexpr int32_t kStep = 32;                    // elements of the summed dimension that one tile product takes
+constexpr int64_t kTileWords = kTileBytes / 4;    // each a pair of bf16, or one float
+constexpr int32_t kStep = 32;                     // elements of the summed dimension that one tile product takes
 constexpr int32_t kBlockColumns = 2 * kTileRows;  // of a right operand and of a product
 constexpr int64_t kProductFloats = int64_t{2} * kTileRows * kBlockColumns;
 constexpr int64_t kProductRowBytes = kBlockColumns * sizeof(float);

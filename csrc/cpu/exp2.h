@@ -8,7 +8,7 @@ namespace cpu {
 namespace {
 
 // Degree of the polynomial: the result needs no more digits than the type it will be multiplied in.
-constexpr int kExpDegreeFull = 6;  // relative error of the polynomial 2.0e-9, of the whole below 1.2e-7
+constexpr int kExpDegreeFull = 6;   // relative error of the polynomial 2.0e-9, of the whole below 1.2e-7
 constexpr int kExpDegree16Bit = 4;  // 2.9e-6; half a unit in the last place of fp16 is 2.4e-4
 
 // t = 2^t for t <= 0 or barely above (rounding), with 2^0 = 1 exactly and 2^-inf = 0; NaN stays NaN. The polynomial is
@@ -17,8 +17,8 @@ constexpr int kExpDegree16Bit = 4;  // 2.9e-6; half a unit in the last place of 
 template <int kDegree, int kCount>
 inline void exp2_of(Vector::Float (&t)[kCount]) {
   static_assert(kDegree == kExpDegreeFull || kDegree == kExpDegree16Bit, "there are coefficients for two degrees");
-  static constexpr float kFull[] = {1.5353362e-4f, 1.3398874e-3f, 9.6184369e-3f, 5.5503324e-2f, 2.4022648e-1f,
-                                    6.9314718e-1f, 1.0f};
+  static constexpr float kFull[] = {1.5353362e-4f, 1.3398874e-3f, 9.6184369e-3f, 5.5503324e-2f,
+                                    2.4022648e-1f, 6.9314718e-1f, 1.0f};
   static constexpr float k16Bit[] = {9.5828529e-3f, 5.5906426e-2f, 2.4024099e-1f, 6.9312408e-1f, 1.0f};
   const float* coefficients = kDegree == kExpDegreeFull ? kFull : k16Bit;
   Vector::Float f[kCount], p[kCount];

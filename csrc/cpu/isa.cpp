@@ -15,10 +15,10 @@ namespace cpu {
 namespace {
 
 // XCR0 bits (Intel SDM vol. 1, 13.3): the register states that the operating system saves.
-constexpr uint64_t kXcr0Avx = 0x6;            // SSE, AVX
-constexpr uint64_t kXcr0Avx512 = 0xe6;        // and opmask, upper halves, upper registers
-constexpr uint64_t kXcr0Amx = 0x60000;        // TILECFG, TILEDATA
-constexpr int kArchReqXcompPerm = 0x1023;     // arch_prctl: Linux grants TILEDATA to a process that asks
+constexpr uint64_t kXcr0Avx = 0x6;         // SSE, AVX
+constexpr uint64_t kXcr0Avx512 = 0xe6;     // and opmask, upper halves, upper registers
+constexpr uint64_t kXcr0Amx = 0x60000;     // TILECFG, TILEDATA
+constexpr int kArchReqXcompPerm = 0x1023;  // arch_prctl: Linux grants TILEDATA to a process that asks
 constexpr int kXfeatureTileData = 18;
 
 uint64_t xcr0() {
@@ -37,8 +37,8 @@ bool has_baseline() { return true; }
 bool has_avx2() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned kF16c = 1u << 29;  // __builtin_cpu_supports knows "f16c" from g++ 12 on only
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & kF16c) && os_saves(kXcr0Avx);
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+         (ecx & kF16c) && os_saves(kXcr0Avx);
 }
 
 bool has_avx512() {
@@ -49,8 +49,8 @@ bool has_avx512() {
 bool has_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // leaf 7, subleaf 0, edx
-  constexpr unsigned kAvx512Vbmi = 1u << 1;                      // leaf 7, subleaf 0, ecx
-  constexpr unsigned kAvx512Bf16 = 1u << 5;                      // leaf 7, subleaf 1, eax
+  constexpr unsigned kAvx512Vbmi = 1u << 1;                     // leaf 7, subleaf 0, ecx
+  constexpr unsigned kAvx512Bf16 = 1u << 5;                     // leaf 7, subleaf 1, eax
   if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   if ((edx & (kAmxBf16 | kAmxTile)) != (kAmxBf16 | kAmxTile) || !os_saves(kXcr0Amx)) return false;
   if (!(ecx & kAvx512Vbmi)) return false;

@@ -42,7 +42,7 @@ struct Vector {
   // 2^n and t - n, where n = t rounded. t is at most a little above 0; 2^-127 and below count as 0, and no subnormal
   // arises on the way (each would cost an assist of some 150 cycles: masked scores, at t = -inf, are many).
   static Float split_exponent(Float t, Float* fraction) {
-    t = _mm256_max_ps(_mm256_set1_ps(-127.0f), t);  // NaN stays
+    t = _mm256_max_ps(_mm256_set1_ps(-127.0f), t);           // NaN stays
     const Float magic = _mm256_set1_ps(0x1.8p23f + 127.0f);  // t + magic has n + 127 in its low mantissa bits
     const Float shifted = _mm256_add_ps(t, magic);
     *fraction = _mm256_sub_ps(t, _mm256_sub_ps(shifted, magic));
@@ -54,9 +54,7 @@ struct Vector {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
   }
-  static Float load(const Half* p) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
+  static Float load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
   static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
   static void store(BFloat16* p, Float x) {

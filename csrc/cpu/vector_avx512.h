@@ -44,7 +44,7 @@ struct Vector {
   // 2^n and t - n, where n = t rounded. t is at most a little above 0; 2^-127 and below count as 0, and no subnormal
   // arises on the way (each would cost an assist of some 150 cycles: masked scores, at t = -inf, are many).
   static Float split_exponent(Float t, Float* fraction) {
-    t = _mm512_max_ps(_mm512_set1_ps(-127.0f), t);  // NaN stays
+    t = _mm512_max_ps(_mm512_set1_ps(-127.0f), t);           // NaN stays
     const Float magic = _mm512_set1_ps(0x1.8p23f + 127.0f);  // t + magic has n + 127 in its low mantissa bits
     const Float shifted = _mm512_add_ps(t, magic);
     *fraction = _mm512_sub_ps(t, _mm512_sub_ps(shifted, magic));
@@ -56,9 +56,7 @@ struct Vector {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
   }
-  static Float load(const Half* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
+  static Float load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
   static void store(BFloat16* p, Float x) {

@@ -40,7 +40,7 @@ struct Vector {
   // 2^n and t - n, where n = t rounded. t is at most a little above 0; 2^-127 and below count as 0, and no subnormal
   // arises on the way (each would cost an assist of some 150 cycles: masked scores, at t = -inf, are many).
   static Float split_exponent(Float t, Float* fraction) {
-    t = _mm_max_ps(_mm_set1_ps(-127.0f), t);  // NaN stays
+    t = _mm_max_ps(_mm_set1_ps(-127.0f), t);              // NaN stays
     const Float magic = _mm_set1_ps(0x1.8p23f + 127.0f);  // t + magic has n + 127 in its low mantissa bits
     const Float shifted = _mm_add_ps(t, magic);
     *fraction = _mm_sub_ps(t, _mm_sub_ps(shifted, magic));
@@ -78,8 +78,8 @@ struct Vector {
     const __m128i magnitude = _mm_xor_si128(bits, sign);
     // Below 2^-14 the half is subnormal: adding 0.5 leaves its bits, rounded to nearest even, in the low mantissa.
     const __m128 half = _mm_set1_ps(0.5f);
-    const __m128i subnormal = _mm_sub_epi32(_mm_castps_si128(_mm_add_ps(_mm_castsi128_ps(magnitude), half)),
-                                            _mm_castps_si128(half));
+    const __m128i subnormal =
+        _mm_sub_epi32(_mm_castps_si128(_mm_add_ps(_mm_castsi128_ps(magnitude), half)), _mm_castps_si128(half));
     const __m128i odd = _mm_and_si128(_mm_srli_epi32(magnitude, 13), _mm_set1_epi32(1));
     const __m128i rebias = _mm_set1_epi32(0xfff - (112 << 23));
     const __m128i normal = _mm_srli_epi32(_mm_add_epi32(magnitude, _mm_add_epi32(rebias, odd)), 13);

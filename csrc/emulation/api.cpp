@@ -21,9 +21,7 @@ void emulation_map_buffer(uint64_t address, void* storage, uint64_t bytes, int w
   flashmoe::emulation::map_buffer(address, storage, bytes, writable != 0, initialised != 0, name);
 }
 
-void emulation_expect_from_grid_in_front(uint64_t address) {
-  flashmoe::emulation::expect_from_grid_in_front(address);
-}
+void emulation_expect_from_grid_in_front(uint64_t address) { flashmoe::emulation::expect_from_grid_in_front(address); }
 
 void emulation_clear_buffers() { flashmoe::emulation::clear_buffers(); }
 
@@ -43,7 +41,8 @@ const char* emulation_encode_tensor_map(void* map, int element_bytes, int rank, 
     content.dims[d] = dims[d];
     content.box[d] = box[d];
     if (d == 0) continue;
-    if (strides[d - 1] % 16 != 0 || strides[d - 1] >= uint64_t{1} << 40) return "a stride is no multiple of 16, or too large";
+    if (strides[d - 1] % 16 != 0 || strides[d - 1] >= uint64_t{1} << 40)
+      return "a stride is no multiple of 16, or too large";
     content.strides[d - 1] = strides[d - 1];
   }
   const uint32_t row = box[0] * static_cast<uint32_t>(element_bytes);

@@ -12,17 +12,17 @@ struct Launch {
   const void* const* arguments;
   const char* name;
   int32_t grid;
-  int32_t first_block;      // blocks first_block to first_block + run_blocks - 1 of the grid run: all, or some of a
-  int32_t run_blocks;       // problem that is too large to run whole
+  int32_t first_block;  // blocks first_block to first_block + run_blocks - 1 of the grid run: all, or some of a
+  int32_t run_blocks;   // problem that is too large to run whole
   int32_t block;
-  int32_t shared_bytes;     // dynamic
-  int32_t resident_blocks;  // that run interleaved
-  int32_t registers;        // per thread at launch (setmaxnreg)
+  int32_t shared_bytes;            // dynamic
+  int32_t resident_blocks;         // that run interleaved
+  int32_t registers;               // per thread at launch (setmaxnreg)
   int32_t tensor_core_block;       // products that a tensor core adds at once: 4, 8 or 16
   int32_t tensor_core_extra_bits;  // kept below a float's 24: 0, 1 or 2
-  int32_t async_policy;     // 0 lazy, 1 eager, 2 random; -1: from the seed
+  int32_t async_policy;            // 0 lazy, 1 eager, 2 random; -1: from the seed
   int32_t check_races;
-  uint64_t seed;            // of interleaving and delays
+  uint64_t seed;  // of interleaving and delays
   uint64_t step_limit;
 };
 

@@ -167,7 +167,8 @@ void check_waits(const Mbarrier& barrier, const Site& site, const char* what) {
   for (const Access& wait : barrier.waits) {
     if (barrier.gathered.seen[wait.agent] >= wait.clock || barrier.gathered.passed[wait.agent] >= wait.clock) continue;
     fail(FailureKind::kPhaseLapped, site, what,
-         "phase %u of the mbarrier at shared byte %u ends, and nothing orders that after thread %u's wait for phase %d, %s: "
+         "phase %u of the mbarrier at shared byte %u ends, and nothing orders that after thread %u's wait for phase "
+         "%d, %s: "
          "a thread that polled later would wait for another phase",
          barrier.phase, barrier.offset, wait.agent, static_cast<int>(barrier.phase) - 1, site_text(wait.site).c_str());
   }
@@ -198,8 +199,9 @@ Mbarrier& find_mbarrier(Block& block, uint32_t address, const Site& site, const 
   for (const auto& barrier : block.mbarriers) {
     if (barrier->offset != offset) continue;
     if (machine.current->view.seen[barrier->init.agent] < barrier->init.clock && machine.launch.check_races) {
-      fail(FailureKind::kRace, site, what, "nothing orders this use of the mbarrier at shared byte %u after its init, %s",
-           offset, site_text(barrier->init.site).c_str());
+      fail(FailureKind::kRace, site, what,
+           "nothing orders this use of the mbarrier at shared byte %u after its init, %s", offset,
+           site_text(barrier->init.site).c_str());
     }
     return *barrier;
   }
@@ -332,8 +334,9 @@ void check_at_exit(Block& block) {
   }
   for (size_t w = 0; w + 1 < block.warps.size(); ++w) {
     if (w / 4 == (w + 1) / 4 && block.warps[w]->registers != block.warps[w + 1]->registers) {
-      fail(FailureKind::kRegisterBudget, nowhere, "exit", "warps %zu and %zu of one warpgroup ended with %d and %d registers",
-           w, w + 1, block.warps[w]->registers, block.warps[w + 1]->registers);
+      fail(FailureKind::kRegisterBudget, nowhere, "exit",
+           "warps %zu and %zu of one warpgroup ended with %d and %d registers", w, w + 1, block.warps[w]->registers,
+           block.warps[w + 1]->registers);
     }
   }
   machine.current = nullptr;

@@ -139,8 +139,7 @@ void register_place(bool transposed, int row, int column, int& lane, int& half) 
 
 }  // namespace
 
-void load_matrix(uint32_t* r, uint32_t smem_row, int matrices, bool transposed, const Site& site,
-                 const char* what) {
+void load_matrix(uint32_t* r, uint32_t smem_row, int matrices, bool transposed, const Site& site, const char* what) {
   maybe_switch();
   MatrixArguments arguments{r, smem_row, matrices, transposed, &site, what};
   gather(what, site, &arguments, [](Warp& warp) {

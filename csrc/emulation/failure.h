@@ -39,8 +39,8 @@ const char* failure_name(FailureKind kind);
 struct Failure {
   FailureKind kind;
   std::string message;
-  std::string what;   // the wrapper
-  std::string file;   // its call site
+  std::string what;  // the wrapper
+  std::string file;  // its call site
   int line = 0;
   std::string function;
   int block = -1;

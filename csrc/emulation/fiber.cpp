@@ -45,7 +45,7 @@ flashmoe_emulation_start:
   ud2
 .size flashmoe_emulation_start, .-flashmoe_emulation_start
 )");
-constexpr int kSavedWords = 6;        // r15 r14 r13 r12 rbx rbp, lowest address first
+constexpr int kSavedWords = 6;  // r15 r14 r13 r12 rbx rbp, lowest address first
 constexpr int kArgument = 3, kFunction = 2;
 #elif defined(__aarch64__)
 extern "C" void flashmoe_emulation_switch(void** save, void* load);
@@ -113,8 +113,8 @@ void prepare(Context& context, unsigned char* stack, size_t bytes, void (*functi
 #else
   top -= 20;
   for (int i = 0; i < 20; ++i) top[i] = 0;
-  top[0] = reinterpret_cast<uintptr_t>(argument);   // x19
-  top[1] = reinterpret_cast<uintptr_t>(function);   // x20
+  top[0] = reinterpret_cast<uintptr_t>(argument);                    // x19
+  top[1] = reinterpret_cast<uintptr_t>(function);                    // x20
   top[11] = reinterpret_cast<uintptr_t>(&flashmoe_emulation_start);  // x30
 #endif
   context.stack_pointer = top;
@@ -144,8 +144,8 @@ constexpr size_t kPage = 4096;
 }
 
 unsigned char* allocate_stacks(size_t count, size_t bytes_each) {
-  void* memory = mmap(nullptr, count * bytes_each, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, count * bytes_each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     std::perror("flashmoe emulation: stacks");
     std::abort();

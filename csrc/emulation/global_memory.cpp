@@ -106,8 +106,8 @@ std::string nearest_text(uint64_t address) {
 void check_global_write(Buffer& buffer, uint64_t offset, uint32_t bytes, const Fiber* fiber, const Site& site,
                         const char* what) {
   if (fiber == nullptr) return;
-  const uint64_t who = static_cast<uint64_t>(fiber->block->index) * kMaxBlockThreads +
-                       static_cast<uint64_t>(fiber->thread) + 1;
+  const uint64_t who =
+      static_cast<uint64_t>(fiber->block->index) * kMaxBlockThreads + static_cast<uint64_t>(fiber->thread) + 1;
   const uint64_t mark = who << 32 | fiber->view.seen[static_cast<size_t>(fiber->thread)];
   for (uint64_t unit = offset / 2; unit <= (offset + bytes - 1) / 2; ++unit) {
     const uint64_t before = buffer.writer[unit];

@@ -136,8 +136,8 @@ struct Mbarrier {
   uint32_t offset = 0;
   int arrivals = 0;
   int pending = 0;
-  int64_t bytes = 0;     // announced and not yet in; negative while copies are ahead of the announcement
-  uint32_t phase = 0;    // completed phases
+  int64_t bytes = 0;   // announced and not yet in; negative while copies are ahead of the announcement
+  uint32_t phase = 0;  // completed phases
   uint16_t agent = 0;
   bool init_fenced = false;
   Access init;
@@ -151,8 +151,8 @@ struct TensorMapContent {
   uint32_t magic;
   uint8_t rank, element_bytes, swizzle_bytes, nan_fill;
   uint64_t address;
-  uint64_t dims[5];      // elements
-  uint64_t strides[4];   // bytes, of dimensions 1 to 4
+  uint64_t dims[5];     // elements
+  uint64_t strides[4];  // bytes, of dimensions 1 to 4
   uint32_t box[4];
 };
 static_assert(sizeof(TensorMapContent) <= 128, "a tensor map has 128 bytes");
@@ -163,11 +163,11 @@ struct TensorCopy {  // some rows of a box
   Fiber* issuer;
   TensorMapContent map;
   int coordinates[5];
-  uint32_t offset;        // of the box
+  uint32_t offset;         // of the box
   int row_begin, row_end;  // rows of the box, counted over dimensions 1 and up
-  int mbarrier;           // loads
-  uint32_t phase;         // loads: the phase that was current at the issue
-  uint32_t group;         // stores
+  int mbarrier;            // loads
+  uint32_t phase;          // loads: the phase that was current at the issue
+  uint32_t group;          // stores
   Site site;
 };
 
@@ -175,7 +175,7 @@ struct Accumulator {  // a warp's share of a wgmma accumulator while products ar
   std::vector<float*> lanes;
   std::vector<float> value;  // [16][columns]
   int columns;
-  uint32_t last_product;     // number of the newest product that adds to it
+  uint32_t last_product;  // number of the newest product that adds to it
   bool released = false;
 };
 

@@ -41,7 +41,8 @@ uint32_t shuffle_index(uint32_t value, int lane, const Site& site, const char* w
 bool vote(bool predicate, bool all, const Site& site, const char* what);
 bool elect(const Site& site, const char* what);
 void load_matrix(uint32_t* r, uint32_t smem_row, int matrices, bool transposed, const Site& site, const char* what);
-void store_matrix(uint32_t smem_row, const uint32_t* r, int matrices, bool transposed, const Site& site, const char* what);
+void store_matrix(uint32_t smem_row, const uint32_t* r, int matrices, bool transposed, const Site& site,
+                  const char* what);
 // d[4] += a * b of m16n8k(k): k = 16 reads a[4], b[2]; k = 8 reads a[2], b[1].
 void matrix_product(float* d, const uint32_t* a, const uint32_t* b, int k, Format format, const Site& site,
                     const char* what);
@@ -58,8 +59,8 @@ void mbarrier_arrive(uint32_t barrier, int expect_bytes, const Site& site, const
 bool mbarrier_try_wait(uint32_t barrier, int phase_parity, const Site& site, const char* what);
 void fence_proxy_async(const Site& site, const char* what);
 void prefetch_tensor_map(const void* tensor_map, const Site& site, const char* what);
-void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier, int rank, const int* coordinates, const Site& site,
-                 const char* what);
+void tensor_load(uint32_t smem, const void* tensor_map, uint32_t barrier, int rank, const int* coordinates,
+                 const Site& site, const char* what);
 void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* coordinates, const Site& site,
                   const char* what);
 void tensor_store_commit(const Site& site, const char* what);
@@ -71,7 +72,8 @@ void wgmma_fence(const Site& site, const char* what);
 void wgmma_commit(const Site& site, const char* what);
 void wgmma_wait(int pending, const Site& site, const char* what);
 void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
-                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site, const char* what);
+                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site,
+                   const char* what);
 void set_max_registers(int registers, bool increase, const Site& site, const char* what);
 
 }  // namespace emulation

@@ -73,7 +73,8 @@ struct TensorCore {
 };
 
 // d[rows][columns] += a[rows][k] * b[k][columns]; columns a multiple of 8, k of 8, at most 16.
-void tensor_core_product(const TensorCore& core, int rows, int columns, int k, float* d, const float* a, const float* b);
+void tensor_core_product(const TensorCore& core, int rows, int columns, int k, float* d, const float* a,
+                         const float* b);
 
 }  // namespace emulation
 }  // namespace flashmoe

@@ -108,16 +108,20 @@ std::string site_text(uint16_t number) {
 std::string agent_text(const Block& block, int number) {
   const Agent& agent = block.agents[static_cast<size_t>(number)];
   const std::string owner = std::to_string(agent.owner);
-  const std::string place = " (warp " + std::to_string(agent.owner / kWarpSize) + ", lane " +
-                            std::to_string(agent.owner % kWarpSize) + ")";
+  const std::string place =
+      " (warp " + std::to_string(agent.owner / kWarpSize) + ", lane " + std::to_string(agent.owner % kWarpSize) + ")";
   switch (agent.kind) {
-    case AgentKind::kThread: return "thread " + owner + place;
-    case AgentKind::kCopies: return "a cp.async of thread " + owner + place;
+    case AgentKind::kThread:
+      return "thread " + owner + place;
+    case AgentKind::kCopies:
+      return "a cp.async of thread " + owner + place;
     case AgentKind::kMbarrier:
       return "a tensor copy onto the mbarrier at shared byte " +
              std::to_string(block.mbarriers[static_cast<size_t>(agent.owner)]->offset);
-    case AgentKind::kProducts: return "wgmma of warpgroup " + owner;
-    case AgentKind::kStores: return "a bulk store of thread " + owner + place;
+    case AgentKind::kProducts:
+      return "wgmma of warpgroup " + owner;
+    case AgentKind::kStores:
+      return "a bulk store of thread " + owner + place;
   }
   return "?";
 }

@@ -23,10 +23,14 @@ constexpr int kMeanSlice = 96;  // shared and global accesses between two volunt
 std::string json_text(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\', out += c;
-    else if (c == '\n') out += "\\n";
-    else if (static_cast<unsigned char>(c) < 0x20) out += ' ';
-    else out += c;
+    if (c == '"' || c == '\\')
+      out += '\\', out += c;
+    else if (c == '\n')
+      out += "\\n";
+    else if (static_cast<unsigned char>(c) < 0x20)
+      out += ' ';
+    else
+      out += c;
   }
   return out + "\"";
 }
@@ -206,7 +210,8 @@ void on_fault(int signal, siginfo_t* info, void*) {
     }
     if (signal == SIGILL || signal == SIGTRAP) {
       fail(FailureKind::kUndefined, Site{"", 0, ""}, "plain C++",
-           "an index outside an array, an overflow of a signed integer, or a shift by too much; --sanitize undefined says "
+           "an index outside an array, an overflow of a signed integer, or a shift by too much; --sanitize undefined "
+           "says "
            "which, and where");
     }
     if (in_windows(info->si_addr)) {
@@ -220,7 +225,7 @@ void on_fault(int signal, siginfo_t* info, void*) {
            "the stack of a thread (%zu bytes) overflowed", kStackBytes);
     }
   }
-  struct sigaction standard {};
+  struct sigaction standard{};
   standard.sa_handler = SIG_DFL;
   sigaction(signal, &standard, nullptr);
 }
@@ -234,8 +239,8 @@ double processor_seconds() {
 
 std::string report(double seconds) {
   const Statistics& s = machine.statistics;
-  std::string text = "{\"kernel\": " + json_text(machine.launch.name) + ", \"seed\": " +
-                     std::to_string(machine.launch.seed) + ", \"seconds\": " + std::to_string(seconds);
+  std::string text = "{\"kernel\": " + json_text(machine.launch.name) +
+                     ", \"seed\": " + std::to_string(machine.launch.seed) + ", \"seconds\": " + std::to_string(seconds);
   const char* const policies[] = {"lazy", "eager", "random"};
   text += ", \"async_policy\": \"" + std::string(policies[static_cast<int>(machine.policy)]) + "\"";
   const std::pair<const char*, uint64_t> counts[] = {{"steps", s.steps},
@@ -268,11 +273,29 @@ std::string report(double seconds) {
 }  // namespace
 
 const char* failure_name(FailureKind kind) {
-  static const char* const names[] = {
-      "out_of_bounds",    "misaligned",    "uninitialised_read",  "read_only",        "plain_dereference", "undefined",
-      "race",             "global_race",   "proxy_fence_missing", "divergent_collective", "barrier_misuse",
-      "mbarrier_misuse",  "phase_lapped",  "transaction_count", "tensor_map",      "descriptor",       "wgmma_misuse",
-      "accumulator_touched", "operand_touched", "register_budget", "async_at_exit",  "deadlock",         "step_limit"};
+  static const char* const names[] = {"out_of_bounds",
+                                      "misaligned",
+                                      "uninitialised_read",
+                                      "read_only",
+                                      "plain_dereference",
+                                      "undefined",
+                                      "race",
+                                      "global_race",
+                                      "proxy_fence_missing",
+                                      "divergent_collective",
+                                      "barrier_misuse",
+                                      "mbarrier_misuse",
+                                      "phase_lapped",
+                                      "transaction_count",
+                                      "tensor_map",
+                                      "descriptor",
+                                      "wgmma_misuse",
+                                      "accumulator_touched",
+                                      "operand_touched",
+                                      "register_budget",
+                                      "async_at_exit",
+                                      "deadlock",
+                                      "step_limit"};
   return names[static_cast<int>(kind)];
 }
 
@@ -351,7 +374,7 @@ std::string run_launch(const Launch& launch) {
   alternate.ss_size = sizeof signal_stack;
   sigaltstack(&alternate, &previous_stack);
   constexpr int kFaults[] = {SIGSEGV, SIGFPE, SIGILL, SIGTRAP};
-  struct sigaction action {}, previous[4] {};
+  struct sigaction action{}, previous[4]{};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   for (int i = 0; i < 4; ++i) sigaction(kFaults[i], &action, &previous[i]);

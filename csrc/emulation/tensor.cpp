@@ -118,10 +118,11 @@ TensorCopy describe(const void* tensor_map, uint32_t smem, int rank, const int* 
   const uint32_t bytes = row_bytes(copy.map) * static_cast<uint32_t>(box_rows(copy.map));
   copy.offset = shared_offset(*machine.current->block, smem, bytes, 128, site, what);
   if (copy.map.swizzle_bytes == 128 && copy.offset % 1024 != 0) {
-    fail(FailureKind::kMisaligned, site, what,
-         "shared byte %u; a box with the 128-byte swizzle starts at a multiple of 1024 here, since the kernels take its "
-         "first row for row 0 of the pattern",
-         copy.offset);
+    fail(
+        FailureKind::kMisaligned, site, what,
+        "shared byte %u; a box with the 128-byte swizzle starts at a multiple of 1024 here, since the kernels take its "
+        "first row for row 0 of the pattern",
+        copy.offset);
   }
   return copy;
 }
@@ -175,8 +176,10 @@ void run_tensor_copy(Block& block, TensorCopy copy) {
   Fiber* const before = machine.current;
   machine.current = copy.issuer;
   for (int row = copy.row_begin; row < copy.row_end; ++row) {
-    if (copy.is_store) store_row(block, copy, row);
-    else load_row(block, copy, row);
+    if (copy.is_store)
+      store_row(block, copy, row);
+    else
+      load_row(block, copy, row);
   }
   if (!copy.is_store) {
     const uint32_t bytes = static_cast<uint32_t>(copy.row_end - copy.row_begin) * row_bytes(copy.map);

@@ -33,8 +33,8 @@ Operand decode(uint64_t descriptor, const Site& site, const char* what) {
   operand.stride = static_cast<int64_t>((descriptor >> 32 & 0x3fff) << 4);
   const uint32_t base_offset = static_cast<uint32_t>(descriptor >> 49 & 7);
   if (base_offset != 0) {
-    fail(FailureKind::kDescriptor, site, what, "base offset %u: only slabs that start at a multiple of 1024 are modelled",
-         base_offset);
+    fail(FailureKind::kDescriptor, site, what,
+         "base offset %u: only slabs that start at a multiple of 1024 are modelled", base_offset);
   }
   const uint32_t rows[] = {16, 128, 64, 32};
   operand.row = rows[descriptor >> 62];
@@ -339,14 +339,15 @@ struct WaitArguments {
 }  // namespace
 
 void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
-                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site, const char* what) {
+                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site,
+                   const char* what) {
   maybe_switch();
   const Fiber& fiber = *machine.current;
   if (static_cast<size_t>(fiber.warp->index / kWarps * kWarps + kWarps) > fiber.block->warps.size()) {
     fail(FailureKind::kWgmmaMisuse, site, what, "warp %d is not part of a whole warpgroup", fiber.warp->index);
   }
-  ProductArguments arguments{d,            columns, a,      a_has_place, descriptor_a, descriptor_b,
-                             transposed_b, scale_d, format, &site,       what};
+  ProductArguments arguments{d,       columns, a,     a_has_place, descriptor_a, descriptor_b, transposed_b,
+                             scale_d, format,  &site, what};
   gather(what, site, &arguments, issue);
 }
 

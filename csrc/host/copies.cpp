@@ -17,7 +17,8 @@ bool is_loadable(const Tensor& tensor, const Kernel& kernel) {
   const int64_t last = tensor.dim() - 1;
   const int64_t* sizes = tensor.sizes();
   const int64_t* strides = tensor.strides();
-  if (sizes[last] % kRowAlignElements != 0 || reinterpret_cast<uintptr_t>(tensor.data()) % kAlignBytes != 0) return false;
+  if (sizes[last] % kRowAlignElements != 0 || reinterpret_cast<uintptr_t>(tensor.data()) % kAlignBytes != 0)
+    return false;
   for (int64_t axis = 0; axis < last; ++axis) {
     if (sizes[axis] > 1 && strides[axis] % kRowAlignElements != 0) return false;
     if (sizes[axis] > 1 && strides[axis] <= 0 && kernel.num_tensor_maps > 0) return false;

@@ -12,9 +12,12 @@ namespace host {
 
 cpu::ScalarType scalar_type(Dtype dtype) {
   switch (dtype) {
-    case Dtype::kFloat16: return cpu::ScalarType::kFloat16;
-    case Dtype::kBFloat16: return cpu::ScalarType::kBFloat16;
-    case Dtype::kFloat32: break;
+    case Dtype::kFloat16:
+      return cpu::ScalarType::kFloat16;
+    case Dtype::kBFloat16:
+      return cpu::ScalarType::kBFloat16;
+    case Dtype::kFloat32:
+      break;
   }
   return cpu::ScalarType::kFloat32;
 }

@@ -27,9 +27,9 @@ Driver load_driver() {
          "); install the NVIDIA driver, or call with CPU tensors; `python -m flashmoe doctor` says more");
   }
   Driver loaded;
-#define FLASHMOE_DRIVER_LOAD(name, symbol)                                                                       \
-  loaded.name = reinterpret_cast<decltype(loaded.name)>(dlsym(library, symbol));                                 \
-  if (loaded.name == nullptr) {                                                                                  \
+#define FLASHMOE_DRIVER_LOAD(name, symbol)                                                                             \
+  loaded.name = reinterpret_cast<decltype(loaded.name)>(dlsym(library, symbol));                                       \
+  if (loaded.name == nullptr) {                                                                                        \
     fail(ErrorCode::kDriver, "libcuda.so.1 has no ", symbol, "; the driver is too old: CUDA 11.0 or newer is needed"); \
   }
   FLASHMOE_DRIVER_CALLS(FLASHMOE_DRIVER_LOAD)
@@ -77,8 +77,9 @@ StreamGetter load_stream_getter() {
   void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   void* symbol = library != nullptr ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
   if (symbol == nullptr) {
-    fail(ErrorCode::kDriver, "torch's CUDA library (libtorch_cuda.so) is not loaded in this process or lacks "
-                             "aoti_torch_get_current_cuda_stream; install a CUDA build of torch 2.10 or newer");
+    fail(ErrorCode::kDriver,
+         "torch's CUDA library (libtorch_cuda.so) is not loaded in this process or lacks "
+         "aoti_torch_get_current_cuda_stream; install a CUDA build of torch 2.10 or newer");
   }
   return reinterpret_cast<StreamGetter>(symbol);
 }

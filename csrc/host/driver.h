@@ -12,26 +12,17 @@ namespace flashmoe {
 namespace host {
 
 // Entry points by the names under which libcuda exports their present versions.
-#define FLASHMOE_DRIVER_CALLS(call)                             \
-  call(cuInit, "cuInit")                                        \
-  call(cuDriverGetVersion, "cuDriverGetVersion")                \
-  call(cuGetErrorName, "cuGetErrorName")                        \
-  call(cuGetErrorString, "cuGetErrorString")                    \
-  call(cuDeviceGet, "cuDeviceGet")                              \
-  call(cuDeviceGetAttribute, "cuDeviceGetAttribute")            \
-  call(cuDeviceGetName, "cuDeviceGetName")                      \
-  call(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain")    \
-  call(cuCtxGetCurrent, "cuCtxGetCurrent")                      \
-  call(cuCtxPushCurrent, "cuCtxPushCurrent_v2")                 \
-  call(cuCtxPopCurrent, "cuCtxPopCurrent_v2")                   \
-  call(cuModuleLoadDataEx, "cuModuleLoadDataEx")                \
-  call(cuModuleGetFunction, "cuModuleGetFunction")              \
-  call(cuFuncSetAttribute, "cuFuncSetAttribute")                \
-  call(cuLaunchKernel, "cuLaunchKernel")                        \
-  call(cuMemsetD8Async, "cuMemsetD8Async")                      \
-  call(cuMemsetD32Async, "cuMemsetD32Async")                    \
-  call(cuStreamIsCapturing, "cuStreamIsCapturing")              \
-  call(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode")
+#define FLASHMOE_DRIVER_CALLS(call)                                                                                   \
+  call(cuInit, "cuInit") call(cuDriverGetVersion, "cuDriverGetVersion") call(cuGetErrorName, "cuGetErrorName")        \
+      call(cuGetErrorString, "cuGetErrorString") call(cuDeviceGet, "cuDeviceGet")                                     \
+          call(cuDeviceGetAttribute, "cuDeviceGetAttribute") call(cuDeviceGetName, "cuDeviceGetName")                 \
+              call(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain") call(cuCtxGetCurrent, "cuCtxGetCurrent")     \
+                  call(cuCtxPushCurrent, "cuCtxPushCurrent_v2") call(cuCtxPopCurrent, "cuCtxPopCurrent_v2")           \
+                      call(cuModuleLoadDataEx, "cuModuleLoadDataEx") call(cuModuleGetFunction, "cuModuleGetFunction") \
+                          call(cuFuncSetAttribute, "cuFuncSetAttribute") call(cuLaunchKernel, "cuLaunchKernel")       \
+                              call(cuMemsetD8Async, "cuMemsetD8Async") call(cuMemsetD32Async, "cuMemsetD32Async")     \
+                                  call(cuStreamIsCapturing, "cuStreamIsCapturing")                                    \
+                                      call(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode")
 
 struct Driver {
 #define FLASHMOE_DRIVER_MEMBER(name, symbol) decltype(&::name) name = nullptr;
@@ -95,13 +86,15 @@ struct CudaCall {
 // Fill `count` bytes, or 32-bit words, on the stream; `context` says in an error what they are.
 template <typename... Context>
 void fill_bytes(void* address, unsigned char value, int64_t count, CUstream stream, const Context&... context) {
-  check_driver(driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address), value, static_cast<std::size_t>(count), stream),
-               "cuMemsetD8Async", context...);
+  check_driver(
+      driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address), value, static_cast<std::size_t>(count), stream),
+      "cuMemsetD8Async", context...);
 }
 template <typename... Context>
 void fill_words(void* address, uint32_t value, int64_t count, CUstream stream, const Context&... context) {
-  check_driver(driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(address), value, static_cast<std::size_t>(count), stream),
-               "cuMemsetD32Async", context...);
+  check_driver(
+      driver().cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(address), value, static_cast<std::size_t>(count), stream),
+      "cuMemsetD32Async", context...);
 }
 
 }  // namespace host

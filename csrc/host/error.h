@@ -13,14 +13,22 @@ enum class ErrorCode { kShape, kDtype, kDevice, kArgument, kGpu, kDriver, kMemor
 
 inline const char* error_code_name(ErrorCode code) {
   switch (code) {
-    case ErrorCode::kShape: return "shape";
-    case ErrorCode::kDtype: return "dtype";
-    case ErrorCode::kDevice: return "device";
-    case ErrorCode::kArgument: return "argument";
-    case ErrorCode::kGpu: return "gpu";
-    case ErrorCode::kDriver: return "driver";
-    case ErrorCode::kMemory: return "memory";
-    case ErrorCode::kInternal: break;
+    case ErrorCode::kShape:
+      return "shape";
+    case ErrorCode::kDtype:
+      return "dtype";
+    case ErrorCode::kDevice:
+      return "device";
+    case ErrorCode::kArgument:
+      return "argument";
+    case ErrorCode::kGpu:
+      return "gpu";
+    case ErrorCode::kDriver:
+      return "driver";
+    case ErrorCode::kMemory:
+      return "memory";
+    case ErrorCode::kInternal:
+      break;
   }
   return "internal";
 }

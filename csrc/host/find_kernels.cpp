@@ -66,7 +66,8 @@ void check_forced(const char* forced) {
   for (int32_t index = 0; index < table.num_kernels; ++index) {
     if (equal(table.kernels[index].family, forced)) return;
   }
-  const std::string families = joined(table.num_gpus, [&table](int32_t index) { return table.gpus[index].families[0]; });
+  const std::string families =
+      joined(table.num_gpus, [&table](int32_t index) { return table.gpus[index].families[0]; });
   fail(ErrorCode::kArgument, "FLASHMOE_KERNEL=", forced, " names no kernel family of this build; families: ", families,
        " as far as they were built");
 }
@@ -138,7 +139,8 @@ void refuse(const KernelRequest& request, const std::string& problem) {
          " (compute capability ", major, ".", minor, "); unset it or name another family");
   }
   fail(ErrorCode::kGpu, "no kernel for ", request.gpu_name, " (compute capability ", major, ".", minor,
-       ") in this build, which holds ", targets_held(), "; rebuild with FLASHMOE_ARCHS=native or all, or use CPU tensors");
+       ") in this build, which holds ", targets_held(),
+       "; rebuild with FLASHMOE_ARCHS=native or all, or use CPU tensors");
 }
 
 }  // namespace host

@@ -16,7 +16,7 @@ constexpr int32_t kMaxCosts = 4;
 // One embedded device binary: machine code of one target, or PTX.
 struct DeviceBinary {
   const char* name;
-  const char* target;  // "sm_90a", "compute_80", ...
+  const char* target;          // "sm_90a", "compute_80", ...
   int32_t capability;          // 10 * major + minor
   int32_t virtual_capability;  // of the PTX that it was made from: what __CUDA_ARCH__ was, at most `capability`
   bool is_arch_specific;
@@ -31,7 +31,8 @@ struct Kernel {
   const char* variant;  // "" for the family's standard tile
   const char* symbol;
   Dtype dtype;
-  int32_t axes[kMaxAxes];  // in the order of the operation's descriptor: a number, or the index of a word; -1 past the last
+  int32_t
+      axes[kMaxAxes];  // in the order of the operation's descriptor: a number, or the index of a word; -1 past the last
   int32_t block_m;
   int32_t block_n;
   int32_t threads;

@@ -13,7 +13,8 @@ constexpr int32_t kMaxTensorMaps = 15;
 
 void check_grid(int64_t grid) {
   if (grid <= std::numeric_limits<int32_t>::max()) return;
-  fail(ErrorCode::kShape, "the problem needs ", grid, " thread blocks; at most 2^31 - 1 are supported: split the batch");
+  fail(ErrorCode::kShape, "the problem needs ", grid,
+       " thread blocks; at most 2^31 - 1 are supported: split the batch");
 }
 
 void check_launch(CUresult result, const char* call, const Kernel& kernel, int64_t grid) {
@@ -58,18 +59,20 @@ void launch(const Launch& entry, const CudaCall& call) {
     launch_dependent(kernel, function, entry.grid, call.stream, arguments.data());
     return;
   }
-  check_launch(driver().cuLaunchKernel(function, static_cast<unsigned>(entry.grid), 1, 1,
-                                       static_cast<unsigned>(kernel.threads), 1, 1,
-                                       static_cast<unsigned>(kernel.shared_bytes), call.stream, arguments.data(), nullptr),
-               "cuLaunchKernel", kernel, entry.grid);
+  check_launch(
+      driver().cuLaunchKernel(function, static_cast<unsigned>(entry.grid), 1, 1, static_cast<unsigned>(kernel.threads),
+                              1, 1, static_cast<unsigned>(kernel.shared_bytes), call.stream, arguments.data(), nullptr),
+      "cuLaunchKernel", kernel, entry.grid);
 }
 
 }  // namespace
 
 void LaunchList::add(const Launch& launch) {
   if (size_ == kMaxLaunches || launch.kernel->num_tensor_maps > kMaxTensorMaps) {
-    fail(ErrorCode::kInternal, "kernel ", launch.kernel->symbol, " is one too many, or takes too many tensor maps: host/launch.h "
-         "has room for ", kMaxLaunches, " kernels, and for ", kMaxTensorMaps, " maps of each");
+    fail(ErrorCode::kInternal, "kernel ", launch.kernel->symbol,
+         " is one too many, or takes too many tensor maps: host/launch.h "
+         "has room for ",
+         kMaxLaunches, " kernels, and for ", kMaxTensorMaps, " maps of each");
   }
   launches_[size_] = launch;
   ++size_;

@@ -18,7 +18,8 @@ struct Launch {
   const Kernel* kernel = nullptr;
   int64_t grid = 0;              // thread blocks, one dimension
   const void* params = nullptr;  // the kernel's parameter block
-  const CUtensorMap* tensor_maps = nullptr;  // kernel->num_tensor_maps of them, in the order of the operation's descriptor
+  const CUtensorMap* tensor_maps =
+      nullptr;  // kernel->num_tensor_maps of them, in the order of the operation's descriptor
   // The kernel begins with ptx::grid_dependency_wait() and stands directly behind the one that it depends on: where GPU and
   // driver can, it is scheduled before that one has ended.
   bool is_dependent = false;

@@ -67,10 +67,10 @@ CUfunction load_locked(const Kernel& kernel, const Device& device, DeviceFunctio
   CUfunction function = nullptr;
   check_driver(driver().cuModuleGetFunction(&function, loaded.modules[index], kernel.symbol), "cuModuleGetFunction",
                "kernel ", kernel.symbol, " in ", binary.name, " for ", binary.target);
-  check_driver(driver().cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                           kernel.shared_bytes),
-               "cuFuncSetAttribute", "kernel ", kernel.symbol, " needs ", kernel.shared_bytes,
-               " bytes of shared memory; a block on ", device.name, " has at most ", device.shared_bytes_optin);
+  check_driver(
+      driver().cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes),
+      "cuFuncSetAttribute", "kernel ", kernel.symbol, " needs ", kernel.shared_bytes,
+      " bytes of shared memory; a block on ", device.name, " has at most ", device.shared_bytes_optin);
   return function;
 }
 

@@ -64,9 +64,9 @@ std::string describe_sizes(const int64_t* sizes, int64_t rank) {
 
 std::string describe_dtype(int32_t torch_dtype) {
   // torch's numbers for its scalar types, which its stable ABI fixes.
-  static constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32", "int64",  "float16",
-                                           "float32",   "float64",   "complex32",  "complex64",
-                                           "complex128", "bool",     "qint8",      "quint8", "qint32", "bfloat16"};
+  static constexpr const char* kNames[] = {"uint8",   "int8",    "int16",     "int32",     "int64",      "float16",
+                                           "float32", "float64", "complex32", "complex64", "complex128", "bool",
+                                           "qint8",   "quint8",  "qint32",    "bfloat16"};
   constexpr int32_t kNumNames = sizeof(kNames) / sizeof(kNames[0]);
   if (torch_dtype >= 0 && torch_dtype < kNumNames) return kNames[torch_dtype];
   return "torch scalar type " + std::to_string(torch_dtype);
@@ -75,8 +75,7 @@ std::string describe_dtype(int32_t torch_dtype) {
 std::string describe_device(const Tensor& tensor) {
   const int32_t type = tensor.device_type();
   if (type == aoti_torch_device_type_cpu()) return "cpu";
-  const std::string name =
-      type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+  const std::string name = type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
   return name + ":" + std::to_string(tensor.device_index());
 }
 

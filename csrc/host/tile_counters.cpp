@@ -46,7 +46,8 @@ int32_t* take_from_pool(Pool& pool, int32_t device_index) {
 
 int32_t* counter_of(const StreamKey& key) {
   static std::mutex mutex;
-  static auto& pools = *new std::map<int32_t, Pool>;  // never destroyed: other threads may launch while the process exits
+  static auto& pools =
+      *new std::map<int32_t, Pool>;  // never destroyed: other threads may launch while the process exits
   static auto& counters = *new std::map<StreamKey, int32_t*>;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto known = counters.find(key);

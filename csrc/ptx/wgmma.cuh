@@ -114,31 +114,33 @@ struct Wgmma;
 #define FLASHMOE_FLOATS_ALL_128() FLASHMOE_FLOATS_ALL_120(), FLASHMOE_FLOATS_8(12)
 
 // One element type and width: `count` is n / 2 accumulators, p0 to p6 the operand numbers that follow theirs.
-#define FLASHMOE_DEFINE_WGMMA_TYPE(element, type, n, count, p0, p1, p2, p3, p4, p5, p6)                                \
-  template <bool kTransposeB>                                                                                         \
-  struct Wgmma<element, n, kTransposeB> {                                                                             \
-    static __device__ __forceinline__ void ss(float (&d)[count], uint64_t a, uint64_t b, int scale_d) {               \
-      asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p2 ", 0;\n\t"                                            \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                                    \
-                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, %" #p0 ", %" #p1 ", p, 1, 1, 0, %" #p3 ";\n\t}"            \
-                   : FLASHMOE_FLOATS_ALL_##count()                                                                    \
-                   : "l"(a), "l"(b), "r"(scale_d), "n"(kTransposeB ? 1 : 0)                                           \
-                   : "memory");                                                                                       \
-    }                                                                                                                 \
-    static __device__ __forceinline__ void rs(float (&d)[count], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,  \
-                                              uint64_t b, int scale_d) {                                              \
-      asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p5 ", 0;\n\t"                                            \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                                    \
-                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4           \
-                   ", p, 1, 1, %" #p6 ";\n\t}"                                                                        \
-                   : FLASHMOE_FLOATS_ALL_##count()                                                                    \
-                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(scale_d), "n"(kTransposeB ? 1 : 0)               \
-                   : "memory");                                                                                       \
-    }                                                                                                                 \
+#define FLASHMOE_DEFINE_WGMMA_TYPE(element, type, n, count, p0, p1, p2, p3, p4, p5, p6)                              \
+  template <bool kTransposeB>                                                                                        \
+  struct Wgmma<element, n, kTransposeB> {                                                                            \
+    static __device__ __forceinline__ void ss(float (&d)[count], uint64_t a, uint64_t b, int scale_d) {              \
+      asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p2                                                      \
+                   ", 0;\n\t"                                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                                   \
+                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, %" #p0 ", %" #p1 ", p, 1, 1, 0, %" #p3 ";\n\t}"           \
+                   : FLASHMOE_FLOATS_ALL_##count()                                                                   \
+                   : "l"(a), "l"(b), "r"(scale_d), "n"(kTransposeB ? 1 : 0)                                          \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
+    static __device__ __forceinline__ void rs(float (&d)[count], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
+                                              uint64_t b, int scale_d) {                                             \
+      asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p5                                                      \
+                   ", 0;\n\t"                                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                                   \
+                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4          \
+                                                       ", p, 1, 1, %" #p6 ";\n\t}"                                   \
+                   : FLASHMOE_FLOATS_ALL_##count()                                                                   \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(scale_d), "n"(kTransposeB ? 1 : 0)              \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
   };
 
-#define FLASHMOE_DEFINE_WGMMA(n, count, p0, p1, p2, p3, p4, p5, p6)                             \
-  FLASHMOE_DEFINE_WGMMA_TYPE(__half, "f16", n, count, p0, p1, p2, p3, p4, p5, p6)               \
+#define FLASHMOE_DEFINE_WGMMA(n, count, p0, p1, p2, p3, p4, p5, p6)               \
+  FLASHMOE_DEFINE_WGMMA_TYPE(__half, "f16", n, count, p0, p1, p2, p3, p4, p5, p6) \
   FLASHMOE_DEFINE_WGMMA_TYPE(__nv_bfloat16, "bf16", n, count, p0, p1, p2, p3, p4, p5, p6)
 
 FLASHMOE_DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)

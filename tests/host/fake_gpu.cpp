@@ -41,7 +41,8 @@ void fill_with_ones(const attention::ForwardParams& params) {
         }
 }
 
-CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent, void** arguments) {
+CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
+                void** arguments) {
   if (g_fails) return CUDA_ERROR_INVALID_VALUE;
   const Kernel& kernel = kernel_of(function);
   const auto& params = *static_cast<const attention::ForwardParams*>(arguments[0]);
@@ -49,7 +50,9 @@ CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned sha
   for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
     if (std::memcmp(arguments[1 + map], &tensors[map], sizeof(void*)) != 0) return CUDA_ERROR_INVALID_VALUE;
   }
-  const auto add = [](const char* name, const std::string& value) { g_log += std::string(", \"") + name + "\": " + value; };
+  const auto add = [](const char* name, const std::string& value) {
+    g_log += std::string(", \"") + name + "\": " + value;
+  };
   const auto truth = [](bool value) { return std::string(value ? "true" : "false"); };
   g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\"";
   add("grid", std::to_string(grid));

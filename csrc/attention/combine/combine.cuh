@@ -57,7 +57,8 @@ __device__ __forceinline__ void combine_row(const ForwardParams& params, float w
         sum[3] = ptx::fma_rn(split_weight, partial.w, sum[3]);
       }
     }
-    const uint32_t packed[2] = {pack<typename Spec::Element>(sum[0], sum[1]), pack<typename Spec::Element>(sum[2], sum[3])};
+    const uint32_t packed[2] = {pack<typename Spec::Element>(sum[0], sum[1]),
+                                pack<typename Spec::Element>(sum[2], sum[3])};
     if (valid) ptx::st_global_64(out_gmem + column, packed);
   }
 }
@@ -76,14 +77,14 @@ __device__ __forceinline__ void combine(const ForwardParams& params) {
   const float exponential = is_empty ? 0.0f : ptx::exp2_approx((lse_split - lse_max) * (1.0f / kLn2));
   const float sum = warp_sum(exponential);
   const float weight = is_empty ? 0.0f : exponential / sum;
-  if (lane == 0 && params.lse != nullptr) ptx::st_global_float(params.lse + row, is_empty ? lse_max : lse_max + ptx::lg2_approx(sum) * kLn2);
+  if (lane == 0 && params.lse != nullptr)
+    ptx::st_global_float(params.lse + row, is_empty ? lse_max : lse_max + ptx::lg2_approx(sum) * kLn2);
 
   const int64_t head = row / params.seq_q;  // over batch and heads
   const int64_t batch = head / params.heads_q;
-  typename Spec::Element* out_gmem = static_cast<typename Spec::Element*>(params.out) +
-                                     batch * params.out_stride.batch +
-                                     (head - batch * params.heads_q) * params.out_stride.head +
-                                     (row - head * params.seq_q) * params.out_stride.row;
+  typename Spec::Element* out_gmem =
+      static_cast<typename Spec::Element*>(params.out) + batch * params.out_stride.batch +
+      (head - batch * params.heads_q) * params.out_stride.head + (row - head * params.seq_q) * params.out_stride.row;
   combine_row<Spec>(params, weight, params.out_partial + row * params.head_dim, rows * params.head_dim, out_gmem);
 }
 

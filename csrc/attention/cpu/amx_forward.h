@@ -81,8 +81,8 @@ class AmxForward {
         head_dim_(params_.head_dim),
         padded_dim_(round_up(head_dim_, kStep)),
         row_blocks_(row_block_count(task.row_end - task.row_begin)),
-        key_end_(clamp(round_up(mask_.keys(task.row_begin, task.row_end - task.row_begin).end, kStep), 0,
-                       params_.seq_k)),
+        key_end_(
+            clamp(round_up(mask_.keys(task.row_begin, task.row_end - task.row_begin).end, kStep), 0, params_.seq_k)),
         scale_log2_(params_.scale * kLog2E),
         scratch_(memory, row_blocks_, padded_dim_) {}
 
@@ -293,8 +293,7 @@ class AmxForward {
   void make_weights(const Pass& pass, int32_t row) {
     const float* product = product_ + row * kBlockColumns;
     const int32_t key = column_block_ * kStep;
-    const BlockMask mask =
-        mask_.block(first_row(row_block_) + row, pass.begin + key, clamp(pass.keys - key, 0, kStep));
+    const BlockMask mask = mask_.block(first_row(row_block_) + row, pass.begin + key, clamp(pass.keys - key, 0, kStep));
     uint16_t* to = weights(row_block_, column_block_) + row * kStep;
     T* type = nullptr;
     const bool is_inside = mask.keys_of_all(kRowsAtOnce).end == kStep

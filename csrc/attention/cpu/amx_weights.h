@@ -118,8 +118,7 @@ inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask m
   return !Vector::any_differs(Vector::max(largest, limit), limit);
 }
 template <bool kMasked>
-inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, BFloat16*,
-                              uint16_t* weights) {
+inline bool scores_to_weights(const float* scores, float scale_log2, BlockMask mask, BFloat16*, uint16_t* weights) {
   constexpr float kMagic = 0x1.8p23f;  // the bits of kMagic + n, 0 <= n < 2^16, are its own and n below
   const __m512i magic = _mm512_castps_si512(Vector::broadcast(kMagic));
   const __m512 scale = Vector::broadcast(scale_log2 * kFractions);

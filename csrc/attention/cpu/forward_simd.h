@@ -119,8 +119,7 @@ inline void compute_scores(const float* q_t, const float* k, int64_t k_stride, i
   for (int32_t tile = 0; tile < tiles; ++tile) {
     const int32_t begin = keys * tile / tiles;
     const int32_t end = keys * (tile + 1) / tiles;
-    scores_tile_of(end - begin, q_t, k + begin * k_stride, k_stride, head_dim,
-                   scores_t + int64_t{begin} * kBlockRows);
+    scores_tile_of(end - begin, q_t, k + begin * k_stride, k_stride, head_dim, scores_t + int64_t{begin} * kBlockRows);
   }
 }
 
@@ -173,8 +172,7 @@ template <int kDegree>
 inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, SoftmaxState state) {
   for (int c = 0; c < kBlockVectors; ++c) {
     Vector::Float scale = Vector::broadcast(scale_log2);
-    const Vector::Float minus_shift =
-        Vector::sub(Vector::zero(), update_max(scores_t, keys, scale_log2, state, c));
+    const Vector::Float minus_shift = Vector::sub(Vector::zero(), update_max(scores_t, keys, scale_log2, state, c));
     Vector::Float sum0 = Vector::zero(), sum1 = Vector::zero();
     float* s = scores_t + c * Vector::kWidth;
     if (any_is_far(Vector::load(state.max_log2 + c * Vector::kWidth))) {  // products rounded as the maximum's was

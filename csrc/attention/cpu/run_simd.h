@@ -19,9 +19,12 @@ inline void run_simd_as(const Task& task, void* scratch) {
 
 inline void run_simd(const Task& task, void* scratch) {
   switch (task.type) {
-    case ScalarType::kFloat32: return run_simd_as<float>(task, scratch);
-    case ScalarType::kFloat16: return run_simd_as<Half>(task, scratch);
-    case ScalarType::kBFloat16: return run_simd_as<BFloat16>(task, scratch);
+    case ScalarType::kFloat32:
+      return run_simd_as<float>(task, scratch);
+    case ScalarType::kFloat16:
+      return run_simd_as<Half>(task, scratch);
+    case ScalarType::kBFloat16:
+      return run_simd_as<BFloat16>(task, scratch);
   }
 }
 

@@ -53,11 +53,9 @@ inline Vector::Float update_max(const float* scores_t, int32_t keys, float scale
   if (key < keys) m0 = Vector::max(Vector::load(s + int64_t{key} * kBlockRows), m0);
   float* max_log2 = state.max_log2 + c * Vector::kWidth;
   const Vector::Float before = Vector::load(max_log2);
-  const Vector::Float now =
-      Vector::max(Vector::mul(Vector::max(m0, m1), Vector::broadcast(scale_log2)), before);
+  const Vector::Float now = Vector::max(Vector::mul(Vector::max(m0, m1), Vector::broadcast(scale_log2)), before);
   Vector::store(max_log2, now);
-  const Vector::Float shift =
-      Vector::where_equal(now, Vector::broadcast(kMinusInfinity), Vector::zero(), now);
+  const Vector::Float shift = Vector::where_equal(now, Vector::broadcast(kMinusInfinity), Vector::zero(), now);
   Vector::store(state.alpha + c * Vector::kWidth, exp2<kExpDegreeFull>(Vector::sub(before, shift)));
   return shift;
 }

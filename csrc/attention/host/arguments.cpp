@@ -32,8 +32,9 @@ Dtype supported_dtype(int32_t torch_dtype, bool is_cuda) {
          is_cuda ? "" : ", float32", "; convert the tensors");
   }
   if (*dtype == Dtype::kFloat32 && is_cuda) {
-    fail(ErrorCode::kDtype, "float32 has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors or "
-                            "use torch's scaled_dot_product_attention");
+    fail(ErrorCode::kDtype,
+         "float32 has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors or "
+         "use torch's scaled_dot_product_attention");
   }
   return *dtype;
 }
@@ -62,8 +63,8 @@ Shape check_shape(const Tensor& tensor, const char* name) {
 void check_same_size(const Shape& left, const char* left_name, const Shape& right, const char* right_name, int axis,
                      const char* axis_name) {
   if (left.sizes[axis] != right.sizes[axis]) {
-    fail(ErrorCode::kShape, axis_name, " differs: ", left_name, " has ", describe_sizes(left.sizes, 4), ", ", right_name,
-         " has ", describe_sizes(right.sizes, 4), "; make them equal");
+    fail(ErrorCode::kShape, axis_name, " differs: ", left_name, " has ", describe_sizes(left.sizes, 4), ", ",
+         right_name, " has ", describe_sizes(right.sizes, 4), "; make them equal");
   }
 }
 
@@ -105,8 +106,8 @@ void check_arguments(ForwardArguments& arguments) {
   const bool is_cuda = arguments.device_type == aoti_torch_device_type_cuda();
   for (const Tensor* other : {&k, &v}) {
     if (other->device_type() != arguments.device_type || other->device_index() != arguments.device_index) {
-      fail(ErrorCode::kDevice, "q, k and v must be on one device; found ", describe_device(q), ", ", describe_device(k), " and ",
-           describe_device(v), "; move them with .to(q.device)");
+      fail(ErrorCode::kDevice, "q, k and v must be on one device; found ", describe_device(q), ", ", describe_device(k),
+           " and ", describe_device(v), "; move them with .to(q.device)");
     }
   }
   arguments.torch_dtype = q.dtype();
@@ -146,10 +147,10 @@ ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse
   const std::array<int64_t, 4> strides = output_strides(sizes, arguments.q.strides());
   ForwardOutputs outputs;
   outputs.out = host::empty_strided(4, sizes, strides.data(), arguments.torch_dtype, arguments.device_type,
-                              arguments.device_index);
+                                    arguments.device_index);
   if (with_lse) {
     outputs.lse = host::empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
-                        arguments.device_index);
+                              arguments.device_index);
   }
   return outputs;
 }

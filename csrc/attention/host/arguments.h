@@ -12,9 +12,9 @@ namespace attention {
 using host::Tensor;
 
 struct ForwardArguments {
-  Tensor q;    // [batch, heads_q,  seq_q, head_dim]
-  Tensor k;    // [batch, heads_kv, seq_k, head_dim]
-  Tensor v;    // [batch, heads_kv, seq_k, head_dim]
+  Tensor q;  // [batch, heads_q,  seq_q, head_dim]
+  Tensor k;  // [batch, heads_kv, seq_k, head_dim]
+  Tensor v;  // [batch, heads_kv, seq_k, head_dim]
   double scale = 0.0;
   bool has_default_scale = false;  // then scale is set by check_arguments
   bool is_causal = false;

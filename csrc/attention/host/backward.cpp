@@ -55,8 +55,9 @@ void check_like_query(const Tensor& tensor, const char* name, const ForwardArgum
   if (tensor.dtype() != forward.torch_dtype || tensor.device_index() != forward.device_index ||
       tensor.device_type() != forward.device_type) {
     host::fail(host::ErrorCode::kDtype, name, " is ", host::describe_dtype(tensor.dtype()), " on ",
-               host::describe_device(tensor), "; q's dtype and device are needed: ",
-               host::describe_dtype(forward.torch_dtype), " on ", host::describe_device(forward.q));
+               host::describe_device(tensor),
+               "; q's dtype and device are needed: ", host::describe_dtype(forward.torch_dtype), " on ",
+               host::describe_device(forward.q));
   }
   if (tensor.sizes()[3] > 1 && tensor.strides()[3] != 1) {
     host::fail(host::ErrorCode::kShape, name, " has stride ", tensor.strides()[3],
@@ -183,9 +184,9 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
   const CUtensorMap dq_maps[] = {encode(first.q, dq, "q"), encode(first.k, dq, "k"), encode(first.v, dq, "v"),
                                  encode(first.dout, dq, "grad_out"), encode(first.dq, dq, "dq")};
   const from::KeyValueGradientTensorMaps second = from::key_value_gradient_tensor_maps(params, dkv.block_m);
-  const CUtensorMap dkv_maps[] = {encode(second.q, dkv, "q"),         encode(second.k, dkv, "k"),
-                                  encode(second.v, dkv, "v"),         encode(second.dout, dkv, "grad_out"),
-                                  encode(second.dk, dkv, "dk"),       encode(second.dv, dkv, "dv")};
+  const CUtensorMap dkv_maps[] = {encode(second.q, dkv, "q"),   encode(second.k, dkv, "k"),
+                                  encode(second.v, dkv, "v"),   encode(second.dout, dkv, "grad_out"),
+                                  encode(second.dk, dkv, "dk"), encode(second.dv, dkv, "dv")};
   host::LaunchList list;
   list.add({&dq, dq_grid, &params, dq_maps, /*is_dependent=*/false});
   list.add({&dkv, dkv_grid, &params, dkv_maps, /*is_dependent=*/false});
@@ -244,7 +245,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   // None three times where this GPU has no backward kernel. At least one row and one key are needed.
   library.def(
-      "_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
+      "lse, "
       "float scale, bool causal) -> (Tensor?, Tensor?, Tensor?)");
 }
 

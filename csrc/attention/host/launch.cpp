@@ -36,7 +36,8 @@ void fill_without_keys(const ForwardOutputs& outputs, const host::Device& gpu) {
   const int64_t* sizes = outputs.out.sizes();
   const int64_t rows = sizes[0] * sizes[1] * sizes[2];
   constexpr uint32_t kMinusInfinity = 0xff800000U;
-  host::fill_bytes(outputs.out.data(), 0, rows * sizes[3] * host::kElementBytes, call.stream, "output of ", rows, " rows");
+  host::fill_bytes(outputs.out.data(), 0, rows * sizes[3] * host::kElementBytes, call.stream, "output of ", rows,
+                   " rows");
   if (outputs.lse.get() == nullptr) return;
   host::fill_words(outputs.lse.data(), kMinusInfinity, rows, call.stream, "log-sum-exp of ", rows, " rows");
 }

@@ -49,10 +49,10 @@ const Kernel* find_forward(const SelectorInput& input, const char* family, const
 // other family of its list.
 const Kernel* find_combine(const SelectorInput& input, const host::KernelList& kernels) {
   const Kernel* combine = nullptr;
-  for (const char* const* family = host::families_of(input.request.capability); combine == nullptr && *family != nullptr;
-       ++family) {
-    combine = host::find_kernel({"attention_combine", *family, "", input.request.dtype, {input.head_dim}}, axis::kHeadDim,
-                                kernels);
+  for (const char* const* family = host::families_of(input.request.capability);
+       combine == nullptr && *family != nullptr; ++family) {
+    combine = host::find_kernel({"attention_combine", *family, "", input.request.dtype, {input.head_dim}},
+                                axis::kHeadDim, kernels);
   }
   return combine;
 }
@@ -102,7 +102,8 @@ Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& fam
     if (splits > 1) return {family.tiles[kSplit], family.combine, static_cast<int32_t>(splits)};
   }
   Choice choice;
-  if (family.tiles[kM64] != nullptr && query_tiles(input, *family.tiles[kStandard]) < input.request.num_multiprocessors) {
+  if (family.tiles[kM64] != nullptr &&
+      query_tiles(input, *family.tiles[kStandard]) < input.request.num_multiprocessors) {
     choice.forward = family.tiles[kM64];
   }
   return choice;
@@ -127,9 +128,11 @@ double microseconds(const SelectorInput& input, const Kernel& kernel, int64_t sp
       splits > 1 ? kernel.cost[cost::kSplit] + static_cast<double>(splits) * kernel.cost[cost::kShare] : 0.0;
   if (input.mask != Mask::kCausal) return std::ceil(items / processors) * tile_time(input.seq_k, first_rows) + extra;
   // The longest tiles come first, so that short ones fill the end. Half a block of keys of each tile is masked.
-  const auto visible = [&input](int64_t rows) { return std::clamp<int64_t>(input.seq_k - input.seq_q + rows, 1, input.seq_k); };
-  const double longest = std::max(tile_time(visible(input.seq_q), last_rows),
-                                  tile_time(visible(input.seq_q - last_rows), kernel.block_m));
+  const auto visible = [&input](int64_t rows) {
+    return std::clamp<int64_t>(input.seq_k - input.seq_q + rows, 1, input.seq_k);
+  };
+  const double longest =
+      std::max(tile_time(visible(input.seq_q), last_rows), tile_time(visible(input.seq_q - last_rows), kernel.block_m));
   const double shortest = tile_time(visible(first_rows), first_rows);
   const int64_t mean_keys = (visible(input.seq_q) + visible(first_rows) + kernel.block_n) / 2;
   const double filled = items * tile_time(mean_keys, first_rows) / processors + shortest;

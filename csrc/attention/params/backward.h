@@ -18,9 +18,10 @@ struct BackwardParams {
   void* dq;           // [batch, heads_q,  seq_q, head_dim]
   void* dk;           // [batch, heads_kv, seq_k, head_dim]
   void* dv;           // [batch, heads_kv, seq_k, head_dim]
-  float* row_dot;     // [batch, heads_q,  seq_q] fp32 workspace: sum over a row of dout * out, less dlse. The kernel of dq
-                      // writes it, the kernel of dk and dv reads it
-  int32_t* tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule
+  float* row_dot;  // [batch, heads_q,  seq_q] fp32 workspace: sum over a row of dout * out, less dlse. The kernel of dq
+                   // writes it, the kernel of dk and dv reads it
+  int32_t*
+      tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule
   Strides q_stride;
   Strides k_stride;
   Strides v_stride;

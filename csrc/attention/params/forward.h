@@ -20,14 +20,14 @@ struct Strides {
 };
 
 struct ForwardParams {
-  const void* q;    // [batch, heads_q,  seq_q, head_dim]
-  const void* k;    // [batch, heads_kv, seq_k, head_dim]
-  const void* v;    // [batch, heads_kv, seq_k, head_dim]
-  void* out;        // [batch, heads_q,  seq_q, head_dim]
-  float* lse;       // [batch, heads_q,  seq_q], contiguous, natural logarithm; -inf for a fully masked row.
-                    // CUDA kernels: null where nobody wants it
-  float* out_partial;  // [num_splits, batch, heads_q, seq_q, head_dim] fp32, contiguous; null when num_splits == 1
-  float* lse_partial;  // [num_splits, batch, heads_q, seq_q] fp32, contiguous; null when num_splits == 1
+  const void* q;          // [batch, heads_q,  seq_q, head_dim]
+  const void* k;          // [batch, heads_kv, seq_k, head_dim]
+  const void* v;          // [batch, heads_kv, seq_k, head_dim]
+  void* out;              // [batch, heads_q,  seq_q, head_dim]
+  float* lse;             // [batch, heads_q,  seq_q], contiguous, natural logarithm; -inf for a fully masked row.
+                          // CUDA kernels: null where nobody wants it
+  float* out_partial;     // [num_splits, batch, heads_q, seq_q, head_dim] fp32, contiguous; null when num_splits == 1
+  float* lse_partial;     // [num_splits, batch, heads_q, seq_q] fp32, contiguous; null when num_splits == 1
   int32_t* tile_counter;  // one zeroed counter for persistent schedules; null for the others
   Strides q_stride;
   Strides k_stride;
@@ -38,7 +38,7 @@ struct ForwardParams {
   int32_t heads_kv;  // divides heads_q; query head h reads key head h / (heads_q / heads_kv)
   int32_t seq_q;
   int32_t seq_k;
-  int32_t head_dim;  // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
+  int32_t head_dim;    // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
   int32_t num_splits;  // key/value blocks of a tile are divided over this many thread blocks
   float scale;         // multiplies q k^T before the softmax
   float scale_log2;    // scale * log2(e)

@@ -28,8 +28,8 @@ struct Params {
 };
 
 constexpr int kWarps = 4;
-constexpr int kTileBytes = 768;                            // A, then B
-constexpr int kSumOffset = kWarps * kTileBytes;            // [kWarps][128] floats
+constexpr int kTileBytes = 768;                  // A, then B
+constexpr int kSumOffset = kWarps * kTileBytes;  // [kWarps][128] floats
 constexpr int kSharedBytes = kSumOffset + kWarps * 128 * 4;
 
 __device__ inline void multiply(const Params& p, unsigned char* smem, float (&d)[4]) {

@@ -23,7 +23,9 @@ int main(int count, char** words) {
 
   const void* arguments[] = {&params};
   flashmoe::emulation::Launch launch{};
-  launch.entry = [](const void* const* given) { foreign::small_product(*static_cast<const foreign::Params*>(given[0])); };
+  launch.entry = [](const void* const* given) {
+    foreign::small_product(*static_cast<const foreign::Params*>(given[0]));
+  };
   launch.arguments = arguments;
   launch.name = "small_product";
   launch.grid = launch.run_blocks = launch.resident_blocks = 1;

@@ -46,10 +46,10 @@ __device__ inline void exchange(const Params& p) {
   int store_at = 4 * neighbour;
   const int steps[2] = {0, 4};
   if (p.fault == 12) store_at += 4 * (thread / (p.size - 128));  // division by zero
-  if (p.fault == 13) store_at += steps[p.size / 32];              // past the end of a register array
+  if (p.fault == 13) store_at += steps[p.size / 32];             // past the end of a register array
   if (p.fault == 14) store_at += (p.size + 0x7fffffff) % 4 * 4;  // more than an int holds
-  if (p.fault == 5) store_at += 4 * block_size();      // past the end of shared memory
-  if (p.fault == 6) store_at = 4 * (neighbour & ~1);   // two threads write one word
+  if (p.fault == 5) store_at += 4 * block_size();                // past the end of shared memory
+  if (p.fault == 6) store_at = 4 * (neighbour & ~1);             // two threads write one word
   if (p.fault != 7) st_shared_32(smem + store_at, value);
   if (p.fault != 8) barrier_sync_block();
   value = ld_shared_32(smem + 4 * thread);
@@ -67,7 +67,7 @@ __device__ inline void warp_exchange(const Params& p) {
   uint32_t value[4];
   ld_global_128(value, p.in + 16 * lane);
   st_shared_128(smem + 16 * lane, value);
-  if (p.fault == 1 && lane >= 16) return;           // half of the warp leaves before a collective
+  if (p.fault == 1 && lane >= 16) return;             // half of the warp leaves before a collective
   if (p.fault == 2 && lane < 16) shuffle_xor(1u, 1);  // half of the warp shuffles, the other half does not
   if (p.fault != 3) warp_sync();
   ld_shared_128(value, smem + 16 * (lane ^ 5));
@@ -157,8 +157,10 @@ __device__ inline void named_barriers(const Params& p) {
     if (warp_index() == 0) {
       if (round > 0 && p.fault != 1) named_barrier_sync(2, 64);
       st_shared_32(smem + 4 * lane, static_cast<uint32_t>(round * 100 + lane));
-      if (p.fault == 2) named_barrier_arrive(1, 96);
-      else named_barrier_arrive(p.fault == 5 ? 17 : 1, p.fault == 3 ? 40 : 64);
+      if (p.fault == 2)
+        named_barrier_arrive(1, 96);
+      else
+        named_barrier_arrive(p.fault == 5 ? 17 : 1, p.fault == 3 ? 40 : 64);
     } else {
       named_barrier_sync(1, 64);
       const uint32_t value = ld_shared_32(smem + 4 * (31 - lane));
@@ -365,18 +367,17 @@ __device__ inline void pipeline(const PipelineParams& p, const TensorMap& a_map,
 
 }  // namespace machine_test
 
-#define MACHINE_TEST(name, call)                                                       \
-  extern "C" void emulation_entry_##name(const void* const* arguments) {               \
+#define MACHINE_TEST(name, call)                                                            \
+  extern "C" void emulation_entry_##name(const void* const* arguments) {                    \
     const machine_test::Params p = *static_cast<const machine_test::Params*>(arguments[0]); \
-    call;                                                                              \
+    call;                                                                                   \
   }
-#define PIPELINE_TEST(name, element, from_registers)                                                    \
-  extern "C" void emulation_entry_##name(const void* const* arguments) {                                \
-    using flashmoe::ptx::TensorMap;                                                                     \
-    machine_test::pipeline<element, from_registers>(                                                    \
-        *static_cast<const machine_test::PipelineParams*>(arguments[0]),                                \
-        *static_cast<const TensorMap*>(arguments[1]), *static_cast<const TensorMap*>(arguments[2]),     \
-        *static_cast<const TensorMap*>(arguments[3]));                                                  \
+#define PIPELINE_TEST(name, element, from_registers)                                                                   \
+  extern "C" void emulation_entry_##name(const void* const* arguments) {                                               \
+    using flashmoe::ptx::TensorMap;                                                                                    \
+    machine_test::pipeline<element, from_registers>(                                                                   \
+        *static_cast<const machine_test::PipelineParams*>(arguments[0]), *static_cast<const TensorMap*>(arguments[1]), \
+        *static_cast<const TensorMap*>(arguments[2]), *static_cast<const TensorMap*>(arguments[3]));                   \
   }
 
 MACHINE_TEST(exchange, machine_test::exchange(p))

@@ -96,9 +96,9 @@ __device__ inline void function(const Params& p) {
 
 }  // namespace probe
 
-#define PROBE(name, threads, call)                                                                            \
+#define PROBE(name, threads, call)                                                                           \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ probe::Params params) { \
-    call(params);                                                                                             \
+    call(params);                                                                                            \
   }
 PROBE(probe_mma_f16, 32, (probe::multiply<__half, 16>))
 PROBE(probe_mma_bf16, 32, (probe::multiply<__nv_bfloat16, 16>))

@@ -10,8 +10,8 @@ namespace flashmoe {
 namespace toy {
 
 struct ScaleParams {
-  const float* x;    // [count]
-  float* out;        // [count]
+  const float* x;  // [count]
+  float* out;      // [count]
   int32_t count;
   float scale;
 };

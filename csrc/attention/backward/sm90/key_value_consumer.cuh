@@ -102,9 +102,7 @@ struct KeyValueGradientConsumer {
     used.advance();
   }
 
-  __device__ __forceinline__ void wait_block() const {
-    ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
-  }
+  __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
   __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
     Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(at.stage));
   }
@@ -157,8 +155,7 @@ struct KeyValueGradientConsumer {
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                              float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
-                                             float (&gradients)[Product::kScores],
-                                             float (&lse_log2)[Product::kColumns],
+                                             float (&gradients)[Product::kScores], float (&lse_log2)[Product::kColumns],
                                              uint32_t (&p_packed)[Product::kPacked],
                                              uint32_t (&ds_packed)[Product::kPacked], int first_key, int block) {
     const unsigned char* q_smem = shared.first(at.stage);

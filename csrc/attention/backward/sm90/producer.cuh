@@ -16,8 +16,8 @@ namespace sm90 {
 
 // Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Spec>
-__device__ __forceinline__ void copy_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
-                                            int head, int batch) {
+__device__ __forceinline__ void copy_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                            int row, int head, int batch) {
 #pragma unroll
   for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
     ptx::tma_load_4d(smem + slab * Spec::kStreamSlabBytes, &map, full, slab * 64, row, head, batch,
@@ -36,7 +36,8 @@ __device__ __forceinline__ void load_stream(unsigned char* smem, const ptx::Tens
 
 // A block of both, the first one's before the second's.
 template <typename Spec>
-__device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared, const RingPosition<Spec::kFirstStages>& first,
+__device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
+                                           const RingPosition<Spec::kFirstStages>& first,
                                            const RingPosition<Spec::kSecondStages>& second,
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map, int row,
                                            int head, int batch) {
@@ -165,7 +166,8 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  const Schedule<Spec, kIsCausal, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv, 1);
+  const Schedule<Spec, kIsCausal, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv,
+                                                  1);
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;

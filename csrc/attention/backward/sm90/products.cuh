@@ -27,8 +27,8 @@ __device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier
 template <typename Spec>
 struct Products {
   using Element = typename Spec::Element;
-  static constexpr int kScores = Spec::kStreamRows / 2;  // accumulators a thread
-  static constexpr int kPacked = Spec::kStreamRows / 4;  // pairs a thread
+  static constexpr int kScores = Spec::kStreamRows / 2;   // accumulators a thread
+  static constexpr int kPacked = Spec::kStreamRows / 4;   // pairs a thread
   static constexpr int kColumns = Spec::kStreamRows / 4;  // distinct columns of a thread's scores
   static constexpr int kOutputs = Spec::kHeadDim / 2;
 
@@ -80,7 +80,8 @@ struct Products {
 
   // output * factor as 16-bit elements into [kNumSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r
   // is stored at c ^ (r % 8). One stmatrix stores the 16 rows of the warp and 16 columns.
-  static __device__ __forceinline__ void store_shared(unsigned char* smem, const float (&output)[kOutputs], float factor) {
+  static __device__ __forceinline__ void store_shared(unsigned char* smem, const float (&output)[kOutputs],
+                                                      float factor) {
     const int lane = ptx::recompute(ptx::lane_index());  // no address of a store is kept through the tile's loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
     unsigned char* row_smem = smem + row * 128;

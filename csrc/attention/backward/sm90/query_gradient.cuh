@@ -59,7 +59,9 @@ struct QueryGradientConsumer {
     value.advance();
   }
 
-  __device__ __forceinline__ int first_row(const Tile& tile) const { return tile.index * Spec::kOwnRows + consumer * 64; }
+  __device__ __forceinline__ int first_row(const Tile& tile) const {
+    return tile.index * Spec::kOwnRows + consumer * 64;
+  }
 
   // Starts the loads of this thread's two rows: the log-sum-exp, and 16-byte chunks of dO and O, of which the quad has one
   // row's. Rows past the end read nothing.
@@ -69,9 +71,9 @@ struct QueryGradientConsumer {
     for (int r = 0; r < 2; ++r) {
       const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
       const bool is_inside = row < params.seq_q;
-      const char* out_gmem = static_cast<const char*>(params.out) +
-                             2 * (tile.batch * params.out_stride.batch + tile.head * params.out_stride.head +
-                                  row * params.out_stride.row);
+      const char* out_gmem =
+          static_cast<const char*>(params.out) +
+          2 * (tile.batch * params.out_stride.batch + tile.head * params.out_stride.head + row * params.out_stride.row);
       const char* dout_gmem = static_cast<const char*>(params.dout) +
                               2 * (tile.batch * params.dout_stride.batch + tile.head * params.dout_stride.head +
                                    row * params.dout_stride.row);
@@ -196,8 +198,8 @@ struct QueryGradientConsumer {
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dq)[Product::kOutputs], float (&scores)[Product::kScores],
                                              float (&next_scores)[Product::kScores],
-                                             float (&gradients)[Product::kScores],
-                                             uint32_t (&packed)[Product::kPacked], const Tile& tile, int block) {
+                                             float (&gradients)[Product::kScores], uint32_t (&packed)[Product::kPacked],
+                                             const Tile& tile, int block) {
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();
     ptx::wgmma_fence_operands(scores);
     exponentials<kIsMasked>(scores, tile, block);

@@ -87,7 +87,8 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kIsCausal, ValueGradientCons
   }
 
   template <bool kIsMasked>
-  __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked], int block) {
+  __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
+                                       int block) {
     float scores[Product::kScores];
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
@@ -148,7 +149,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kIsCausal, KeyGradientConsumer
 
   template <bool kIsMasked>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked], int) {
-    float gradients[Product::kScores];  // dP^T, then dS^T
+    float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);

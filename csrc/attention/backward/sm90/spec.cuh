@@ -66,7 +66,8 @@ struct TileSpec {
   static constexpr int kStreamSlabBytes = kStreamRows * 128;
   static constexpr int kStreamBytes = kNumSlabs * kStreamSlabBytes;                  // one block of one tensor
   static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;  // of one block
-  static constexpr int kProbabilityBytes = kSharesRows ? 64 * kStreamRows * 2 : 0;   // P, from one warpgroup to the other
+  static constexpr int kProbabilityBytes =
+      kSharesRows ? 64 * kStreamRows * 2 : 0;  // P, from one warpgroup to the other
   static_assert(kStreamSlabBytes % 1024 == 0, "slabs are 1024-byte aligned: a block has a multiple of 8 rows");
 
   static constexpr int kOwnOffset = 0;
@@ -85,9 +86,8 @@ struct TileSpec {
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead_>
-struct QueryGradientSpec
-    : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false, false,
-               kLookahead_ == 0 && kNumStages == kValueStages> {
+struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false,
+                                    false, kLookahead_ == 0 && kNumStages == kValueStages> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
@@ -99,9 +99,8 @@ struct QueryGradientSpec
 //                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
           int kStartsFromRowDot_>
-struct KeyValueGradientSpec
-    : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true, kBlockN == 64,
-               kBlockN != 64> {
+struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
+                                       kBlockN == 64, kBlockN != 64> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
   static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
@@ -153,7 +152,9 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* first_full(int stage) const {
     return barrier(3 * Spec::kNumOwnTiles + stage);
   }
-  __device__ __forceinline__ ptx::Mbarrier* first_empty(int stage) const { return first_full(Spec::kFirstStages + stage); }
+  __device__ __forceinline__ ptx::Mbarrier* first_empty(int stage) const {
+    return first_full(Spec::kFirstStages + stage);
+  }
   __device__ __forceinline__ ptx::Mbarrier* second_full(int stage) const {
     return first_full(2 * Spec::kFirstStages + stage);
   }
@@ -173,7 +174,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   }
 #pragma unroll
   for (int stage = 0; stage < Spec::kFirstStages; ++stage) {
-    ptx::mbarrier_init(shared.first_full(stage), Spec::kHasStatistics ? 33 : 1);  // the copy, and a warp with statistics
+    ptx::mbarrier_init(shared.first_full(stage),
+                       Spec::kHasStatistics ? 33 : 1);  // the copy, and a warp with statistics
     ptx::mbarrier_init(shared.first_empty(stage), kConsumerWarps);
   }
 #pragma unroll

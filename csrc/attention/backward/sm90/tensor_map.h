@@ -32,10 +32,12 @@ struct KeyValueGradientTensorMaps {
 };
 
 // Rows of Q's kind (Q, dO, dq) and of K's kind (K, V, dk, dv), box_rows of them in a box.
-inline TensorMapArguments query_map(const BackwardParams& params, const void* address, const Strides& strides, int box_rows) {
+inline TensorMapArguments query_map(const BackwardParams& params, const void* address, const Strides& strides,
+                                    int box_rows) {
   return tensor_map_arguments(address, strides, params.head_dim, params.seq_q, params.heads_q, params.batch, box_rows);
 }
-inline TensorMapArguments key_map(const BackwardParams& params, const void* address, const Strides& strides, int box_rows) {
+inline TensorMapArguments key_map(const BackwardParams& params, const void* address, const Strides& strides,
+                                  int box_rows) {
   return tensor_map_arguments(address, strides, params.head_dim, params.seq_k, params.heads_kv, params.batch, box_rows);
 }
 

@@ -48,8 +48,8 @@ __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::k
 // taken just before their product, so that the two can overlap.
 template <typename Spec>
 __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
-                                                float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
-                                                ptx::SmemPointer V_smem, float scale_log2, bool is_masked) {
+                                                float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], ptx::SmemPointer V_smem,
+                                                float scale_log2, bool is_masked) {
   float shift[Spec::kMmaM][2];
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)

@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
 
 // fp32 partial output of one split, straight from the accumulators: a quad writes 32 bytes.
 template <typename Spec>
-__device__ __forceinline__ void store_partial(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
-                                              const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
+__device__ __forceinline__ void store_partial(const ForwardParams& params, const QueryTile& tile, int warp_row,
+                                              int lane, const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
   const Sequence sequence{params, tile.batch};
   const int64_t head = sequence.result_head<Spec::kIsSplit>(tile.head_q, tile.split);
   float* out_gmem = params.out_partial + (sequence.result_row(head) + tile.row + warp_row) * params.head_dim;
@@ -70,7 +70,8 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
 #pragma unroll
       for (int d = 0; d < Spec::kMmaD; ++d) {
         const int column = d * 8 + lane % 4 * 2;
-        const uint32_t value[2] = {ptx::float_bits(O_rmem[m][d][2 * half]), ptx::float_bits(O_rmem[m][d][2 * half + 1])};
+        const uint32_t value[2] = {ptx::float_bits(O_rmem[m][d][2 * half]),
+                                   ptx::float_bits(O_rmem[m][d][2 * half + 1])};
         if (column < params.head_dim) ptx::st_global_64(out_gmem + row * params.head_dim + column, value);
       }
     }

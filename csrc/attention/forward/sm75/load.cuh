@@ -14,7 +14,8 @@ namespace sm75 {
 template <typename Spec, int kRows>
 struct StagedTile {
   using Element = typename Spec::Element;
-  static constexpr int kRowsPerPass = Spec::kNumThreads / kSegmentChunks;  // a multiple of 8: the swizzle stays the same
+  static constexpr int kRowsPerPass =
+      Spec::kNumThreads / kSegmentChunks;  // a multiple of 8: the swizzle stays the same
   static constexpr int kPasses = kRows / kRowsPerPass;
   static constexpr int kSegments = Spec::kHeadDim / 64;
 
@@ -32,7 +33,7 @@ struct StagedTile {
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int segment = 0; segment < kSegments; ++segment) {
-        uint32_t(&chunk)[4] = chunk_rmem[pass][segment];
+        uint32_t (&chunk)[4] = chunk_rmem[pass][segment];
         chunk[0] = chunk[1] = chunk[2] = chunk[3] = 0;
         if (thread_row + pass * kRowsPerPass < rows && segment * 64 + thread_column < head_dim) {
           ptx::ld_global_128(chunk, row_gmem + segment * 64);

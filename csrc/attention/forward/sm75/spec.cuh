@@ -45,7 +45,8 @@ struct ForwardSpec {
   static_assert(kHeadDim % 64 == 0, "the swizzle permutes within 64 columns");
   static_assert(kWarpRows * kNumWarps == kBlockM && kWarpRows % 16 == 0, "a warp computes whole 16-row blocks");
   static_assert(kBlockN % 16 == 0, "ldmatrix.x4 reads 16 keys at a time");
-  static_assert(kNumWarps >= 2, "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
+  static_assert(kNumWarps >= 2,
+                "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
   static_assert(kBlockM % (kNumThreads / 8) == 0 && kBlockN % (kNumThreads / 8) == 0,
                 "eight threads load 64 columns of a row: a pass must end with the tile");
 };

@@ -41,10 +41,10 @@ struct KeyTileWalk {
   const ptx::SmemPointer KV_smem;  // [kStages] of K [kBlockN, kHeadDim], then [kStages] of V
   TileLoader<Spec> K_loader;
   TileLoader<Spec> V_loader;
-  int n;              // the current key tile
-  const int begin;    // the last one
-  int stage;          // where the current tile lies
-  int causal_last;    // last key that the warp's first row sees, if causal
+  int n;            // the current key tile
+  const int begin;  // the last one
+  int stage;        // where the current tile lies
+  int causal_last;  // last key that the warp's first row sees, if causal
 
   __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, const KeyTiles& key_tiles,
                                          ptx::SmemPointer KV_smem_)
@@ -132,8 +132,8 @@ struct KeyTileWalk {
     const int first_key = n * Spec::kBlockN;
     const TileMask<kIsCausal> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
     // With a limit of its own a warp needs no register for the first masked tile.
-    const bool is_masked = kMasked == Masked::kAll ||
-                           (kMasked == Masked::kSome && mask.last_column(0) < Spec::kBlockN - 1);
+    const bool is_masked =
+        kMasked == Masked::kAll || (kMasked == Masked::kSome && mask.last_column(0) < Spec::kBlockN - 1);
     if (is_masked) mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
   }
@@ -145,7 +145,8 @@ __device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params
 }
 
 template <typename Spec>
-__device__ __forceinline__ void load_query(const ForwardParams& params, const QueryTile& tile, ptx::SmemPointer Q_smem) {
+__device__ __forceinline__ void load_query(const ForwardParams& params, const QueryTile& tile,
+                                           ptx::SmemPointer Q_smem) {
   TileLoader<Spec> loader(static_cast<const typename Spec::Element*>(params.q) +
                               Sequence{params, tile.batch}.row_offset(params.q_stride, tile.head_q),
                           params.q_stride.row, tile.row + Spec::kBlockM);
@@ -184,7 +185,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   // Located again: five registers less through the loop, where there is none to spare.
   const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
   mma_sync::finish_tile<Spec>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
-                    Q_smem + warp_row * Spec::kRowBytes);
+                              Q_smem + warp_row * Spec::kRowBytes);
 }
 
 }  // namespace sm80

@@ -14,14 +14,16 @@ namespace sm80 {
 template <typename Spec>
 struct TileLoader {
   using Element = typename Spec::Element;
-  static constexpr int kRowsPerPass = Spec::kNumThreads / kSegmentChunks;  // a multiple of 8: the swizzle stays the same
+  static constexpr int kRowsPerPass =
+      Spec::kNumThreads / kSegmentChunks;  // a multiple of 8: the swizzle stays the same
   static constexpr int kSegments = Spec::kHeadDim / 64;
 
   const Element* next_gmem;  // this thread's chunk in the last pass of the next tile
 
   // The next tile ends before row `end_row` of the matrix that starts at `head_gmem`.
   __device__ __forceinline__ TileLoader(const void* head_gmem, int64_t row_stride, int end_row)
-      : next_gmem(static_cast<const Element*>(head_gmem) + (end_row - kRowsPerPass + ptx::thread_index() / kSegmentChunks) * row_stride +
+      : next_gmem(static_cast<const Element*>(head_gmem) +
+                  (end_row - kRowsPerPass + ptx::thread_index() / kSegmentChunks) * row_stride +
                   ptx::thread_index() % kSegmentChunks * kChunkElements) {}
 
   // Starts the copy of a tile of kRows rows. Rows from `rows` on and columns from head_dim on become zeros, which keeps
@@ -32,7 +34,8 @@ struct TileLoader {
     const int thread_row = thread / kSegmentChunks;
     const int thread_column = thread % kSegmentChunks * kChunkElements;
     const int64_t pass_bytes = ptx::recompute(row_stride) * (kRowsPerPass * static_cast<int>(sizeof(Element)));
-    const ptx::SmemPointer thread_smem = tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
+    const ptx::SmemPointer thread_smem =
+        tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
 #pragma unroll
     for (int pass = kRows / kRowsPerPass - 1; pass >= 0; --pass) {
       const bool row_valid = kIsWhole || thread_row + pass * kRowsPerPass < rows;

@@ -80,7 +80,8 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   for (int r = 0; r < 2; ++r) {
     const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
     if (row >= params.seq_q) continue;
-    float* row_gmem = params.out_partial + (first_row_of_head<Spec>(params, tile) + row) * params.head_dim + lane % 4 * 2;
+    float* row_gmem =
+        params.out_partial + (first_row_of_head<Spec>(params, tile) + row) * params.head_dim + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < Spec::kHeadDim / 8; ++j) {
       const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),

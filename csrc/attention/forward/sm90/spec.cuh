@@ -43,11 +43,11 @@ struct ForwardSpec {
   static constexpr int kConsumerRegisters = kNumConsumers == 4 ? 112 : kNumConsumers == 3 ? 160 : 240;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
-  static constexpr int kQuerySlabBytes = 64 * 128;                       // Q and output, of one warpgroup
-  static constexpr int kQueryBytes = kNumSlabs * kQuerySlabBytes;        // of one warpgroup
-  static constexpr int kOutputBytes = kNumOutputSlabs * kQuerySlabBytes; // of one warpgroup
-  static constexpr int kKeySlabBytes = kBlockN * 128;                    // K and V
-  static constexpr int kKeyBytes = kNumSlabs * kKeySlabBytes;            // one stage of K, or of V
+  static constexpr int kQuerySlabBytes = 64 * 128;                        // Q and output, of one warpgroup
+  static constexpr int kQueryBytes = kNumSlabs * kQuerySlabBytes;         // of one warpgroup
+  static constexpr int kOutputBytes = kNumOutputSlabs * kQuerySlabBytes;  // of one warpgroup
+  static constexpr int kKeySlabBytes = kBlockN * 128;                     // K and V
+  static constexpr int kKeyBytes = kNumSlabs * kKeySlabBytes;             // one stage of K, or of V
   static_assert(kKeySlabBytes % 1024 == 0, "slabs are 1024-byte aligned: block_n is a multiple of 8");
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;

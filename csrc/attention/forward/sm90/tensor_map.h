@@ -20,8 +20,8 @@ namespace sm90 {
 
 constexpr int kTensorMapRank = 4;
 constexpr int kElementBytes = 2;
-constexpr int kSlabColumns = 64;      // a 128-byte swizzled row
-constexpr int kWarpgroupRows = 64;    // rows of Q and of the output that one warpgroup owns
+constexpr int kSlabColumns = 64;    // a 128-byte swizzled row
+constexpr int kWarpgroupRows = 64;  // rows of Q and of the output that one warpgroup owns
 
 struct TensorMapArguments {
   void* address;
@@ -55,15 +55,14 @@ inline TensorMapArguments tensor_map_arguments(const void* address, const Stride
 
 // block_n: the kernel's own, from the kernel table.
 inline ForwardTensorMaps forward_tensor_maps(const ForwardParams& params, int block_n) {
-  return ForwardTensorMaps{
-      tensor_map_arguments(params.q, params.q_stride, params.head_dim, params.seq_q, params.heads_q, params.batch,
-                           kWarpgroupRows),
-      tensor_map_arguments(params.k, params.k_stride, params.head_dim, params.seq_k, params.heads_kv, params.batch,
-                           block_n),
-      tensor_map_arguments(params.v, params.v_stride, params.head_dim, params.seq_k, params.heads_kv, params.batch,
-                           block_n),
-      tensor_map_arguments(params.out, params.out_stride, params.head_dim, params.seq_q, params.heads_q, params.batch,
-                           kWarpgroupRows)};
+  return ForwardTensorMaps{tensor_map_arguments(params.q, params.q_stride, params.head_dim, params.seq_q,
+                                                params.heads_q, params.batch, kWarpgroupRows),
+                           tensor_map_arguments(params.k, params.k_stride, params.head_dim, params.seq_k,
+                                                params.heads_kv, params.batch, block_n),
+                           tensor_map_arguments(params.v, params.v_stride, params.head_dim, params.seq_k,
+                                                params.heads_kv, params.batch, block_n),
+                           tensor_map_arguments(params.out, params.out_stride, params.head_dim, params.seq_q,
+                                                params.heads_q, params.batch, kWarpgroupRows)};
 }
 
 }  // namespace sm90

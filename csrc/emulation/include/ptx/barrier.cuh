@@ -21,9 +21,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads, Site s
   emulation::barrier(id, threads, false, site, "named_barrier_arrive");
 }
 
-__device__ __forceinline__ void warp_sync(Site site = Site::here()) {
-  emulation::warp_barrier(site, "warp_sync");
-}
+__device__ __forceinline__ void warp_sync(Site site = Site::here()) { emulation::warp_barrier(site, "warp_sync"); }
 
 }  // namespace ptx
 }  // namespace flashmoe

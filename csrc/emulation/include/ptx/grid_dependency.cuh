@@ -10,9 +10,7 @@ namespace ptx {
 
 using emulation::Site;
 
-__device__ __forceinline__ void grid_launch_dependents(Site site = Site::here()) {
-  static_cast<void>(site);
-}
+__device__ __forceinline__ void grid_launch_dependents(Site site = Site::here()) { static_cast<void>(site); }
 
 __device__ __forceinline__ void grid_dependency_wait(Site site = Site::here()) {
   static_cast<void>(site);

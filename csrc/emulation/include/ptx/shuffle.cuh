@@ -33,9 +33,7 @@ __device__ __forceinline__ bool vote_all(bool predicate, Site site = Site::here(
   return emulation::vote(predicate, true, site, "vote_all");
 }
 
-__device__ __forceinline__ bool elect_one(Site site = Site::here()) {
-  return emulation::elect(site, "elect_one");
-}
+__device__ __forceinline__ bool elect_one(Site site = Site::here()) { return emulation::elect(site, "elect_one"); }
 
 }  // namespace ptx
 }  // namespace flashmoe

@@ -19,11 +19,12 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map, Site s
   emulation::prefetch_tensor_map(map, site, "prefetch_tensor_map");
 }
 
-__device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, Mbarrier* barrier, int c0, int c1,
-                                            int c2, int c3, CacheHint hint, Site site = Site::here()) {
+__device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2,
+                                            int c3, CacheHint hint, Site site = Site::here()) {
   (void)hint;
   const int coordinates[4] = {c0, c1, c2, c3};
-  emulation::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), 4, coordinates, site, "tma_load_4d");
+  emulation::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), 4, coordinates, site,
+                         "tma_load_4d");
 }
 
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* smem, int c0, int c1, int c2, int c3,

@@ -9,9 +9,7 @@ namespace ptx {
 
 using emulation::Site;
 
-__device__ __forceinline__ void wgmma_fence(Site site = Site::here()) {
-  emulation::wgmma_fence(site, "wgmma_fence");
-}
+__device__ __forceinline__ void wgmma_fence(Site site = Site::here()) { emulation::wgmma_fence(site, "wgmma_fence"); }
 
 __device__ __forceinline__ void wgmma_commit(Site site = Site::here()) {
   emulation::wgmma_commit(site, "wgmma_commit");
