@@ -55,16 +55,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
         (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),  # one query, grouped heads; without a tile counter
         (36, 40, dim, 2, 1, 1, Layout.FAR, Values.NORMAL),  # offsets past 2^31 elements
         (70, n + 9, dim, 1, 1, 1, Layout.ROWS, Values.LOW),  # logits near -120: exp(0 - lse) of a padded key is inf
-        (
-            2 * m + 70,
-            2 * n + 30,
-            dim,
-            3,
-            1,
-            1,
-            Layout.BHSD,
-            Values.SHIFTED,
-        ),  # more tiles than blocks, three heads a group
+        (2 * m + 70, 2 * n + 30, dim, 3, 1, 1, Layout.BHSD, Values.SHIFTED),  # more tiles than blocks; a group of three
     )
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):

@@ -16,7 +16,8 @@ import flashmoe
 from flashmoe.errors import DifferentiationError
 from flashmoe.operators.attention import backward
 
-from .reference import DTYPES, Problem, make_inputs, plain_attention, reference_dtype
+from .gradients import autograd_gradients, make_leaves, plain_function
+from .reference import DTYPES, Problem, make_inputs, reference_dtype
 
 PROBLEMS = (
     Problem(65, 65, 64, 2, 2, batch=2),
@@ -28,31 +29,6 @@ PROBLEMS = (
 )
 
 
-def _leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in tensors]
-
-
-def _gradients(function, tensors: tuple[Tensor, ...], dtype: torch.dtype, grad_out: Tensor, grad_lse: Tensor | None):
-    leaves = _leaves(*tensors, dtype=dtype)
-    out, lse = function(*leaves)
-    outputs, gradients = [out], [grad_out.to(out.dtype)]
-    if grad_lse is not None:
-        outputs, gradients = [*outputs, lse], [*gradients, grad_lse.to(lse.dtype)]
-    return torch.autograd.grad(outputs, leaves, gradients)
-
-
-def _reference_function(problem: Problem):
-    """plain_attention without its NaN: rows without a key are left out, as their results are constant."""
-    hidden = max(0, problem.seq_q - problem.seq_k) if problem.causal else 0
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = plain_attention(q[:, :, hidden:], k, v, problem.causal)
-        padding = torch.zeros_like(q[:, :, :hidden])
-        return torch.cat((padding, out), 2), torch.cat((padding[..., 0], lse), 2)
-
-    return function
-
-
 @pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"q{p.seq_q}k{p.seq_k}d{p.head_dim}")
 def test_gradients_against_the_reference(problem: Problem, with_lse: bool, device: str) -> None:
@@ -61,14 +37,14 @@ def test_gradients_against_the_reference(problem: Problem, with_lse: bool, devic
         tensors = make_inputs(problem, device, dtype, bshd=bshd)
         grad_out = torch.randn(tensors[0].shape, device=device).to(dtype)
         grad_lse = torch.randn(tensors[0].shape[:3], device=device) if with_lse else None
-        plain_function = _reference_function(problem)
-        expected = _gradients(plain_function, tensors, reference_dtype(device), grad_out, grad_lse)
-        plain = _gradients(plain_function, tensors, dtype, grad_out, grad_lse)
+        by_formula = plain_function(problem)
+        expected = autograd_gradients(by_formula, tensors, reference_dtype(device), grad_out, grad_lse)
+        plain = autograd_gradients(by_formula, tensors, dtype, grad_out, grad_lse)
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return flashmoe.attention(q, k, v, causal=problem.causal, return_lse=True)
 
-        actual = _gradients(ours, tensors, dtype, grad_out, grad_lse)
+        actual = autograd_gradients(ours, tensors, dtype, grad_out, grad_lse)
         factor = 6 if dtype is torch.float32 else 3
         for name, a, b, c, source in zip("qkv", actual, expected, plain, tensors, strict=True):
             assert a.dtype == dtype
@@ -82,7 +58,7 @@ def test_gradients_against_the_reference(problem: Problem, with_lse: bool, devic
 def test_gradients_equal_those_of_sdpa(causal: bool, device: str) -> None:
     for dtype in DTYPES[device]:
         tensors = make_inputs(Problem(130, 130, 64, 4, 4, batch=2), device, dtype)
-        ours, torchs = _leaves(*tensors), _leaves(*tensors)
+        ours, torchs = make_leaves(*tensors), make_leaves(*tensors)
         grad_out = torch.randn(tensors[0].shape, device=device).to(dtype)
         flashmoe.scaled_dot_product_attention(*ours, is_causal=causal).backward(grad_out)
         torch_attention(*torchs, is_causal=causal).backward(grad_out)
@@ -103,7 +79,7 @@ def test_directional_derivative_by_finite_differences() -> None:
         moved = [tensor + step * direction for tensor, direction in zip(tensors, directions, strict=True)]
         return (flashmoe.attention(*moved, causal=True).double() * weights).sum()
 
-    leaves = _leaves(*tensors)
+    leaves = make_leaves(*tensors)
     (flashmoe.attention(*leaves, causal=True) * weights).sum().backward()
     slope = sum((leaf.grad * direction).sum() for leaf, direction in zip(leaves, directions, strict=True))
     step = 1e-2
@@ -116,8 +92,8 @@ def test_backward_formula_in_float64() -> None:
         problem = Problem(seq_q, seq_k, 24, 4, 2, batch=2, causal=causal)
         q, k, v = (tensor.double() for tensor in make_inputs(problem, "cpu", torch.float32))
         grad_out, grad_lse = torch.randn(q.shape).double(), torch.randn(q.shape[:3]).double()
-        function = _reference_function(problem)
-        expected = _gradients(function, (q, k, v), torch.float64, grad_out, grad_lse)
+        function = plain_function(problem)
+        expected = autograd_gradients(function, (q, k, v), torch.float64, grad_out, grad_lse)
         out, lse = function(q, k, v)
         hidden = max(0, seq_q - seq_k) if causal else 0
         lse[:, :, :hidden] = -math.inf
@@ -141,7 +117,7 @@ def test_rows_are_split_when_scores_would_take_too_much_memory(monkeypatch: pyte
 @pytest.mark.gpu
 def test_backward_memory_is_linear_in_the_length() -> None:
     """At 16384 x 16384 one float32 score matrix per head would be 1 GiB; blocks keep the peak below that for 8 heads."""
-    q, k, v = _leaves(*make_inputs(Problem(16384, 16384, 64, 8, 8), "cuda", torch.bfloat16))
+    q, k, v = make_leaves(*make_inputs(Problem(16384, 16384, 64, 8, 8), "cuda", torch.bfloat16))
     out = flashmoe.attention(q, k, v, causal=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -153,7 +129,7 @@ def test_backward_memory_is_linear_in_the_length() -> None:
 
 def test_rows_without_a_key_have_zero_gradients(device: str) -> None:
     for dtype in DTYPES[device]:
-        q, k, v = _leaves(*make_inputs(Problem(80, 30, 64), device, dtype))
+        q, k, v = make_leaves(*make_inputs(Problem(80, 30, 64), device, dtype))
         out, lse = flashmoe.attention(q, k, v, causal=True, return_lse=True)
         (out.float().sum() + lse[:, :, 50:].sum()).backward()
         assert torch.equal(q.grad[:, :, :50], torch.zeros_like(q.grad[:, :, :50]))
@@ -163,7 +139,7 @@ def test_rows_without_a_key_have_zero_gradients(device: str) -> None:
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(0, 7), (7, 0), (0, 0)])
 def test_empty_gradients(seq_q: int, seq_k: int, device: str) -> None:
-    q, k, v = _leaves(*make_inputs(Problem(seq_q, seq_k), device, torch.float16))
+    q, k, v = make_leaves(*make_inputs(Problem(seq_q, seq_k), device, torch.float16))
     flashmoe.attention(q, k, v, causal=True).sum().backward()
     for leaf in (q, k, v):
         assert leaf.grad.shape == leaf.shape
@@ -173,7 +149,7 @@ def test_empty_gradients(seq_q: int, seq_k: int, device: str) -> None:
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
 def test_only_the_gradients_asked_for(wanted: str, device: str) -> None:
     tensors = dict(zip("qkv", make_inputs(Problem(40, 50), device, torch.float16), strict=True))
-    full = dict(zip("qkv", _leaves(*tensors.values()), strict=True))
+    full = dict(zip("qkv", make_leaves(*tensors.values()), strict=True))
     flashmoe.attention(**full).float().square().sum().backward()
     for name in wanted:
         tensors[name] = tensors[name].clone().requires_grad_()
@@ -186,7 +162,7 @@ def test_only_the_gradients_asked_for(wanted: str, device: str) -> None:
 
 
 def test_gradient_through_lse_alone(device: str) -> None:
-    q, k, v = _leaves(*make_inputs(Problem(40, 50), device, torch.float16))
+    q, k, v = make_leaves(*make_inputs(Problem(40, 50), device, torch.float16))
     _, lse = flashmoe.attention(q, k, v, return_lse=True)
     lse.sum().backward()
     assert q.grad.isfinite().all()
@@ -208,7 +184,7 @@ def test_gradient_is_recorded_exactly_where_it_is_wanted(device: str) -> None:
 
 
 def test_second_derivative_says_that_there_is_none(device: str) -> None:
-    q, k, v = _leaves(*make_inputs(Problem(9, 9), device, torch.float16))
+    q, k, v = make_leaves(*make_inputs(Problem(9, 9), device, torch.float16))
     (first,) = torch.autograd.grad(flashmoe.attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(DifferentiationError, match="differentiated once"):
         first.sum().backward()
@@ -238,7 +214,7 @@ def test_transforms_of_torch_func(device: str) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flashmoe.attention(q, k, v, causal=True).float().square().sum()
 
-    leaves = _leaves(q, k, v)
+    leaves = make_leaves(q, k, v)
     loss(*leaves).backward()
     for a, leaf in zip(torch.func.grad(loss, (0, 1, 2))(q, k, v), leaves, strict=True):
         torch.testing.assert_close(a, leaf.grad)

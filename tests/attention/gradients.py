@@ -1,0 +1,104 @@
+"""Gradients by plain PyTorch, and KERNELS' rule for ours: of each of dq, dk and dv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe import _extension
+
+from .reference import Problem, plain_attention, reference_dtype, tolerance
+
+Function = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Gradients = tuple[Tensor, ...]
+
+
+def make_leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in tensors]
+
+
+def autograd_gradients(
+    function: Function,
+    tensors: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+) -> Gradients:
+    """By autograd through ``function``, on copies of the tensors in ``dtype``."""
+    inputs = make_leaves(*tensors, dtype=dtype)
+    given = [
+        (output, gradient.to(output.dtype))
+        for output, gradient in zip(function(*inputs), (grad_out, grad_lse), strict=True)
+        if gradient is not None
+    ]
+    return torch.autograd.grad(
+        [output for output, _ in given], inputs, [gradient for _, gradient in given], materialize_grads=True
+    )
+
+
+def plain_function(problem: Problem, scale: float | None = None) -> Function:
+    """plain_attention without its NaN: rows without a key are left out, as their results are constant."""
+    hidden = max(0, problem.seq_q - problem.seq_k) if problem.causal else 0
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = plain_attention(q[:, :, hidden:], k, v, problem.causal, scale)
+        padding = torch.zeros_like(q[:, :, :hidden])
+        return torch.cat((padding, out), 2), torch.cat((padding[..., 0], lse), 2)
+
+    return function
+
+
+def ours(
+    problem: Problem,
+    tensors: tuple[Tensor, ...],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None = None,
+    scale: float | None = None,
+) -> Gradients:
+    """By the operator itself, in this thread, so that last_kernel() is the one of the backward pass."""
+    scale = problem.head_dim**-0.5 if scale is None else scale
+    out, lse = flashmoe.attention(*tensors, causal=problem.causal, scale=scale, return_lse=True)
+    result: Gradients = torch.ops.flashmoe.flash_attention_backward(
+        grad_out, grad_lse, *tensors, out, lse, scale, problem.causal
+    )
+    assert_kernel_ran(out)
+    return result
+
+
+def has_kernel(device: str | torch.device) -> bool:
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def assert_kernel_ran(tensor: Tensor) -> None:
+    """Fail unless the last call of this thread ran our backward kernels, on a GPU that has some."""
+    if has_kernel(tensor.device) and tensor.dtype in (torch.float16, torch.bfloat16):
+        assert "attention_backward_dkv" in _extension.last_kernel()
+
+
+def check_gradients(
+    problem: Problem,
+    tensors: tuple[Tensor, ...],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None = None,
+    scale: float | None = None,
+    slack: float = 0.0,
+) -> Gradients:
+    """Our gradients, compared with the reference by the rule. ``slack``: what the problem itself does to a difference that is
+    zero in exact arithmetic, where plain PyTorch may be exact."""
+    actual = ours(problem, tensors, grad_out, grad_lse, scale)
+    function, dtype = plain_function(problem, scale), tensors[0].dtype
+    expected = autograd_gradients(function, tensors, reference_dtype(tensors[0].device), grad_out, grad_lse)
+    plain = autograd_gradients(function, tensors, dtype, grad_out, grad_lse)
+    for name, a, b, c, source in zip("qkv", actual, expected, plain, tensors, strict=True):
+        assert a.dtype == dtype
+        assert a.shape == source.shape
+        assert b.isfinite().all(), "the reference is not finite: this case cannot be compared by differences"
+        assert a.isfinite().all(), f"d{name} of {problem}, {dtype}"
+        # In float32 both round alike, and each is off by its own luck: the exponential of a score has the score's error.
+        limit = (2 if dtype is torch.float32 else 1) * tolerance(b, c) + slack
+        error = (a.to(b.dtype) - b).abs().max().item()
+        assert error <= limit, f"d{name}: max error {error:.3e} over {limit:.3e} for {problem}, {dtype}"
+    return actual

@@ -1,0 +1,403 @@
+"""The backward operator: the rule over the forward's grid, and by name each bug that others shipped.
+
+On a GPU of compute capability 9.0 these are the kernels' tests; elsewhere those of the torch operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe import _extension
+from flashmoe.checks import translate
+from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.operators.attention import backward
+
+from .gradients import assert_kernel_ran, check_gradients, has_kernel, make_leaves, ours
+from .reference import DTYPES, Problem, make_inputs
+
+HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+LENGTHS = (
+    (1, 239),
+    (3, 799),
+    (64, 64),
+    (65, 65),
+    (113, 203),
+    (128, 128),
+    (192, 192),
+    (512, 512),
+    (799, 3),
+    (1023, 1024),
+    (1024, 1023),
+)
+HEADS = ((2, 2), (2, 1), (8, 1))  # groups of 1, 2 and 8 query heads to a key head
+KINDS = ("normal", "shifted", "logits")
+REPEATS = {"cpu": 3, "cuda": 1000}
+WIDTHS = {"cpu": (59, 128), "cuda": (59, 64, 128, 256)}
+GIB = 1 << 30
+
+
+def _like(tensor: Tensor, seed: int = 1) -> Tensor:
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator, device=tensor.device).to(tensor.dtype)
+
+
+def _poison(device: str, *tensors: Tensor) -> None:
+    """Memory that the next allocations of these sizes get holds NaN."""
+    filled = [torch.full_like(tensor, math.nan) for tensor in tensors for _ in range(3)]
+    workspace = [torch.full((size,), math.nan, device=device) for size in (256, 4096, 65536, 1 << 20)]
+    del filled, workspace
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"q{lengths[0]}k{lengths[1]}")
+def test_grid(lengths: tuple[int, int], device: str) -> None:
+    """On a GPU every head dim, mask and dtype; on the CPU some of them, in rotation."""
+    place = LENGTHS.index(lengths)
+    for index, (head_dim, causal) in enumerate(product(HEAD_DIMS, (False, True))):
+        if device == "cpu" and (index + place) % 7 != 0:
+            continue
+        for turn, dtype in enumerate(DTYPES[device]):
+            heads = HEADS[(index + place + turn) % 3]
+            if device == "cpu" and (index + place) % 3 != turn:
+                continue
+            problem = Problem(*lengths, head_dim, *heads, batch=2 if max(lengths) < 256 else 1, causal=causal)
+            kind = KINDS[(index + turn) % 3]
+            tensors = make_inputs(problem, device, dtype, kind, bshd=index % 4 == 1, seed=index)
+            check_gradients(problem, tensors, _like(tensors[0]), slack=_slack(dtype))
+
+
+def _slack(dtype: torch.dtype) -> float:
+    """Where a row sees one key, dS is a difference that plain PyTorch makes exactly zero."""
+    return 4e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 8
+
+
+@pytest.mark.gpu
+def test_two_thousand_rows() -> None:
+    for (head_dim, causal), dtype in product(product((64, 128, 256), (False, True)), DTYPES["cuda"]):
+        problem = Problem(2048, 2048, head_dim, 4, 2, causal=causal)
+        tensors = make_inputs(problem, "cuda", dtype)
+        check_gradients(problem, tensors, _like(tensors[0]))
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 7, 8, 9, 31, 33, 65, 129, 255])
+def test_odd_head_dims(head_dim: int, device: str) -> None:
+    for dtype, causal in product(DTYPES[device], (False, True)):
+        problem = Problem(65, 70, head_dim, 2, 1, causal=causal)
+        tensors = make_inputs(problem, device, dtype, seed=head_dim)
+        check_gradients(problem, tensors, _like(tensors[0]), slack=_slack(dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_padded_keys_where_logits_are_near_minus_120(causal: bool, device: str) -> None:
+    """A key past the end scores 0, and exp(0 - lse) overflows where lse < -88.7: the mask must come after it."""
+    for dtype, seq_k, head_dim in product(DTYPES[device], (5, 70, 130, 193), (64, 128)):
+        problem = Problem(70, seq_k, head_dim, 2, 1, causal=causal)
+        noise = make_inputs(problem, device, dtype)
+        level = (120 / head_dim**0.5) ** 0.5
+        q, k, v = noise[0] * 0.25 + level, noise[1] * 0.25 - level, noise[2]
+        check_gradients(problem, (q, k, v), _like(q), slack=4 * _slack(dtype) + 3e-4)  # lse in float32: 2^-17 at 120
+
+
+@pytest.mark.parametrize("seq_k", [1, 2, 63, 64, 65, 300])
+def test_one_query(seq_k: int, device: str) -> None:
+    for dtype, heads, causal in product(DTYPES[device], HEADS, (False, True)):
+        problem = Problem(1, seq_k, 64, *heads, batch=2, causal=causal)
+        tensors = make_inputs(problem, device, dtype)
+        check_gradients(problem, tensors, _like(tensors[0]), slack=_slack(dtype))
+
+
+@pytest.mark.parametrize("seq_k", [1, 2, 3, 5, 8])
+def test_few_keys(seq_k: int, device: str) -> None:
+    for dtype, head_dim, causal in product(DTYPES[device], WIDTHS[device], (False, True)):
+        problem = Problem(150, seq_k, head_dim, 2, 1, causal=causal)
+        tensors = make_inputs(problem, device, dtype)
+        check_gradients(problem, tensors, _like(tensors[0]), slack=2 * _slack(dtype))
+
+
+def test_every_length_up_to_two_tiles(device: str) -> None:
+    dtype = torch.float16
+    for seq_q in range(1, 161, 1 if device == "cuda" else 13):
+        problem = Problem(seq_q, (seq_q * 7) % 161 + 1, 64, 2, 1, causal=seq_q % 2 == 0)
+        tensors = make_inputs(problem, device, dtype, seed=seq_q)
+        check_gradients(problem, tensors, _like(tensors[0]), slack=_slack(dtype))
+
+
+def test_expanded_gradient_of_a_sum(device: str) -> None:
+    """``out.sum()`` gives a gradient of stride 0 in every dimension."""
+    for dtype, head_dim, causal in product(DTYPES[device], WIDTHS[device], (False, True)):
+        problem = Problem(70, 90, head_dim, 4, 2, batch=2, causal=causal)
+        tensors = make_inputs(problem, device, dtype)
+        one = torch.ones((), device=device, dtype=dtype).expand(tensors[0].shape)
+        expected = check_gradients(problem, tensors, one)
+        inputs = make_leaves(*tensors)
+        flashmoe.attention(*inputs, causal=causal).sum().backward()
+        for leaf, gradient in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(leaf.grad, gradient, rtol=0, atol=0)
+
+
+def _odd_rows(tensor: Tensor) -> Tensor:
+    """A row stride that is no multiple of 8 elements (16 bytes)."""
+    larger = torch.zeros(*tensor.shape[:3], tensor.shape[3] + 3, dtype=tensor.dtype, device=tensor.device)
+    return larger[..., : tensor.shape[3]].copy_(tensor)
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    """Contiguous, but starting one element past an aligned address."""
+    buffer = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return buffer[1:].view(tensor.shape).copy_(tensor)
+
+
+# Each gives the tensor's values in another layout than the contiguous one.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "shbd": lambda x: x.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3),
+    "columns first": lambda x: x.mT.contiguous().mT,
+    "odd rows": _odd_rows,
+    "shifted": _shifted,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_of_out_laid_out_unlike_out(layout: str, device: str) -> None:
+    for dtype, head_dim, bshd in product(DTYPES[device], WIDTHS[device], (False, True)):
+        problem = Problem(70, 133, head_dim, 4, 2, batch=2, causal=bshd)
+        tensors = make_inputs(problem, device, dtype, bshd=bshd)
+        grad_out = _like(tensors[0])
+        changed = ours(problem, tensors, LAYOUTS[layout](grad_out))
+        for gradient, expected in zip(changed, ours(problem, tensors, grad_out.contiguous()), strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=0 if device == "cuda" else 1e-3)
+            assert gradient.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
+def test_offsets_beyond_two_to_the_31_elements(axis: int) -> None:
+    """Of each tensor that the kernels read: the last index lies past 2^31 elements."""
+    _need_memory(6 * GIB)
+    problem = Problem(65, 65, 64, 2, 2, batch=2, causal=True)
+    q, k, v = make_inputs(problem, "cuda", torch.float16)
+    out, lse = flashmoe.attention(q, k, v, causal=True, return_lse=True)
+    given = {"grad_out": _like(q), "q": q, "k": k, "v": v, "out": out}
+    rest = {"grad_lse": None, "lse": lse, "scale": 0.125, "causal": True}
+    expected = torch.ops.flashmoe.flash_attention_backward(**given, **rest)
+    for name, tensor in given.items():
+        strides = list(tensor.stride())
+        strides[axis] = ((1 << 31) // (tensor.shape[axis] - 1) // 64 + 1) * 64
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+        storage = torch.empty(last + 1, dtype=tensor.dtype, device="cuda")
+        far = torch.as_strided(storage, tensor.shape, strides).copy_(tensor)
+        actual = torch.ops.flashmoe.flash_attention_backward(**{**given, name: far}, **rest)
+        assert_kernel_ran(q)
+        for a, b in zip(actual, expected, strict=True):
+            assert torch.equal(a, b), name
+        del storage, far
+
+
+@pytest.mark.gpu
+def test_gradient_of_more_than_two_to_the_31_elements() -> None:
+    _need_memory(32 * GIB)
+    rows = (1 << 25) + 129  # times 64 columns: 2^31 + 8256 elements
+    generator = torch.Generator("cuda").manual_seed(3)
+    q = torch.randn(1, 1, rows, 64, device="cuda", dtype=torch.float16, generator=generator)
+    k = torch.randn(1, 1, 70, 64, device="cuda", dtype=torch.float16, generator=generator)
+    if not has_kernel("cuda"):
+        pytest.skip("this GPU has no backward kernel, and the torch operations take float32 copies of 2^31 elements")
+    dq, dk, dv = ours(Problem(rows, 70, 64, 1, 1, causal=True), (q, k, k), q)
+    assert not dq[:, :, :-70].any()
+    tail = q[:, :, -70:].contiguous()
+    for actual, expected in zip(
+        (dq[:, :, -70:], dk, dv), ours(Problem(70, 70, 64, 1, 1, causal=True), (tail, k, k), tail), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [59, 64, 128, 256])
+def test_rows_without_keys_and_poisoned_memory(head_dim: int, device: str) -> None:
+    """Zeros for rows that see no key; the rest as if those rows were not there; nothing of what memory held before."""
+    for dtype in DTYPES[device]:
+        problem = Problem(230, 30, head_dim, 4, 2, batch=2, causal=True)
+        q, k, v = make_inputs(problem, device, dtype)
+        grad_out = _like(q)
+        _poison(device, q, k, v)
+        dq, dk, dv = check_gradients(problem, (q, k, v), grad_out, slack=_slack(dtype))
+        assert not dq[:, :, :200].any()
+        seen = Problem(30, 30, head_dim, 4, 2, batch=2, causal=True)
+        tail = ours(seen, (q[:, :, 200:], k, v), grad_out[:, :, 200:])
+        for actual, expected in zip((dq[:, :, 200:], dk, dv), tail, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_keys_that_no_query_sees(causal: bool, device: str) -> None:
+    """Without queries nobody sees a key (else the last one sees all): zeros, whatever memory held before."""
+    for dtype in DTYPES[device]:
+        q, k, v = make_inputs(Problem(0, 70, 64), device, dtype)
+        out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
+        _poison(device, k, v)
+        dq, dk, dv = torch.ops.flashmoe.flash_attention_backward(out, None, q, k, v, out, lse, 0.125, causal)
+        assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+        assert not dk.any()
+        assert not dv.any()
+
+
+def test_poisoned_gradients_and_workspace(device: str) -> None:
+    """The allocator hands out memory that holds NaN; a value that nobody wrote, or a sum that began there, shows."""
+    for dtype, head_dim, causal in product(DTYPES[device], WIDTHS[device], (False, True)):
+        problem = Problem(193, 131, head_dim, 4, 2, causal=causal)
+        tensors = make_inputs(problem, device, dtype)
+        grad_out = _like(tensors[0])
+        out, lse = flashmoe.attention(*tensors, causal=causal, return_lse=True)
+        arguments = (grad_out, None, *tensors, out, lse, head_dim**-0.5, causal)
+        expected = torch.ops.flashmoe.flash_attention_backward(*arguments)
+        _poison(device, *tensors, lse)
+        for actual, before in zip(torch.ops.flashmoe.flash_attention_backward(*arguments), expected, strict=True):
+            assert torch.equal(actual, before), (dtype, head_dim, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_repeats_are_bitwise_equal(head_dim: int, causal: bool, device: str) -> None:
+    """A race between copies and products, or a sum whose order is chance, would show as a difference in some repeat."""
+    problem = Problem(449, 515, head_dim, 4, 2, batch=2, causal=causal)
+    q, k, v = make_inputs(problem, device, torch.bfloat16)
+    out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
+    arguments = (_like(q), _like(lse), q, k, v, out, lse, head_dim**-0.5, causal)
+    first = torch.ops.flashmoe.flash_attention_backward(*arguments)
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(REPEATS[device]):
+        for a, b in zip(torch.ops.flashmoe.flash_attention_backward(*arguments), first, strict=True):
+            different += (a.view(torch.int16) != b.view(torch.int16)).sum()
+    assert_kernel_ran(q)
+    assert different.item() == 0, f"{different.item()} values differ over {REPEATS[device]} repeats"
+
+
+@pytest.mark.parametrize("with_out", [True, False], ids=["out and lse", "lse"])
+def test_gradient_of_the_log_sum_exp(with_out: bool, device: str) -> None:
+    for dtype, head_dim, causal in product(DTYPES[device], WIDTHS[device], (False, True)):
+        problem = Problem(130, 97, head_dim, 4, 2, batch=2, causal=causal)
+        tensors = make_inputs(problem, device, dtype)
+        grad_lse = _like(tensors[0].float()[..., 0])
+        _, _, dv = check_gradients(problem, tensors, _like(tensors[0]) if with_out else None, grad_lse)
+        assert with_out or not dv.any()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1.0])
+def test_scale(scale: float, device: str) -> None:
+    for dtype, head_dim, causal in product(DTYPES[device], WIDTHS[device], (False, True)):
+        problem = Problem(65, 90, head_dim, causal=causal)
+        tensors = make_inputs(problem, device, dtype)
+        gradients = check_gradients(problem, tensors, _like(tensors[0]), scale=scale)
+        if scale == 0.0:
+            assert not gradients[0].any()
+            assert not gradients[1].any()
+
+
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+def test_autocast(target: torch.dtype, device: str) -> None:
+    """float32 leaves under autocast: gradients in float32, those of the 16-bit computation."""
+    tensors = make_inputs(Problem(90, 70, 64, 4, 2, causal=True), device, torch.float32)
+    grad_out = _like(tensors[0]).to(target)
+    mixed, plain = make_leaves(*tensors), make_leaves(*tensors, dtype=target)
+    with torch.autocast(device, target):
+        out = flashmoe.attention(*mixed, causal=True)
+    assert out.dtype == target
+    out.backward(grad_out)
+    flashmoe.attention(*plain, causal=True).backward(grad_out)
+    eps = torch.finfo(target).eps
+    for a, b in zip(mixed, plain, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert a.grad.dtype == torch.float32
+        torch.testing.assert_close(a.grad, b.grad.float(), rtol=2 * eps, atol=4 * eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [1, 59, 64, 65, 128, 129, 256])
+def test_the_kernel_is_the_one_of_the_table(head_dim: int) -> None:
+    if not has_kernel("cuda"):
+        pytest.skip("this GPU has no backward kernel: the torch operations are tried out by the other tests")
+    width = next(width for width in (64, 128, 256) if head_dim <= width)
+    for (dtype, word), causal in product(((torch.float16, "f16"), (torch.bfloat16, "bf16")), (False, True)):
+        problem = Problem(100, 100, head_dim, causal=causal)
+        tensors = make_inputs(problem, "cuda", dtype)
+        ours(problem, tensors, _like(tensors[0]))
+        prefix = f"flashmoe_attention_backward_dkv_sm90_{word}_d{width}"
+        assert _extension.last_kernel().startswith(prefix)
+        assert _extension.last_kernel().endswith("causal" if causal else "full")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [59, 64, 128, 256])
+def test_a_family_without_backward_kernels_uses_torch_operations(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(130, 150, head_dim, 4, 2, causal=True)
+    tensors = make_inputs(problem, "cuda", torch.bfloat16)
+    grad_out = _like(tensors[0])
+    scale = head_dim**-0.5
+    out, lse = flashmoe.attention(*tensors, causal=True, return_lse=True)
+    arguments = (grad_out, None, *tensors, out, lse, scale, True)
+    by_default = torch.ops.flashmoe.flash_attention_backward(*arguments)
+    monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
+    flashmoe.attention(*tensors, causal=True)
+    forced = torch.ops.flashmoe.flash_attention_backward(*arguments)
+    assert "attention_forward_sm80" in _extension.last_kernel() or "combine" in _extension.last_kernel()
+    for actual, expected, default in zip(forced, backward.backward(*arguments), by_default, strict=True):
+        assert torch.equal(actual, expected)
+        torch.testing.assert_close(actual, default, rtol=3e-2, atol=3e-2)
+
+
+def _wrong(change: str) -> tuple[dict[str, object], type[FlashmoeError], str]:
+    """Arguments of the extension's own operator with one thing wrong, the error, and a word of its message."""
+    q, k, v = make_inputs(Problem(65, 70, 64, 4, 2, batch=2), "cuda", torch.float16)
+    lse = torch.zeros(2, 4, 65, device="cuda")
+    given: dict[str, object] = {"grad_out": q, "grad_lse": None, "q": q, "k": k, "v": v, "out": q, "lse": lse}
+    given |= {"scale": 0.125, "causal": False}
+    changes: dict[str, tuple[dict[str, object], type[FlashmoeError], str]] = {
+        "rows of grad_out": ({"grad_out": q[:, :, 1:]}, ShapeError, "grad_out"),
+        "rank of grad_out": ({"grad_out": q[0]}, ShapeError, "grad_out"),
+        "dtype of grad_out": ({"grad_out": q.float()}, DtypeError, "grad_out"),
+        "columns of grad_out": ({"grad_out": q.mT.contiguous().mT}, ShapeError, "grad_out"),
+        "heads of out": ({"out": q[:, :2]}, ShapeError, "out"),
+        "dtype of out": ({"out": q.bfloat16()}, DtypeError, "out"),
+        "rows of lse": ({"lse": lse[:, :, 1:].contiguous()}, ShapeError, "lse"),
+        "dtype of lse": ({"lse": lse.half()}, ArgumentError, "lse"),
+        "order of lse": ({"lse": lse.mT.contiguous().mT}, ArgumentError, "lse"),
+        "rows of grad_lse": ({"grad_lse": lse[:, :, 1:].contiguous()}, ShapeError, "grad_lse"),
+        "dtype of grad_lse": ({"grad_lse": lse.double()}, ArgumentError, "grad_lse"),
+        "heads of k and v": ({"k": k[:, [0, 0, 0]], "v": v[:, [0, 0, 0]]}, ShapeError, "heads"),
+        "dtype of k": ({"k": k.bfloat16()}, DtypeError, "dtype"),
+        "keys of v": ({"v": v[:, :, 1:]}, ShapeError, "v"),
+    }
+    wrong, error, word = changes[change]
+    return {**given, **wrong}, error, word
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("rows of grad_out", "rank of grad_out", "dtype of grad_out", "columns of grad_out"),
+        *("heads of out", "dtype of out", "rows of lse", "dtype of lse", "order of lse"),
+        *("rows of grad_lse", "dtype of grad_lse", "heads of k and v", "dtype of k", "keys of v"),
+    ],
+)
+def test_wrong_arguments_of_the_extension_have_typed_errors(change: str) -> None:
+    arguments, error, word = _wrong(change)
+    with pytest.raises((RuntimeError, FlashmoeError)) as caught:
+        torch.ops.flashmoe._flash_attention_backward(**arguments)
+    typed = caught.value if isinstance(caught.value, FlashmoeError) else translate(caught.value)
+    assert isinstance(typed, error), caught.value
+    assert word in str(typed)
+
+
+def _need_memory(wanted: int) -> None:
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < wanted:
+        pytest.skip(f"needs {wanted / GIB:.0f} GiB of free GPU memory; nothing is proved here")
