@@ -48,6 +48,19 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
     return 1;
   }
 }
+
+// Writes the symbols of the backward kernels and their target, or nothing, to `answer`.
+extern "C" void choose_backward(int capability, const char* forced, int is_bf16, int is_causal, int head_dim,
+                                char* answer, int length) {
+  const host::KernelRequest request{capability, 132, "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  const attention::BackwardKernels kernels = attention::select_backward(
+      request, is_causal ? attention::Mask::kCausal : attention::Mask::kFull, head_dim);
+  answer[0] = 0;
+  if (kernels.dq == nullptr) return;
+  std::snprintf(answer, length, "%s %s %s", kernels.dq->symbol, kernels.dkv->symbol,
+                host::kernel_table().binaries[kernels.dq->binary].target);
+}
 """
 
 
@@ -79,7 +92,8 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     ]
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
     subprocess.run([find_toolchain().cxx, *flags, *sources, "-o", str(library)], check=True, timeout=120)
-    function = ctypes.CDLL(str(library)).choose
+    loaded = ctypes.CDLL(str(library))
+    function = loaded.choose
 
     def choose(
         capability: int,
@@ -105,6 +119,16 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         symbol, target, splits = text.split()
         return Choice(symbol, target, int(splits))
 
+    def choose_backward(
+        capability: int, head_dim: int, *, causal: bool = False, bf16: bool = False, forced: str | None = None
+    ) -> tuple[str, ...]:
+        """Symbols of dq's and dkv's kernels, and their target; empty where there are none."""
+        answer = ctypes.create_string_buffer(4096)
+        name = forced.encode() if forced is not None else None
+        loaded.choose_backward(capability, name, bf16, causal, head_dim, answer, len(answer))
+        return tuple(answer.value.decode().split())
+
+    choose.backward = choose_backward  # type: ignore[attr-defined]
     return choose
 
 

@@ -58,6 +58,10 @@ def asked(choose: Chooser) -> dict[bool, Chosen]:
                 forced=forced,
             )
             found[forced is not None].add((choice.symbol, choice.target))
+            *backward, target = choose.backward(
+                capability, head_dim, causal=causal, bf16=dtype == "bf16", forced=forced
+            ) or [""]  # type: ignore[attr-defined]
+            found[forced is not None] |= {(symbol, target) for symbol in backward}
             if choice.splits > 1:
                 found[forced is not None].add((f"flashmoe_attention_combine_sm80_{dtype}_d256", choice.target))
     return found
@@ -73,3 +77,16 @@ def test_every_kernel_is_chosen(asked: dict[bool, Chosen]) -> None:
         and (unit.row.family == families(loads_best(unit))[0] or (entry.symbol, unit.target.name) not in asked[True])
     ]
     assert never == [], "drop the row, or change what select.cpp or the row's cost says of it"
+
+
+def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
+    """Both of one family, the smallest head dim that holds the tensor's; none on another GPU or for another family."""
+    found = choose.backward(90, 72, causal=True, bf16=True)  # type: ignore[attr-defined]
+    assert found == (
+        "flashmoe_attention_backward_dq_sm90_bf16_d128_causal",
+        "flashmoe_attention_backward_dkv_sm90_bf16_d128_causal",
+        "sm_90a",
+    )
+    assert choose.backward(80, 64) == ()  # type: ignore[attr-defined]
+    assert choose.backward(90, 64, forced="sm80") == ()  # type: ignore[attr-defined]
+    assert choose.backward(90, 257) == ()  # type: ignore[attr-defined]

@@ -33,12 +33,6 @@ struct Gradients {
   Tensor dv;
 };
 
-// The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot.
-struct BackwardKernels {
-  const Kernel* dq = nullptr;
-  const Kernel* dkv = nullptr;
-};
-
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 void check_sizes(const Tensor& tensor, const char* name, const int64_t* sizes, int64_t rank) {
@@ -86,22 +80,6 @@ void check_backward_arguments(BackwardArguments& arguments) {
   check_like_query(arguments.dout, "grad_out", arguments.forward);
   check_statistic(arguments.lse, "lse", arguments.forward);
   if (arguments.dlse.get() != nullptr) check_statistic(arguments.dlse, "grad_lse", arguments.forward);
-}
-
-// The best family with both kernels; none where this GPU, or the forced family, has no backward kernel.
-BackwardKernels find_kernels(const ForwardArguments& forward, const host::KernelRequest& request) {
-  const auto head_dim = static_cast<int32_t>(forward.q.sizes()[3]);
-  const auto mask = static_cast<int32_t>(forward.is_causal ? Mask::kCausal : Mask::kFull);
-  const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::string(request.forced_family) != *family) continue;
-    const auto find = [&](const char* operation) {
-      return host::find_kernel({operation, *family, "", request.dtype, {head_dim, mask}}, axis::kHeadDim, loadable);
-    };
-    const BackwardKernels kernels{find("attention_backward_dq"), find("attention_backward_dkv")};
-    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
-  }
-  return {};
 }
 
 // The same problem on tensors that the kernels can load. Both kernels ask for the same.
@@ -196,7 +174,10 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
 
 std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
   const host::Device& gpu = host::device(arguments.forward.device_index);
-  const BackwardKernels kernels = find_kernels(arguments.forward, host::make_request(gpu, arguments.forward.dtype));
+  const ForwardArguments& forward = arguments.forward;
+  const BackwardKernels kernels =
+      select_backward(host::make_request(gpu, forward.dtype), forward.is_causal ? Mask::kCausal : Mask::kFull,
+                      static_cast<int32_t>(forward.q.sizes()[3]));
   if (kernels.dq == nullptr) return std::nullopt;
   const BackwardArguments operands = make_loadable(arguments, *kernels.dq);
   const bool is_padded = operands.forward.q.sizes()[3] != arguments.forward.q.sizes()[3];

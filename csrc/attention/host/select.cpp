@@ -207,5 +207,19 @@ Choice select_forward(const SelectorInput& input) {
   return {standard, nullptr, 1};
 }
 
+BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const auto find = [&](const char* operation) {
+      return host::find_kernel({operation, *family, "", request.dtype, {head_dim, static_cast<int32_t>(mask)}},
+                               axis::kHeadDim, loadable);
+    };
+    const BackwardKernels kernels{find("attention_backward_dq"), find("attention_backward_dkv")};
+    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
+  }
+  return {};
+}
+
 }  // namespace attention
 }  // namespace flashmoe

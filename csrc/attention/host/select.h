@@ -29,8 +29,17 @@ struct Choice {
   int32_t num_splits = 1;
 };
 
+// The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot.
+struct BackwardKernels {
+  const Kernel* dq = nullptr;
+  const Kernel* dkv = nullptr;
+};
+
 // Throws as host::refuse() says where no kernel serves the problem.
 Choice select_forward(const SelectorInput& input);
+
+// The best family with both kernels; none where this GPU, or the forced family, has no backward kernels.
+BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
 }  // namespace attention
 }  // namespace flashmoe
