@@ -1,0 +1,92 @@
+// What the host passes to the kernels around the grouped matrix products: choosing experts, sorting by expert, adding up. Plain C
+// types only, as in gemm.h, which says what slots and rows are.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe {
+namespace moe {
+
+enum class Scoring : int32_t {
+  kSoftmax,      // softmax over all experts, then the top k
+  kTopkSoftmax,  // the top k logits (+ bias), then softmax over them
+  kSigmoid,      // sigmoid of each logit; bias is added for the choice alone
+};
+
+enum class Scalar : int32_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64 };  // of tensors whose dtype is free
+
+// moe_route: the top k experts of each token, the largest first, the lower id first among equals.
+struct RouteParams {
+  const void* logits;  // [tokens, experts]
+  const float* bias;   // [experts]; null: none
+  float* weights;      // [tokens, top_k]
+  int32_t* ids;        // [tokens, top_k]
+  int32_t* counts;     // [experts], how many tokens chose it; zeroed by the host
+  int64_t logits_stride;
+  Scalar logits_dtype;
+  Scoring scoring;
+  int32_t tokens;
+  int32_t experts;
+  int32_t top_k;
+  int32_t groups;       // experts are in this many groups of equal size; 1: no groups
+  int32_t topk_groups;  // of which so many stay, by the sum of each group's two largest scores (+ bias)
+  int32_t renormalize;  // weights are divided by their sum
+  float scale;          // and multiplied by this
+};
+
+// moe_sort: stable counting sort of slots by expert.
+struct SortParams {
+  const void* ids;            // [slots], int32 or int64; outside [0, ids_end): no expert
+  const void* topk_weights;   // [slots], fp32, fp16 or bf16
+  const int32_t* expert_map;  // [ids_end] expert of this layer, or outside [0, experts) for none; null: the id itself
+  int32_t* expert_offsets;    // [experts + 1], written
+  int32_t* row_slots;         // [slots], by row, written; -1 past the last row
+  int32_t* slot_rows;         // [slots], by slot, written; -1: no expert
+  float* row_weights;         // [slots], by row, written; 0 past the last row
+  int32_t* block_counts;      // [blocks][experts] workspace of the form with several blocks
+  Scalar ids_dtype;
+  Scalar weights_dtype;
+  int32_t slots;
+  int32_t experts;
+  int32_t ids_end;
+};
+
+// moe_combine: out[t] = shared[t] + sum over choices, in their order, of row_weights[row] * rows[row], in fp32.
+// moe_combine_backward: dx[t] = sum over choices of rows[row]; dweights[slot] = sum over tiles, in order, of row_dots[tile][row],
+// plus, where b2 has a gradient to take part in, dout[t] . b2[expert].
+struct CombineParams {
+  const void* rows;               // [slots, columns], by row
+  const void* shared;             // [tokens, columns]; null: none
+  void* out;                      // [tokens, columns]
+  const float* row_weights;       // [slots], by row; null: 1
+  const int32_t* slot_rows;       // [slots]; -1: nothing
+  const float* row_dots;          // backward: [dot_tiles][slots]
+  float* dweights;                // backward: [slots], written; 0 where the slot has no row
+  const void* bias;               // backward: b2 [experts, columns]; null: none
+  const void* dout;               // backward, with bias: [tokens, columns]
+  const int32_t* expert_offsets;  // backward, with bias: [experts + 1]
+  int64_t shared_stride;
+  int64_t out_stride;
+  int64_t dout_stride;
+  int32_t tokens;
+  int32_t top_k;
+  int32_t columns;
+  int32_t experts;
+  int32_t dot_tiles;
+};
+
+// moe_bias_gradient: d[e] = sum over e's rows, in order, of row_weights[row] * a[a_row], in fp32, rounded once.
+struct BiasGradientParams {
+  const void* a;                  // [tokens or slots, columns]
+  void* d;                        // [experts, columns]
+  const float* row_weights;       // null: 1
+  const int32_t* expert_offsets;  // [experts + 1]
+  const int32_t* a_slots;         // as in GemmParams
+  int64_t a_stride;
+  int32_t experts;
+  int32_t top_k;
+  int32_t columns;
+};
+
+}  // namespace moe
+}  // namespace flashmoe
