@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pydoc_data.topics import topics
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,6 +21,14 @@ MODELS = {
     "cpu": TrainStepProblem("f32", 2, width=64, heads=4, heads_kv=2, ffn=128, vocabulary=128, batch=8, seq=64),
     "cuda": TrainStepProblem("bf16", 4, width=256, heads=4, heads_kv=2, ffn=512, vocabulary=128, batch=16, seq=256),
 }
+
+
+@pytest.fixture
+def deterministic_torch() -> Iterator[None]:
+    """The other operations of the model, the embedding's gradient among them, are not so by default on a GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS wants an environment variable, and warns
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def _text() -> Tensor:
@@ -50,7 +60,8 @@ def _train(attention: Attention, seed: int, device: str) -> Tensor:
     return torch.stack(losses).float().cpu()
 
 
-def test_a_character_model_learns_as_it_does_with_torch(device: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_a_character_model_learns_as_it_does_with_torch(device: str, deterministic_torch: None) -> None:
     seeds = range(3)
     theirs = torch.stack([_train(scaled_dot_product_attention, seed, device)[-LAST:].mean() for seed in seeds])
     ours = [_train(flashmoe.scaled_dot_product_attention, seed, device) for seed in seeds]
