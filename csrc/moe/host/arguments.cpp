@@ -288,6 +288,21 @@ void check_layer(LayerArguments& arguments) {
   make_rows_contiguous(arguments.shared);
 }
 
+void check_out(const LayerArguments& arguments, const Tensor& out) {
+  check_defined(out, "out");
+  check_device(out, "out", arguments.x, "x");
+  check_dtype(out, "out", arguments.common.torch_dtype, " as in x");
+  check_sizes(out, "out", {arguments.shape.tokens, arguments.shape.hidden}, "[tokens, hidden]");
+  const int64_t* strides = out.strides();
+  constexpr int64_t kAlign = host::kRowAlignElements;
+  const bool has_rows = strides[1] == 1 && strides[0] >= arguments.shape.hidden;
+  const bool is_aligned = strides[0] % kAlign == 0 && reinterpret_cast<uintptr_t>(out.data()) % (2 * kAlign) == 0;
+  if (arguments.shape.tokens > 0 && (!has_rows || (is_cuda(arguments.common) && !is_aligned))) {
+    fail(ErrorCode::kShape, "out has strides ", describe_sizes(strides, 2),
+         "; rows that are contiguous, apart and, on a GPU, 16-byte aligned are needed; pass a contiguous tensor");
+  }
+}
+
 void check_layer_backward(LayerBackwardArguments& arguments) {
   check_defined(arguments.dout, "grad_out");
   check_defined(arguments.x, "x");

@@ -176,6 +176,7 @@ struct GroupedGradientArguments {
 // tensors, and copies what must be contiguous.
 void check_sort(SortArguments& arguments);
 void check_layer(LayerArguments& arguments);
+void check_out(const LayerArguments& arguments, const Tensor& out);  // of the caller's own output
 void check_layer_backward(LayerBackwardArguments& arguments);
 void check_route(RouteArguments& arguments);
 void check_grouped(GroupedArguments& arguments, Tensor b);
