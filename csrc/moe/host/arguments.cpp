@@ -353,8 +353,9 @@ void check_route(RouteArguments& arguments) {
   }
   const int64_t groups = arguments.groups;
   const int64_t kept = arguments.topk_groups;
-  if (groups < 1 || arguments.experts % groups != 0) {
-    fail(ErrorCode::kArgument, "groups is ", groups, "; a divisor of the ", arguments.experts, " experts is needed");
+  if (groups < 1 || groups > kMaxGroups || arguments.experts % groups != 0) {
+    fail(ErrorCode::kArgument, "groups is ", groups, "; a divisor of the ", arguments.experts, " experts is needed, at most ",
+         kMaxGroups);
   }
   if (kept < 1 || kept > groups) {
     fail(ErrorCode::kArgument, "topk_groups is ", kept, "; 1 to the number of groups, ", groups, ", is needed");

@@ -22,6 +22,7 @@ using host::Tensor;
 
 constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxTopK = 32;
+constexpr int64_t kMaxGroups = 32;
 
 // What each operator's tensors share.
 struct Common {

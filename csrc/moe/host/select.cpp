@@ -15,7 +15,7 @@ using host::KernelRequest;
 
 constexpr int32_t kNumProducts = 4;
 constexpr int32_t kNumMemories = 3;
-constexpr int32_t kNumSteps = 6;
+constexpr int32_t kNumSteps = 7;
 
 // By Product.
 struct ProductName {
@@ -33,15 +33,17 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
 // By Step.
 struct StepName {
   const char* operation;
-  int32_t word;  // of the axis `blocks`; host::kNoAxis where there is no axis
+  int32_t word;    // of the axis `step`; host::kNoAxis where there is no axis
+  bool has_dtype;  // else its tensors' dtypes are parameters, and the table has it once, as float32
   const char* words;
 };
-constexpr std::array<StepName, kNumSteps> kSteps{{{"moe_route", host::kNoAxis, "routing"},
-                                                  {"moe_sort", 0, "sorting by expert"},
-                                                  {"moe_sort", 1, "sorting by expert"},
-                                                  {"moe_combine", host::kNoAxis, "combining experts' results"},
-                                                  {"moe_combine_backward", host::kNoAxis, "combining gradients"},
-                                                  {"moe_bias_gradient", host::kNoAxis, "the gradient of biases"}}};
+constexpr std::array<StepName, kNumSteps> kSteps{{{"moe_route", host::kNoAxis, false, "routing"},
+                                                  {"moe_sort", 0, false, "sorting by expert"},
+                                                  {"moe_sort", 1, false, "sorting by expert"},
+                                                  {"moe_sort", 2, false, "sorting by expert"},
+                                                  {"moe_combine", host::kNoAxis, true, "combining experts' results"},
+                                                  {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
+                                                  {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"}}};
 
 bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
 
@@ -114,20 +116,13 @@ const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows) {
   return nullptr;
 }
 
-// As sufficient(), or the largest there is. The family has a tile.
-ProductChoice choose(const FamilyTiles& family, double rows) {
-  if (const Kernel* kernel = sufficient(family.few_rows, rows)) return {kernel, true};
-  if (family.tiles.empty()) return {family.few_rows.back(), true};
-  const Kernel* kernel = sufficient(family.tiles, rows);
-  return {kernel != nullptr ? kernel : family.tiles.back(), false};
-}
-
 const Kernel* find_step(const KernelRequest& request, Step step) {
   const StepName& name = kSteps[static_cast<std::size_t>(step)];
+  const host::Dtype dtype = name.has_dtype ? request.dtype : host::Dtype::kFloat32;
   const KernelList& kernels = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     for (const Kernel* kernel : kernels) {
-      if (kernel->dtype == request.dtype && kernel->axes[0] == name.word && equal(kernel->operation, name.operation) &&
+      if (kernel->dtype == dtype && kernel->axes[0] == name.word && equal(kernel->operation, name.operation) &&
           equal(kernel->family, *family)) {
         return kernel;
       }
@@ -138,11 +133,20 @@ const Kernel* find_step(const KernelRequest& request, Step step) {
 
 }  // namespace
 
-ProductChoice select_product(const ProductInput& input) {
+const Kernel& select_product(const ProductInput& input) {
   const double rows = static_cast<double>(input.slots) / static_cast<double>(input.experts);
-  const char* forced = input.request.forced_family;
-  for (const FamilyTiles& family : families_for(input)) {
-    if (forced == nullptr || equal(forced, family.family)) return choose(family, rows);
+  const FamilyList& families = families_for(input);
+  const auto is_allowed = [&input](const FamilyTiles& family) {
+    return input.request.forced_family == nullptr || equal(input.request.forced_family, family.family);
+  };
+  for (const FamilyTiles& family : families) {
+    const Kernel* kernel = is_allowed(family) ? sufficient(family.few_rows, rows) : nullptr;
+    if (kernel != nullptr) return *kernel;
+  }
+  for (const FamilyTiles& family : families) {
+    if (!is_allowed(family) || family.tiles.empty()) continue;
+    const Kernel* kernel = sufficient(family.tiles, rows);
+    return kernel != nullptr ? *kernel : *family.tiles.back();
   }
   host::refuse(input.request, kProducts[static_cast<std::size_t>(input.product)].words);
 }

@@ -28,18 +28,12 @@ struct ProductInput {
   int64_t experts;  // of this layer
 };
 
-struct ProductChoice {
-  const Kernel* kernel = nullptr;
-  bool is_few_rows = false;  // weights are the M side of the kernel's products and tokens the N side: tiles are block_n rows
-};
+// Of the kernels for few rows the smallest tile that is made for slots / experts rows; else, of the best family (or the forced
+// one), the smallest such tile, or the largest there is. Throws as host::refuse() says where there is no kernel.
+const Kernel& select_product(const ProductInput& input);
 
-// Of the best family (or the forced one) the smallest tile that is made for slots / experts rows, of the kernels for few rows
-// first; the largest tile where none is. Throws as host::refuse() says where there is no kernel.
-ProductChoice select_product(const ProductInput& input);
-
-// The kernels beside the products do not compute in a dtype of their own, or exist for each: any family of the GPU's list serves,
-// the forced one or not.
-enum class Step : int32_t { kRoute, kSortByOneBlock, kSort, kCombine, kCombineBackward, kBiasGradient };
+// The kernels around the products. They exist in one form for all GPUs that can run them, so a forced family does not matter.
+enum class Step : int32_t { kRoute, kSortOne, kSortCount, kSortPlace, kCombine, kCombineBackward, kBiasGradient };
 
 // Throws as host::refuse() says.
 const Kernel& select_step(const host::KernelRequest& request, Step step);

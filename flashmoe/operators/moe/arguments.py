@@ -18,6 +18,7 @@ from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, Dtype
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
+MAX_GROUPS = 32
 MAX_SIZE = 2**31 - 1  # the kernels hold sizes, and the number of rows, in 32 bits
 GPU_MULTIPLE = 8  # of sizes that a product sums over or gives: 16 bytes
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
@@ -152,8 +153,8 @@ def validate_route(
         msg = f"bias is {_word(bias.dtype)}; float32 is needed; convert it with .float()"
         raise DtypeError(msg)
     _check_shape(tensors, "bias", (experts,), "[experts]")
-    if groups < 1 or experts % groups != 0:
-        msg = f"groups is {groups}; a divisor of the {experts} experts is needed"
+    if groups < 1 or groups > MAX_GROUPS or experts % groups != 0:
+        msg = f"groups is {groups}; a divisor of the {experts} experts is needed, at most {MAX_GROUPS}"
         raise ArgumentError(msg)
     if topk_groups < 1 or topk_groups > groups:
         msg = f"topk_groups is {topk_groups}; 1 to the number of groups, {groups}, is needed"
