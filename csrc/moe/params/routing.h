@@ -2,7 +2,12 @@
 // types only, as in gemm.h, which says what slots and rows are.
 #pragma once
 
+#ifdef __CUDACC_RTC__
+using int32_t = int;
+using int64_t = long long;
+#else
 #include <cstdint>
+#endif
 
 namespace flashmoe {
 namespace moe {
