@@ -13,6 +13,7 @@ from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
+from flashmoe_build.emulation.moe import backward as moe_backward
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -38,6 +39,8 @@ class Case:
     @property
     def identity(self) -> str:
         p = self.problem
+        if not isinstance(p, Problem):
+            return f"{self.kernel.label}-{p}-seed{self.seed}"
         mask = "causal" if p.causal else "full"
         splits = f"-s{p.splits}" if p.splits > 1 else ""
         without = ("" if p.wants_lse else "-nolse") + ("" if p.has_counter else "-nocounter")
@@ -166,6 +169,9 @@ _OPERATIONS = {
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
+    "grouped_gemm_weight_gradient": _Operation(
+        moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
+    ),
 }
 
 

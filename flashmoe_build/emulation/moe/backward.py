@@ -1,0 +1,180 @@
+"""Runs small problems on the emulated kernels of the backward pass of a mixture of experts: the weight gradient, and the
+product that ends in the gradient of the activation."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from flashmoe.tools.operations import Header
+from flashmoe.tools.tables import Unit
+from flashmoe_build.emulation.attention import (
+    EMULATED_MULTIPROCESSORS,
+    Outcome,
+    launch_registers,
+    load,
+    mapped,
+    tensor_map_arguments,
+)
+from flashmoe_build.emulation.build import CSRC, Options, kernel_library
+from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
+from flashmoe_build.emulation.parameters import structure
+from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, worst_place
+
+GemmParams = structure(Header("GemmParams", "moe/params/gemm.h"), (CSRC,))
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+UNTOUCHED = 7.0  # what stands in an output's padding, before and after
+
+
+@dataclass(frozen=True)
+class WeightGradientProblem:
+    """d[e] = a^T b over the rows of expert e. ``gather``: which of the two is read by slot ("a", "b", or "" for none)."""
+
+    rows: tuple[int, ...]  # by expert
+    n: int
+    k: int
+    gather: str
+    dtype: str
+    top_k: int = 2
+    unrouted: int = 0  # slots without a row, at least
+    has_nan: bool = False  # in the first row of experts, and in a gathered token
+    has_counter: bool = True
+    data_seed: int = 0
+    causal: bool = False  # what every problem of the suite has: there is one mask
+    huge: bool = False
+
+    @property
+    def slots(self) -> int:
+        return math.ceil((sum(self.rows) + self.unrouted) / self.top_k) * self.top_k
+
+    def __str__(self) -> str:
+        words = ["r" + ".".join(map(str, self.rows)), f"n{self.n}", f"k{self.k}", f"gather{self.gather or '0'}"]
+        return "-".join([*words, *(["nan"] if self.has_nan else []), *([] if self.has_counter else ["nocounter"])])
+
+
+def weight_gradient_problems(unit: Unit) -> Iterator[WeightGradientProblem]:
+    """Tails in n, k and rows; experts without rows and with most of them; either operand gathered; NaN next door."""
+    m, n = unit.row.block_m, unit.row.block_n
+    make = WeightGradientProblem
+    yield make((70, 0, 129, 1), m + 8, n + 72, "a", unit.dtype, has_nan=True, data_seed=1)
+    yield make((64, 63, 128, 5, 0), m - 8, n, "b", unit.dtype, unrouted=5, has_nan=True, data_seed=2)
+    yield make((9, 450, 0), m, 72, "a", unit.dtype, top_k=1, has_counter=False, data_seed=3)  # the ring comes round
+    yield make((0, 0), 40, 2 * n + 8, "b", unit.dtype, unrouted=4, data_seed=4)  # nobody chose these experts
+    yield make((33, 100), 2 * m + 8, 136, "", unit.dtype, has_nan=True, data_seed=5)  # both in place
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which slot each row is, the experts' rows one after another."""
+
+    offsets: torch.Tensor  # int32 [experts + 1]
+    row_slots: torch.Tensor  # int32 [slots], -1 past the last row
+
+
+def route(rows: tuple[int, ...], slots: int, generator: torch.Generator) -> Routing:
+    """Slots for the rows at random, ascending inside an expert."""
+    chosen = torch.randperm(slots, generator=generator)[: sum(rows)]
+    parts = [part.sort().values for part in chosen.split(list(rows))]
+    row_slots = torch.full((slots,), -1, dtype=torch.int32)
+    row_slots[: sum(rows)] = torch.cat(parts).int()
+    offsets = torch.tensor([0, *rows]).cumsum(0).int()
+    return Routing(offsets, row_slots)
+
+
+class Buffers:
+    """Maps host tensors into the machine and keeps them alive."""
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self._library = library
+        self._kept: list[torch.Tensor] = []
+
+    def add(self, name: str, tensor: torch.Tensor | None, *, writable: bool = False) -> int:
+        """The tensor's address on the machine; 0 for none."""
+        if tensor is None:
+            return 0
+        self._kept.append(tensor)
+        size = tensor.numel() * tensor.element_size()
+        return self._library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=True, name=name)
+
+
+def run_weight_gradient(
+    unit: Unit, problem: WeightGradientProblem, settings: Settings, options: Options
+) -> Outcome:
+    """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
+    library = load(kernel_library(unit, options))
+    generator = torch.Generator().manual_seed(problem.data_seed)
+    routing = route(problem.rows, problem.slots, generator)
+    tokens, experts, dtype = problem.slots // problem.top_k, len(problem.rows), DTYPES[problem.dtype]
+    columns = {"a": problem.n, "b": problem.k}
+    tensors: dict[str, torch.Tensor] = {}
+    by_row: dict[str, torch.Tensor] = {}
+    starts = [int(start) for start, count in zip(routing.offsets, problem.rows, strict=False) if count][1:]
+    for name, width in columns.items():
+        is_gathered = problem.gather == name
+        tensor = torch.randn((tokens if is_gathered else problem.slots, width + 8), generator=generator).to(dtype)
+        tensor[:, width:] = float("nan")  # padding, which the strides skip
+        if problem.has_nan:
+            tensor[[int(routing.row_slots[starts[0]]) // problem.top_k] if is_gathered else starts, 3] = float("nan")
+        if not is_gathered:
+            tensor[sum(problem.rows) :] = float("nan")  # nothing writes rows past the last
+        tensors[name] = tensor
+        slots = routing.row_slots[: sum(problem.rows)].long()
+        by_row[name] = (tensor[slots // problem.top_k] if is_gathered else tensor[: sum(problem.rows)])[:, :width]
+    out = torch.full((experts, problem.n, problem.k + 8), UNTOUCHED, dtype=dtype)
+    out[..., : problem.k] = float("nan")
+    counter = torch.zeros(1, dtype=torch.int32)
+    tiles = math.ceil(problem.n / unit.row.block_m) * math.ceil(problem.k / unit.row.block_n) * experts
+    with mapped(library):
+        buffers = Buffers(library)
+        slots_address = buffers.add("row_slots", routing.row_slots)
+        params = GemmParams(
+            a=buffers.add("a", tensors["a"]),
+            b=buffers.add("b", tensors["b"]),
+            d=buffers.add("d", out, writable=True),
+            expert_offsets=buffers.add("expert_offsets", routing.offsets),
+            a_slots=slots_address if problem.gather == "a" else 0,
+            b_slots=slots_address if problem.gather == "b" else 0,
+            tile_counter=buffers.add("tile_counter", counter, writable=True) if problem.has_counter else 0,
+            **{f"{name}_stride": tensor.stride(0) for name, tensor in tensors.items()},
+            d_stride=out.stride(1),
+            experts=experts,
+            slots=problem.slots,
+            tokens=tokens,
+            top_k=problem.top_k,
+            n=problem.n,
+            k=problem.k,
+        )
+        maps, keep = tensor_map_arguments(unit, library, params)
+        grid = min(tiles, EMULATED_MULTIPROCESSORS)
+        geometry = Geometry(grid, unit.row.threads, unit.row.smem_bytes(unit.dtype), launch_registers(unit))
+        report = library.launch(unit.symbol(), (ctypes.addressof(params), *maps), geometry, settings)
+        del keep
+    wrong: list[str] = []
+    if not report.failure:
+        expected = torch.zeros((experts, problem.n, problem.k), dtype=torch.float64)
+        magnitude = torch.zeros_like(expected)
+        for expert in range(experts):
+            span = slice(int(routing.offsets[expert]), int(routing.offsets[expert + 1]))
+            a, b = by_row["a"][span].double(), by_row["b"][span].double()
+            expected[expert] = a.mT @ b
+            magnitude[expert] = a.abs().mT @ b.abs()
+        bound = UNIT_ROUNDOFF[problem.dtype] * expected.abs() + 1e-5 * magnitude + 1e-6
+        wrong += worst_place("d", out[..., : problem.k], expected, bound)
+        wrong += left_alone("d", out[..., problem.k :])
+        wrong += counter_is_zero(counter)
+    return Outcome(problem, unit.symbol(), report, tuple(wrong), out, out)  # type: ignore[arg-type]
+
+
+def left_alone(name: str, padding: torch.Tensor) -> list[str]:
+    """What stands beside a result must stay."""
+    changed = int((padding != UNTOUCHED).sum())
+    return [f"{changed} elements beside {name} were written"] if changed else []
+
+
+def counter_is_zero(counter: torch.Tensor) -> list[str]:
+    value = int(counter[0])
+    return [f"tile_counter is {value} after the launch; the next launch needs 0"] if value else []
