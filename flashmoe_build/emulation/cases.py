@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
@@ -14,6 +15,7 @@ from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
+from flashmoe_build.emulation.moe import routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -33,14 +35,20 @@ class Case:
     """A kernel, a problem and a seed: what one emulated run needs."""
 
     kernel: Kernel
-    problem: Problem
+    problem: Any  # of attention a Problem, else what the operation's own suite made
     seed: int
+
+    @property
+    def problem_name(self) -> str:
+        """Of a problem of an operation other than attention."""
+        p = self.problem
+        return str(getattr(p, "name", None) or getattr(p, "identity", None) or p)
 
     @property
     def identity(self) -> str:
         p = self.problem
         if not isinstance(p, Problem):
-            return f"{self.kernel.label}-{p}-seed{self.seed}"
+            return f"{self.kernel.label}-{self.problem_name}-seed{self.seed}"
         mask = "causal" if p.causal else "full"
         splits = f"-s{p.splits}" if p.splits > 1 else ""
         without = ("" if p.wants_lse else "-nolse") + ("" if p.has_counter else "-nocounter")
@@ -50,6 +58,9 @@ class Case:
     def command(self) -> str:
         """The command that repeats the case."""
         p = self.problem
+        if not isinstance(p, Problem):
+            name = self.problem_name
+            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem '{name}' --seed {self.seed}"
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
@@ -85,7 +96,7 @@ def _split_counts(unit: Unit) -> tuple[int, ...]:
     return (3, 2) if unit.row.options.get("split") else (1,)
 
 
-def problems(unit: Unit) -> Iterator[Problem]:
+def problems(unit: Unit) -> Iterator[Any]:
     """The suite of one kernel: edges of its own tile, both masks, grouped heads, narrow head dims, every layout."""
     return _operation(unit).problems(unit)
 
@@ -152,14 +163,14 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
-Runner = Callable[[Unit, Problem, Settings, Options], Outcome]
+Runner = Callable[[Unit, Any, Settings, Options], Outcome]  # the problem is what the operation's own suite made
 
 
 @dataclass(frozen=True)
 class _Operation:
     """How the kernels of one operation are tried out."""
 
-    problems: Callable[[Unit], Iterator[Problem]]
+    problems: Callable[[Unit], Iterator[Any]]
     run: Runner
     run_huge: Runner | None = None  # for those whose problems have huge ones among them
 
@@ -169,6 +180,7 @@ _OPERATIONS = {
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
+    **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
     ),
