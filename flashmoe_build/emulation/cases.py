@@ -15,6 +15,7 @@ from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
+from flashmoe_build.emulation.moe import gemm
 from flashmoe_build.emulation.moe import routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
@@ -181,6 +182,8 @@ _OPERATIONS = {
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
     **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},
+    "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
+    "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
     ),
