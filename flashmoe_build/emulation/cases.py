@@ -169,6 +169,7 @@ _OPERATIONS = {
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
+    "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
     ),
