@@ -134,7 +134,7 @@ template <typename Spec>
 struct BackwardEpilogue {
   using Element = typename Spec::Element;
   static constexpr int kParts = Spec::kRowBlocks * Spec::kColumnSlabs;
-  static constexpr int kSums = 32;  // of a thread, of a part
+  static constexpr int kSums = 16;  // of a thread, of half a part: 32 columns
 
   const GemmParams& params;
   unsigned char* smem;  // of this warp, in the consumer's first buffer
@@ -246,12 +246,13 @@ struct BackwardEpilogue {
     }
   }
 
-  // z of the part, in shared memory, to its gradient and the activation there. `dots` are added up in the columns' order.
+  // z of 32 columns, in shared memory, to its gradient and the activation there. `dots` are added up in the columns' order.
   template <typename Function>
   __device__ __forceinline__ void compute(Function, const float (&sums)[kSums], const float (&weights)[2],
-                                          float (&dots)[2], int columns) const {
+                                          float (&dots)[2], int first_step, int columns) const {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int i_step = 0; i_step < 2; ++i_step) {
+      const int step = first_step + i_step;
       uint32_t gate[4], up[4], active[4];
       load_z(gate, up, step);
 #pragma unroll
@@ -259,7 +260,7 @@ struct BackwardEpilogue {
         const float weight = weights[i % 2];
         const float2 g = unpack<Element>(gate[i]);
         const float2 u = unpack<Element>(up[i]);
-        const float first = sums[8 * step + 2 * i], second = sums[8 * step + 2 * i + 1];
+        const float first = sums[8 * i_step + 2 * i], second = sums[8 * i_step + 2 * i + 1];
         const ActivationGradient one = Function::backward(g.x, u.x), other = Function::backward(g.y, u.y);
         gate[i] = pack<Element>(weight * first * one.by_gate, weight * second * other.by_gate);
         up[i] = pack<Element>(weight * first * one.by_up, weight * second * other.by_up);
@@ -277,14 +278,15 @@ struct BackwardEpilogue {
     }
   }
 
-  // The sums of a part. `part` is known at run time only, so that there is one copy of what follows.
-  static __device__ __forceinline__ void take(float (&of_part)[kSums],
-                                              const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int part) {
+  // The sums of half a part, number `half` of all. It is known at run time only, so that there is one copy of what follows.
+  static __device__ __forceinline__ void take(float (&of_half)[kSums],
+                                              const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int half) {
+    constexpr int kHalves = 2 * Spec::kColumnSlabs;  // of 64 rows
 #pragma unroll
-    for (int other = 0; other < kParts; ++other) {
-      if (part != other) continue;
+    for (int other = 0; other < 2 * kParts; ++other) {
+      if (half != other) continue;
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) of_part[i] = sums[other / Spec::kColumnSlabs][other % Spec::kColumnSlabs * kSums + i];
+      for (int i = 0; i < kSums; ++i) of_half[i] = sums[other / kHalves][other % kHalves * kSums + i];
     }
   }
 
@@ -323,13 +325,16 @@ struct BackwardEpilogue {
           dots[r] = 0.0f;
         }
       }
-      float of_part[kSums];
-      take(of_part, sums, part);
       ptx::cp_async_wait<0>();
       ptx::warp_sync();  // z is there, of all lanes
-      with_activation(params.activation, [&](auto function) {
-        compute(function, of_part, weights, dots, params.n - column(part));
-      });
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        float of_half[kSums];
+        take(of_half, sums, 2 * part + half);
+        with_activation(params.activation, [&](auto function) {
+          compute(function, of_half, weights, dots, 2 * half, params.n - column(part));
+        });
+      }
       ptx::warp_sync();  // z has been read; what replaces it, or stands beside it, is there
       const int following = next(part);
       if (Spec::kFetchesAhead && following < kParts) fetch(following);
@@ -361,10 +366,11 @@ __device__ __forceinline__ void consume_in_turn(const GemmParams& params, const 
   TileProducts<Spec, kWeights> products(shared, consumer);
   BackwardEpilogue<Spec> epilogue(params, shared, consumer);
   RingPosition<Spec::kNumTileSlots> slot;
-  for (int whose = 0;; whose ^= 1) {
+  bool is_mine = consumer == 0;
+  for (;; is_mine = !is_mine) {
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
-    if (whose != consumer) {
+    if (!is_mine) {
       products.skip(blocks);
       continue;
     }
