@@ -184,6 +184,7 @@ _OPERATIONS = {
     **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},
     "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
+    "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
     ),

@@ -104,6 +104,15 @@ inline GatedGemmTensorMaps gated_gemm_tensor_maps(const GemmParams& params, int 
       halves_map(params.preactivation != nullptr ? params.preactivation : params.d, params)};
 }
 
+struct GatedBackwardTensorMaps {
+  TensorMapArguments b_nk;
+  TensorMapArguments b_kn;
+};
+
+inline GatedBackwardTensorMaps gated_backward_tensor_maps(const GemmParams& params, int block_n) {
+  return GatedBackwardTensorMaps{nk_map(params, block_n), kn_map(params)};
+}
+
 }  // namespace sm90
 }  // namespace moe
 }  // namespace flashmoe

@@ -87,7 +87,7 @@ struct Consumer {
       ptx::warp_sync();
       if (lane == 0) {
         ptx::tma_store_4d(&d_map, smem, tile.n_tile() * Spec::kBlockN + slab * 64,
-                          tile.m_tile() * Spec::kBlockM + consumer * 64 + warp * 16, tile.expert, 0);
+                          tile.m_tile() * Spec::kBlockM + consumer * 64 + warp * 16, 0, tile.expert);
         ptx::tma_store_commit();
       }
     }
