@@ -15,7 +15,7 @@ from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
-from flashmoe_build.emulation.moe import gemm
+from flashmoe_build.emulation.moe import few_rows, gemm
 from flashmoe_build.emulation.moe import routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
@@ -185,6 +185,7 @@ _OPERATIONS = {
     "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
+    **{name: _Operation(few_rows.problems, few_rows.run) for name in few_rows.OPERATIONS},
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
     ),
