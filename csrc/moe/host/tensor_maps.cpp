@@ -1,6 +1,5 @@
 #include "moe/host/tensor_maps.h"
 
-#include "host/error.h"
 #include "host/tensor_map.h"
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 #include "moe/weight_gradient/sm90/tensor_map.h"
@@ -37,10 +36,13 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
       maps[2] = encode(from.d, "weight gradient");
       return;
     }
-    case Product::kGatedBackward:
-      break;
+    case Product::kGatedBackward: {
+      const auto from = sm90::gated_backward_tensor_maps(params, kernel.block_n);
+      maps[0] = encode(from.b_nk, "w2");
+      maps[1] = encode(from.b_kn, "w2");
+      return;
+    }
   }
-  host::fail(host::ErrorCode::kInternal, "nobody describes the tensor maps of ", kernel.symbol);
 }
 
 }  // namespace moe
