@@ -76,8 +76,10 @@ def fused_moe(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
-    if weights_on_input:
+    if type(transposed) is not bool or type(weights_on_input) is not bool:  # the dispatcher would take a number for one
+        arguments.check_flag("transposed", transposed)
         arguments.check_flag("weights_on_input", weights_on_input)
+    if weights_on_input:
         return _with_weights_on_input(
             x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed, out
         )
@@ -225,6 +227,7 @@ def topk_route(
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
+    arguments.check_flag("renormalize", renormalize)
     groups = 1 if groups is None else groups
     options = (k, scoring, bias, groups, groups if topk_groups is None else topk_groups, renormalize, scale)
     if is_compiling():

@@ -6,7 +6,7 @@ computed again. ``_fused_moe_inference`` and ``_fused_moe_out`` compute the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -77,13 +77,18 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     x, w13, w2, topk_weights, _, b13, b2, _, _, activation, layout, transposed, keep = inputs
     ctx.save_for_backward(x, w13, w2, b13, b2, *output[1:])
     ctx.words = activation, layout, transposed
-    ctx.is_kept, ctx.weights_dtype = keep, topk_weights.dtype
+    ctx.is_kept, ctx.weights_dtype, ctx.top_k = keep, topk_weights.dtype, topk_weights.shape[1]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> Gradients:
     """For the arguments of ``_fused_moe``, None where none is needed."""
+    return gradient_by(torch.ops.flashmoe._fused_moe_backward.default, ctx, grad_out)
+
+
+def gradient_by(call: Callable[..., Gradients], ctx: Any, grad_out: Tensor | None) -> Gradients:
+    """By ``_fused_moe_backward``, or what stands for it under torch.func."""
     nothing: Gradients = (None,) * 13
     wants = dict(zip((0, 1, 2, 3, 5, 6), (1 << bit for bit in range(6)), strict=True))
     needs = sum(bit for index, bit in wants.items() if ctx.needs_input_grad[index])
@@ -95,11 +100,10 @@ def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> Gradients:
             msg = "_fused_moe was called with keep=False, so nothing is there for a backward pass; call it with keep=True"
             raise ArgumentError(msg)
         x, w13, w2, b13, b2, *kept = ctx.saved_tensors
-        found = torch.ops.flashmoe._fused_moe_backward.default(
-            grad_out, x, w13, w2, b13, b2, *kept, *ctx.words, needs
-        )
+        found = call(grad_out, x, w13, w2, b13, b2, *kept, *ctx.words, needs)
     dx, dw13, dw2, dweights, db13, db2 = found
-    dweights = dweights if dweights is None else dweights.to(ctx.weights_dtype)
+    if dweights is not None:
+        dweights = dweights.to(ctx.weights_dtype).reshape(grad_out.shape[0], ctx.top_k)  # without tokens k is not known
     dshared = grad_out if ctx.needs_input_grad[8] else None
     return dx, dw13, dw2, dweights, None, db13, db2, None, dshared, None, None, None, None
 
