@@ -1,0 +1,54 @@
+"""The layer under torch.func, whose transforms need a Function and cannot use the operator's own rule."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashmoe.errors import DifferentiationError
+from flashmoe.operators.moe import layer
+
+NO_FORWARD_MODE = (
+    "flashmoe.fused_moe has no forward-mode derivative; use reverse mode, or compose the layer of torch's operators"
+)
+
+
+def layer_under_transforms(*arguments: Any) -> Tensor:
+    """The layer, for the arguments of ``_fused_moe_inference``."""
+    if not torch.is_grad_enabled():  # torch.func.grad enables it
+        only: Tensor = torch.ops.flashmoe._fused_moe_inference.default(*arguments)
+        return only
+    result: Tensor = TransformedLayer.apply(*arguments, True)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+class TransformedLayer(torch.autograd.Function):
+    """The forward operator for torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = torch.ops.flashmoe._fused_moe.default(*arguments)
+        return result
+
+    setup_context = staticmethod(layer.keep_for_backward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return layer.gradient(ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """One call for each: what is kept for the backward pass belongs to one sort."""
+        parts = [
+            TransformedLayer.apply(  # type: ignore[no-untyped-call]
+                *(x if dim is None else x.select(dim, index) for x, dim in zip(arguments, in_dims, strict=True))
+            )
+            for index in range(info.batch_size)
+        ]
+        return tuple(torch.stack(results) for results in zip(*parts, strict=True)), (0,) * len(parts[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise DifferentiationError(NO_FORWARD_MODE)
