@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
@@ -13,7 +14,8 @@ from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
-from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
+from flashmoe_build.emulation.moe import routing
+from flashmoe_build.emulation.problem import Layout, NamedProblem, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
 FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}
@@ -32,12 +34,14 @@ class Case:
     """A kernel, a problem and a seed: what one emulated run needs."""
 
     kernel: Kernel
-    problem: Problem
+    problem: Problem | NamedProblem
     seed: int
 
     @property
     def identity(self) -> str:
         p = self.problem
+        if isinstance(p, NamedProblem):
+            return f"{self.kernel.label}-{p.name}-seed{self.seed}"
         mask = "causal" if p.causal else "full"
         splits = f"-s{p.splits}" if p.splits > 1 else ""
         without = ("" if p.wants_lse else "-nolse") + ("" if p.has_counter else "-nocounter")
@@ -47,6 +51,8 @@ class Case:
     def command(self) -> str:
         """The command that repeats the case."""
         p = self.problem
+        if isinstance(p, NamedProblem):
+            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem {p.name} --seed {self.seed}"
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
@@ -82,7 +88,7 @@ def _split_counts(unit: Unit) -> tuple[int, ...]:
     return (3, 2) if unit.row.options.get("split") else (1,)
 
 
-def problems(unit: Unit) -> Iterator[Problem]:
+def problems(unit: Unit) -> Iterator[Problem | NamedProblem]:
     """The suite of one kernel: edges of its own tile, both masks, grouped heads, narrow head dims, every layout."""
     return _operation(unit).problems(unit)
 
@@ -149,14 +155,14 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
-Runner = Callable[[Unit, Problem, Settings, Options], Outcome]
+Runner = Callable[[Unit, Any, Settings, Options], Outcome]  # the problem is what the operation's own suite made
 
 
 @dataclass(frozen=True)
 class _Operation:
     """How the kernels of one operation are tried out."""
 
-    problems: Callable[[Unit], Iterator[Problem]]
+    problems: Callable[[Unit], Iterator[Problem | NamedProblem]]
     run: Runner
     run_huge: Runner | None = None  # for those whose problems have huge ones among them
 
@@ -166,6 +172,7 @@ _OPERATIONS = {
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
+    **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},
 }
 
 

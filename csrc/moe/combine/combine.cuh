@@ -44,23 +44,25 @@ __device__ __forceinline__ void add_scaled(float (&sum)[kLaneColumns], const uin
 
 // This lane's 8 columns of the sum. rows_gmem: at its first column; row, weight: of choice `lane`, row -1 where there is none.
 template <typename Element>
-__device__ __forceinline__ void sum_choices(const CombineParams& params, const Element* rows_gmem, bool has_columns,
-                                            int row, float weight, float (&sum)[kLaneColumns]) {
+__device__ __forceinline__ void sum_choices(const CombineParams& params, const Element* rows_gmem, int row,
+                                            float weight, float (&sum)[kLaneColumns]) {
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) sum[i] = 0.0f;
   for (int first = 0; first < params.top_k; first += kRowsInFlight) {
     uint32_t data[kRowsInFlight][4];
-    bool is_loaded[kRowsInFlight];
+    uint32_t loaded = 0;
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
       const int choice_row = ptx::shuffle_index(row, first + i);
-      is_loaded[i] = has_columns && first + i < params.top_k && choice_row >= 0;
-      if (is_loaded[i]) ptx::ld_global_128(data[i], rows_gmem + static_cast<int64_t>(choice_row) * params.columns);
+      if (first + i < params.top_k && choice_row >= 0) {  // the same in all lanes
+        loaded |= 1u << i;
+        ptx::ld_global_128(data[i], rows_gmem + static_cast<int64_t>(choice_row) * params.columns);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
       const float choice_weight = ptx::shuffle_index(weight, first + i);
-      if (is_loaded[i]) add_scaled<Element>(sum, data[i], choice_weight);
+      if (loaded >> i & 1) add_scaled<Element>(sum, data[i], choice_weight);
     }
   }
 }
@@ -91,7 +93,7 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
   if (row >= 0 && params.row_weights != nullptr) weight = ptx::ld_global_float(params.row_weights + row);
   for (int start = ptx::warp_index() * kWarpColumns; start < params.columns; start += Spec::kNumWarps * kWarpColumns) {
     const int column = start + ptx::lane_index() * kLaneColumns;
-    const bool has_columns = column < params.columns;
+    const bool has_columns = column < params.columns;  // a lane without loads the first ones
     uint32_t shared[4];
     const bool has_shared = has_columns && params.shared != nullptr;
     if (has_shared) {
@@ -99,7 +101,7 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
       ptx::ld_global_128(shared, shared_gmem + column);
     }
     float sum[kLaneColumns];
-    sum_choices(params, static_cast<const Element*>(params.rows) + column, has_columns, row, weight, sum);
+    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, weight, sum);
     if (has_shared) add_scaled<Element>(sum, shared, 1.0f);
     if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
   }
@@ -161,7 +163,7 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
     const int column = start + ptx::lane_index() * kLaneColumns;
     const bool has_columns = column < columns;
     float sum[kLaneColumns];
-    sum_choices(params, static_cast<const Element*>(params.rows) + column, has_columns, row, 1.0f, sum);
+    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, 1.0f, sum);
     if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
   }
   if (params.dweights == nullptr) return;

@@ -55,6 +55,19 @@ __device__ __forceinline__ Best warp_best(uint32_t key, int index) {
   return {largest, static_cast<int>(lowest)};
 }
 
+// The best expert of all. Of a lane's the first, which is its lowest, wins among equals.
+template <int kPerLane>
+__device__ __forceinline__ Best best_of_all(const uint32_t (&keys)[kPerLane]) {
+  uint32_t key = keys[0];
+  int index = 0;
+#pragma unroll
+  for (int i = 1; i < kPerLane; ++i) {
+    index = keys[i] > key ? i : index;
+    key = keys[i] > key ? keys[i] : key;
+  }
+  return warp_best(key, 32 * index + ptx::lane_index());
+}
+
 // The best expert of [begin, end) other than `except`.
 template <int kPerLane>
 __device__ __forceinline__ Best best_between(const uint32_t (&keys)[kPerLane], int begin, int end, int except) {
@@ -78,6 +91,7 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
   const int group_size = params.experts / params.groups;
   const bool adds_two = params.scoring == Scoring::kSigmoid && group_size > 1;
   uint32_t group_key = 0;  // lane g: of group g
+#pragma unroll 1
   for (int group = 0; group < params.groups; ++group) {
     const int begin = group * group_size, end = begin + group_size;
     const Best first = best_between(keys, begin, end, -1);
@@ -89,15 +103,21 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
     if (lane == group) group_key = key;
   }
   uint32_t kept = 0;
+#pragma unroll 1
   for (int i = 0; i < params.topk_groups; ++i) {
     const Best best = warp_best(group_key, lane);
     kept |= 1u << best.index;
     if (lane == best.index) group_key = 0;
   }
+#pragma unroll 1
+  for (int group = 0; group < params.groups; ++group) {
+    if (kept >> group & 1) continue;
+    const int begin = group * group_size, end = begin + group_size;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = 32 * i + lane;
-    if (expert < params.experts && (kept >> expert / group_size & 1) == 0) keys[i] = 0;
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = 32 * i + lane;
+      if (expert >= begin && expert < end) keys[i] = 0;
+    }
   }
 }
 
@@ -105,45 +125,56 @@ __device__ __forceinline__ float sigmoid(float x) { return ptx::rcp_approx(1.0f 
 
 // exp(logit - largest) / sum is a softmax score.
 struct Softmax {
-  float largest, sum;
+  float largest, inverse_sum;
 
   __device__ __forceinline__ float score(float logit) const {
-    return ptx::exp2_approx((logit - largest) * kLog2e) / sum;
+    return ptx::exp2_approx((logit - largest) * kLog2e) * inverse_sum;
   }
 };
 
+// logits: their bits.
 template <int kPerLane>
-__device__ __forceinline__ Softmax softmax_over(const float (&logits)[kPerLane], int experts) {
+__device__ __forceinline__ Softmax softmax_over(const uint32_t (&logits)[kPerLane], int experts) {
   float largest = ptx::negative_infinity(), sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if (32 * i + ptx::lane_index() < experts) largest = ptx::max_ftz(largest, logits[i]);
+    if (32 * i + ptx::lane_index() < experts) {
+      largest = ptx::max_ftz(largest, ptx::bits_float(logits[i]));
+    }
   }
   largest = warp_max(largest);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    if (32 * i + ptx::lane_index() < experts) sum += ptx::exp2_approx((logits[i] - largest) * kLog2e);
+    if (32 * i + ptx::lane_index() < experts) {
+      sum += ptx::exp2_approx((ptx::bits_float(logits[i]) - largest) * kLog2e);
+    }
   }
-  return {largest, warp_sum(sum)};
+  return {largest, 1.0f / warp_sum(sum)};
 }
 
-// What decides the choice. Softmax and sigmoid rise with the logit, so without bias and groups the logits decide: scores that
-// round to the same number do not make a tie.
+// Turns the bits of logits into keys of what decides the choice. Softmax and sigmoid rise with the logit, so without bias and
+// groups the logits decide: scores that round to the same number do not make a tie.
 template <int kPerLane>
 __device__ __forceinline__ void make_keys(const RouteParams& params, const Softmax& softmax,
-                                          const float (&logits)[kPerLane], uint32_t (&keys)[kPerLane]) {
+                                          uint32_t (&keys)[kPerLane]) {
+  constexpr int kLoads = 4;  // of the bias in flight
   const bool by_score = params.bias != nullptr || params.groups > 1;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {  // the bits of the bias first
-    const int expert = 32 * i + ptx::lane_index();
-    keys[i] = params.bias != nullptr && expert < params.experts ? ptx::ld_global_32(params.bias + expert) : 0;
-  }
+  for (int start = 0; start < kPerLane; start += kLoads) {
+    float bias[kLoads];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    float value = logits[i];
-    if (by_score && params.scoring == Scoring::kSoftmax) value = softmax.score(value);
-    if (by_score && params.scoring == Scoring::kSigmoid) value = sigmoid(value);
-    keys[i] = 32 * i + ptx::lane_index() < params.experts ? order_key(value + ptx::bits_float(keys[i])) : 0;
+    for (int i = 0; i < kLoads; ++i) {
+      const int expert = 32 * (start + i) + ptx::lane_index();
+      bias[i] = params.bias != nullptr && expert < params.experts ? ptx::ld_global_float(params.bias + expert) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int expert = 32 * (start + i) + ptx::lane_index();
+      float value = ptx::bits_float(keys[start + i]);
+      if (by_score && params.scoring == Scoring::kSoftmax) value = softmax.score(value);
+      if (by_score && params.scoring == Scoring::kSigmoid) value = sigmoid(value);
+      keys[start + i] = expert < params.experts ? order_key(value + bias[i]) : 0;
+    }
   }
 }
 
@@ -170,33 +201,48 @@ __device__ __forceinline__ float choice_weight(const RouteParams& params, const 
   return weight * params.scale;
 }
 
+// The bits of this lane's logits as floats.
+template <int kPerLane>
+__device__ __forceinline__ void load_logits(const RouteParams& params, int64_t row, uint32_t (&logits)[kPerLane]) {
+  if (params.logits_dtype == Scalar::kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = 32 * i + ptx::lane_index();
+      logits[i] = expert < params.experts ? load_bits(params.logits, row + expert, Scalar::kFloat32) : 0;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int expert = 32 * i + ptx::lane_index();
+    logits[i] = expert < params.experts ? load_bits(params.logits, row + expert, Scalar::kFloat16) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    logits[i] = ptx::float_bits(float_of_bits(logits[i], params.logits_dtype));
+  }
+}
+
 // counts_smem: this warp's.
 template <int kPerLane>
 __device__ __forceinline__ void route_token(const RouteParams& params, int64_t token, ptx::SmemPointer counts_smem) {
   const int lane = ptx::lane_index();
   const int64_t row = token * params.logits_stride;
-  float logits[kPerLane];
-  uint32_t keys[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = 32 * i + lane;
-    keys[i] = expert < params.experts ? load_bits(params.logits, row + expert, params.logits_dtype) : 0;
-  }
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) logits[i] = float_of_bits(keys[i], params.logits_dtype);
+  uint32_t keys[kPerLane];  // at first the bits of logits
+  load_logits(params, row, keys);
   Softmax softmax{0.0f, 1.0f};
-  if (params.scoring == Scoring::kSoftmax) softmax = softmax_over(logits, params.experts);
-  make_keys(params, softmax, logits, keys);
+  if (params.scoring == Scoring::kSoftmax) softmax = softmax_over(keys, params.experts);
+  make_keys(params, softmax, keys);
   if (params.groups > 1) drop_groups(params, keys);
 
   int expert = 0;
+#pragma unroll 1
   for (int choice = 0; choice < params.top_k; ++choice) {
-    const Best best = best_between(keys, 0, params.experts, -1);
+    const Best best = best_of_all(keys);
     if (lane == choice) expert = best.index;
+    const int taken = best.index % 32 == lane ? best.index / 32 : -1;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (32 * i + lane == best.index) keys[i] = 0;
-    }
+    for (int i = 0; i < kPerLane; ++i) keys[i] = i == taken ? 0 : keys[i];
   }
   const bool has_choice = lane < params.top_k;
   const float weight = choice_weight(params, softmax, row, expert, has_choice);
