@@ -91,6 +91,7 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
   const int group_size = params.experts / params.groups;
   const bool adds_two = params.scoring == Scoring::kSigmoid && group_size > 1;
   uint32_t group_key = 0;  // lane g: of group g
+#pragma unroll 1
   for (int group = 0; group < params.groups; ++group) {
     const int begin = group * group_size, end = begin + group_size;
     const Best first = best_between(keys, begin, end, -1);
@@ -102,15 +103,21 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
     if (lane == group) group_key = key;
   }
   uint32_t kept = 0;
+#pragma unroll 1
   for (int i = 0; i < params.topk_groups; ++i) {
     const Best best = warp_best(group_key, lane);
     kept |= 1u << best.index;
     if (lane == best.index) group_key = 0;
   }
+#pragma unroll 1
+  for (int group = 0; group < params.groups; ++group) {
+    if (kept >> group & 1) continue;
+    const int begin = group * group_size, end = begin + group_size;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = 32 * i + lane;
-    if (expert < params.experts && (kept >> expert / group_size & 1) == 0) keys[i] = 0;
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = 32 * i + lane;
+      if (expert >= begin && expert < end) keys[i] = 0;
+    }
   }
 }
 
@@ -118,10 +125,10 @@ __device__ __forceinline__ float sigmoid(float x) { return ptx::rcp_approx(1.0f 
 
 // exp(logit - largest) / sum is a softmax score.
 struct Softmax {
-  float largest, sum;
+  float largest, inverse_sum;
 
   __device__ __forceinline__ float score(float logit) const {
-    return ptx::exp2_approx((logit - largest) * kLog2e) / sum;
+    return ptx::exp2_approx((logit - largest) * kLog2e) * inverse_sum;
   }
 };
 
@@ -142,7 +149,7 @@ __device__ __forceinline__ Softmax softmax_over(const uint32_t (&logits)[kPerLan
       sum += ptx::exp2_approx((ptx::bits_float(logits[i]) - largest) * kLog2e);
     }
   }
-  return {largest, warp_sum(sum)};
+  return {largest, 1.0f / warp_sum(sum)};
 }
 
 // Turns the bits of logits into keys of what decides the choice. Softmax and sigmoid rise with the logit, so without bias and
@@ -194,25 +201,42 @@ __device__ __forceinline__ float choice_weight(const RouteParams& params, const 
   return weight * params.scale;
 }
 
+// The bits of this lane's logits as floats.
+template <int kPerLane>
+__device__ __forceinline__ void load_logits(const RouteParams& params, int64_t row, uint32_t (&logits)[kPerLane]) {
+  if (params.logits_dtype == Scalar::kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = 32 * i + ptx::lane_index();
+      logits[i] = expert < params.experts ? load_bits(params.logits, row + expert, Scalar::kFloat32) : 0;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int expert = 32 * i + ptx::lane_index();
+    logits[i] = expert < params.experts ? load_bits(params.logits, row + expert, Scalar::kFloat16) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    logits[i] = ptx::float_bits(float_of_bits(logits[i], params.logits_dtype));
+  }
+}
+
 // counts_smem: this warp's.
 template <int kPerLane>
 __device__ __forceinline__ void route_token(const RouteParams& params, int64_t token, ptx::SmemPointer counts_smem) {
   const int lane = ptx::lane_index();
   const int64_t row = token * params.logits_stride;
   uint32_t keys[kPerLane];  // at first the bits of logits
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = 32 * i + lane;
-    keys[i] = expert < params.experts ? load_bits(params.logits, row + expert, params.logits_dtype) : 0;
-  }
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) keys[i] = ptx::float_bits(float_of_bits(keys[i], params.logits_dtype));
+  load_logits(params, row, keys);
   Softmax softmax{0.0f, 1.0f};
   if (params.scoring == Scoring::kSoftmax) softmax = softmax_over(keys, params.experts);
   make_keys(params, softmax, keys);
   if (params.groups > 1) drop_groups(params, keys);
 
   int expert = 0;
+#pragma unroll 1
   for (int choice = 0; choice < params.top_k; ++choice) {
     const Best best = best_of_all(keys);
     if (lane == choice) expert = best.index;
