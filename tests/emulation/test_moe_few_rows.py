@@ -29,4 +29,3 @@ def test_tiles_agree() -> None:
     small, large = (passed(variant, problem, seed) for variant, seed in (("m8", 1), ("m64", 2)))
     for left, right in ((small.out, large.out), (small.lse, large.lse)):
         assert torch.equal(left[: problem.rows].view(torch.int16), right[: problem.rows].view(torch.int16))
-
