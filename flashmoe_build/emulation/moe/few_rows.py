@@ -115,7 +115,9 @@ def problems(unit: Unit) -> Iterator[Problem]:
             return Problem(row.operation, weights, unit.dtype, counts, columns, k, **chosen)  # type: ignore[arg-type]  # noqa: B023
 
         # Tails of all three sizes, an expert without rows, slots without an expert.
-        yield case((m + 1, 0, 3, m), n + edge, 200, unrouted=3, top_k=2, has_bias=True, keeps=gated, interleaved=in_turn)
+        yield case(
+            (m + 1, 0, 3, m), n + edge, 200, unrouted=3, top_k=2, has_bias=True, keeps=gated, interleaved=in_turn
+        )
         yield case((5, 1), 2 * edge + 16, 40, gathers=not gated, activation="clamped_swiglu", has_bias=True, scale=4.0)
         # A hot expert, the ring more than once round, the static schedule.
         yield case((0, 3 * m + 3, 1), edge, ring + 72, activation="geglu", keeps=gated, has_counter=False)
@@ -196,7 +198,13 @@ def reference(p: Problem, given: Inputs) -> dict[str, tuple[torch.Tensor, torch.
 
 
 def _place(
-    library: KernelLibrary, p: Problem, tensor: torch.Tensor, name: str, keep: Callable[[int], bool], *, output: bool = False
+    library: KernelLibrary,
+    p: Problem,
+    tensor: torch.Tensor,
+    name: str,
+    keep: Callable[[int], bool],
+    *,
+    output: bool = False,
 ) -> tuple[int, int]:
     """Address and stride of a [rows, columns] tensor whose rows are buffers of their own; those that ``keep`` refuses are not
     there."""

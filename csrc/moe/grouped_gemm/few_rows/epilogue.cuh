@@ -21,7 +21,8 @@ template <typename Spec>
 struct WarpSums {
   static constexpr int kPitchBytes = (16 * Spec::kFragments + 4) * 4;
   static constexpr int kBytes = Spec::kBlockM * kPitchBytes;
-  static_assert(Spec::kNumWarps * kBytes <= Spec::kNumStages * Spec::kStageBytes, "the ring's bytes have room for them");
+  static_assert(Spec::kNumWarps * kBytes <= Spec::kNumStages * Spec::kStageBytes,
+                "the ring's bytes have room for them");
 
   const ptx::SmemPointer sums_smem;
 
@@ -81,7 +82,8 @@ __device__ __forceinline__ const Element* bias_of(const GemmParams& params, int 
 }
 
 template <typename Spec>
-__device__ __forceinline__ void store_plain(const GemmParams& params, const Tile& tile, const WarpSums<Spec>& warp_sums) {
+__device__ __forceinline__ void store_plain(const GemmParams& params, const Tile& tile,
+                                            const WarpSums<Spec>& warp_sums) {
   using Element = typename Spec::Element;
   constexpr int kChunks = 2 * Spec::kFragments;  // of a row, 8 columns each
   for (int item = ptx::lane_index(); item < tile.rows * kChunks; item += 32) {
@@ -109,8 +111,8 @@ __device__ __forceinline__ void separate(float (&halves)[2][8], const float (&tu
 
 // z in the order of the weights' rows: adds the bias, stores z if it is wanted. `column` of z[0]; z[1] is `distance` further.
 template <typename Element>
-__device__ __forceinline__ void finish_preactivation(float (&z)[2][8], const GemmParams& params, int expert, int64_t row,
-                                                     int column, int distance) {
+__device__ __forceinline__ void finish_preactivation(float (&z)[2][8], const GemmParams& params, int expert,
+                                                     int64_t row, int column, int distance) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = column + half * distance;

@@ -33,8 +33,8 @@ struct WeightLoader {
   int64_t pass_stride;       // nk: of 16 rows, where a pass has 8
   int64_t half_stride;       // from the first 8 rows of a fragment to the others
   int left;                  // what is left of k from that chunk on
-  int valid;                 // kn: whether the column exists; nk: how many of the tile's weight rows do, from this one on
-  int offset;                // of the chunk in shared memory
+  int valid;   // kn: whether the column exists; nk: how many of the tile's weight rows do, from this one on
+  int offset;  // of the chunk in shared memory
 
   __device__ __forceinline__ WeightLoader(const GemmParams& params, const Tile& tile) {
     const int chunk = ptx::thread_index() % kChunks;
@@ -46,7 +46,8 @@ struct WeightLoader {
     int64_t weight_row = tile.column + place;
     if (is_split || (kIsGated && kIsNk)) {
       const int within = is_split ? place % 8 : 2 * (place % 8);
-      weight_row = (is_split ? tile.column / 2 : tile.column) + place / 16 * fragment_rows + within + place % 16 / 8 * half;
+      weight_row =
+          (is_split ? tile.column / 2 : tile.column) + place / 16 * fragment_rows + within + place % 16 / 8 * half;
     }
     const Element* expert_gmem = static_cast<const Element*>(params.b) + tile.expert * params.b_expert_stride;
     next_gmem = kIsNk ? expert_gmem + weight_row * params.b_stride + chunk * kChunkElements
@@ -62,10 +63,9 @@ struct WeightLoader {
   __device__ __forceinline__ void load(ptx::SmemPointer weights_smem) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool is_there =
-          kIsNk ? valid > pass * kRowsPerPass && left > 0 : valid > 0 && left > pass * kRowsPerPass;
-      const int64_t distance = kIsNk && kRowsPerPass == 8 ? pass / 2 * pass_stride + pass % 2 * half_stride
-                                                          : pass * pass_stride;
+      const bool is_there = kIsNk ? valid > pass * kRowsPerPass && left > 0 : valid > 0 && left > pass * kRowsPerPass;
+      const int64_t distance =
+          kIsNk && kRowsPerPass == 8 ? pass / 2 * pass_stride + pass % 2 * half_stride : pass * pass_stride;
       ptx::cp_async_16(weights_smem + (offset + pass * kRowsPerPass * (kColumns * 2)), next_gmem + distance,
                        is_there ? 16 : 0);
     }

@@ -40,7 +40,8 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, p
     for (int i = 0; i < Spec::kFragments; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        load_fragment<Spec, kWeights>(a[i][half], stage_smem, ptx::warp_index() * Spec::kFragments + i, 2 * pair + half);
+        load_fragment<Spec, kWeights>(a[i][half], stage_smem, ptx::warp_index() * Spec::kFragments + i,
+                                      2 * pair + half);
 #pragma unroll
     for (int group = 0; group < Spec::kGroups; ++group) {
       if (8 * group >= rows) continue;
