@@ -13,6 +13,7 @@ from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
+from flashmoe_build.emulation.moe import mma_sync
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -38,6 +39,8 @@ class Case:
     @property
     def identity(self) -> str:
         p = self.problem
+        if not isinstance(p, Problem):
+            return f"{self.kernel.label}-{p}-seed{self.seed}"
         mask = "causal" if p.causal else "full"
         splits = f"-s{p.splits}" if p.splits > 1 else ""
         without = ("" if p.wants_lse else "-nolse") + ("" if p.has_counter else "-nocounter")
@@ -47,6 +50,8 @@ class Case:
     def command(self) -> str:
         """The command that repeats the case."""
         p = self.problem
+        if not isinstance(p, Problem):
+            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --seed {self.seed}"
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
@@ -167,10 +172,14 @@ _OPERATIONS = {
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
 }
+# The grouped products with mma.sync.
+_MMA_SYNC = _Operation(mma_sync.problems, mma_sync.run)
 
 
 def _operation(unit: Unit) -> _Operation:
     name = unit.row.operation
+    if name in mma_sync.OPERATIONS and unit.row.family in mma_sync.FAMILIES:
+        return _MMA_SYNC
     if name not in _OPERATIONS:
         msg = f"there are no problems to emulate {name} on; known: {', '.join(_OPERATIONS)}; add it to flashmoe_build/emulation/cases.py"
         raise TableError(msg)
