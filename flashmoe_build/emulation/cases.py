@@ -16,7 +16,7 @@ from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
 from flashmoe_build.emulation.moe import few_rows, gemm
-from flashmoe_build.emulation.moe import routing
+from flashmoe_build.emulation.moe import mma_sync, routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -191,9 +191,14 @@ _OPERATIONS = {
     ),
 }
 
+# The grouped products with mma.sync.
+_MMA_SYNC = _Operation(mma_sync.problems, mma_sync.run)
+
 
 def _operation(unit: Unit) -> _Operation:
     name = unit.row.operation
+    if name in mma_sync.OPERATIONS and unit.row.family in mma_sync.FAMILIES:
+        return _MMA_SYNC
     if name not in _OPERATIONS:
         msg = f"there are no problems to emulate {name} on; known: {', '.join(_OPERATIONS)}; add it to flashmoe_build/emulation/cases.py"
         raise TableError(msg)

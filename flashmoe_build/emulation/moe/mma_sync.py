@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from flashmoe.tools.operations import Header
 from flashmoe.tools.tables import Unit
-from flashmoe_build.emulation.attention import EMULATED_MULTIPROCESSORS, launch_registers, load, mapped
+from flashmoe_build.emulation.attention import EMULATED_MULTIPROCESSORS, Outcome, launch_registers, load, mapped
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
-from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
+from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
-from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF
+from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
 
 GemmParams = structure(Header("GemmParams", "moe/params/gemm.h"), (CSRC,))
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
@@ -25,6 +26,8 @@ FAR = 2**28 + 8  # elements between rows: the ninth row is past 2^31
 COLUMN_TILE = 128  # of row_dots
 BACKWARD, GATED = "grouped_gemm_gated_backward", "grouped_gemm_gated"
 GRADIENT = "grouped_gemm_weight_gradient"
+OPERATIONS = ("grouped_gemm", GATED, BACKWARD, GRADIENT)
+FAMILIES = ("sm75", "sm80")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Problem:
     has_counter: bool = True
     scale: float = 1.0
     seed: int = 0
+    causal: bool = False  # what every problem of the suite has: there is one mask
+    huge: bool = False
 
     @property
     def rows(self) -> int:
@@ -59,30 +64,11 @@ class Problem:
         total = self.rows + self.unrouted
         return -(-total // self.top_k) * self.top_k
 
-    @property
-    def identity(self) -> str:
-        experts = f"e{len(self.counts)}.r{self.rows}"
+    def __str__(self) -> str:
         flags = ("gathers", "interleaved", "has_bias", "keeps", "has_nan", "is_far", "has_counter")
-        told = "-".join(name.removeprefix("has_").removeprefix("is_") for name in flags if getattr(self, name))
-        return f"{self.operation}-{self.weights}-{self.dtype}-{experts}.n{self.n}.k{self.k}-{self.activation}-{told}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one emulated run."""
-
-    problem: Problem
-    report: LaunchReport
-    wrong: tuple[str, ...]
-    results: dict[str, torch.Tensor]
-
-    @property
-    def passed(self) -> bool:
-        return self.report.failure is None and not self.wrong
-
-    def explain(self) -> str:
-        failure = [] if self.report.failure is None else [str(self.report.failure)]
-        return "\n".join([self.problem.identity, *failure, *self.wrong])
+        told = (name.removeprefix("has_").removeprefix("is_") for name in flags if getattr(self, name))
+        size = f"e{len(self.counts)}.r{self.rows}.n{self.n}.k{self.k}"
+        return "-".join(filter(None, (self.weights, size, self.activation, *told)))
 
 
 @dataclass(frozen=True)
@@ -101,34 +87,32 @@ class Inputs:
 def problems(unit: Unit) -> Iterator[Problem]:
     """Edges of the kernel's tile, empty and hot experts, more experts than the tile table has parts, every layout."""
     operation, m = unit.row.operation, unit.row.block_m
-    for index, weights in enumerate(unit.row.words.get("weights", ("",))):
-        even = 16 if operation == GATED else 8
-
-        def case(
-            counts: tuple[int, ...], n: int, k: int, *, weights: str = weights, index: int = index, **more: object
-        ) -> Problem:
-            chosen = {"interleaved": weights == "kn_pairs", "seed": index, **more}
-            if weights == "kn" and operation == GATED:
-                chosen["interleaved"] = False
-            return Problem(operation, weights, unit.dtype, counts, n, k, **chosen)  # type: ignore[arg-type]
-
-        if operation == GRADIENT:
-            yield case((70, 0, 3, 33), m + 8, 136, unrouted=2, top_k=2)
-            yield case((1, 32, 160), 8, 8, gathers=False, has_counter=False)
-            yield case((5, 9, 12), 24, 40, top_k=3, has_nan=True)
-            yield case((10, 2), 40, 16, is_far=True)
-            continue
-        wide = 128 + even  # one past a column tile
-        # Tails of all three sizes, an expert without rows, slots without an expert.
-        yield case((m + 1, 0, 3, m), wide, 200, unrouted=3, top_k=2, has_bias=True, keeps=True, interleaved=weights != "kn")
-        yield case((5, 1), 128 + 2 * even, 40, gathers=False, activation="clamped_swiglu", has_bias=True, scale=4.0)
-        # A hot expert: more row tiles than go side by side.
-        yield case((0, 17 * m + 3, 1), wide, 8, activation="geglu", keeps=True, has_counter=False)
-        # Two experts in a part of the tile table, most of them empty.
-        yield case((0,) * 3 + (1, 0, 2, 0) * 20, 32, 32, top_k=4, activation="reglu", has_bias=True)
-        yield case((0, 0), 16, 8, unrouted=6, top_k=2)
-        yield case((7, 9, 4), 48, 72, top_k=5, activation="geglu_tanh", has_nan=True, keeps=True)
-        yield case((11, 0, 10), 48, 64, is_far=True, interleaved=weights == "nk" or weights == "kn_pairs", keeps=True)
+    make = partial(Problem, operation, dtype=unit.dtype)
+    if operation == GRADIENT:
+        yield make("", counts=(70, 0, 3, 33), n=m + 8, k=136, unrouted=2, top_k=2)
+        yield make("", counts=(1, 32, 160), n=8, k=8, gathers=False, has_counter=False)
+        yield make("", counts=(5, 9, 12), n=24, k=40, top_k=3, has_nan=True)
+        yield make("", counts=(10, 2), n=40, k=16, is_far=True)
+        yield make("", counts=(0, 0), n=16, k=8, unrouted=3)
+        return
+    step = 16 if operation == GATED else 8  # of n
+    wide = 128 + step  # past a column tile
+    words = unit.row.words["weights"]
+    pairs = "kn_pairs" if "kn_pairs" in words else "kn"
+    for word in words:  # tails of all three sizes, an expert without rows, slots without an expert
+        tails = make(word, counts=(m + 1, 0, 3, m), n=wide, k=200, unrouted=3, top_k=2, keeps=True, seed=len(word))
+        yield replace(tails, interleaved=word != "kn", has_bias=operation != BACKWARD)
+    clamped = {"activation": "clamped_swiglu", "scale": 4.0, "has_bias": operation != BACKWARD}
+    yield make("nk", counts=(5, 1), n=128 + 2 * step, k=40, gathers=False, **clamped)
+    # A hot expert: more row tiles than go side by side.
+    yield make("nk", counts=(0, 17 * m + 3, 1), n=wide, k=8, activation="geglu", has_counter=False)
+    # Two experts in a part of the tile table, most of them empty.
+    yield make("kn", counts=(0,) * 3 + (1, 0, 2, 0) * 20, n=32, k=32, top_k=4, activation="reglu", keeps=True)
+    yield make("nk", counts=(0, 0), n=16, k=8, unrouted=6, top_k=2)
+    yield make("nk", counts=(7, 9, 4), n=48, k=72, top_k=5, activation="geglu_tanh", has_nan=True, keeps=True)
+    far = make(pairs, counts=(11, 0, 10), n=48, k=64, is_far=True, keeps=True)
+    yield replace(far, interleaved=pairs == "kn_pairs")
+    yield replace(far, weights="nk", interleaved=True, seed=1)
 
 
 def make_inputs(p: Problem) -> Inputs:
@@ -262,18 +246,34 @@ class _Memory:
     def __init__(self, library: KernelLibrary, problem: Problem) -> None:
         self._library = library
         self._problem = problem
+        self._kept: list[torch.Tensor] = []
 
-    def whole(self, tensor: torch.Tensor, name: str, *, output: bool = False, initialised: bool = False) -> int:
+    def given(self, tensor: torch.Tensor, name: str) -> int:
+        """Something that a kernel in front has written."""
+        return self._library.expect_from_grid_in_front(self._add(tensor, name, writable=False, initialised=True))
+
+    def written(self, tensor: torch.Tensor, name: str, *, initialised: bool = False) -> int:
+        return self._add(tensor, name, writable=True, initialised=initialised)
+
+    def _add(self, tensor: torch.Tensor, name: str, *, writable: bool, initialised: bool) -> int:
         size = tensor.numel() * tensor.element_size()
-        initialised = initialised or not output
-        return self._library.add_buffer(tensor.data_ptr(), size, writable=output, initialised=initialised, name=name)
+        return self._library.add_buffer(
+            tensor.data_ptr(), size, writable=writable, initialised=initialised, name=name
+        )
 
-    def rows(self, tensor: torch.Tensor, name: str, keep: Callable[[int], bool], *, output: bool = False) -> tuple[int, int]:
-        """A [rows, columns] tensor whose rows are buffers of their own; those that ``keep`` refuses are not there."""
-        count, columns = tensor.shape
+    def rows(self, tensor: torch.Tensor, name: str, count: int, *, output: bool = False) -> tuple[int, int]:
+        """Address and stride of a [rows, columns] tensor whose first ``count`` rows are buffers of their own; the others are
+        not there."""
+        return self.chosen_rows(tensor, name, range(count), output=output)
+
+    def chosen_rows(
+        self, tensor: torch.Tensor, name: str, chosen: Iterable[int], *, output: bool = False
+    ) -> tuple[int, int]:
+        self._kept.append(tensor)
+        rows, columns = tensor.shape
         stride = FAR if self._problem.is_far else columns + PADDING
-        base = self._library.reserve(max(1, count) * stride * ELEMENT)
-        for row in filter(keep, range(count)):
+        base = self._library.reserve(max(1, rows) * stride * ELEMENT)
+        for row in chosen:
             address, memory = base + row * stride * ELEMENT, tensor.data_ptr() + row * columns * ELEMENT
             self._library.map_buffer(
                 address, memory, columns * ELEMENT, writable=output, initialised=not output, name=f"{name} row {row}"
@@ -281,78 +281,89 @@ class _Memory:
         return base, stride
 
 
+def make_results(p: Problem) -> dict[str, torch.Tensor]:
+    """What a kernel may write, NaN before."""
+    width = {GATED: p.n // 2, BACKWARD: 2 * p.n}.get(p.operation, p.n)
+    shapes = {
+        "d": (len(p.counts) * p.n, p.k) if p.operation == GRADIENT else (p.slots, width),
+        "preactivation": (p.slots, p.n),
+        "weighted_activation": (p.slots, p.n),
+    }
+    nan = float("nan")
+    results = {name: torch.full(shape, nan, dtype=DTYPES[p.dtype]) for name, shape in shapes.items()}
+    return {**results, "row_dots": torch.full((math.ceil(p.n / COLUMN_TILE), p.slots), nan)}
+
+
+def _weights(p: Problem, given: Inputs, memory: _Memory) -> dict[str, int]:
+    """b of the parameters. Weights of an expert without rows are not there."""
+    if p.operation == GRADIENT:
+        b, stride = memory.rows(given.b, "b", len(given.b))
+        return {"b": b, "b_stride": stride}
+    weights = given.b if p.weights == "nk" else given.b.mT.contiguous()
+    per_expert = weights.shape[1]
+    used = (row for row in range(len(p.counts) * per_expert) if p.counts[row // per_expert] > 0)
+    b, stride = memory.chosen_rows(weights.flatten(0, 1), "weights", used)
+    return {"b": b, "b_stride": stride, "b_expert_stride": stride * per_expert}
+
+
+def _params(
+    p: Problem, given: Inputs, results: dict[str, torch.Tensor], counter: torch.Tensor, memory: _Memory
+) -> ctypes.Structure:
+    """Maps everything and fills the kernel's parameters. What the kernel has no part in stays null."""
+    is_gradient = p.operation == GRADIENT
+    d, d_stride = memory.rows(results["d"], "d", len(results["d"]) if is_gradient else p.rows, output=True)
+    a, a_stride = memory.rows(given.a, "a", len(given.a))
+    fields = {"d": d, "d_stride": d_stride, "a": a, "a_stride": a_stride, **_weights(p, given, memory)}
+    if p.gathers:
+        fields["b_slots" if is_gradient else "a_slots"] = memory.given(given.row_slots, "row_slots")
+    if p.has_bias:
+        fields["bias"] = memory.given(given.bias, "bias")
+    if p.has_counter:
+        fields["tile_counter"] = memory.written(counter, "tile_counter", initialised=True)
+    if p.operation == BACKWARD:
+        fields["preactivation"] = memory.given(given.z, "preactivation")
+        fields["row_weights"] = memory.given(given.row_weights, "row_weights")
+        for name in ("weighted_activation", "row_dots"):
+            fields[name] = memory.written(results[name], name)
+    elif p.keeps and p.operation == GATED:
+        fields["preactivation"] = memory.written(results["preactivation"], "preactivation")
+    return GemmParams(
+        **fields,
+        expert_offsets=memory.given(given.offsets, "expert_offsets"),
+        experts=len(p.counts),
+        slots=p.slots,
+        tokens=p.slots // p.top_k,
+        top_k=p.top_k,
+        n=p.n,
+        k=p.k,
+        activation=ACTIVATIONS.index(p.activation),
+        is_interleaved=int(p.interleaved),
+    )
+
+
 def run(unit: Unit, p: Problem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
     library = load(kernel_library(unit, options))
-    given = make_inputs(p)
-    nan = float("nan")
-    backward, experts = p.operation == BACKWARD, len(p.counts)
-    width = {GATED: p.n // 2, BACKWARD: 2 * p.n}.get(p.operation, p.n)
-    like = {"dtype": DTYPES[p.dtype]}
-    shape = (experts * p.n, p.k) if p.operation == GRADIENT else (p.slots, width)
-    results = {
-        "d": torch.full(shape, nan, **like),  # type: ignore[arg-type]
-        "preactivation": torch.full((p.slots, p.n), nan, **like),  # type: ignore[arg-type]
-        "weighted_activation": torch.full((p.slots, p.n), nan, **like),  # type: ignore[arg-type]
-        "row_dots": torch.full((math.ceil(p.n / COLUMN_TILE), p.slots), nan),
-    }
-    counter = torch.zeros(1, dtype=torch.int32)
-    weights = given.b if p.operation == GRADIENT or p.weights == "nk" else given.b.mT.contiguous()
+    given, results, counter = make_inputs(p), make_results(p), torch.zeros(1, dtype=torch.int32)
+    symbol = unit.symbol(*filter(None, (p.weights,)))
+    memory = _Memory(library, p)
     with mapped(library):
-        memory = _Memory(library, p)
-        written = (lambda _: True) if p.operation == GRADIENT else (lambda row: row < p.rows)
-        d, d_stride = memory.rows(results["d"], "d", written, output=True)
-        a, a_stride = memory.rows(given.a, "a", lambda _: True)
-        flat = weights.flatten(0, -2)
-        per_expert = weights.shape[-2]
-        chosen = (lambda _: True) if p.operation == GRADIENT else (lambda row: p.counts[row // per_expert] > 0)
-        b, b_stride = memory.rows(flat, "b", chosen)
-        slots = memory.whole(given.row_slots, "row_slots")
-        fields = {
-            "a": a,
-            "b": b,
-            "d": d,
-            "bias": memory.whole(given.bias, "bias") if p.has_bias else 0,
-            "expert_offsets": memory.whole(given.offsets, "expert_offsets"),
-            "a_slots": slots if p.gathers and p.operation != GRADIENT else 0,
-            "b_slots": slots if p.gathers and p.operation == GRADIENT else 0,
-            "tile_counter": memory.whole(counter, "tile_counter", output=True, initialised=True) if p.has_counter else 0,
-        }
-        if backward:
-            fields["preactivation"] = memory.whole(given.z, "preactivation")
-            fields["row_weights"] = memory.whole(given.row_weights, "row_weights")
-            for name in ("weighted_activation", "row_dots"):
-                fields[name] = memory.whole(results[name], name, output=True)
-        elif p.keeps:
-            fields["preactivation"] = memory.whole(results["preactivation"], "preactivation", output=True)
-        params = GemmParams(
-            **fields,
-            a_stride=a_stride,
-            b_stride=b_stride,
-            b_expert_stride=b_stride * per_expert,
-            d_stride=d_stride,
-            experts=experts,
-            slots=p.slots,
-            tokens=p.slots // p.top_k,
-            top_k=p.top_k,
-            n=p.n,
-            k=p.k,
-            activation=ACTIVATIONS.index(p.activation),
-            is_interleaved=int(p.interleaved),
-        )
-        symbol = unit.symbol(*filter(None, (p.weights,)))
+        params = _params(p, given, results, counter, memory)
         report = library.launch(symbol, (ctypes.addressof(params),), geometry(unit, p), settings)
     wrong: list[str] = []
     if report.failure is None:
-        if p.operation == GRADIENT:
-            results["d"] = results["d"].view(experts, p.n, p.k)
         for name, (value, bound) in reference(p, given).items():
-            result = results[name]
-            result = result if p.operation == GRADIENT else result[: p.rows] if name != "row_dots" else result[:, : p.rows]
-            wrong += _differences(name, result, value, bound)
+            wrong += worst_place(name, _rows_of(p, name, results[name]), value, bound)
         if int(counter[0]) != 0:
             wrong.append(f"tile_counter is {int(counter[0])} after the launch; the next launch needs 0")
-    return Outcome(p, report, tuple(wrong), results)
+    return Outcome(p, symbol, report, tuple(wrong), results["d"], results["row_dots"])  # type: ignore[arg-type]
+
+
+def _rows_of(p: Problem, name: str, result: torch.Tensor) -> torch.Tensor:
+    """The part of a result that the kernel writes, in the shape of the reference."""
+    if p.operation == GRADIENT:
+        return result.view(len(p.counts), p.n, p.k)
+    return result[:, : p.rows] if name == "row_dots" else result[: p.rows]
 
 
 def geometry(unit: Unit, p: Problem) -> Geometry:
@@ -364,16 +375,3 @@ def geometry(unit: Unit, p: Problem) -> Geometry:
         tiles = (math.ceil(p.slots / row.block_m) + min(len(p.counts), p.slots)) * math.ceil(p.n / row.block_n)
     grid = min(tiles, EMULATED_MULTIPROCESSORS)
     return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), launch_registers(unit))
-
-
-def _differences(name: str, actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> list[str]:
-    error = (actual.double() - expected).abs()
-    wrong = ~((error <= bound) | (torch.isnan(actual) & torch.isnan(expected)))
-    if not wrong.any():
-        return []
-    worst = (error - bound).nan_to_num(float("inf")).where(wrong, float("-inf"))
-    index = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
-    return [
-        f"{name} is wrong at {int(wrong.sum())} of {wrong.numel()} places; worst at {list(index)}: "
-        f"{float(actual[index]):.6g} instead of {float(expected[index]):.6g} (bound {float(bound[index]):.2e})"
-    ]

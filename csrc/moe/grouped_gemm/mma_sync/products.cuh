@@ -22,11 +22,11 @@ struct Operands {
   int steps;
 };
 
-// The column of the weights' own (row of [n, k] weights) for column `column` of all tiles of a gated product: eight of gate and
-// eight of up in turn. Past the end: the last ones.
+// The weights' own column (row of [n, k] weights) for column `column` of all tiles of a gated product: eight of gate and eight of
+// up in turn. Past the end: the last eight of each.
 __device__ __forceinline__ int gated_column(const GemmParams& params, int column) {
   const int width = params.n / 2;
-  const int own = minimum(column / 16 * 8 + column % 8, width - 1);
+  const int own = minimum(column / 16 * 8, width - 8) + column % 8;
   const int is_up = column / 8 % 2;
   return params.is_interleaved != 0 ? 2 * own + is_up : is_up * width + own;
 }

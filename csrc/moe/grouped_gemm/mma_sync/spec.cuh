@@ -32,7 +32,7 @@ struct TileSpec {
   static constexpr int kStagingRowBytes = kWarpColumns * 4 + 32;
   static constexpr int kWarpStagingBytes = 16 * kStagingRowBytes;
   static constexpr int kStagingBytes = kNumWarps * kWarpStagingBytes;
-  static constexpr int kSharedBytes = kRingBytes + RowTiles<kBlockM>::kSharedBytes + 4;
+  static constexpr int kSharedBytes = kRingBytes + 2 * static_cast<int>(sizeof(Tile)) + RowTiles<kBlockM>::kSharedBytes;
 
   static __device__ __forceinline__ int warp_row() { return ptx::warp_index() / kWarpsN * kWarpRows; }
   static __device__ __forceinline__ int warp_column() { return ptx::warp_index() % kWarpsN * kWarpColumns; }

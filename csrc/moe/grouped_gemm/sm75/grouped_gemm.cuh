@@ -12,8 +12,8 @@ namespace sm75 {
 template <typename Spec, typename Product>
 __device__ __forceinline__ void run(const GemmParams& params) {
   mma_sync::run_tiles<Spec, Product>(
-      params, [](auto& operands, mma_sync::Accumulator<Spec>& sums, ptx::SmemPointer ring_smem) {
-        multiply(operands, sums, ring_smem);
+      params, [](auto& operands, mma_sync::Accumulator<Spec>& sums, ptx::SmemPointer ring_smem, auto while_loading) {
+        multiply(operands, sums, ring_smem, while_loading);
       });
 }
 

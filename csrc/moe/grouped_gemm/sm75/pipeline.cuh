@@ -30,9 +30,10 @@ struct StagedTile {
   }
 };
 
-template <typename Spec, typename A, typename B>
+// while_loading(): what the block can do until the first tiles are there.
+template <typename Spec, typename A, typename B, typename WhileLoading>
 __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& sums,
-                                         ptx::SmemPointer ring_smem) {
+                                         ptx::SmemPointer ring_smem, WhileLoading while_loading) {
   const int steps = operands.steps;
   const mma_sync::StageReader<Spec, A::kIsMn, B::kIsMn> reader;
   StagedTile<A> a_staged;
@@ -41,6 +42,9 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
   if (steps > 0) {
     a_staged.fetch(operands.a);
     b_staged.fetch(operands.b);
+  }
+  while_loading();
+  if (steps > 0) {
     a_staged.store(ring_smem);
     b_staged.store(ring_smem + Spec::kABytes);
   }

@@ -36,9 +36,10 @@ struct Ring {
   }
 };
 
-template <typename Spec, typename A, typename B>
+// while_loading(): what the block can do until the first tiles are there.
+template <typename Spec, typename A, typename B, typename WhileLoading>
 __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& sums,
-                                         ptx::SmemPointer ring_smem) {
+                                         ptx::SmemPointer ring_smem, WhileLoading while_loading) {
   constexpr int kAhead = Spec::kNumStages - 1;
   const int steps = operands.steps;
 #pragma unroll
@@ -46,6 +47,7 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
     if (stage < steps) load_stage<Spec>(operands, ring_smem + stage * Spec::kStageBytes);
     ptx::cp_async_commit();
   }
+  while_loading();
   const mma_sync::StageReader<Spec, A::kIsMn, B::kIsMn> reader;
   mma_sync::Fragments<Spec> fragments[2];
   ptx::cp_async_wait<kAhead - 1>();
