@@ -66,6 +66,7 @@ def weight_gradient_problems(unit: Unit) -> Iterator[WeightGradientProblem]:
     yield make((9, 450, 0), m, 72, "a", unit.dtype, top_k=1, has_counter=False, data_seed=3)  # the ring comes round
     yield make((0, 0), 40, 2 * n + 8, "b", unit.dtype, unrouted=4, data_seed=4)  # nobody chose these experts
     yield make((33, 100), 2 * m + 8, 136, "", unit.dtype, has_nan=True, data_seed=5)  # both in place
+    yield make((5, 3), 8 * m + 8, n + 8, "b", unit.dtype, top_k=1, data_seed=6)  # more than one section of tiles
 
 
 @dataclass(frozen=True)
