@@ -14,6 +14,7 @@ from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
+from flashmoe_build.emulation.moe import gemm
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -50,6 +51,8 @@ class Case:
     def command(self) -> str:
         """The command that repeats the case."""
         p = self.problem
+        if not isinstance(p, Problem):
+            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --seed {self.seed}"
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
@@ -169,6 +172,8 @@ _OPERATIONS = {
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
+    "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
+    "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient

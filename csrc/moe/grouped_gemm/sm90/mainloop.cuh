@@ -74,6 +74,11 @@ struct Mainloop {
     release(before);
   }
 
+  // At the start the second consumer lets the first go ahead: it waits for data that it needs later. The distance stays.
+  __device__ __forceinline__ void fall_behind(int blocks) const {
+    if (Spec::kLead > 0 && consumer > 0) ptx::mbarrier_wait(shared.full(minimum(Spec::kLead, blocks - 1)), 0);
+  }
+
   // Passes over a tile of which this consumer has no row.
   __device__ __forceinline__ void skip(int blocks) {
     for (int block = 0; block < blocks; ++block, at.advance()) {
@@ -107,9 +112,10 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   const int blocks = ceil_div(params.k, Spec::kBlockK);
   Mainloop<Spec, kWeights> mainloop(shared, consumer);
   RingPosition<Spec::kNumTileSlots> slot;
-  while (true) {
+  for (bool is_first = true;; is_first = false) {
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
+    if (is_first) mainloop.fall_behind(blocks);
     const Part<Spec> part = part_of<Spec>(tile, consumer);
     if (part.rows <= 0) {
       mainloop.skip(blocks);

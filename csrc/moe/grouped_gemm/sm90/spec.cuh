@@ -14,8 +14,10 @@ namespace sm90 {
 //   kOutputSlabs   [64 rows][64 columns] buffers of each consumer, through which results leave
 //   kIsGated       the columns are 64 of gate and the same 64 of up in turn (kKnPairs: gate and up in turn); of kBlockN
 //                  columns come kBlockN / 2
+//   kLead          blocks of k by which the first consumer is ahead of the second: while one of them is in its epilogue the other
+//                  still multiplies
 //   kGathersA      the rows of A are not neighbours: the producer copies them one by one
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_,
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_, int kLead_,
           bool kIsGated_, bool kGathersA_>
 struct TileSpec {
   using Element = Element_;
@@ -25,6 +27,7 @@ struct TileSpec {
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kOutputSlabs = kOutputSlabs_;
+  static constexpr int kLead = kLead_;
   static constexpr bool kIsGated = kIsGated_;
   static constexpr bool kGathersA = kGathersA_;
 
@@ -40,6 +43,7 @@ struct TileSpec {
 
   static_assert(kBlockM == 64 || kBlockM == 128, "two consumers of 64 rows, or of the same 64");
   static_assert(kBlockN <= 256 && kConsumerColumns % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
+  static_assert(kLead < kNumStages, "the stages between the consumers are in shared memory");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
 
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
@@ -61,12 +65,12 @@ struct TileSpec {
 };
 
 // d = A B: A by the copy engine.
-template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
-using GemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kLead>
+using GemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kLead, false, false>;
 
 // d = activation(A B): gathered rows of A.
-template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
-using GatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kLead>
+using GatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kLead, true, true>;
 
 // Pointers into a block's shared memory.
 template <typename Spec>
