@@ -186,6 +186,7 @@ _OPERATIONS = {
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     **{name: _Operation(few_rows.problems, few_rows.run) for name in few_rows.OPERATIONS},
+    "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
     ),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoe.tools.operations import Header
 from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
@@ -20,15 +19,21 @@ from flashmoe_build.emulation.attention import (
     mapped,
     tensor_map_arguments,
 )
-from flashmoe_build.emulation.build import CSRC, Options, kernel_library
-from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
-from flashmoe_build.emulation.parameters import structure
-from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, worst_place
-
-GemmParams = structure(Header("GemmParams", "moe/params/gemm.h"), (CSRC,))
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")  # in the order of gemm.h
-UNTOUCHED = 7.0  # what stands in an output's padding, before and after
+from flashmoe_build.emulation.build import Options, kernel_library
+from flashmoe_build.emulation.machine import Geometry, Settings
+from flashmoe_build.emulation.moe.gemm import (
+    ACTIVATIONS,
+    FORMULAS,
+    PADDING,
+    UNTOUCHED,
+    Buffers,
+    GemmParams,
+    Routing,
+    counter_is_zero,
+    left_alone,
+    route,
+)
+from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
 
 
 @dataclass(frozen=True)
@@ -66,40 +71,7 @@ def weight_gradient_problems(unit: Unit) -> Iterator[WeightGradientProblem]:
     yield make((9, 450, 0), m, 72, "a", unit.dtype, top_k=1, has_counter=False, data_seed=3)  # the ring comes round
     yield make((0, 0), 40, 2 * n + 8, "b", unit.dtype, unrouted=4, data_seed=4)  # nobody chose these experts
     yield make((33, 100), 2 * m + 8, 136, "", unit.dtype, has_nan=True, data_seed=5)  # both in place
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Which slot each row is, the experts' rows one after another."""
-
-    offsets: torch.Tensor  # int32 [experts + 1]
-    row_slots: torch.Tensor  # int32 [slots], -1 past the last row
-
-
-def route(rows: tuple[int, ...], slots: int, generator: torch.Generator) -> Routing:
-    """Slots for the rows at random, ascending inside an expert."""
-    chosen = torch.randperm(slots, generator=generator)[: sum(rows)]
-    parts = [part.sort().values for part in chosen.split(list(rows))]
-    row_slots = torch.full((slots,), -1, dtype=torch.int32)
-    row_slots[: sum(rows)] = torch.cat(parts).int()
-    offsets = torch.tensor([0, *rows]).cumsum(0).int()
-    return Routing(offsets, row_slots)
-
-
-class Buffers:
-    """Maps host tensors into the machine and keeps them alive."""
-
-    def __init__(self, library: KernelLibrary) -> None:
-        self._library = library
-        self._kept: list[torch.Tensor] = []
-
-    def add(self, name: str, tensor: torch.Tensor | None, *, writable: bool = False) -> int:
-        """The tensor's address on the machine; 0 for none."""
-        if tensor is None:
-            return 0
-        self._kept.append(tensor)
-        size = tensor.numel() * tensor.element_size()
-        return self._library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=True, name=name)
+    yield make((5, 3), 8 * m + 8, n + 8, "b", unit.dtype, top_k=1, data_seed=6)  # more than one section of tiles
 
 
 def run_weight_gradient(
@@ -116,7 +88,7 @@ def run_weight_gradient(
     starts = [int(start) for start, count in zip(routing.offsets, problem.rows, strict=False) if count][1:]
     for name, width in columns.items():
         is_gathered = problem.gather == name
-        tensor = torch.randn((tokens if is_gathered else problem.slots, width + 8), generator=generator).to(dtype)
+        tensor = torch.randn((tokens if is_gathered else problem.slots, width + PADDING), generator=generator).to(dtype)
         tensor[:, width:] = float("nan")  # padding, which the strides skip
         if problem.has_nan:
             tensor[[int(routing.row_slots[starts[0]]) // problem.top_k] if is_gathered else starts, 3] = float("nan")
@@ -125,18 +97,18 @@ def run_weight_gradient(
         tensors[name] = tensor
         slots = routing.row_slots[: sum(problem.rows)].long()
         by_row[name] = (tensor[slots // problem.top_k] if is_gathered else tensor[: sum(problem.rows)])[:, :width]
-    out = torch.full((experts, problem.n, problem.k + 8), UNTOUCHED, dtype=dtype)
+    out = torch.full((experts, problem.n, problem.k + PADDING), UNTOUCHED, dtype=dtype)
     out[..., : problem.k] = float("nan")
     counter = torch.zeros(1, dtype=torch.int32)
     tiles = math.ceil(problem.n / unit.row.block_m) * math.ceil(problem.k / unit.row.block_n) * experts
     with mapped(library):
         buffers = Buffers(library)
-        slots_address = buffers.add("row_slots", routing.row_slots)
+        slots_address = buffers.add("row_slots", routing.row_slots, from_grid_in_front=True)
         params = GemmParams(
-            a=buffers.add("a", tensors["a"]),
-            b=buffers.add("b", tensors["b"]),
+            a=buffers.add("a", tensors["a"], from_grid_in_front=True),
+            b=buffers.add("b", tensors["b"], from_grid_in_front=True),
             d=buffers.add("d", out, writable=True),
-            expert_offsets=buffers.add("expert_offsets", routing.offsets),
+            expert_offsets=buffers.add("expert_offsets", routing.offsets, from_grid_in_front=True),
             a_slots=slots_address if problem.gather == "a" else 0,
             b_slots=slots_address if problem.gather == "b" else 0,
             tile_counter=buffers.add("tile_counter", counter, writable=True) if problem.has_counter else 0,
@@ -216,18 +188,7 @@ def gated_backward_problems(unit: Unit) -> Iterator[GatedBackwardProblem]:
 def activation_gradient(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The activation and its derivatives by gate and up, by torch's own autograd."""
     gate, up = gate.clone().requires_grad_(), up.clone().requires_grad_()
-    functional = torch.nn.functional
-    if activation == "clamped_swiglu":
-        held = gate.clamp(max=7.0)
-        value = held * torch.sigmoid(1.702 * held) * (up.clamp(-7.0, 7.0) + 1.0)
-    else:
-        function = {
-            "swiglu": functional.silu,
-            "geglu": functional.gelu,
-            "geglu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-            "reglu": functional.relu,
-        }[activation]
-        value = function(gate) * up
+    value = FORMULAS[activation](gate, up)
     by_gate, by_up = torch.autograd.grad(value.sum(), (gate, up))
     return value.detach(), by_gate, by_up
 
@@ -243,7 +204,7 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    dout = normal(tokens, k + 8)
+    dout = normal(tokens, k + PADDING)
     dout[:, k:] = float("nan")
     weights = normal(experts, n, k) if problem.weights == "nk" else normal(experts, k, n)
     preactivation = (4.0 * normal(slots, 2 * n)).to(dtype)
@@ -256,7 +217,7 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
         dout[int(routing.row_slots[3]) // problem.top_k, 5] = float("nan")
         preactivation[4, 2] = float("nan")
         weights[1] = float("nan")  # of the expert that nobody chose
-    d_stride = 2 * n + 8
+    d_stride = 2 * n + PADDING
     d = torch.full((slots, d_stride), UNTOUCHED, dtype=dtype)
     active = torch.full((slots, n), UNTOUCHED, dtype=dtype)
     n_tiles = math.ceil(n / unit.row.block_n)
@@ -266,15 +227,15 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
     with mapped(library):
         buffers = Buffers(library)
         params = GemmParams(
-            a=buffers.add("a", dout),
+            a=buffers.add("a", dout, from_grid_in_front=True),
             b=buffers.add("b", weights),
             d=buffers.add("d", d, writable=True),
-            preactivation=buffers.add("preactivation", preactivation),
+            preactivation=buffers.add("preactivation", preactivation, from_grid_in_front=True),
             weighted_activation=buffers.add("weighted_activation", active, writable=True),
             row_dots=buffers.add("row_dots", row_dots, writable=True),
-            row_weights=buffers.add("row_weights", row_weights),
-            expert_offsets=buffers.add("expert_offsets", routing.offsets),
-            a_slots=buffers.add("a_slots", routing.row_slots),
+            row_weights=buffers.add("row_weights", row_weights, from_grid_in_front=True),
+            expert_offsets=buffers.add("expert_offsets", routing.offsets, from_grid_in_front=True),
+            a_slots=buffers.add("a_slots", routing.row_slots, from_grid_in_front=True),
             tile_counter=buffers.add("tile_counter", counter, writable=True) if problem.has_counter else 0,
             a_stride=dout.stride(0),
             b_stride=weights.stride(1),
@@ -360,14 +321,3 @@ class _Rows:
         s, value = self._s[:, columns], self._value[:, columns]
         error = (self._s_error[:, columns] * value.abs() + 8e-6 * s.abs() * self._reach[:, columns]).sum(1)
         return (s * value).sum(1), error + 1e-5
-
-
-def left_alone(name: str, padding: torch.Tensor) -> list[str]:
-    """What stands beside a result must stay."""
-    changed = int((padding != UNTOUCHED).sum())
-    return [f"{changed} elements beside {name} were written"] if changed else []
-
-
-def counter_is_zero(counter: torch.Tensor) -> list[str]:
-    value = int(counter[0])
-    return [f"tile_counter is {value} after the launch; the next launch needs 0"] if value else []

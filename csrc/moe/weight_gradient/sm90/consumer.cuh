@@ -42,6 +42,13 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
+  // Before its first products a consumer lets the first one go ahead: it waits for rows that it needs later. The distance stays.
+  __device__ __forceinline__ void fall_behind(int rows) const {
+    if (Spec::kLead > 0 && consumer > 0) {
+      ptx::mbarrier_wait(shared.full(minimum(Spec::kLead, ceil_div(rows, Spec::kStageRows) - 1)), 0);
+    }
+  }
+
   __device__ __forceinline__ void multiply(float (&sums)[kAccumulators], int rows) {
     RingPosition<Spec::kNumStages> used = at;  // the oldest stage that has not been released
 #pragma unroll
@@ -95,12 +102,17 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     RingPosition<Spec::kTileSlots> slot;
+    bool is_first = true;
     while (true) {
       ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
       const Tile tile = read_tile<Tile>(shared.tile(slot.stage));
       release(shared.tile_empty(slot.stage));
       slot.advance();
       if (tile.expert < 0) break;
+      if (is_first && tile.rows > 0) {
+        fall_behind(tile.rows);
+        is_first = false;
+      }
       float sums[kAccumulators];
       multiply(sums, tile.rows);
       store(sums, tile);

@@ -18,7 +18,8 @@ namespace sm90 {
 //   kBlockM, kBlockN   columns of a, of b, a tile takes
 //   kNumStages         stages of 64 rows of both
 //   kOutputSlabs       buffers of 64 columns that a consumer's result leaves through
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_>
+//   kLead              stages by which the first consumer is ahead of the others: while it stores, they still multiply
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_, int kLead_>
 struct WeightGradientSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
@@ -26,6 +27,7 @@ struct WeightGradientSpec {
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kOutputSlabs = kOutputSlabs_;
+  static constexpr int kLead = kLead_;
 
   static constexpr int kStageRows = 64;
   static constexpr int kNumConsumers = kBlockM / 64;
@@ -38,6 +40,7 @@ struct WeightGradientSpec {
   static_assert(kBlockN % 64 == 0 && kBlockN <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
   static_assert(kNumStages >= 2, "a stage is released once the next one's products have been issued");
+  static_assert(kLead < kNumStages, "the stages between the consumers are in shared memory");
   static_assert(kOutputSlabs >= 1 && kOutputSlabs <= kBlockN / 64, "a buffer of 64 columns each");
 
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.

@@ -8,6 +8,7 @@
 
 #include "moe/weight_gradient/sm90/consumer.cuh"
 #include "moe/weight_gradient/sm90/producer.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/register_control.cuh"
 #include "ptx/shuffle.cuh"
 
@@ -30,6 +31,8 @@ __device__ __forceinline__ void weight_gradient(const GemmParams& params, const 
     ptx::prefetch_tensor_map(&d_map);
     init_barriers(shared);
   }
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
   sort_experts(params, shared);
 
   if (warpgroup == 0) {
