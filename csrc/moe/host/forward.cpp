@@ -173,7 +173,7 @@ void layer_cuda(const LayerArguments& arguments, const LayerOutputs& outputs) {
   set_gated(gated.params, arguments, operands, sorted, outputs, h);
   gated.add(list, /*is_dependent=*/true, call, counter);
   set_plain(down.params, sorted, shape, h, data_or_null(operands.b2), y);
-  down.add(list, /*is_dependent=*/true, call, counter);
+  down.add(list, /*is_dependent=*/down.may_follow(gated), call, counter);
   const CombineParams combined = make_combine(arguments, operands, sorted, outputs, y);
   list.add({&combine, shape.tokens, &combined, nullptr, /*is_dependent=*/true});
   list.run(call);

@@ -1,8 +1,9 @@
 // The parts that lists of kernels are made of: each prepares one kernel, or the sort's two, and adds it to a list. A part must
 // live until the list has run.
 //
-// Every kernel waits for the one before it before its first access to what that writes, and lets the next one begin only after
-// its own wait: so each may be scheduled early behind the one before it, whichever it depends on.
+// Every kernel waits for the one before it before its first access to what any of the list writes, so each may be scheduled early
+// behind the one before it, whichever it depends on. One exception: a plain product for few rows reads the sort's offsets before
+// it waits, so what stands between the two must not let it begin before the sort has ended (may_follow).
 #pragma once
 
 #include <cuda.h>
@@ -64,6 +65,11 @@ class ProductPart {
   GemmParams params{};  // to be filled in, but for tile_counter
 
   const Kernel& kernel() const { return *kernel_; }
+
+  // Whether the gated product `front`, which stands right behind the sort, may let this one begin early.
+  bool may_follow(const ProductPart& front) const {
+    return !is_for_few_rows(*kernel_) || is_for_few_rows(*front.kernel_);
+  }
 
   // `counter`: of the call, taken on first use.
   void add(host::LaunchList& list, bool is_dependent, const host::CudaCall& call,

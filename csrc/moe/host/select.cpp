@@ -151,6 +151,12 @@ const Kernel& select_product(const ProductInput& input) {
   host::refuse(input.request, kProducts[static_cast<std::size_t>(input.product)].words);
 }
 
+bool is_for_few_rows(const Kernel& kernel) {
+  return std::any_of(kProducts.begin(), kProducts.end(), [&kernel](const ProductName& name) {
+    return name.few_rows != nullptr && equal(name.few_rows, kernel.operation);
+  });
+}
+
 const Kernel& select_step(const KernelRequest& request, Step step) {
   constexpr std::size_t kEntries = 2 * kNumSteps;
   struct Remembered {

@@ -32,6 +32,8 @@ struct ProductInput {
 // one), the smallest such tile, or the largest there is. Throws as host::refuse() says where there is no kernel.
 const Kernel& select_product(const ProductInput& input);
 
+bool is_for_few_rows(const Kernel& kernel);
+
 // The kernels around the products. They exist in one form for all GPUs that can run them, so a forced family does not matter.
 enum class Step : int32_t { kRoute, kSortOne, kSortCount, kSortPlace, kCombine, kCombineBackward, kBiasGradient };
 
