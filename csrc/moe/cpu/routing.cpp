@@ -72,15 +72,17 @@ void softmax(float* x, int32_t count) {
   for (int32_t i = 0; i < count; ++i) x[i] /= sum;
 }
 
-// Experts outside of the best groups get a choice score of -inf.
+// Experts outside of the best groups get a choice score of -inf. A group counts by the sum of its two largest scores where scoring
+// is sigmoid, else by its largest.
 void keep_best_groups(const moe::RouteParams& params, RouteScratch* scratch) {
   const int32_t size = params.experts / params.groups;
+  const bool has_two = params.scoring == Scoring::kSigmoid && size > 1;
   scratch->group_scores.resize(static_cast<size_t>(params.groups));
   for (int32_t group = 0; group < params.groups; ++group) {
     const float* scores = scratch->choice.data() + group * size;
     take_largest(scores, size, std::min(2, size), &scratch->order);
     scratch->group_scores[static_cast<size_t>(group)] =
-        scores[scratch->order[0]] + (size > 1 ? scores[scratch->order[1]] : 0.0f);
+        scores[scratch->order[0]] + (has_two ? scores[scratch->order[1]] : 0.0f);
   }
   take_largest(scratch->group_scores.data(), params.groups, params.topk_groups, &scratch->groups);
   std::vector<bool> stays(static_cast<size_t>(params.groups), false);
@@ -102,7 +104,7 @@ void route_token(const moe::RouteParams& params, int64_t token, RouteScratch* sc
     if (params.scoring == Scoring::kTopkSoftmax && params.bias != nullptr) scores[i] += params.bias[i];
   }
   if (params.scoring == Scoring::kSoftmax) softmax(scores, params.experts);
-  scratch->choice = scratch->scores;
+  std::copy(scores, scores + experts, scratch->choice.begin());  // assigning the vector would need GLIBCXX_3.4.29
   if (params.scoring != Scoring::kTopkSoftmax && params.bias != nullptr) {
     for (size_t i = 0; i < experts; ++i) scratch->choice[i] += params.bias[i];
   }

@@ -17,6 +17,7 @@ using host::give_none;
 using host::give_optional;
 using host::take;
 using host::take_tensor;
+using host::take_text;
 
 // The backend that an operator is registered for.
 struct Cpu {
@@ -69,7 +70,7 @@ void boxed_route(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
   RouteArguments arguments;
   arguments.logits = take_tensor(stack[0]);
   arguments.top_k = take<int64_t>(stack[1]);
-  const auto scoring = take<std::string>(stack[2]);
+  const auto scoring = take_text(stack[2]);
   arguments.bias = take_optional_tensor(stack[3]);
   arguments.groups = take<int64_t>(stack[4]);
   arguments.topk_groups = take<int64_t>(stack[5]);
@@ -129,8 +130,8 @@ LayerArguments take_layer(const StableIValue* stack, bool keep) {
   arguments.b2 = take_optional_tensor(stack[6]);
   arguments.routing.expert_map = take_optional_tensor(stack[7]);
   arguments.shared = take_optional_tensor(stack[8]);
-  const auto activation = take<std::string>(stack[9]);
-  const auto layout = take<std::string>(stack[10]);
+  const auto activation = take_text(stack[9]);
+  const auto layout = take_text(stack[10]);
   arguments.shape.is_transposed = take<bool>(stack[11]);
   arguments.keep = keep;
   arguments.shape.activation = activation_of(activation);
@@ -232,8 +233,8 @@ void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t 
   arguments.sorted.row_slots = take_tensor(stack[8]);
   arguments.sorted.slot_rows = take_tensor(stack[9]);
   arguments.sorted.row_weights = take_tensor(stack[10]);
-  const auto activation = take<std::string>(stack[11]);
-  const auto layout = take<std::string>(stack[12]);
+  const auto activation = take_text(stack[11]);
+  const auto layout = take_text(stack[12]);
   arguments.shape.is_transposed = take<bool>(stack[13]);
   const auto needs = take<int64_t>(stack[14]);
   arguments.shape.activation = activation_of(activation);
