@@ -102,7 +102,9 @@ def make_inputs(case: Case, seed: int = 0, kind: str = "normal", device: str = "
         x[-1, case.hidden // 2] = 500.0
     elif kind == "large":
         x = x * 30
-    w13 = normal(case.experts, *((case.hidden, both) if case.transposed else (both, case.hidden)), scale=case.hidden**-0.5)
+    w13 = normal(
+        case.experts, *((case.hidden, both) if case.transposed else (both, case.hidden)), scale=case.hidden**-0.5
+    )
     down = (case.intermediate, case.hidden) if case.transposed else (case.hidden, case.intermediate)
     w2 = normal(case.experts, *down, scale=case.intermediate**-0.5)
     world = 2 * case.experts if case.mapped else case.experts

@@ -60,7 +60,8 @@ GemmPlan plan_tasks(const GemmTask& whole, const MoeKernel& kernel, int num_thre
   };
   GemmPlan plan;
   int32_t begin = 0;
-  for (int32_t expert = 0; expert < params.experts; ++expert) chunks += divide_up(rows_of(expert, &begin), kMaxTaskRows);
+  for (int32_t expert = 0; expert < params.experts; ++expert)
+    chunks += divide_up(rows_of(expert, &begin), kMaxTaskRows);
   int32_t pieces = divide_up(panels, std::max(1, kMaxTaskColumns / kernel.panel_columns));
   while (chunks > 0 && chunks * pieces < kTasksPerThread * num_threads && pieces < panels) ++pieces;
   plan.panels = divide_up(panels, std::max(1, pieces));

@@ -77,7 +77,7 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     x, w13, w2, topk_weights, _, b13, b2, _, _, activation, layout, transposed, keep = inputs
     ctx.save_for_backward(x, w13, w2, b13, b2, *output[1:])
     ctx.words = activation, layout, transposed
-    ctx.is_kept, ctx.weights_dtype = keep, topk_weights.dtype
+    ctx.is_kept, ctx.weights_dtype, ctx.top_k = keep, topk_weights.dtype, topk_weights.shape[1]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -99,7 +99,8 @@ def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> Gradients:
             grad_out, x, w13, w2, b13, b2, *kept, *ctx.words, needs
         )
     dx, dw13, dw2, dweights, db13, db2 = found
-    dweights = dweights if dweights is None else dweights.to(ctx.weights_dtype)
+    if dweights is not None:  # of no token at all the operator cannot know k
+        dweights = dweights.to(ctx.weights_dtype).reshape(-1, ctx.top_k)
     dshared = grad_out if ctx.needs_input_grad[8] else None
     return dx, dw13, dw2, dweights, None, db13, db2, None, dshared, None, None, None, None
 

@@ -19,7 +19,9 @@ FAMILIES = ("sm75", "sm80", "sm90")
 Layer = Callable[..., torch.Tensor]  # of x, w13, w2, topk_weights, topk_ids
 
 
-def _grouped(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _grouped(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """What torch has for it: argsort, F.grouped_mm, index_add in float32."""
     experts, top_k = w13.shape[0], ids.shape[1]
     order = ids.flatten().argsort(stable=True)
@@ -32,7 +34,9 @@ def _grouped(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torc
     return out.index_add(0, tokens, y.float() * weights.flatten()[order, None]).to(x.dtype)
 
 
-def _loop(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _loop(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """Expert by expert, as transformers does without kernels."""
     return compose(x, w13, w2, weights, ids, x.dtype)
 

@@ -97,12 +97,13 @@ class MoeProblem:
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[MoeProblem]:
         """A list is an axis, and the table stands for the product of its axes."""
         fields.known(row, {"dtype", "routing", *_SIZES}, where)
-        dtypes = [fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))]
+        dtypes = [
+            fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))
+        ]
         words = [fields.choice(one, ROUTINGS, where, "routing") for one in fields.axis(row.get("routing", "uniform"))]
-        for dtype, routing, *counts in itertools.product(
-            dtypes, words, *(fields.counts(row, where, name) for name in _SIZES)
-        ):
-            sizes = dict(zip(_SIZES, counts, strict=True))
+        counts = itertools.product(*(fields.counts(row, where, name) for name in _SIZES))
+        for dtype, routing, values in itertools.product(dtypes, words, list(counts)):
+            sizes = dict(zip(_SIZES, values, strict=True))
             if sizes["top_k"] > sizes["experts"]:
                 fields.fail(where, "top_k", sizes["top_k"], f"at most experts = {sizes['experts']}")
             yield cls(dtype=dtype, routing=routing, **sizes)

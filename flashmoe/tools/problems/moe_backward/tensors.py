@@ -32,9 +32,7 @@ class BackwardInputs(tensors.Inputs):
 def make_inputs(problem: MoeProblem, device: str, seed: int) -> BackwardInputs:
     forward = tensors.make_inputs(problem, device, seed)
     dout = tensors.make_inputs(problem, device, seed + 1).x
-    return BackwardInputs(
-        problem, forward.x, forward.w13, forward.w2, forward.topk_weights, forward.topk_ids, dout
-    )
+    return BackwardInputs(problem, forward.x, forward.w13, forward.w2, forward.topk_weights, forward.topk_ids, dout)
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,6 @@ def make_reference(inputs: tensors.Inputs) -> GradientReference:
 
 
 def _differentiate(inputs: BackwardInputs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
-    out = tensors.compose(*leaves, inputs.topk_ids, dtype)
+    x, w13, w2, weights = leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
+    out = tensors.compose(x, w13, w2, weights, inputs.topk_ids, dtype)
     return torch.autograd.grad(out, leaves, inputs.dout.to(dtype))
