@@ -1,7 +1,7 @@
 // One task of a grouped matrix product. Include after a vector_*.h. Internal linkage.
 //
-// The task's rows are packed once, then block by block each panel of the weights, which all rows use while it is in the L1
-// cache. With few rows the time is that of reading the weights, each once and in the order of memory: so many blocks of the
+// The task's rows are packed once, then block by block each panel of the weights, which all rows use while it is in the
+// caches. With few rows the time is that of reading the weights, each once and in the order of memory: so many blocks of the
 // summed dimension as kLeftFloats allow are packed of the rows, and a panel goes through them all.
 #pragma once
 
