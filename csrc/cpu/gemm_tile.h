@@ -15,8 +15,9 @@ namespace {
 
 constexpr int kPanelVectors = 2;
 constexpr int32_t kPanelColumns = kPanelVectors * Vector::kWidth;
-// A panel of the right operand (16 KiB with AVX-512) stays in the L1 cache while the rows pass by.
-constexpr int32_t kBlockWords = 128;
+// A panel of the right operand (32 KiB with AVX-512) stays in the L1 and L2 caches while the rows pass by. Half of it, which
+// would fit an L1 cache, was 3% slower on Zen 4: sums are loaded and stored once for each panel.
+constexpr int32_t kBlockWords = 256;
 // From a row of the left operand to the next: constant, so that a tile's rows need one register; no multiple of 4 KiB.
 constexpr int64_t kLeftStride = kBlockWords + 16;
 

@@ -1,7 +1,8 @@
 """The reference: the layer as a loop over experts in plain PyTorch, in any dtype, differentiated by autograd.
 
 In float64 it is what a result is held against; in the inputs' own dtype it says what error is natural. The rule: the largest
-error is at most twice that of the composition in the inputs' dtype, plus two units in the last place of the largest value.
+error is at most twice that of the composition in the inputs' dtype, plus two units in the last place of the largest value. In
+float32 four times: with so few roundings two orders of summing differ by luck.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def make_inputs(case: Case, seed: int = 0, kind: str = "normal", device: str = "
         x[-1, case.hidden // 2] = 500.0
     elif kind == "large":
         x = x * 30
-    w13 = normal(case.experts, *((case.hidden, both) if case.transposed else (both, case.hidden)), scale=case.hidden**-0.5)
+    w13 = normal(
+        case.experts, *((case.hidden, both) if case.transposed else (both, case.hidden)), scale=case.hidden**-0.5
+    )
     down = (case.intermediate, case.hidden) if case.transposed else (case.hidden, case.intermediate)
     w2 = normal(case.experts, *down, scale=case.intermediate**-0.5)
     world = 2 * case.experts if case.mapped else case.experts
@@ -208,12 +211,13 @@ def expect(case: Case, inputs: Inputs, dout: Tensor | None = None) -> Expected:
 
 
 def allowed(exact: Tensor, own: Tensor, dtype: torch.dtype) -> float:
-    """Twice the composition's error and two units in the last place of the largest value."""
+    """The module's rule."""
     if exact.numel() == 0:
         return 0.0
     largest = exact.abs().max().item()
     ulp = math.ldexp(torch.finfo(dtype).eps, math.frexp(largest)[1] - 1) if largest else 0.0
-    return 2 * (own.double() - exact).abs().max().item() + 2 * ulp
+    factor = 4 if dtype == torch.float32 else 2
+    return factor * (own.double() - exact).abs().max().item() + 2 * ulp
 
 
 def compare(name: str, found: Tensor, exact: Tensor, tolerance: float) -> None:

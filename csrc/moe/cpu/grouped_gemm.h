@@ -1,7 +1,7 @@
 // One task of a grouped matrix product. Include after a vector_*.h. Internal linkage.
 //
-// The task's rows are packed once, then block by block each panel of the weights, which all rows use while it is in the L1
-// cache. With few rows the time is that of reading the weights, each once and in the order of memory: so many blocks of the
+// The task's rows are packed once, then block by block each panel of the weights, which all rows use while it is in the
+// caches. With few rows the time is that of reading the weights, each once and in the order of memory: so many blocks of the
 // summed dimension as kLeftFloats allow are packed of the rows, and a panel goes through them all.
 #pragma once
 
@@ -44,11 +44,11 @@ struct Panel {
 };
 
 struct GemmScratch {
-  int64_t a_block;  // floats of a packed block of rows
-  int32_t blocks;   // that are packed at once
-  float* a;         // [blocks][rows, kLeftStride]
-  float* b;         // [kBlockWords, kPanelColumns]
-  float* c;         // [panels][rows, kPanelColumns]
+  int64_t a_block;    // floats of a packed block of rows
+  int32_t blocks;     // that are packed at once
+  float* a;           // [blocks][rows, kLeftStride]
+  float* b;           // [kBlockWords, kPanelColumns]
+  float* c;           // [panels][rows, kPanelColumns]
   const void** rows;  // of the left operand; weight_gradient: those of a block
   size_t bytes;
 
@@ -116,7 +116,8 @@ inline void store_plain(const GemmTask& task, const Panel& panel, const float* c
   const GemmParams& params = *task.params;
   const bool is_gradient = task.product == MoeProduct::kWeightGradient;
   T* d = static_cast<T*>(params.d) + (is_gradient ? int64_t{task.expert} * params.n * params.d_stride : 0);
-  const T* bias = params.bias == nullptr ? nullptr : static_cast<const T*>(params.bias) + int64_t{task.expert} * params.n;
+  const T* bias =
+      params.bias == nullptr ? nullptr : static_cast<const T*>(params.bias) + int64_t{task.expert} * params.n;
   for (int32_t v = 0; v < kPanelVectors; ++v) {
     if (panel.count[v] == 0) continue;
     const Vector::Float shift = bias == nullptr ? Vector::zero() : load_some(bias + panel.first[v], panel.count[v]);
@@ -165,7 +166,8 @@ inline void store_gated_backward(const GemmTask& task, const Panel& panel, int32
     float dot = 0.0f;
     for (int v = 0; v < kPanelVectors; ++v) {
       const int32_t count = panel.count[v], column = panel.first[v];
-      const int32_t pair_counts[2] = {clamp(2 * count, 0, Vector::kWidth), clamp(2 * count - Vector::kWidth, 0, Vector::kWidth)};
+      const int32_t pair_counts[2] = {clamp(2 * count, 0, Vector::kWidth),
+                                      clamp(2 * count - Vector::kWidth, 0, Vector::kWidth)};
       const int64_t at[2] = {params.is_interleaved ? 2 * column : column,
                              params.is_interleaved ? 2 * column + Vector::kWidth : params.n + column};
       const auto count_of = [&](int i) { return params.is_interleaved ? pair_counts[i] : count; };
@@ -221,7 +223,8 @@ inline void pack_right(const GemmTask& task, const Panel& panel, int32_t k0, int
   const bool is_summed_over_rows = is_gradient || task.is_kn;
   const int32_t begin = is_gradient ? params.expert_offsets[task.expert] + k0 : k0;
   if (is_summed_over_rows) {
-    point_at_rows(weights, params.b_stride, is_gradient ? params.b_slots : nullptr, params.top_k, begin, elements, rows);
+    point_at_rows(weights, params.b_stride, is_gradient ? params.b_slots : nullptr, params.top_k, begin, elements,
+                  rows);
   }
   for (int32_t v = 0; v < kPanelVectors; ++v) {
     float* dst = b + v * Vector::kWidth;

@@ -9,7 +9,8 @@
 namespace flashmoe {
 namespace cpu {
 
-extern const MoeKernel kMoeAvx512Kernel = {kPanelColumns, gemm_scratch_bytes, multiply, combine, weight_gradients, bias_gradient};
+extern const MoeKernel kMoeAvx512Kernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+                                           combine,       weight_gradients,   bias_gradient};
 
 }  // namespace cpu
 }  // namespace flashmoe

@@ -11,7 +11,8 @@
 namespace flashmoe {
 namespace cpu {
 
-extern const MoeKernel kMoeAvx512Bf16Kernel = {kPanelColumns, gemm_scratch_bytes, multiply, combine, weight_gradients, bias_gradient};
+extern const MoeKernel kMoeAvx512Bf16Kernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+                                               combine,       weight_gradients,   bias_gradient};
 
 }  // namespace cpu
 }  // namespace flashmoe

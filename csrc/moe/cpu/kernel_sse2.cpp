@@ -7,7 +7,8 @@
 namespace flashmoe {
 namespace cpu {
 
-extern const MoeKernel kMoeBaselineKernel = {kPanelColumns, gemm_scratch_bytes, multiply, combine, weight_gradients, bias_gradient};
+extern const MoeKernel kMoeBaselineKernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+                                             combine,       weight_gradients,   bias_gradient};
 
 }  // namespace cpu
 }  // namespace flashmoe

@@ -86,7 +86,8 @@ void keep_best_groups(const moe::RouteParams& params, RouteScratch* scratch) {
   }
   take_largest(scratch->group_scores.data(), params.groups, params.topk_groups, &scratch->groups);
   std::vector<bool> stays(static_cast<size_t>(params.groups), false);
-  for (int32_t i = 0; i < params.topk_groups; ++i) stays[static_cast<size_t>(scratch->groups[static_cast<size_t>(i)])] = true;
+  for (int32_t i = 0; i < params.topk_groups; ++i)
+    stays[static_cast<size_t>(scratch->groups[static_cast<size_t>(i)])] = true;
   for (int32_t expert = 0; expert < params.experts; ++expert) {
     if (stays[static_cast<size_t>(expert / size)]) continue;
     scratch->choice[static_cast<size_t>(expert)] = -std::numeric_limits<float>::infinity();

@@ -247,8 +247,9 @@ Tensor offsets_of_ends(const CpuCall& call, const Tensor& ends, int64_t experts,
   for (int64_t i = 0; i < experts; ++i) {
     const int32_t end = ints_of(ends)[i];
     if (end < values[i] || end > rows) {
-      host::fail(host::ErrorCode::kArgument, "offsets[", i, "] is ", end, "; the ends of the experts' rows must ascend from ",
-                 values[i], " to at most ", rows, ", the number of rows");
+      host::fail(host::ErrorCode::kArgument, "offsets[", i, "] is ", end,
+                 "; the ends of the experts' rows must ascend from ", values[i], " to at most ", rows,
+                 ", the number of rows");
     }
     values[i + 1] = end;
   }
