@@ -28,4 +28,20 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// One instruction from sm_80 on.
+__device__ __forceinline__ uint32_t warp_max(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+  return ptx::reduce_max(value);
+#else
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const uint32_t other = ptx::shuffle_xor(value, lanes);
+    value = other > value ? other : value;
+  }
+  return value;
+#endif
+}
+
+__device__ __forceinline__ uint32_t warp_min(uint32_t value) { return ~warp_max(~value); }
+
 }  // namespace flashmoe

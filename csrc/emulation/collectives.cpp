@@ -1,4 +1,5 @@
 // What the 32 lanes of a warp do together: shuffles, votes, ldmatrix, stmatrix, mma, setmaxnreg.
+#include <algorithm>
 #include <cstring>
 
 #include "emulation/internal.h"
@@ -106,6 +107,33 @@ bool vote(bool predicate, bool all, const Site& site, const char* what) {
     return true;
   });
   return all ? arguments.result == kFullMask : arguments.result != 0;
+}
+
+uint32_t match_any(uint32_t value, const Site& site, const char* what) {
+  ShuffleArguments arguments{value, 0, 0};
+  gather(what, site, &arguments, [](Warp& warp) {
+    for (int at = 0; at < kWarpSize; ++at) {
+      ShuffleArguments& mine = argument_of<ShuffleArguments>(warp, at);
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        if (argument_of<ShuffleArguments>(warp, lane).value == mine.value) mine.result |= 1u << lane;
+      }
+    }
+    return true;
+  });
+  return arguments.result;
+}
+
+uint32_t reduce_max(uint32_t value, const Site& site, const char* what) {
+  ShuffleArguments arguments{value, 0, 0};
+  gather(what, site, &arguments, [](Warp& warp) {
+    uint32_t largest = 0;
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      largest = std::max(largest, argument_of<ShuffleArguments>(warp, lane).value);
+    }
+    for (int lane = 0; lane < kWarpSize; ++lane) argument_of<ShuffleArguments>(warp, lane).result = largest;
+    return true;
+  });
+  return arguments.result;
 }
 
 bool elect(const Site& site, const char* what) {

@@ -8,6 +8,11 @@ namespace ptx {
 
 __device__ __forceinline__ uint32_t float_bits(float x) { return __float_as_uint(x); }
 
+__device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+
+// How many bits are set.
+__device__ __forceinline__ int population_count(uint32_t bits) { return __popc(bits); }
+
 // NVRTC has no constant expression for it.
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 

@@ -35,6 +35,14 @@ __device__ __forceinline__ bool vote_any(bool predicate) { return __any_sync(0xf
 
 __device__ __forceinline__ bool vote_all(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }
 
+// The lanes that gave the same value as this one, a bit each.
+__device__ __forceinline__ uint32_t match_any(uint32_t value) { return __match_any_sync(0xffffffffu, value); }
+
+#if __CUDA_ARCH__ >= 800
+// The largest value of the warp.
+__device__ __forceinline__ uint32_t reduce_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
+#endif
+
 #if __CUDA_ARCH__ >= 900
 // True in exactly one lane of the (converged) warp.
 __device__ __forceinline__ bool elect_one() {

@@ -18,7 +18,7 @@ from flashmoe_build.compile.codegen import map_parameters
 from flashmoe_build.emulation.build import CSRC, MAP_BYTES, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 from flashmoe_build.emulation.parameters import structure
-from flashmoe_build.emulation.problem import Layout, Problem, disagreements, make_inputs, reference
+from flashmoe_build.emulation.problem import Layout, NamedProblem, Problem, disagreements, make_inputs, reference
 
 ELEMENT = 2  # bytes
 # Rows this many elements apart put the 32nd row past 2^31 elements.
@@ -47,7 +47,7 @@ class Placed:
 class Outcome:
     """What came of one emulated run. Of a split kernel, ``out`` and ``lse`` are merged in fp64 from the partial results."""
 
-    problem: Problem
+    problem: Problem | NamedProblem
     symbol: str
     report: LaunchReport
     wrong: tuple[str, ...]

@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="print the labels and stop")
     made.add_argument("--mask", choices=("full", "causal"), help="one mask only")
     made.add_argument("--shape", type=Shape.parse, help="one problem instead of the suite, as b1.h2.kv1.q65.k65.d64")
+    made.add_argument("--problem", metavar="NAME", help="one problem of a mixture-of-experts kernel's suite")
     made.add_argument("--layout", choices=[layout.value for layout in Layout], default="bhsd", help="with --shape")
     made.add_argument("--values", choices=[values.value for values in Values], default="normal", help="with --shape")
     made.add_argument("--data-seed", type=int, default=0, metavar="N", help="with --shape: of the random inputs")
@@ -59,7 +60,10 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
     masks = (False, True) if arguments.mask is None else (arguments.mask == "causal",)
     if arguments.shape is None:
         cases = [
-            case for case in suite(load_tables(), arguments.kernel, masks) if case.problem.huge or not arguments.huge
+            case
+            for case in suite(load_tables(), arguments.kernel, masks)
+            if (case.problem.huge or not arguments.huge)
+            and (arguments.problem is None or case.problem_name == arguments.problem)
         ]
     else:
         cases = [

@@ -224,8 +224,9 @@ def probe_cubin(unit: Unit) -> bytes:
 
 
 def gpu_units(tables: Tables, selected: str) -> list[Unit]:
-    """Every kernel that an H100 runs."""
-    return [unit for unit in tables.units((TARGET,)) if selected in unit.name]
+    """Every kernel of attention that an H100 runs."""
+    units = tables.units((TARGET,))
+    return [unit for unit in units if unit.row.operation.startswith("attention_") and selected in unit.name]
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -29,6 +29,7 @@ SCALARS: Mapping[str, Any] = MappingProxyType(
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _STRUCT = re.compile(r"\bstruct\s+(\w+)\s*\{([^{}]*)\}\s*;")
+_ENUM = re.compile(r"\benum\s+class\s+(\w+)\s*:\s*(\w+)\s*\{")
 _MEMBER = re.compile(r"((?:const\s+)?\w+)\s*(\*?)\s*\b(\w+)")
 
 
@@ -52,21 +53,28 @@ def _structures(header: str, roots: tuple[Path, ...]) -> Mapping[str, type[ctype
     found: dict[str, type[ctypes.Structure]] = {}
     for inner in _INCLUDE.findall(text):
         found |= _structures(inner, roots)
+    enums = {name: SCALARS[kind] for name, kind in _ENUM.findall(text)}
     for name, body in _STRUCT.findall(text):
-        fields = [_member(text.strip(), found, f"{header}, struct {name}") for text in body.split(";") if text.strip()]
+        fields = [
+            _member(text.strip(), found, enums, f"{header}, struct {name}") for text in body.split(";") if text.strip()
+        ]
         attributes = {"_fields_": [(member, kind) for member, kind, _ in fields], "members": fields, "__slots__": ()}
         found[name] = type(name, (ctypes.Structure,), attributes)
     return MappingProxyType(found)
 
 
-def _member(text: str, known: Mapping[str, type[ctypes.Structure]], where: str) -> tuple[str, Any, str]:
-    """(name, ctypes type, C++ type) of a member; a pointer is the 64-bit address that the kernel sees."""
+def _member(
+    text: str, known: Mapping[str, type[ctypes.Structure]], enums: Mapping[str, Any], where: str
+) -> tuple[str, Any, str]:
+    """(name, ctypes type, C++ type) of a member; a pointer is the 64-bit address that the kernel sees, an enum its number."""
     match = _MEMBER.fullmatch(text)
     kind, star, name = match.groups() if match is not None else ("", "", "")
     if star:
         return name, ctypes.c_uint64, f"{kind}*"
     if kind in SCALARS:
         return name, SCALARS[kind], kind
+    if kind in enums:
+        return name, enums[kind], kind
     if kind in known:
         return name, known[kind], ""
     msg = f"{where}: {' '.join(text.split())!r} is no member that can be read; known: pointers, {', '.join((*SCALARS, *known))}"
@@ -79,7 +87,10 @@ def layout_checks(declared: Header, roots: Sequence[Path]) -> list[str]:
     problem = f'"flashmoe_build/emulation/parameters.py reads {declared.header} differently"'
     lines = ["#include <cstddef>", "#include <type_traits>", "#include <utility>", f'#include "{declared.header}"']
     lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, {problem});")
+    namespace = name.rpartition("::")[0]
     for member, offset, kind in _members(struct):
+        if kind not in SCALARS and "*" not in kind:
+            kind = f"{namespace}::{kind}"  # an enum
         lines.append(f"static_assert(offsetof({name}, {member}) == {offset}, {problem});")
         lines.append(
             f"static_assert(std::is_same<decltype(std::declval<{name}>().{member}), {kind}>::value, {problem});"

@@ -89,6 +89,21 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class NamedProblem:
+    """A problem of an operation other than attention: the suite of its kernel knows it by name."""
+
+    name: str
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def huge(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Logical tensors [batch, heads, rows, head_dim], contiguous."""
 

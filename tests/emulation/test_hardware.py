@@ -23,7 +23,8 @@ UNITS = {unit.name: unit for unit in gpu_units(load_tables(), "")}
 
 
 def test_every_kernel_of_the_target_is_recorded() -> None:
-    assert set(UNITS) == {unit.name for unit in load_tables().units((TARGET,))}
+    names = {unit.name for unit in load_tables().units((TARGET,))}
+    assert set(UNITS) == {name for name in names if name.startswith("attention_")}
     for unit in UNITS.values():
         masks = {"causal" if problem.causal else "full" for problem in problems(unit)}
         assert masks == set(unit.row.words.get("mask", ("full",)))

@@ -2,20 +2,27 @@
 // types only, as in gemm.h, which says what slots and rows are.
 #pragma once
 
+#ifdef __CUDACC_RTC__
+using int32_t = int;
+using int64_t = long long;
+#else
 #include <cstdint>
+#endif
 
 namespace flashmoe {
 namespace moe {
 
 enum class Scoring : int32_t {
-  kSoftmax,      // softmax over all experts, then the top k
+  kSoftmax,      // softmax over all experts, then the top k; bias is added for the choice alone
   kTopkSoftmax,  // the top k logits (+ bias), then softmax over them
   kSigmoid,      // sigmoid of each logit; bias is added for the choice alone
 };
 
 enum class Scalar : int32_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64 };  // of tensors whose dtype is free
 
-// moe_route: the top k experts of each token, the largest first, the lower id first among equals.
+// moe_route: the top k experts of each token, the largest first, the lower id first among equals; a NaN is the largest, as in
+// torch.topk. Groups stay by the sum of their two largest scores (+ bias) where scoring is sigmoid (DeepSeek-V3), else by their
+// largest (DeepSeek-V2). At most 1024 experts, 32 choices and 32 groups; the groups that stay hold at least top_k experts.
 struct RouteParams {
   const void* logits;  // [tokens, experts]
   const float* bias;   // [experts]; null: none
@@ -29,12 +36,13 @@ struct RouteParams {
   int32_t experts;
   int32_t top_k;
   int32_t groups;       // experts are in this many groups of equal size; 1: no groups
-  int32_t topk_groups;  // of which so many stay, by the sum of each group's two largest scores (+ bias)
+  int32_t topk_groups;  // of which so many stay
   int32_t renormalize;  // weights are divided by their sum
   float scale;          // and multiplied by this
 };
 
-// moe_sort: stable counting sort of slots by expert.
+// moe_sort: stable counting sort of slots by expert, at most 1024. One launch of one block (step one), or two: each block counts
+// its share (count), then places it with the same grid (place).
 struct SortParams {
   const void* ids;            // [slots], int32 or int64; outside [0, ids_end): no expert
   const void* topk_weights;   // [slots], fp32, fp16 or bf16
@@ -43,7 +51,7 @@ struct SortParams {
   int32_t* row_slots;         // [slots], by row, written; -1 past the last row
   int32_t* slot_rows;         // [slots], by slot, written; -1: no expert
   float* row_weights;         // [slots], by row, written; 0 past the last row
-  int32_t* block_counts;      // [blocks][experts] workspace of the form with several blocks
+  int32_t* block_counts;      // [blocks][experts] workspace of count and place
   Scalar ids_dtype;
   Scalar weights_dtype;
   int32_t slots;
@@ -53,15 +61,15 @@ struct SortParams {
 
 // moe_combine: out[t] = shared[t] + sum over choices, in their order, of row_weights[row] * rows[row], in fp32.
 // moe_combine_backward: dx[t] = sum over choices of rows[row]; dweights[slot] = sum over tiles, in order, of row_dots[tile][row],
-// plus, where b2 has a gradient to take part in, dout[t] . b2[expert].
+// plus, where b2 has a gradient to take part in, dout[t] . b2[expert]. One block a token; at most 32 choices.
 struct CombineParams {
   const void* rows;               // [slots, columns], by row
   const void* shared;             // [tokens, columns]; null: none
-  void* out;                      // [tokens, columns]
+  void* out;                      // [tokens, columns]; backward: null: not wanted
   const float* row_weights;       // [slots], by row; null: 1
   const int32_t* slot_rows;       // [slots]; -1: nothing
   const float* row_dots;          // backward: [dot_tiles][slots]
-  float* dweights;                // backward: [slots], written; 0 where the slot has no row
+  float* dweights;                // backward: [slots], written; 0 where the slot has no row; null: not wanted
   const void* bias;               // backward: b2 [experts, columns]; null: none
   const void* dout;               // backward, with bias: [tokens, columns]
   const int32_t* expert_offsets;  // backward, with bias: [experts + 1]
@@ -75,7 +83,8 @@ struct CombineParams {
   int32_t dot_tiles;
 };
 
-// moe_bias_gradient: d[e] = sum over e's rows, in order, of row_weights[row] * a[a_row], in fp32, rounded once.
+// moe_bias_gradient: d[e] = sum over e's rows of row_weights[row] * a[a_row], in fp32 and in an order that depends on the number
+// of e's rows alone, rounded once. Grid: experts * ceil(columns / 64).
 struct BiasGradientParams {
   const void* a;                  // [tokens or slots, columns]
   void* d;                        // [experts, columns]

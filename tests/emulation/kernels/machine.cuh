@@ -91,6 +91,14 @@ __device__ inline void collectives(const Params& p) {
   st_global_32(p.out + 4 * (32 + lane), static_cast<uint32_t>(any + all + from));
 }
 
+// out[lane]: lanes with the same lane % 5; out[32 + lane]: the largest of numbers that lane 9 has, and how many bits it has.
+__device__ inline void matches(const Params& p) {
+  const int lane = lane_index();
+  st_global_32(p.out + 4 * lane, match_any(static_cast<uint32_t>(lane % 5)));
+  const uint32_t largest = reduce_max(lane == 9 ? 0xf0000001u : static_cast<uint32_t>(lane));
+  st_global_32(p.out + 4 * (32 + lane), largest + static_cast<uint32_t>(population_count(largest)));
+}
+
 // ---- cp.async ------------------------------------------------------------------------------------------------------
 // Copies `size` tiles of 16 bytes a thread through a ring of two buffers; the last 16 bytes are half filled with zeros.
 __device__ inline void copy_ring(const Params& p) {
@@ -383,6 +391,7 @@ __device__ inline void pipeline(const PipelineParams& p, const TensorMap& a_map,
 MACHINE_TEST(exchange, machine_test::exchange(p))
 MACHINE_TEST(warp_exchange, machine_test::warp_exchange(p))
 MACHINE_TEST(collectives, machine_test::collectives(p))
+MACHINE_TEST(matches, machine_test::matches(p))
 MACHINE_TEST(copy_ring, machine_test::copy_ring(p))
 MACHINE_TEST(product_f16, machine_test::warp_product<__half>(p))
 MACHINE_TEST(product_bf16, machine_test::warp_product<__nv_bfloat16>(p))

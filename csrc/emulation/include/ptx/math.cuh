@@ -11,6 +11,10 @@ namespace ptx {
 
 __device__ __forceinline__ uint32_t float_bits(float x) { return emulation::float_bits(x); }
 
+__device__ __forceinline__ float bits_float(uint32_t bits) { return emulation::bits_float(bits); }
+
+__device__ __forceinline__ int population_count(uint32_t bits) { return __builtin_popcount(bits); }
+
 __device__ __forceinline__ float negative_infinity() { return emulation::bits_float(0xff800000u); }
 
 // The approximations of the GPU are within 2 units in the last place of these (rounded from double); they are not equal

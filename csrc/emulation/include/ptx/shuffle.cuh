@@ -33,6 +33,14 @@ __device__ __forceinline__ bool vote_all(bool predicate, Site site = Site::here(
   return emulation::vote(predicate, true, site, "vote_all");
 }
 
+__device__ __forceinline__ uint32_t match_any(uint32_t value, Site site = Site::here()) {
+  return emulation::match_any(value, site, "match_any");
+}
+
+__device__ __forceinline__ uint32_t reduce_max(uint32_t value, Site site = Site::here()) {
+  return emulation::reduce_max(value, site, "reduce_max");
+}
+
 __device__ __forceinline__ bool elect_one(Site site = Site::here()) { return emulation::elect(site, "elect_one"); }
 
 }  // namespace ptx

@@ -1,0 +1,182 @@
+// Adds up the rows of each token's choices.
+//
+//   moe_combine            out[t] = sum over choices of row_weights[row] * rows[row], + shared[t]
+//   moe_combine_backward   dx[t] = sum over choices of rows[row], and dweights
+//
+// fp32, the choices in their order. Grid: a block a token. A warp takes 256 columns at a time, a lane 8 of them: 16-byte loads, eight
+// rows in flight. Lane i knows the row of choice i, so there are at most 32.
+#pragma once
+
+#include "device/convert.cuh"
+#include "device/reduce.cuh"
+#include "moe/params/routing.h"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace moe {
+
+constexpr int kLaneColumns = 8;  // one 16-byte load
+constexpr int kWarpColumns = 32 * kLaneColumns;
+constexpr int kRowsInFlight = 8;
+
+template <typename Element_, int kNumWarps_>
+struct CombineSpec {
+  using Element = Element_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumThreads = 32 * kNumWarps;
+  static constexpr int kSharedBytes = 0;
+};
+
+// sum += weight * the 8 elements of `data`.
+template <typename Element>
+__device__ __forceinline__ void add_scaled(float (&sum)[kLaneColumns], const uint32_t (&data)[4], float weight) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack<Element>(data[i]);
+    sum[2 * i] = ptx::fma_rn(weight, pair.x, sum[2 * i]);
+    sum[2 * i + 1] = ptx::fma_rn(weight, pair.y, sum[2 * i + 1]);
+  }
+}
+
+// This lane's 8 columns of the sum. rows_gmem: at its first column; row, weight: of choice `lane`, row -1 where there is none.
+template <typename Element>
+__device__ __forceinline__ void sum_choices(const CombineParams& params, const Element* rows_gmem, int row,
+                                            float weight, float (&sum)[kLaneColumns]) {
+#pragma unroll
+  for (int i = 0; i < kLaneColumns; ++i) sum[i] = 0.0f;
+  for (int first = 0; first < params.top_k; first += kRowsInFlight) {
+    uint32_t data[kRowsInFlight][4];
+    uint32_t loaded = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const int choice_row = ptx::shuffle_index(row, first + i);
+      if (first + i < params.top_k && choice_row >= 0) {  // the same in all lanes
+        loaded |= 1u << i;
+        ptx::ld_global_128(data[i], rows_gmem + static_cast<int64_t>(choice_row) * params.columns);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const float choice_weight = ptx::shuffle_index(weight, first + i);
+      if (loaded >> i & 1) add_scaled<Element>(sum, data[i], choice_weight);
+    }
+  }
+}
+
+template <typename Element>
+__device__ __forceinline__ void store_columns(Element* out_gmem, const float (&sum)[kLaneColumns]) {
+  uint32_t packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) packed[i] = pack<Element>(sum[2 * i], sum[2 * i + 1]);
+  ptx::st_global_128(out_gmem, packed);
+}
+
+// The row of this lane's choice, -1: none.
+__device__ __forceinline__ int choice_row(const CombineParams& params, int64_t token) {
+  const int lane = ptx::lane_index();
+  if (lane >= params.top_k) return -1;
+  return static_cast<int>(ptx::ld_global_32(params.slot_rows + token * params.top_k + lane));
+}
+
+template <typename Spec>
+__device__ __forceinline__ void combine(const CombineParams& params) {
+  using Element = typename Spec::Element;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const int64_t token = ptx::block_index();
+  const int row = choice_row(params, token);
+  float weight = 1.0f;
+  if (row >= 0 && params.row_weights != nullptr) weight = ptx::ld_global_float(params.row_weights + row);
+  for (int start = ptx::warp_index() * kWarpColumns; start < params.columns; start += Spec::kNumWarps * kWarpColumns) {
+    const int column = start + ptx::lane_index() * kLaneColumns;
+    const bool has_columns = column < params.columns;  // a lane without loads the first ones
+    uint32_t shared[4];
+    const bool has_shared = has_columns && params.shared != nullptr;
+    if (has_shared) {
+      const Element* shared_gmem = static_cast<const Element*>(params.shared) + token * params.shared_stride;
+      ptx::ld_global_128(shared, shared_gmem + column);
+    }
+    float sum[kLaneColumns];
+    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, weight, sum);
+    if (has_shared) add_scaled<Element>(sum, shared, 1.0f);
+    if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
+  }
+}
+
+// The expert whose rows `row` is among: the last whose first row is not past it.
+__device__ __forceinline__ int expert_of_row(const CombineParams& params, int row) {
+  int low = 0, high = params.experts;  // offsets[low] <= row < offsets[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    const bool is_past = static_cast<int>(ptx::ld_global_32(params.expert_offsets + middle)) > row;
+    (is_past ? high : low) = middle;
+  }
+  return low;
+}
+
+// dout[token] . b2[expert], the same in all lanes.
+template <typename Element>
+__device__ __forceinline__ float bias_dot(const CombineParams& params, int64_t token, int row) {
+  const int64_t expert = expert_of_row(params, row);
+  const Element* dout_gmem = static_cast<const Element*>(params.dout) + token * params.dout_stride;
+  const Element* bias_gmem = static_cast<const Element*>(params.bias) + expert * params.columns;
+  float sum = 0.0f;
+  for (int column = ptx::lane_index() * kLaneColumns; column < params.columns; column += kWarpColumns) {
+    uint32_t dout[4], bias[4];
+    ptx::ld_global_128(dout, dout_gmem + column);
+    ptx::ld_global_128(bias, bias_gmem + column);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 a = unpack<Element>(dout[i]), b = unpack<Element>(bias[i]);
+      sum = ptx::fma_rn(a.x, b.x, sum);
+      sum = ptx::fma_rn(a.y, b.y, sum);
+    }
+  }
+  return warp_sum(sum);
+}
+
+// The sum over tiles of row_dots[tile][row], in their order; the same in all lanes.
+__device__ __forceinline__ float sum_dots(const CombineParams& params, int row) {
+  const int64_t slots = static_cast<int64_t>(params.tokens) * params.top_k;
+  float sum = 0.0f;
+  for (int start = 0; start < params.dot_tiles; start += 32) {
+    const int tile = start + ptx::lane_index();
+    const float dot = tile < params.dot_tiles ? ptx::ld_global_float(params.row_dots + tile * slots + row) : 0.0f;
+    for (int i = 0; i < 32 && start + i < params.dot_tiles; ++i) sum += ptx::shuffle_index(dot, i);
+  }
+  return sum;
+}
+
+template <typename Spec>
+__device__ __forceinline__ void combine_backward(const CombineParams& params) {
+  using Element = typename Spec::Element;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const int64_t token = ptx::block_index();
+  const int row = choice_row(params, token);
+  const int columns = params.out != nullptr ? params.columns : 0;
+  for (int start = ptx::warp_index() * kWarpColumns; start < columns; start += Spec::kNumWarps * kWarpColumns) {
+    const int column = start + ptx::lane_index() * kLaneColumns;
+    const bool has_columns = column < columns;
+    float sum[kLaneColumns];
+    sum_choices(params, static_cast<const Element*>(params.rows) + (has_columns ? column : 0), row, 1.0f, sum);
+    if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
+  }
+  if (params.dweights == nullptr) return;
+  for (int choice = ptx::warp_index(); choice < params.top_k; choice += Spec::kNumWarps) {
+    const int dot_row = ptx::shuffle_index(row, choice);  // one for the whole warp
+    float dot = 0.0f;
+    if (dot_row >= 0) {
+      dot = sum_dots(params, dot_row);
+      if (params.bias != nullptr) dot += bias_dot<Element>(params, token, dot_row);
+    }
+    if (ptx::lane_index() == 0) ptx::st_global_float(params.dweights + token * params.top_k + choice, dot);
+  }
+}
+
+}  // namespace moe
+}  // namespace flashmoe

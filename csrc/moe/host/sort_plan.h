@@ -1,0 +1,30 @@
+// How moe_sort is launched: steps, grid and workspace. Pure.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace flashmoe {
+namespace moe {
+
+// In the order of the axis `step` of operations.toml.
+enum class SortStep : int32_t { kOne, kCount, kPlace };
+
+constexpr int64_t kOneBlockSlots = 8192;    // up to here one block sorts everything
+constexpr int64_t kSortBlockSlots = 2048;   // what a block of several takes at least
+constexpr int64_t kMostSortBlocks = 128;    // each block adds up the counts of all others
+
+// 1: launch the step one. More: launch count, then place, with this grid.
+inline int64_t sort_blocks(int64_t slots) {
+  if (slots <= kOneBlockSlots) return 1;
+  return std::min(kMostSortBlocks, (slots + kSortBlockSlots - 1) / kSortBlockSlots);
+}
+
+// int32 elements of SortParams::block_counts; needs no initial value.
+inline int64_t sort_workspace(int64_t slots, int64_t experts) {
+  const int64_t blocks = sort_blocks(slots);
+  return blocks == 1 ? 0 : blocks * experts;
+}
+
+}  // namespace moe
+}  // namespace flashmoe

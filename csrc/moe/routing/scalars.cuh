@@ -1,0 +1,26 @@
+// Reading tensors whose dtype is known at run time: bits first, so that many loads are in flight before one is converted.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "moe/params/routing.h"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace moe {
+
+// The bits of fp32 element `index`, or of a 16-bit one in the low half.
+__device__ __forceinline__ uint32_t load_bits(const void* gmem, int64_t index, Scalar dtype) {
+  if (dtype == Scalar::kFloat32) return ptx::ld_global_32(static_cast<const float*>(gmem) + index);
+  return ptx::ld_global_16(static_cast<const uint16_t*>(gmem) + index);
+}
+
+__device__ __forceinline__ float float_of_bits(uint32_t bits, Scalar dtype) {
+  if (dtype == Scalar::kFloat32) return ptx::bits_float(bits);
+  if (dtype == Scalar::kFloat16) return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  return ptx::bits_float(bits << 16);
+}
+
+}  // namespace moe
+}  // namespace flashmoe
