@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
@@ -33,7 +34,7 @@ class Case:
     """A kernel, a problem and a seed: what one emulated run needs."""
 
     kernel: Kernel
-    problem: Problem
+    problem: Any  # of attention a Problem, else what the operation's own suite made
     seed: int
 
     @property
@@ -87,7 +88,7 @@ def _split_counts(unit: Unit) -> tuple[int, ...]:
     return (3, 2) if unit.row.options.get("split") else (1,)
 
 
-def problems(unit: Unit) -> Iterator[Problem]:
+def problems(unit: Unit) -> Iterator[Any]:
     """The suite of one kernel: edges of its own tile, both masks, grouped heads, narrow head dims, every layout."""
     return _operation(unit).problems(unit)
 
@@ -154,14 +155,14 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
-Runner = Callable[[Unit, Problem, Settings, Options], Outcome]
+Runner = Callable[[Unit, Any, Settings, Options], Outcome]  # the problem is what the operation's own suite made
 
 
 @dataclass(frozen=True)
 class _Operation:
     """How the kernels of one operation are tried out."""
 
-    problems: Callable[[Unit], Iterator[Problem]]
+    problems: Callable[[Unit], Iterator[Any]]
     run: Runner
     run_huge: Runner | None = None  # for those whose problems have huge ones among them
 

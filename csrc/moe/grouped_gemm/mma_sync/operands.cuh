@@ -81,9 +81,7 @@ class ColumnsOperand : public ColumnChunks<Spec, kColumns> {
 
   // column_gmem: the thread's chunk in row 0.
   __device__ __forceinline__ ColumnsOperand(int k, const Element* column_gmem, int64_t stride, bool has_column)
-      : chunk_gmem_(column_gmem + Chunks::row() * stride),
-        stride_(stride),
-        left_(has_column ? k - Chunks::row() : 0) {}
+      : chunk_gmem_(column_gmem + Chunks::row() * stride), stride_(stride), left_(has_column ? k - Chunks::row() : 0) {}
 
   template <typename Take>
   __device__ __forceinline__ void visit(Take take) {
