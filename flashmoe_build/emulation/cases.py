@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
@@ -154,14 +155,14 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
-Runner = Callable[[Unit, Problem, Settings, Options], Outcome]
+Runner = Callable[[Unit, Any, Settings, Options], Outcome]  # the problem is what the operation's own suite made
 
 
 @dataclass(frozen=True)
 class _Operation:
     """How the kernels of one operation are tried out."""
 
-    problems: Callable[[Unit], Iterator[Problem]]
+    problems: Callable[[Unit], Iterator[Any]]
     run: Runner
     run_huge: Runner | None = None  # for those whose problems have huge ones among them
 
