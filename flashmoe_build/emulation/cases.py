@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
@@ -34,7 +35,7 @@ class Case:
     """A kernel, a problem and a seed: what one emulated run needs."""
 
     kernel: Kernel
-    problem: Problem
+    problem: Any  # Problem, or what the operation's own module runs
     seed: int
 
     @property
@@ -88,7 +89,7 @@ def _split_counts(unit: Unit) -> tuple[int, ...]:
     return (3, 2) if unit.row.options.get("split") else (1,)
 
 
-def problems(unit: Unit) -> Iterator[Problem]:
+def problems(unit: Unit) -> Iterator[Any]:
     """The suite of one kernel: edges of its own tile, both masks, grouped heads, narrow head dims, every layout."""
     return _operation(unit).problems(unit)
 
@@ -155,14 +156,14 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
-Runner = Callable[[Unit, Problem, Settings, Options], Outcome]
+Runner = Callable[[Unit, Any, Settings, Options], Outcome]
 
 
 @dataclass(frozen=True)
 class _Operation:
     """How the kernels of one operation are tried out."""
 
-    problems: Callable[[Unit], Iterator[Problem]]
+    problems: Callable[[Unit], Iterator[Any]]
     run: Runner
     run_huge: Runner | None = None  # for those whose problems have huge ones among them
 
@@ -175,9 +176,7 @@ _OPERATIONS = {
     "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
-    "grouped_gemm_weight_gradient": _Operation(
-        moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
-    ),
+    "grouped_gemm_weight_gradient": _Operation(moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient),
 }
 
 

@@ -37,8 +37,8 @@ struct RowCopies {
   static __device__ __forceinline__ int row() { return ptx::thread_index() / 8; }
   static __device__ __forceinline__ int chunk() { return ptx::thread_index() % 8; }
 
-  __device__ __forceinline__ void start_tile(const void* tensor, int64_t stride, const int32_t* slots_, int first_column,
-                                             int num_columns) {
+  __device__ __forceinline__ void start_tile(const void* tensor, int64_t stride, const int32_t* slots_,
+                                             int first_column, int num_columns) {
     const int column = first_column + chunk() * 8;
     gmem = static_cast<const unsigned char*>(tensor) + static_cast<int64_t>(column) * 2;
     stride_bytes = stride * 2;
@@ -95,7 +95,8 @@ struct Producer {
   }
 
   template <int kSlabs>
-  __device__ __forceinline__ void copy_boxes(unsigned char* smem, const ptx::TensorMap& map, int column, int row) const {
+  __device__ __forceinline__ void copy_boxes(unsigned char* smem, const ptx::TensorMap& map, int column,
+                                             int row) const {
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
       ptx::tma_load_4d(smem + slab * Spec::kSlabBytes, &map, shared.full(at.stage), column + slab * 64, row, 0, 0,
