@@ -340,9 +340,12 @@ struct BackwardEpilogue {
       const int following = next(part);
       if (Spec::kFetchesAhead && following < kParts) fetch(following);
       finish_part(part);
-      // Hazard: the next part's z, or what is computed from it, overwrites what another lane still reads.
-      ptx::warp_sync();
-      if (!Spec::kFetchesAhead && following < kParts) fetch(following);
+      if constexpr (!Spec::kFetchesAhead) {
+        // Hazard: the next z overwrites what another lane still stores. (Otherwise what is computed from it would, and the
+        // wait for z stands in front of that.)
+        ptx::warp_sync();
+        if (following < kParts) fetch(following);
+      }
       if (following == kParts || following % Spec::kColumnSlabs == 0) store_dots(dots, lane_row(part));
       part = following;
     }
