@@ -104,7 +104,9 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void load_tile(const Tile& tile) {
+  // draw(rows left) is called ahead of each stage.
+  template <typename Draw>
+  __device__ __forceinline__ void load_tile(const Tile& tile, Draw draw) {
     const int a_column = tile.m_tile() * Spec::kBlockM;
     const int b_column = tile.n_tile() * Spec::kBlockN;
     RowCopies<kASlabs> a_rows;
@@ -116,6 +118,7 @@ struct Producer {
     for (int done = 0; done < tile.rows; done += Spec::kStageRows) {
       const int first = tile.first_row + done;
       const int left = tile.rows - done;
+      draw(left);
       const bool a_by_engine = a_rows.slots == nullptr && left >= Spec::kStageRows;
       const bool b_by_engine = b_rows.slots == nullptr && left >= Spec::kStageRows;
       ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
@@ -148,8 +151,17 @@ struct Producer {
       release(shared.tile_empty(slot.stage));
       slot.advance();
       if (tile.expert < 0) return;
-      if (is_drawing_thread) number = next_tile_index(params.tile_counter, num_tiles, number);
-      load_tile(tile);
+      // Late: who draws at the start of a long tile takes one that others, done sooner, could begin. But not at the end, where
+      // the next tile's loads would wait for the answer.
+      constexpr int kDrawAheadRows = 3 * Spec::kStageRows;
+      bool draws = is_drawing_thread;
+      const auto draw = [&](int rows_left) {
+        if (!draws || rows_left > kDrawAheadRows) return;
+        number = next_tile_index(params.tile_counter, num_tiles, number);
+        draws = false;
+      };
+      load_tile(tile, draw);
+      draw(0);  // of an expert without rows
       if (is_drawing_thread) publish(slot, number < num_tiles ? schedule.tile(number) : Tile{-1, 0, 0, 0});
     }
   }
