@@ -28,7 +28,7 @@ from tests.moe.reference import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
 FULL = Case(tokens=37, experts=5, biases=True, shared=True, mapped=True, sentinels=True)
 
 

@@ -216,7 +216,7 @@ inline void pack_row_block(const T* q, int64_t row_stride, int32_t rows, int32_t
   for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
     for (int c = 0; c < kBlockVectors; ++c) {
       transpose(buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim,
-                        q_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows);
+                q_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows);
     }
   }
 }
@@ -231,7 +231,7 @@ inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows
     Vector::store(inverse + c * Vector::kWidth, inverse_sum(state, c));
     for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
       transpose(out_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows,
-                        buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim);
+                buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim);
     }
   }
   for (int32_t row = 0; row < rows; ++row) {
