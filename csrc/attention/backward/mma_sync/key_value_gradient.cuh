@@ -19,6 +19,9 @@ namespace attention {
 namespace backward {
 namespace mma_sync {
 
+// The shuffle tells the compiler that it is the same in the whole warp, and so its role.
+__device__ __forceinline__ int warp_of_block() { return ptx::shuffle_index(ptx::recompute(ptx::warp_index()), 0); }
+
 // Two statistics, of columns 8 n + 2 * (lane % 4) and the next of a warp's part.
 __device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPointer part_smem, int n) {
   uint32_t bits[2];
@@ -84,11 +87,12 @@ __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>&
   }
 }
 
+// gradient: dV, or dK. smem: K [kOwnRows, kHeadDim], V, then Spec's map.
 template <typename Spec, typename Stream, bool kIsCausal>
-__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
+__device__ __forceinline__ void sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
+                                                 ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
-  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();  // K [kOwnRows, kHeadDim], V, then Spec's map
-  const WarpPlace<Spec> place(ptx::shuffle_index(ptx::warp_index(), 0));
+  const WarpPlace<Spec> place(warp_of_block());
   const bool is_value = place.role == 0;
   const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
   const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
@@ -107,45 +111,57 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
   const int key = tile.row + place.first_row();
   const int group_row = first_query<kIsCausal>(params, key);  // the first that sees a key of the group
   constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
-  Gradient<Spec> gradient;  // dV, or dK
   clear<Spec>(gradient);
-  for (int head = range.head; head < range.end_head; ++head) {
-    for (int block = range.end - 1; block >= range.begin; --block) {
-      stream.wait_second();
-      const int block_row = block * Spec::kStreamRows;
-      if (group_row < block_row + Spec::kStreamRows) {
-        const ptx::SmemPointer Q_smem = stream.first();
-        const ptx::SmemPointer dO_smem = stream.second();
-        const ptx::SmemPointer statistics = stream.current_statistics() + place.part * Spec::kWarpStreamRows * 4;
-        Scores<Spec> scores;  // S^T, or dP^T
-        multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
-        Operand<Spec> operand;
-        if (is_value) {
-          key_weights<Spec, kIsCausal>(params, scores, statistics, key,
-                                       block_row + place.part * Spec::kWarpStreamRows);
-          pack_operand<Spec>(operand, scores);
-          P.store(place, operand);
-          // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
-          if constexpr (Spec::kSharers == 1) {
-            ptx::named_barrier_arrive(1 + place.group, kGroupThreads);
-          } else {
-            ptx::named_barrier_sync(1 + place.group, kGroupThreads);
-          }
+  int block = range.end - 1;
+  for (int left = (range.end_head - range.head) * (range.end - range.begin); left > 0; --left) {
+    stream.wait_second();
+    const int block_row = block * Spec::kStreamRows;
+    if (group_row < block_row + Spec::kStreamRows) {
+      const ptx::SmemPointer Q_smem = stream.first();
+      const ptx::SmemPointer dO_smem = stream.second();
+      const ptx::SmemPointer statistics = stream.current_statistics() + place.part * Spec::kWarpStreamRows * 4;
+      Scores<Spec> scores;  // S^T, or dP^T
+      multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
+      Operand<Spec> operand;
+      if (is_value) {
+        key_weights<Spec, kIsCausal>(params, scores, statistics, key,
+                                     block_row + place.part * Spec::kWarpStreamRows);
+        pack_operand<Spec>(operand, scores);
+        P.store(place, operand);
+        // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
+        if constexpr (Spec::kSharers == 1) {
+          ptx::named_barrier_arrive(1 + place.group, kGroupThreads);
         } else {
-          ptx::named_barrier_sync(1 + place.group, kGroupThreads);  // P is whole
-          score_gradients<Spec>(operand, scores, P, place, statistics + Spec::kStreamRows * 4);
-          if constexpr (Spec::kSharers > 1) {
-            shared.store(place, operand);
-            // Hazard: a warp reads the other's half of dS before it is written.
-            ptx::named_barrier_sync(1 + Spec::kNumGroups + place.group, Spec::kSharers * 32);
-          }
+          ptx::named_barrier_sync(1 + place.group, kGroupThreads);
         }
-        accumulate<Spec>(gradient, operand, shared, (is_value ? dO_smem : Q_smem) + place.column_offset());
+      } else {
+        ptx::named_barrier_sync(1 + place.group, kGroupThreads);  // P is whole
+        score_gradients<Spec>(operand, scores, P, place, statistics + Spec::kStreamRows * 4);
+        if constexpr (Spec::kSharers > 1) {
+          shared.store(place, operand);
+          // Hazard: a warp reads the other's half of dS before it is written.
+          ptx::named_barrier_sync(1 + Spec::kNumGroups + place.group, Spec::kSharers * 32);
+        }
       }
-      stream.advance();
+      accumulate<Spec>(gradient, operand, shared, (is_value ? dO_smem : Q_smem) + place.column_offset());
     }
+    stream.advance();
+    if (--block < range.begin) block = range.end - 1;
   }
   stream.finish();
+}
+
+template <typename Spec, typename Stream, bool kIsCausal>
+__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
+  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
+  Gradient<Spec> gradient;
+  sum_over_queries<Spec, Stream, kIsCausal>(params, gradient, smem);
+  // Located again: the registers of what only the end needs are free in the loop.
+  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+  const WarpPlace<Spec> place(warp_of_block());
+  const bool is_value = place.role == 0;
+  const int key = tile.row + place.first_row();
+  const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
   // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.
   ptx::barrier_sync_block();
   const Strides& stride = is_value ? params.dv_stride : params.dk_stride;

@@ -97,10 +97,11 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
     }
 }
 
+// smem: Q [kOwnRows, kHeadDim], dO, then Spec's map.
 template <typename Spec, typename Stream, bool kIsCausal>
-__device__ __forceinline__ void query_gradient(const BackwardParams& params) {
+__device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ,
+                                              ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
-  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();  // Q [kOwnRows, kHeadDim], dO, then Spec's map
   const WarpPlace<Spec> place(ptx::warp_index());
   const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
   const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
@@ -117,13 +118,12 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const QueryOperand<Spec> dO(own_smem + Spec::kOwnBytes);
   const GroupOperand<Spec> shared(smem, place, 0);
   const int row = tile.row + place.first_row();
-  const int group_keys = visible_keys<kIsCausal>(params, min(row + Spec::kWarpRows, params.seq_q) - 1);
-  Gradient<Spec> dQ;
   clear<Spec>(dQ);
   for (int block = range.end - 1; block >= range.begin; --block) {
     const int block_key = block * Spec::kStreamRows;
-    const bool is_seen = block_key < group_keys;  // by a row of the group
-    Scores<Spec> gradients;                       // dP, then dS
+    // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
+    const bool is_seen = !kIsCausal || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
+    Scores<Spec> gradients;  // dP, then dS
     Scores<Spec> scores;
     stream.wait_second();
     if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
@@ -151,12 +151,24 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
     stream.advance();
   }
   stream.finish();
+}
+
+template <typename Spec, typename Stream, bool kIsCausal>
+__device__ __forceinline__ void query_gradient(const BackwardParams& params) {
+  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
+  Gradient<Spec> dQ;
+  sum_over_keys<Spec, Stream, kIsCausal>(params, dQ, smem);
+  // Located again: the registers of what only the end needs are free in the loop.
+  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+  const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
+  const int row = tile.row + place.first_row();
   // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.
   ptx::barrier_sync_block();
   store_gradient<Spec>(params.dq, params.dq_stride,
                        tile.batch * params.dq_stride.batch + tile.head * params.dq_stride.head +
                            row * params.dq_stride.row,
-                       params.seq_q - row, params.head_dim, place, dQ, params.scale, own_smem);
+                       params.seq_q - row, params.head_dim, place, dQ, params.scale,
+                       smem + place.first_row() * Spec::kRowBytes);
 }
 
 }  // namespace mma_sync

@@ -46,13 +46,12 @@ struct StreamSource {
   __device__ __forceinline__ bool has_next() const {
     return Spec::kStreamsQueries ? next_head < range.end_head : next_block >= range.begin;
   }
-  // True where the next block is another head's.
-  __device__ __forceinline__ bool advance() {
+  __device__ __forceinline__ void advance() {
     --next_block;
-    if (!Spec::kStreamsQueries || next_block >= range.begin) return false;
-    next_block = range.end - 1;
-    ++next_head;
-    return true;
+    if (Spec::kStreamsQueries && next_block < range.begin) {
+      next_block = range.end - 1;
+      ++next_head;
+    }
   }
 
   __device__ __forceinline__ int rows() const { return Spec::kStreamsQueries ? params.seq_q : params.seq_k; }

@@ -20,8 +20,6 @@ struct Stream : mma_sync::StreamSource<Spec> {
   using Loader = attention::sm80::TileLoader<Spec>;
   static constexpr int kStages = Spec::kNumStages;
 
-  Loader first_loader;
-  Loader second_loader;
   int stage = 0;            // where the current block lies
   int load_stage = 0;       // where the next one goes
   int statistic_stage = -1; // where this thread's last statistic belongs, if it has not been stored
@@ -29,9 +27,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
 
   __device__ __forceinline__ Stream(const BackwardParams& params, int batch, const mma_sync::StreamRange& range,
                                     ptx::SmemPointer smem)
-      : Source(params, batch, range, smem),
-        first_loader(this->first_gmem(), this->first_stride().row, range.end * Spec::kStreamRows),
-        second_loader(this->second_gmem(), this->second_stride().row, range.end * Spec::kStreamRows) {}
+      : Source(params, batch, range, smem) {}
 
   // Starts the copy of the rows that the thread block owns; it belongs to the stream's first group.
   static __device__ __forceinline__ void load_own(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
@@ -40,15 +36,18 @@ struct Stream : mma_sync::StreamSource<Spec> {
     loader.template load<Spec::kOwnRows, false>(smem, row_stride, head_dim, rows - row);
   }
 
+  // Of the head of the next block. No pointer is kept from block to block, for want of registers.
+  __device__ __forceinline__ void load_rows(ptx::SmemPointer tile_smem, const Element* head_gmem, int64_t row_stride,
+                                            int block) {
+    Loader loader(head_gmem, row_stride, (block + 1) * Spec::kStreamRows);
+    loader.template load<Spec::kStreamRows, false>(tile_smem, row_stride, this->params.head_dim,
+                                                   this->rows() - block * Spec::kStreamRows);
+  }
   __device__ __forceinline__ void load_first(int block, int to_stage) {
-    first_loader.template load<Spec::kStreamRows, false>(this->first(to_stage), this->first_stride().row,
-                                                         this->params.head_dim,
-                                                         this->rows() - block * Spec::kStreamRows);
+    load_rows(this->first(to_stage), this->first_gmem(), this->first_stride().row, block);
   }
   __device__ __forceinline__ void load_second(int block, int to_stage) {
-    second_loader.template load<Spec::kStreamRows, false>(this->second(to_stage), this->second_stride().row,
-                                                          this->params.head_dim,
-                                                          this->rows() - block * Spec::kStreamRows);
+    load_rows(this->second(to_stage), this->second_gmem(), this->second_stride().row, block);
   }
 
   __device__ __forceinline__ void load_next() {
@@ -59,10 +58,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
       statistic_stage = load_stage;
     }
     load_stage = load_stage == kStages - 1 ? 0 : load_stage + 1;
-    if (Source::advance() && this->has_next()) {
-      first_loader = Loader(this->first_gmem(), this->first_stride().row, this->range.end * Spec::kStreamRows);
-      second_loader = Loader(this->second_gmem(), this->second_stride().row, this->range.end * Spec::kStreamRows);
-    }
+    Source::advance();
   }
 
   __device__ __forceinline__ void store_last_statistic() {
