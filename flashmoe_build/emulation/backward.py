@@ -31,6 +31,9 @@ from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, Layout, Problem, Sha
 BackwardParams = structure(Header("BackwardParams", "attention/params/backward.h"), (CSRC,))
 RESULTS = {"attention_backward_dq": ("dq",), "attention_backward_dkv": ("dk", "dv")}
 QUERY_TENSORS = ("q", "out", "dout", "dq")  # the others are laid out as keys are
+# Of the problems below, those that a bfloat16 kernel of a family without tensor maps is run on: it is the float16 kernel with
+# other conversions, and its targets share the source.
+FEW_PROBLEMS = (0, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ def problems(unit: Unit) -> Iterator[Problem]:
     )
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
+            if unit.row.schedule == "grid" and unit.dtype == "bf16" and index not in FEW_PROBLEMS:
+                continue
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
             problem = Problem(shape, unit.dtype, causal, layout, values, index)
             yield replace(problem, wants_lse=index == 1, has_counter=index != 5)
