@@ -52,8 +52,7 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Leading columns that do not see this thread's key, from the thread's first column.
-      const int unseen =
-          first_query<kIsCausal>(params, key + m * 16 + half * 8 + lane / 4) - first_row - lane % 4 * 2;
+      const int unseen = first_query<kIsCausal>(params, key + m * 16 + half * 8 + lane / 4) - first_row - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
@@ -64,9 +63,8 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
 
 // dP^T to dS^T, as a left operand.
 template <typename Spec>
-__device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>& gradients,
-                                                const GroupOperand<Spec>& P, const WarpPlace<Spec>& place,
-                                                ptx::SmemPointer row_dot_smem) {
+__device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>& gradients, const GroupOperand<Spec>& P,
+                                                const WarpPlace<Spec>& place, ptx::SmemPointer row_dot_smem) {
   using Element = typename Spec::Element;
 #pragma unroll
   for (int step = 0; step < Spec::kMmaN / 2; ++step) {
@@ -102,8 +100,7 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
   Stream::load_own(smem + Spec::kOwnBytes, head_of<Element>(params.v, params.v_stride, tile.batch, tile.head),
                    params.v_stride.row, tile.row, params.seq_k, params.head_dim);
   stream.start();
-  const ptx::SmemPointer own_smem =
-      smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
+  const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
   const QueryOperand<Spec> own(own_smem);
   const GroupOperand<Spec> P(smem, place, 0);
@@ -124,8 +121,7 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
       multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
       Operand<Spec> operand;
       if (is_value) {
-        key_weights<Spec, kIsCausal>(params, scores, statistics, key,
-                                     block_row + place.part * Spec::kWarpStreamRows);
+        key_weights<Spec, kIsCausal>(params, scores, statistics, key, block_row + place.part * Spec::kWarpStreamRows);
         pack_operand<Spec>(operand, scores);
         P.store(place, operand);
         // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)

@@ -92,9 +92,10 @@ __device__ __forceinline__ void accumulate(Gradient<Spec>& gradient, const Opera
 // gradient * factor to global memory, by way of the group's own rows in `group_smem`, which nobody reads any more. `rows`:
 // how many rows from the group's first exist. A lane stores 16 bytes, eight lanes 64 columns of a row.
 template <typename Spec>
-__device__ __forceinline__ void store_gradient(void* tensor, const Strides& stride, int64_t first, int rows, int head_dim,
-                                               const WarpPlace<Spec>& place, const Gradient<Spec>& gradient,
-                                               float factor, ptx::SmemPointer group_smem) {
+__device__ __forceinline__ void store_gradient(void* tensor, const Strides& stride, int64_t first, int rows,
+                                               int head_dim, const WarpPlace<Spec>& place,
+                                               const Gradient<Spec>& gradient, float factor,
+                                               ptx::SmemPointer group_smem) {
   using Element = typename Spec::Element;
   const int lane = ptx::recompute(ptx::lane_index());
   const int first_chunk = place.first_column() / kChunkElements;

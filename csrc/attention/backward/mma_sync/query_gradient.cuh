@@ -79,8 +79,7 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
     for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        scores[m][n][i] =
-            ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -rows.lse_log2[m][i / 2]));
+        scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -rows.lse_log2[m][i / 2]));
   if (visible_keys<kIsCausal>(params, row) - first_key >= Spec::kWarpStreamRows) return;
   const int lane = ptx::lane_index();
 #pragma unroll
@@ -99,8 +98,7 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
 
 // smem: Q [kOwnRows, kHeadDim], dO, then Spec's map.
 template <typename Spec, typename Stream, bool kIsCausal>
-__device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ,
-                                              ptx::SmemPointer smem) {
+__device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
   const WarpPlace<Spec> place(ptx::warp_index());
   const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
@@ -164,11 +162,10 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const int row = tile.row + place.first_row();
   // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.
   ptx::barrier_sync_block();
-  store_gradient<Spec>(params.dq, params.dq_stride,
-                       tile.batch * params.dq_stride.batch + tile.head * params.dq_stride.head +
-                           row * params.dq_stride.row,
-                       params.seq_q - row, params.head_dim, place, dQ, params.scale,
-                       smem + place.first_row() * Spec::kRowBytes);
+  store_gradient<Spec>(
+      params.dq, params.dq_stride,
+      tile.batch * params.dq_stride.batch + tile.head * params.dq_stride.head + row * params.dq_stride.row,
+      params.seq_q - row, params.head_dim, place, dQ, params.scale, smem + place.first_row() * Spec::kRowBytes);
 }
 
 }  // namespace mma_sync

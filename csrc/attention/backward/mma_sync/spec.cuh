@@ -93,9 +93,7 @@ struct WarpPlace {
   int part;   // of the stream's rows and of the columns
 
   __device__ __forceinline__ explicit WarpPlace(int warp)
-      : role(warp / Spec::kRoleWarps),
-        group(warp % Spec::kRoleWarps / Spec::kSharers),
-        part(warp % Spec::kSharers) {}
+      : role(warp / Spec::kRoleWarps), group(warp % Spec::kRoleWarps / Spec::kSharers), part(warp % Spec::kSharers) {}
 
   __device__ __forceinline__ int first_row() const { return group * Spec::kWarpRows; }
   __device__ __forceinline__ int first_column() const { return part * Spec::kWarpColumns; }

@@ -36,12 +36,7 @@ struct StreamSource {
 
   __device__ __forceinline__ StreamSource(const BackwardParams& params_, int batch_, const StreamRange& range_,
                                           ptx::SmemPointer smem_)
-      : params(params_),
-        batch(batch_),
-        range(range_),
-        smem(smem_),
-        next_head(range.head),
-        next_block(range.end - 1) {}
+      : params(params_), batch(batch_), range(range_), smem(smem_), next_head(range.head), next_block(range.end - 1) {}
 
   __device__ __forceinline__ bool has_next() const {
     return Spec::kStreamsQueries ? next_head < range.end_head : next_block >= range.begin;

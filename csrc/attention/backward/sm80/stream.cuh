@@ -20,9 +20,9 @@ struct Stream : mma_sync::StreamSource<Spec> {
   using Loader = attention::sm80::TileLoader<Spec>;
   static constexpr int kStages = Spec::kNumStages;
 
-  int stage = 0;            // where the current block lies
-  int load_stage = 0;       // where the next one goes
-  int statistic_stage = -1; // where this thread's last statistic belongs, if it has not been stored
+  int stage = 0;             // where the current block lies
+  int load_stage = 0;        // where the next one goes
+  int statistic_stage = -1;  // where this thread's last statistic belongs, if it has not been stored
   float statistic = 0.0f;
 
   __device__ __forceinline__ Stream(const BackwardParams& params, int batch, const mma_sync::StreamRange& range,
