@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -68,14 +69,17 @@ def ours(
     return result
 
 
-def has_kernel(device: str | torch.device) -> bool:
-    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def has_kernel(device: str | torch.device, dtype: torch.dtype = torch.float16) -> bool:
+    oldest = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
+    on_gpu = torch.device(device).type == "cuda"
+    return on_gpu and dtype in oldest and torch.cuda.get_device_capability(device) >= oldest[dtype]
 
 
 def assert_kernel_ran(tensor: Tensor) -> None:
-    """Fail unless the last call of this thread ran our backward kernels, on a GPU that has some."""
-    if has_kernel(tensor.device) and tensor.dtype in (torch.float16, torch.bfloat16):
-        assert "attention_backward_dkv" in _extension.last_kernel()
+    """Fail unless the last call of this thread ran our backward kernels, on a GPU that has some, of the family that is forced."""
+    if has_kernel(tensor.device, tensor.dtype):
+        family = os.environ.get("FLASHMOE_KERNEL", "")
+        assert f"attention_backward_dkv_{family}" in _extension.last_kernel()
 
 
 def rounded_output_terms(

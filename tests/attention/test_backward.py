@@ -1,6 +1,6 @@
 """The backward operator: the rule over the forward's grid, and by name each bug that others shipped.
 
-On a GPU of compute capability 9.0 these are the kernels' tests; elsewhere those of the torch operations.
+On a GPU these are the kernels' tests, of the best family and of those that are forced; on the CPU those of the torch operations.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flashmoe import _extension
 from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.operators.attention import backward
+from flashmoe.tools.tables import load_tables
 
 from .gradients import assert_kernel_ran, check_gradients, has_kernel, make_leaves, ours
 from .reference import DTYPES, Problem, make_inputs
@@ -264,12 +265,10 @@ def test_poisoned_gradients_and_workspace(device: str) -> None:
             assert torch.equal(actual, before), (dtype, head_dim, causal)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_repeats_are_bitwise_equal(head_dim: int, causal: bool, device: str) -> None:
+def _assert_repeats_are_equal(head_dim: int, causal: bool, device: str, dtype: torch.dtype) -> None:
     """A race between copies and products, or a sum whose order is chance, would show as a difference in some repeat."""
     problem = Problem(449, 515, head_dim, 4, 2, batch=2, causal=causal)
-    q, k, v = make_inputs(problem, device, torch.bfloat16)
+    q, k, v = make_inputs(problem, device, dtype)
     out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
     arguments = (_like(q), _like(lse), q, k, v, out, lse, head_dim**-0.5, causal)
     first = torch.ops.flashmoe.flash_attention_backward(*arguments)
@@ -279,6 +278,12 @@ def test_repeats_are_bitwise_equal(head_dim: int, causal: bool, device: str) -> 
             different += (a.view(torch.int16) != b.view(torch.int16)).sum()
     assert_kernel_ran(q)
     assert different.item() == 0, f"{different.item()} values differ over {REPEATS[device]} repeats"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_repeats_are_bitwise_equal(head_dim: int, causal: bool, device: str) -> None:
+    _assert_repeats_are_equal(head_dim, causal, device, torch.bfloat16)
 
 
 @pytest.mark.parametrize("with_out", [True, False], ids=["out and lse", "lse"])
@@ -321,40 +326,84 @@ def test_autocast(target: torch.dtype, device: str) -> None:
         torch.testing.assert_close(a.grad, b.grad.float(), rtol=2 * eps, atol=4 * eps)
 
 
+def _families() -> list[str]:
+    """Kernel families of this machine's GPU, best first; without a GPU those of the newest, to be counted."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    known = [gpu for gpu in load_tables().gpus if gpu.compute_capability <= capability]
+    return list(max(known, key=lambda gpu: gpu.compute_capability).families)
+
+
+def _dtypes_of(family: str) -> tuple[tuple[torch.dtype, str], ...]:
+    every = ((torch.float16, "f16"), (torch.bfloat16, "bf16"))
+    return tuple(
+        (dtype, word)
+        for dtype, word in every
+        if any(
+            row.operation == "attention_backward_dq" and row.family == family and word in row.dtypes
+            for row in load_tables().kernels
+        )
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"q{lengths[0]}k{lengths[1]}")
+@pytest.mark.parametrize("family", _families())
+def test_every_family_of_this_gpu(family: str, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each family that this GPU runs, forced: the rule, and twice the same bits."""
+    monkeypatch.setenv("FLASHMOE_KERNEL", family)
+    for index, (head_dim, causal) in enumerate(product(HEAD_DIMS, (False, True))):
+        for turn, (dtype, _) in enumerate(_dtypes_of(family)):
+            heads = HEADS[(index + turn) % 3]
+            problem = Problem(*lengths, head_dim, *heads, batch=2 if max(lengths) < 256 else 1, causal=causal)
+            tensors = make_inputs(problem, "cuda", dtype, KINDS[(index + turn) % 3], bshd=index % 4 == 1, seed=index)
+            grad_out = _like(tensors[0])
+            first = check_gradients(problem, tensors, grad_out, slack=_slack(dtype))
+            for actual, expected in zip(ours(problem, tensors, grad_out), first, strict=True):
+                assert torch.equal(actual, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [1, 59, 64, 65, 128, 129, 256])
-def test_the_kernel_is_the_one_of_the_table(head_dim: int) -> None:
-    if not has_kernel("cuda"):
-        pytest.skip("this GPU has no backward kernel: the torch operations are tried out by the other tests")
+@pytest.mark.parametrize("family", _families())
+def test_the_kernel_is_the_one_of_the_table(family: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's best family without being named, the others by name."""
+    if family != _families()[0]:
+        monkeypatch.setenv("FLASHMOE_KERNEL", family)
     width = next(width for width in (64, 128, 256) if head_dim <= width)
-    for (dtype, word), causal in product(((torch.float16, "f16"), (torch.bfloat16, "bf16")), (False, True)):
+    for (dtype, word), causal in product(_dtypes_of(family), (False, True)):
         problem = Problem(100, 100, head_dim, causal=causal)
         tensors = make_inputs(problem, "cuda", dtype)
         ours(problem, tensors, _like(tensors[0]))
-        prefix = f"flashmoe_attention_backward_dkv_sm90_{word}_d{width}"
+        prefix = f"flashmoe_attention_backward_dkv_{family}_{word}_d{width}"
         assert _extension.last_kernel().startswith(prefix)
         assert _extension.last_kernel().endswith("causal" if causal else "full")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [59, 64, 128, 256])
-def test_a_family_without_backward_kernels_uses_torch_operations(
-    head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = Problem(130, 150, head_dim, 4, 2, causal=True)
-    tensors = make_inputs(problem, "cuda", torch.bfloat16)
-    grad_out = _like(tensors[0])
-    scale = head_dim**-0.5
-    out, lse = flashmoe.attention(*tensors, causal=True, return_lse=True)
-    arguments = (grad_out, None, *tensors, out, lse, scale, True)
-    by_default = torch.ops.flashmoe.flash_attention_backward(*arguments)
-    monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
-    flashmoe.attention(*tensors, causal=True)
-    forced = torch.ops.flashmoe.flash_attention_backward(*arguments)
-    assert "attention_forward_sm80" in _extension.last_kernel() or "combine" in _extension.last_kernel()
-    for actual, expected, default in zip(forced, backward.backward(*arguments), by_default, strict=True):
-        assert torch.equal(actual, expected)
-        torch.testing.assert_close(actual, default, rtol=3e-2, atol=3e-2)
+@pytest.mark.parametrize("family", _families())
+def test_every_family_agrees_with_torch_operations(family: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a gradient of lse, grouped heads, and out of another layout than its gradient."""
+    monkeypatch.setenv("FLASHMOE_KERNEL", family)
+    for (dtype, _), causal in product(_dtypes_of(family), (False, True)):
+        problem = Problem(230, 150, head_dim, 4, 2, batch=2, causal=causal)
+        tensors = make_inputs(problem, "cuda", dtype)
+        grad_out = LAYOUTS["bshd"](_like(tensors[0]))
+        scale = head_dim**-0.5
+        out, lse = flashmoe.attention(*tensors, causal=causal, return_lse=True)
+        arguments = (grad_out, _like(lse), *tensors, out, lse, scale, causal)
+        results = torch.ops.flashmoe.flash_attention_backward(*arguments)
+        assert_kernel_ran(out)
+        for actual, expected in zip(results, backward.backward(*arguments), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("family", _families()[1:])
+def test_repeats_of_every_family_are_bitwise_equal(family: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOE_KERNEL", family)
+    _assert_repeats_are_equal(head_dim, True, "cuda", _dtypes_of(family)[-1][0])
 
 
 def _wrong(change: str) -> tuple[dict[str, object], type[FlashmoeError], str]:

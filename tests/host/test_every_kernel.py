@@ -80,13 +80,22 @@ def test_every_kernel_is_chosen(asked: dict[bool, Chosen]) -> None:
 
 
 def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
-    """Both of one family, the smallest head dim that holds the tensor's; none on another GPU or for another family."""
-    found = choose.backward(90, 72, causal=True, bf16=True)  # type: ignore[attr-defined]
-    assert found == (
-        "flashmoe_attention_backward_dq_sm90_bf16_d128_causal",
-        "flashmoe_attention_backward_dkv_sm90_bf16_d128_causal",
-        "sm_90a",
+    """Both of one family, the GPU's best or the one that is named, of the smallest head dim that holds the tensor's."""
+    asked: tuple[tuple[int, int, bool, str | None, str, str], ...] = (
+        # capability, head dim, bf16, forced, family, target
+        (90, 72, True, None, "sm90", "sm_90a"),
+        (90, 72, True, "sm80", "sm80", "sm_90a"),
+        (90, 72, False, "sm75", "sm75", "sm_90a"),
+        (75, 72, False, None, "sm75", "sm_75"),
+        (80, 72, True, None, "sm80", "sm_80"),
+        (89, 72, True, None, "sm80", "sm_89"),
+        (120, 72, True, None, "sm80", "sm_120a"),
+        (BEYOND_THE_TABLE, 72, True, None, "sm80", "compute_80"),
     )
-    assert choose.backward(80, 64) == ()  # type: ignore[attr-defined]
-    assert choose.backward(90, 64, forced="sm80") == ()  # type: ignore[attr-defined]
+    for capability, head_dim, bf16, forced, family, target in asked:
+        found = choose.backward(capability, head_dim, causal=True, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
+        word = "bf16" if bf16 else "f16"
+        symbols = (f"flashmoe_attention_backward_{kind}_{family}_{word}_d128_causal" for kind in ("dq", "dkv"))
+        assert found == (*symbols, target)
     assert choose.backward(90, 257) == ()  # type: ignore[attr-defined]
+    assert choose.backward(90, 64, bf16=True, forced="sm75") == ()  # type: ignore[attr-defined]

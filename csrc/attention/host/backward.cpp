@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "attention/backward/sm90/tensor_map.h"
 #include "attention/host/arguments.h"
@@ -137,6 +138,27 @@ BackwardParams make_backward_params(const BackwardArguments& arguments, const Gr
   return params;
 }
 
+// What the kernels of dq, and of dk and dv, take after their parameters; none outside the sm90 family.
+std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
+  if (kernel.num_tensor_maps == 0) return {};
+  const auto maps = backward::sm90::query_gradient_tensor_maps(params, kernel.block_n);
+  const auto encode = [&kernel](const auto& description, const char* name) {
+    return host::encode_tensor_map(description, kernel.dtype, name);
+  };
+  return {encode(maps.q, "q"), encode(maps.k, "k"), encode(maps.v, "v"), encode(maps.dout, "grad_out"),
+          encode(maps.dq, "dq")};
+}
+
+std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
+  if (kernel.num_tensor_maps == 0) return {};
+  const auto maps = backward::sm90::key_value_gradient_tensor_maps(params, kernel.block_m);
+  const auto encode = [&kernel](const auto& description, const char* name) {
+    return host::encode_tensor_map(description, kernel.dtype, name);
+  };
+  return {encode(maps.q, "q"),           encode(maps.k, "k"),   encode(maps.v, "v"),
+          encode(maps.dout, "grad_out"), encode(maps.dk, "dk"), encode(maps.dv, "dv")};
+}
+
 void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
   const Kernel& dq = *kernels.dq;
   const Kernel& dkv = *kernels.dkv;
@@ -145,27 +167,21 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
   const int64_t dq_grid = host::grid_for(dq, ceil_div(params.seq_q, dq.block_m) * heads, gpu);
   const int64_t dkv_grid = host::grid_for(dkv, ceil_div(params.seq_k, dkv.block_n) * heads_kv, gpu);
   const host::CudaCall call(gpu);
-  const host::TileCounter counter = host::tile_counter(call);  // one for both, which follow each other
-  params.tile_counter = counter.address;
+  host::TileCounter counter;
+  if (dq.is_persistent || dkv.is_persistent) {
+    counter = host::tile_counter(call);  // one for both, which follow each other
+    params.tile_counter = counter.address;
+  }
   host::Workspace workspace;
   const int64_t row_dot = workspace.add<float>(heads * params.seq_q);
   workspace.allocate(call);
   params.row_dot = workspace.address<float>(row_dot);
 
-  namespace from = backward::sm90;
-  const auto encode = [](const auto& description, const Kernel& kernel, const char* name) {
-    return host::encode_tensor_map(description, kernel.dtype, name);
-  };
-  const from::QueryGradientTensorMaps first = from::query_gradient_tensor_maps(params, dq.block_n);
-  const CUtensorMap dq_maps[] = {encode(first.q, dq, "q"), encode(first.k, dq, "k"), encode(first.v, dq, "v"),
-                                 encode(first.dout, dq, "grad_out"), encode(first.dq, dq, "dq")};
-  const from::KeyValueGradientTensorMaps second = from::key_value_gradient_tensor_maps(params, dkv.block_m);
-  const CUtensorMap dkv_maps[] = {encode(second.q, dkv, "q"),   encode(second.k, dkv, "k"),
-                                  encode(second.v, dkv, "v"),   encode(second.dout, dkv, "grad_out"),
-                                  encode(second.dk, dkv, "dk"), encode(second.dv, dkv, "dv")};
+  const std::vector<CUtensorMap> dq_maps = query_gradient_maps(params, dq);
+  const std::vector<CUtensorMap> dkv_maps = key_value_gradient_maps(params, dkv);
   host::LaunchList list;
-  list.add({&dq, dq_grid, &params, dq_maps, /*is_dependent=*/false});
-  list.add({&dkv, dkv_grid, &params, dkv_maps, /*is_dependent=*/false});
+  list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
+  list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
   list.run(call);
   host::set_last_kernel(dkv.symbol);
 }

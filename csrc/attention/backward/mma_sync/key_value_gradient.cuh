@@ -1,0 +1,172 @@
+// The kernel of dk and dv. A thread block owns kOwnRows keys; Q and dO of every head of the group stream past, head by head,
+// in each from the last block down to the first with a query that sees a key. It runs after the kernel of dq, which writes
+// row_dot. The heads of a group are added up in registers, in their order.
+//
+// A warp of the first role computes S^T = K Q^T, P^T, dV += P^T dO; a warp of the second dP^T = V dO^T, dS^T, dK += dS^T Q.
+// Both take the same way through the code, with Q and dO exchanged. One of them holds one gradient, so there are registers
+// for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes from the one
+// to the other in shared memory.
+#pragma once
+
+#include "attention/backward/mma_sync/products.cuh"
+#include "attention/backward/mma_sync/spec.cuh"
+#include "attention/backward/mma_sync/stream.cuh"
+#include "attention/backward/mma_sync/tile.cuh"
+#include "ptx/shuffle.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace mma_sync {
+
+// The shuffle tells the compiler that it is the same in the whole warp, and so its role.
+__device__ __forceinline__ int warp_of_block() { return ptx::shuffle_index(ptx::recompute(ptx::warp_index()), 0); }
+
+// Two statistics, of columns 8 n + 2 * (lane % 4) and the next of a warp's part.
+__device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPointer part_smem, int n) {
+  uint32_t bits[2];
+  ptx::ld_shared_64(bits, part_smem + (n * 32 + ptx::lane_index() % 4 * 8));
+  columns[0] = __uint_as_float(bits[0]);
+  columns[1] = __uint_as_float(bits[1]);
+}
+
+// scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
+// first; `first_row`: the first query of the warp's part of the block. Keys past the end are rows of their own, never stored.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void key_weights(const BackwardParams& params, Scores<Spec>& scores,
+                                            ptx::SmemPointer lse_smem, int key, int first_row) {
+#pragma unroll
+  for (int n = 0; n < Spec::kMmaN; ++n) {
+    float lse_log2[2];
+    load_columns(lse_log2, lse_smem, n);
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -lse_log2[i % 2]));
+  }
+  if (!kIsCausal || first_query<kIsCausal>(params, key + Spec::kWarpRows - 1) <= first_row) return;
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Leading columns that do not see this thread's key, from the thread's first column.
+      const int unseen = first_query<kIsCausal>(params, key + m * 16 + half * 8 + lane / 4) - first_row - lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (n * 8 + i < unseen) scores[m][n][2 * half + i] = 0.0f;
+    }
+}
+
+// dP^T to dS^T, as a left operand.
+template <typename Spec>
+__device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>& gradients, const GroupOperand<Spec>& P,
+                                                const WarpPlace<Spec>& place, ptx::SmemPointer row_dot_smem) {
+  using Element = typename Spec::Element;
+#pragma unroll
+  for (int step = 0; step < Spec::kMmaN / 2; ++step) {
+    float row_dot[2][2];
+    load_columns(row_dot[0], row_dot_smem, 2 * step);
+    load_columns(row_dot[1], row_dot_smem, 2 * step + 1);
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m) {
+      uint32_t weights[4];
+      ptx::ld_shared_128(weights, P.at(place.part * (Spec::kMmaN / 2) + step, m));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 p = unpack<Element>(weights[i]);
+        const float* d = &gradients[m][2 * step + i / 2][i % 2 * 2];
+        dS[step][m][i] = pack<Element>(p.x * (d[0] - row_dot[i / 2][0]), p.y * (d[1] - row_dot[i / 2][1]));
+      }
+    }
+  }
+}
+
+// gradient: dV, or dK. smem: K [kOwnRows, kHeadDim], V, then Spec's map.
+template <typename Spec, typename Stream, bool kIsCausal>
+__device__ __forceinline__ void sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
+                                                 ptx::SmemPointer smem) {
+  using Element = typename Spec::Element;
+  const WarpPlace<Spec> place(warp_of_block());
+  const bool is_value = place.role == 0;
+  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+  const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
+  Stream stream(params, tile.batch, range, smem);
+  Stream::load_own(smem, head_of<Element>(params.k, params.k_stride, tile.batch, tile.head), params.k_stride.row,
+                   tile.row, params.seq_k, params.head_dim);
+  Stream::load_own(smem + Spec::kOwnBytes, head_of<Element>(params.v, params.v_stride, tile.batch, tile.head),
+                   params.v_stride.row, tile.row, params.seq_k, params.head_dim);
+  stream.start();
+  const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
+  if constexpr (Spec::kQueryInRegisters) stream.wait_own();
+  const QueryOperand<Spec> own(own_smem);
+  const GroupOperand<Spec> P(smem, place, 0);
+  const GroupOperand<Spec> shared(smem, place, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
+  const int key = tile.row + place.first_row();
+  const int group_row = first_query<kIsCausal>(params, key);  // the first that sees a key of the group
+  constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
+  clear<Spec>(gradient);
+  int block = range.end - 1;
+  for (int left = (range.end_head - range.head) * (range.end - range.begin); left > 0; --left) {
+    stream.wait_second();
+    const int block_row = block * Spec::kStreamRows;
+    if (group_row < block_row + Spec::kStreamRows) {
+      const ptx::SmemPointer Q_smem = stream.first();
+      const ptx::SmemPointer dO_smem = stream.second();
+      const ptx::SmemPointer statistics = stream.current_statistics() + place.part * Spec::kWarpStreamRows * 4;
+      Scores<Spec> scores;  // S^T, or dP^T
+      multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
+      Operand<Spec> operand;
+      if (is_value) {
+        key_weights<Spec, kIsCausal>(params, scores, statistics, key, block_row + place.part * Spec::kWarpStreamRows);
+        pack_operand<Spec>(operand, scores);
+        P.store(place, operand);
+        // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
+        if constexpr (Spec::kSharers == 1) {
+          ptx::named_barrier_arrive(1 + place.group, kGroupThreads);
+        } else {
+          ptx::named_barrier_sync(1 + place.group, kGroupThreads);
+        }
+      } else {
+        ptx::named_barrier_sync(1 + place.group, kGroupThreads);  // P is whole
+        score_gradients<Spec>(operand, scores, P, place, statistics + Spec::kStreamRows * 4);
+        if constexpr (Spec::kSharers > 1) {
+          shared.store(place, operand);
+          // Hazard: a warp reads the other's half of dS before it is written.
+          ptx::named_barrier_sync(1 + Spec::kNumGroups + place.group, Spec::kSharers * 32);
+        }
+      }
+      accumulate<Spec>(gradient, operand, shared, (is_value ? dO_smem : Q_smem) + place.column_offset());
+    }
+    stream.advance();
+    if (--block < range.begin) block = range.end - 1;
+  }
+  stream.finish();
+}
+
+template <typename Spec, typename Stream, bool kIsCausal>
+__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
+  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
+  Gradient<Spec> gradient;
+  sum_over_queries<Spec, Stream, kIsCausal>(params, gradient, smem);
+  // Located again: the registers of what only the end needs are free in the loop.
+  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+  const WarpPlace<Spec> place(warp_of_block());
+  const bool is_value = place.role == 0;
+  const int key = tile.row + place.first_row();
+  const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
+  // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.
+  ptx::barrier_sync_block();
+  const Strides& stride = is_value ? params.dv_stride : params.dk_stride;
+  store_gradient<Spec>(is_value ? params.dv : params.dk, stride,
+                       tile.batch * stride.batch + tile.head * stride.head + key * stride.row, params.seq_k - key,
+                       params.head_dim, place, gradient, is_value ? 1.0f : params.scale, own_smem);
+}
+
+}  // namespace mma_sync
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

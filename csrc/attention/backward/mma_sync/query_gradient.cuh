@@ -1,0 +1,174 @@
+// The kernel of dq, and of row_dot. A thread block owns kOwnRows rows of Q and dO; K and V stream past, from the last block
+// that a row sees down to the first.
+//
+// A warp's block: dP = dO V^T; S = Q K^T; dS = P * (dP - row_dot); dQ += dS K. The accumulators of dS are its left operand.
+// Two warps that share rows compute dS of half of the keys each, exchange them, and add to half of the columns each.
+#pragma once
+
+#include "attention/backward/mma_sync/products.cuh"
+#include "attention/backward/mma_sync/spec.cuh"
+#include "attention/backward/mma_sync/stream.cuh"
+#include "attention/backward/mma_sync/tile.cuh"
+#include "device/reduce.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace mma_sync {
+
+// The statistics of a thread's rows.
+template <typename Spec>
+struct RowStatistics {
+  float lse_log2[Spec::kMmaM][2];  // +inf where P is to be zero
+  float row_dot[Spec::kMmaM][2];
+
+  // row_dot from global memory: of a row, a lane of its quad adds up every fourth chunk of 16 bytes. The first of the sharing
+  // warps stores it for the kernel of dk and dv.
+  __device__ __forceinline__ RowStatistics(const BackwardParams& params, const OwnTile& tile,
+                                           const WarpPlace<Spec>& place) {
+    using Element = typename Spec::Element;
+    const int lane = ptx::lane_index();
+    const Element* out_head = head_of<Element>(params.out, params.out_stride, tile.batch, tile.head);
+    const Element* dout_head = head_of<Element>(params.dout, params.dout_stride, tile.batch, tile.head);
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = tile.row + place.first_row() + m * 16 + half * 8 + lane / 4;
+        const bool is_inside = row < params.seq_q;
+        const int64_t at = static_cast<int64_t>(tile.batch * params.heads_q + tile.head) * params.seq_q + row;
+        const Element* out_gmem = out_head + row * params.out_stride.row;
+        const Element* dout_gmem = dout_head + row * params.dout_stride.row;
+        float sum = 0.0f;
+#pragma unroll
+        for (int column = lane % 4 * kChunkElements; column < Spec::kHeadDim; column += 4 * kChunkElements) {
+          uint32_t out[4] = {0, 0, 0, 0};
+          uint32_t dout[4] = {0, 0, 0, 0};
+          if (is_inside && column < params.head_dim) {
+            ptx::ld_global_128(out, out_gmem + column);
+            ptx::ld_global_128(dout, dout_gmem + column);
+          }
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const float2 a = unpack<Element>(out[w]);
+            const float2 b = unpack<Element>(dout[w]);
+            sum = ptx::fma_rn(a.x, b.x, sum);
+            sum = ptx::fma_rn(a.y, b.y, sum);
+          }
+        }
+        const float lse = is_inside ? ptx::ld_global_float(params.lse + at) : ptx::negative_infinity();
+        sum = quad_sum(sum);
+        if (is_inside && params.dlse != nullptr) sum -= ptx::ld_global_float(params.dlse + at);
+        row_dot[m][half] = lse == ptx::negative_infinity() ? 0.0f : sum;
+        lse_log2[m][half] = in_base_2(lse);
+        if (is_inside && lane % 4 == 0 && place.part == 0) {
+          ptx::st_global_float(params.row_dot + at, row_dot[m][half]);
+        }
+      }
+  }
+};
+
+// scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
+// anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first.
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
+                                              const RowStatistics<Spec>& rows, int row, int first_key) {
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -rows.lse_log2[m][i / 2]));
+  if (visible_keys<kIsCausal>(params, row) - first_key >= Spec::kWarpStreamRows) return;
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int visible =
+          visible_keys<kIsCausal>(params, row + m * 16 + half * 8 + lane / 4) - first_key - lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (n * 8 + i >= visible) scores[m][n][2 * half + i] = 0.0f;
+    }
+}
+
+// smem: Q [kOwnRows, kHeadDim], dO, then Spec's map.
+template <typename Spec, typename Stream, bool kIsCausal>
+__device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
+  using Element = typename Spec::Element;
+  const WarpPlace<Spec> place(ptx::warp_index());
+  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+  const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
+  Stream stream(params, tile.batch, range, smem);
+  Stream::load_own(smem, head_of<Element>(params.q, params.q_stride, tile.batch, tile.head), params.q_stride.row,
+                   tile.row, params.seq_q, params.head_dim);
+  Stream::load_own(smem + Spec::kOwnBytes, head_of<Element>(params.dout, params.dout_stride, tile.batch, tile.head),
+                   params.dout_stride.row, tile.row, params.seq_q, params.head_dim);
+  stream.start();
+  const RowStatistics<Spec> rows(params, tile, place);
+  const ptx::SmemPointer own_smem = smem + place.first_row() * Spec::kRowBytes;
+  if constexpr (Spec::kQueryInRegisters) stream.wait_own();
+  const QueryOperand<Spec> Q(own_smem);
+  const QueryOperand<Spec> dO(own_smem + Spec::kOwnBytes);
+  const GroupOperand<Spec> shared(smem, place, 0);
+  const int row = tile.row + place.first_row();
+  clear<Spec>(dQ);
+  for (int block = range.end - 1; block >= range.begin; --block) {
+    const int block_key = block * Spec::kStreamRows;
+    // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
+    const bool is_seen = !kIsCausal || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
+    Scores<Spec> gradients;  // dP, then dS
+    Scores<Spec> scores;
+    stream.wait_second();
+    if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
+    stream.wait_first();
+    if (is_seen) {
+      multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
+      query_weights<Spec, kIsCausal>(params, scores, rows, row, block_key + place.part * Spec::kWarpStreamRows);
+#pragma unroll
+      for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+        for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - rows.row_dot[m][i / 2]);
+      Operand<Spec> dS;
+      pack_operand<Spec>(dS, gradients);
+      if constexpr (Spec::kSharers > 1) {
+        shared.store(place, dS);
+        // Hazard: a warp reads the other's half of dS before it is written. (It is overwritten a block later, behind the
+        // stream's barrier.)
+        ptx::named_barrier_sync(1 + place.group, Spec::kSharers * 32);
+      }
+      accumulate<Spec>(dQ, dS, shared, stream.first() + place.column_offset());
+    }
+    stream.advance();
+  }
+  stream.finish();
+}
+
+template <typename Spec, typename Stream, bool kIsCausal>
+__device__ __forceinline__ void query_gradient(const BackwardParams& params) {
+  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
+  Gradient<Spec> dQ;
+  sum_over_keys<Spec, Stream, kIsCausal>(params, dQ, smem);
+  // Located again: the registers of what only the end needs are free in the loop.
+  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+  const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
+  const int row = tile.row + place.first_row();
+  // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.
+  ptx::barrier_sync_block();
+  store_gradient<Spec>(
+      params.dq, params.dq_stride,
+      tile.batch * params.dq_stride.batch + tile.head * params.dq_stride.head + row * params.dq_stride.row,
+      params.seq_q - row, params.head_dim, place, dQ, params.scale, smem + place.first_row() * Spec::kRowBytes);
+}
+
+}  // namespace mma_sync
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

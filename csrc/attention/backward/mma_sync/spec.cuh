@@ -1,0 +1,108 @@
+// What the specs of both kernels and of both families have in common.
+//
+// A group of warps owns kWarpRows rows: of Q and dO in the kernel of dq, of K and V in the kernel of dk and dv. The rows of
+// the other two tensors stream past in blocks. "First" is the pair whose product are the scores, Q and K; "second" the pair
+// whose product is dP, dO and V.
+//
+//                        own rows (first, second)     stream (first, second)
+//   query_gradient       Q, dO                        K, V
+//   key_value_gradient   K, V                         Q, dO
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace mma_sync {
+
+//   Product_          the family's element type and 16x8x16 product
+//   kOwnRows          rows that a thread block owns
+//   kStreamRows       rows of one block of the stream
+//   kNumStages        blocks of the stream in shared memory
+//   kWarpRows         16 or 32. A fragment read from shared memory as the right operand serves kWarpRows / 16 products
+//   kRoles            2: one half of the warps computes the scores and dv, the other dP and dk, each for all rows
+//   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
+//   kOwnInRegisters   a warp keeps the own rows that it multiplies with; else it reads them for every block
+// kSharers warps of one role divide a group's work: each takes its part of a block's rows for the scores, and, of the
+// gradient, its part of the columns.
+template <typename Product_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kNumStages_, int kNumWarps_,
+          int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_>
+struct TileSpec {
+  using Product = Product_;
+  using Element = typename Product::Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kOwnRows = kOwnRows_;
+  static constexpr int kStreamRows = kStreamRows_;
+  static constexpr int kNumStages = kNumStages_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kWarpRows = kWarpRows_;
+  static constexpr int kRoles = kRoles_;
+  static constexpr bool kStreamsQueries = kStreamsQueries_;
+  static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // as forward/mma_sync/multiply.cuh calls it
+
+  static constexpr int kNumThreads = 32 * kNumWarps;
+  static constexpr int kNumGroups = kOwnRows / kWarpRows;
+  static constexpr int kRoleWarps = kNumWarps / kRoles;
+  static constexpr int kSharers = kRoleWarps / kNumGroups;
+  static constexpr int kWarpStreamRows = kStreamRows / kSharers;
+  static constexpr int kWarpColumns = kHeadDim / kSharers;
+  static constexpr int kMmaM = kWarpRows / 16;       // 16-row blocks of a warp
+  static constexpr int kMmaN = kWarpStreamRows / 8;  // 8-column blocks of its scores
+  static constexpr int kMmaD = kWarpColumns / 8;     // 8-column blocks of its gradient
+
+  // Bytes.
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
+  static constexpr int kOwnBytes = kOwnRows * kRowBytes;        // of one tensor; reused for a gradient
+  static constexpr int kStreamBytes = kStreamRows * kRowBytes;  // of one tensor, one stage
+  static constexpr int kGroupOperandBytes = kWarpRows * kStreamRows * static_cast<int>(sizeof(Element));
+  static constexpr int kOperandBytes = kNumGroups * kGroupOperandBytes;  // P or dS of a block
+  // P passes from one role to the other; dS, and P too, to the warps that divide the columns.
+  static constexpr int kNumOperands = (kRoles == 2 ? 1 : 0) + (kSharers > 1 ? 1 : 0);
+  static constexpr int kStatisticsBytes = kStreamsQueries ? 2 * kStreamRows * 4 : 0;  // of one stage
+
+  static constexpr int kStreamOffset = 2 * kOwnBytes;
+  static constexpr int kOperandOffset = kStreamOffset + 2 * kNumStages * kStreamBytes;
+  static constexpr int kStatisticsOffset = kOperandOffset + kNumOperands * kOperandBytes;
+  static constexpr int kSharedBytes = kStatisticsOffset + kNumStages * kStatisticsBytes;
+
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    Product::multiply(d, a, b0, b1);
+  }
+
+  static_assert(sizeof(Element) == 2, "ldmatrix here takes 16-bit elements");
+  static_assert(kHeadDim % 64 == 0, "the swizzle permutes within 64 columns");
+  static_assert(kWarpRows % 16 == 0 && kNumGroups * kWarpRows == kOwnRows, "a warp computes whole 16-row blocks");
+  static_assert(kSharers >= 1 && kSharers <= 2 && kRoles * kNumGroups * kSharers == kNumWarps,
+                "one or two warps of a role share a group's rows");
+  static_assert(kWarpStreamRows % 16 == 0, "ldmatrix.x4 reads 16 rows of the stream at a time");
+  static_assert(kWarpColumns % 64 == 0, "a warp stores whole 64-column segments of a gradient");
+  static_assert(kNumWarps >= 2,
+                "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
+  static_assert(kOwnRows % (kNumThreads / 8) == 0 && kStreamRows % (kNumThreads / 8) == 0,
+                "eight threads load 64 columns of a row: a pass must end with the tile");
+  static_assert(!kStreamsQueries || 2 * kStreamRows <= kNumThreads, "a thread fetches one statistic of a block");
+  static_assert((kRoles == 1 ? 1 : 2) * kNumGroups < 16, "a group has barriers of its own, and there are 16");
+};
+
+// What this warp does.
+template <typename Spec>
+struct WarpPlace {
+  int role;   // 0: scores and dv, 1: dP and dk; 0 where there is but one
+  int group;  // of rows
+  int part;   // of the stream's rows and of the columns
+
+  __device__ __forceinline__ explicit WarpPlace(int warp)
+      : role(warp / Spec::kRoleWarps), group(warp % Spec::kRoleWarps / Spec::kSharers), part(warp % Spec::kSharers) {}
+
+  __device__ __forceinline__ int first_row() const { return group * Spec::kWarpRows; }
+  __device__ __forceinline__ int first_column() const { return part * Spec::kWarpColumns; }
+  // Bytes from the start of a stream tensor's block to the rows, or to the column, where this warp's part begins.
+  __device__ __forceinline__ int row_offset() const { return part * Spec::kWarpStreamRows * Spec::kRowBytes; }
+  __device__ __forceinline__ int column_offset() const { return first_column() * 2; }
+};
+
+}  // namespace mma_sync
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

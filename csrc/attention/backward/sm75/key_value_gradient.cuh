@@ -1,0 +1,21 @@
+// The kernel of dk and dv with mma.m16n8k8 for Turing, in fp16.
+#pragma once
+
+#include "attention/backward/mma_sync/key_value_gradient.cuh"
+#include "attention/backward/sm75/spec.cuh"
+#include "attention/backward/sm75/stream.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm75 {
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
+  mma_sync::key_value_gradient<Spec, Stream<Spec>, kIsCausal>(params);
+}
+
+}  // namespace sm75
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

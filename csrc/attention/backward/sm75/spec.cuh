@@ -1,0 +1,42 @@
+// Compile-time description of the backward kernels of Turing; the shared-memory map is mma_sync/spec.cuh's.
+#pragma once
+
+#include "attention/backward/mma_sync/spec.cuh"
+#include "ptx/mma.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm75 {
+
+// 16x8x16 in two halves of k: Turing's largest 16-bit product is 16x8x8.
+template <typename Element_>
+struct Product {
+  using Element = Element_;
+
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    ptx::mma_m16n8k8<Element>(d, a[0], a[1], b0);
+    ptx::mma_m16n8k8<Element>(d, a[2], a[3], b1);
+  }
+};
+
+// kBlockM rows of Q and dO; blocks of kBlockN keys.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows>
+struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
+                                              kWarpRows, 1, false, false> {
+  static_assert(kNumStages == 1, "this family keeps one block of the stream in shared memory");
+  static_assert(QueryGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
+};
+
+// kBlockN keys; blocks of kBlockM rows of Q and dO.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows>
+struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
+                                                 kWarpRows, 2, true, false> {
+  static_assert(kNumStages == 1, "this family keeps one block of the stream in shared memory");
+  static_assert(KeyValueGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
+};
+
+}  // namespace sm75
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

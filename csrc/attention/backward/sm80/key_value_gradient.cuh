@@ -1,0 +1,21 @@
+// The kernel of dk and dv with mma.sync and cp.async: sm_80 and every later GPU.
+#pragma once
+
+#include "attention/backward/mma_sync/key_value_gradient.cuh"
+#include "attention/backward/sm80/spec.cuh"
+#include "attention/backward/sm80/stream.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm80 {
+
+template <typename Spec, bool kIsCausal>
+__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
+  mma_sync::key_value_gradient<Spec, Stream<Spec>, kIsCausal>(params);
+}
+
+}  // namespace sm80
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

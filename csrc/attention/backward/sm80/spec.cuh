@@ -1,0 +1,40 @@
+// Compile-time description of the backward kernels of the sm_80 family; the shared-memory map is mma_sync/spec.cuh's.
+#pragma once
+
+#include "attention/backward/mma_sync/spec.cuh"
+#include "ptx/mma.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm80 {
+
+template <typename Element_>
+struct Product {
+  using Element = Element_;
+
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    ptx::mma_m16n8k16<Element>(d, a, b0, b1);
+  }
+};
+
+// kBlockM rows of Q and dO; blocks of kBlockN keys. kNumStages 1: one buffer each for K and V; the next V loads under
+// S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers a block. 2 or more: a ring of pairs, loaded
+// kNumStages - 1 blocks ahead; one barrier a block.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kOwnInRegisters>
+struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
+                                              kWarpRows, 1, false, kOwnInRegisters != 0> {};
+
+// kBlockN keys; blocks of kBlockM rows of Q and dO, in a ring.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
+          int kOwnInRegisters>
+struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
+                                                 kWarpRows, 2, true, kOwnInRegisters != 0> {
+  static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
+};
+
+}  // namespace sm80
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

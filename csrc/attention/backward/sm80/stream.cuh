@@ -1,0 +1,134 @@
+// The stream by cp.async.
+#pragma once
+
+#include "attention/backward/mma_sync/stream.cuh"
+#include "attention/forward/sm80/load.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm80 {
+
+// Per block: wait_second, what needs the second tensor, wait_first, what needs the first, advance. Both waits join all
+// threads. (With a ring wait_second waits for both.)
+template <typename Spec>
+struct Stream : mma_sync::StreamSource<Spec> {
+  using Source = mma_sync::StreamSource<Spec>;
+  using Element = typename Spec::Element;
+  using Loader = attention::sm80::TileLoader<Spec>;
+  static constexpr int kStages = Spec::kNumStages;
+
+  int stage = 0;             // where the current block lies
+  int load_stage = 0;        // where the next one goes
+  int statistic_stage = -1;  // where this thread's last statistic belongs, if it has not been stored
+  float statistic = 0.0f;
+
+  __device__ __forceinline__ Stream(const BackwardParams& params, int batch, const mma_sync::StreamRange& range,
+                                    ptx::SmemPointer smem)
+      : Source(params, batch, range, smem) {}
+
+  // Starts the copy of the rows that the thread block owns; it belongs to the stream's first group.
+  static __device__ __forceinline__ void load_own(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
+                                                  int row, int rows, int head_dim) {
+    Loader loader(head_gmem, row_stride, row + Spec::kOwnRows);
+    loader.template load<Spec::kOwnRows, false>(smem, row_stride, head_dim, rows - row);
+  }
+
+  // Of the head of the next block. No pointer is kept from block to block, for want of registers.
+  __device__ __forceinline__ void load_rows(ptx::SmemPointer tile_smem, const Element* head_gmem, int64_t row_stride,
+                                            int block) {
+    Loader loader(head_gmem, row_stride, (block + 1) * Spec::kStreamRows);
+    loader.template load<Spec::kStreamRows, false>(tile_smem, row_stride, this->params.head_dim,
+                                                   this->rows() - block * Spec::kStreamRows);
+  }
+  __device__ __forceinline__ void load_first(int block, int to_stage) {
+    load_rows(this->first(to_stage), this->first_gmem(), this->first_stride().row, block);
+  }
+  __device__ __forceinline__ void load_second(int block, int to_stage) {
+    load_rows(this->second(to_stage), this->second_gmem(), this->second_stride().row, block);
+  }
+
+  __device__ __forceinline__ void load_next() {
+    load_first(this->next_block, load_stage);
+    load_second(this->next_block, load_stage);
+    if constexpr (Spec::kStreamsQueries) {
+      statistic = this->fetch_statistic();
+      statistic_stage = load_stage;
+    }
+    load_stage = load_stage == kStages - 1 ? 0 : load_stage + 1;
+    Source::advance();
+  }
+
+  __device__ __forceinline__ void store_last_statistic() {
+    if constexpr (Spec::kStreamsQueries) {
+      if (statistic_stage >= 0) this->store_statistic(statistic_stage, statistic);
+      statistic_stage = -1;
+    }
+  }
+
+  __device__ __forceinline__ void start() {
+    if constexpr (kStages == 1) {
+      if (this->has_next()) {
+        load_second(this->next_block, 0);
+        Source::advance();
+      }
+      ptx::cp_async_commit();
+    } else {
+#pragma unroll
+      for (int ahead = 0; ahead < kStages - 1; ++ahead) {
+        store_last_statistic();
+        if (this->has_next()) load_next();
+        ptx::cp_async_commit();
+      }
+    }
+  }
+
+  // The own rows are whole.
+  __device__ __forceinline__ void wait_own() const {
+    ptx::cp_async_wait<kStages == 1 ? 0 : kStages - 2>();
+    ptx::barrier_sync_block();
+  }
+
+  __device__ __forceinline__ void wait_second() {
+    if constexpr (kStages == 1) {
+      ptx::cp_async_wait<0>();
+      ptx::barrier_sync_block();  // the second is whole; all warps are done with the first of the block before
+      load_first(this->next_block + 1, 0);
+      ptx::cp_async_commit();
+    } else {
+      store_last_statistic();
+      ptx::cp_async_wait<kStages - 2>();
+      ptx::barrier_sync_block();  // this block is whole; all warps are done with the one before, whose buffers refill
+      if (this->has_next()) load_next();
+      ptx::cp_async_commit();
+    }
+  }
+
+  __device__ __forceinline__ void wait_first() {
+    if constexpr (kStages == 1) {
+      ptx::cp_async_wait<0>();
+      ptx::barrier_sync_block();  // the first is whole; all warps are done with the second
+      if (this->has_next()) {
+        load_second(this->next_block, 0);
+        Source::advance();
+      }
+      ptx::cp_async_commit();
+    }
+  }
+
+  __device__ __forceinline__ ptx::SmemPointer first() const { return Source::first(stage); }
+  __device__ __forceinline__ ptx::SmemPointer second() const { return Source::second(stage); }
+  __device__ __forceinline__ ptx::SmemPointer current_statistics() const { return this->statistics(stage); }
+  using Source::first;
+  using Source::second;
+
+  __device__ __forceinline__ void advance() { stage = stage == kStages - 1 ? 0 : stage + 1; }
+  __device__ __forceinline__ void finish() const { ptx::cp_async_wait<0>(); }
+};
+
+}  // namespace sm80
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe
