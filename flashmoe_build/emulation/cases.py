@@ -52,7 +52,9 @@ class Case:
         """The command that repeats the case."""
         p = self.problem
         if isinstance(p, NamedProblem):
-            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem {p.name} --seed {self.seed}"
+            return (
+                f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem {p.name} --seed {self.seed}"
+            )
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",

@@ -91,7 +91,7 @@ def layout_checks(declared: Header, roots: Sequence[Path]) -> list[str]:
     for member, offset, kind in _members(struct):
         plain = kind.removesuffix("*").removeprefix("const ").strip()
         if plain not in SCALARS and plain != "void":
-            kind = f"{space}::{kind}"  # noqa: PLW2901
+            kind = f"{space}::{kind}"
         lines.append(f"static_assert(offsetof({name}, {member}) == {offset}, {problem});")
         lines.append(
             f"static_assert(std::is_same<decltype(std::declval<{name}>().{member}), {kind}>::value, {problem});"

@@ -183,8 +183,7 @@ __device__ __forceinline__ float choice_weight(const RouteParams& params, const 
                                                int expert, bool has_choice) {
   float weight = 0.0f;
   if (has_choice) {
-    const float logit =
-        float_of_bits(load_bits(params.logits, row + expert, params.logits_dtype), params.logits_dtype);
+    const float logit = float_of_bits(load_bits(params.logits, row + expert, params.logits_dtype), params.logits_dtype);
     if (params.scoring == Scoring::kSoftmax) weight = softmax.score(logit);
     if (params.scoring == Scoring::kSigmoid) weight = sigmoid(logit);
     if (params.scoring == Scoring::kTopkSoftmax) {
