@@ -43,7 +43,7 @@ class RouteProblem(NamedProblem):
         generator = _random(self.experts + self.top_k)
         logits = torch.randn(self.tokens, self.experts + 3, generator=generator) * 2
         if self.values == "ties":
-            logits = torch.randint(-1, 2, logits.shape, generator=generator).float()
+            logits = torch.randint(-2, 1, logits.shape, generator=generator).float()
             logits[logits == 0] = torch.where(
                 torch.rand(logits[logits == 0].shape, generator=generator) < 0.5, -0.0, 0.0
             )
