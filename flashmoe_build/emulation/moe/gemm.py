@@ -97,12 +97,20 @@ def gated_problems(unit: Unit) -> Iterator[GemmProblem]:
     # Gate and up in turn.
     yield make(
         *((0, 2 * m - 30, 40), n + 24, 72, 12),
-        **{"activation": "clamped_swiglu", "is_interleaved": True, "keeps": True, "has_bias": True, "has_nan": True},
+        activation="clamped_swiglu",
+        is_interleaved=True,
+        keeps=True,
+        has_bias=True,
+        has_nan=True,
     )
     yield make((m, 64), n, 64, 13, weights="kn", activation="geglu", keeps=True, has_bias=True, top_k=1)
     yield make(
         *((70, m + 1), n + 40, 80, 14),
-        **{"weights": "kn_pairs", "is_interleaved": True, "activation": "geglu_tanh", "keeps": True, "has_bias": True},
+        weights="kn_pairs",
+        is_interleaved=True,
+        activation="geglu_tanh",
+        keeps=True,
+        has_bias=True,
     )
     yield make((3 * m + 66, 0), n + 8, 200, 15, activation="reglu", has_counter=False, top_k=3, unrouted=7)
     yield make((0, 0), 40, 16, 16, activation="swiglu", unrouted=4, keeps=True)
@@ -148,9 +156,7 @@ class Buffers:
             return 0
         self._kept.append(tensor)
         size = tensor.numel() * tensor.element_size()
-        address = self._library.add_buffer(
-            tensor.data_ptr(), size, writable=writable, initialised=readable, name=name
-        )
+        address = self._library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=readable, name=name)
         return self._library.expect_from_grid_in_front(address) if from_grid_in_front else address
 
 
@@ -176,7 +182,11 @@ def make_inputs(problem: GemmProblem) -> Inputs:
     generator = torch.Generator().manual_seed(problem.data_seed * 7919 + 29)
     dtype, experts, nan = DTYPES[problem.dtype], len(problem.rows), float("nan")
     routing = route(problem.rows, problem.slots, generator)
-    used = routing.row_slots[: sum(problem.rows)].long() // problem.top_k if problem.activation else slice(sum(problem.rows))
+    used = (
+        routing.row_slots[: sum(problem.rows)].long() // problem.top_k
+        if problem.activation
+        else slice(sum(problem.rows))
+    )
     a = torch.full((problem.slots // (problem.top_k if problem.activation else 1), problem.k + PADDING), nan)
     values = torch.randn((a.shape[0], problem.k), generator=generator)
     a[used, : problem.k] = values[used]

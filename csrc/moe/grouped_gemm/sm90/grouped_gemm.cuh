@@ -62,8 +62,8 @@ template <typename Spec, Weights kWeights>
 __device__ __forceinline__ void grouped_gemm(const GemmParams& params, const ptx::TensorMap& a_map,
                                              const ptx::TensorMap& b_nk_map, const ptx::TensorMap& b_kn_map,
                                              const ptx::TensorMap& d_map) {
-  run_grouped_gemm<Spec, kWeights, PlainEpilogue<Spec>>(params, &a_map,
-                                                        kWeights == Weights::kNk ? b_nk_map : b_kn_map, d_map);
+  run_grouped_gemm<Spec, kWeights, PlainEpilogue<Spec>>(params, &a_map, kWeights == Weights::kNk ? b_nk_map : b_kn_map,
+                                                        d_map);
 }
 
 }  // namespace sm90

@@ -108,7 +108,8 @@ struct GatedEpilogue {
   }
 
   // Two slabs for each 64 columns of the result.
-  __device__ __forceinline__ void store_preactivation(const Part<Spec>& part, const float (&sums)[Spec::kAccumulators]) {
+  __device__ __forceinline__ void store_preactivation(const Part<Spec>& part,
+                                                      const float (&sums)[Spec::kAccumulators]) {
     const bool is_interleaved = kIsPaired || params.is_interleaved != 0;
 #pragma unroll
     for (int s = 0; s < kParts; ++s) {

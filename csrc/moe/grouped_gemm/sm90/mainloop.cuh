@@ -34,9 +34,9 @@ struct Mainloop {
 
   // Four products of 16 k; asynchronous.
   __device__ __forceinline__ void issue(float (&sums)[Spec::kAccumulators], bool is_first) const {
-    constexpr int kPartBytes = Spec::kSharesRows ? Spec::kConsumerColumns * 128 : 0;  // from a consumer's columns to the next's
-    const uint64_t a =
-        ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kConsumerRows * 128, 0, 1024);
+    constexpr int kPartBytes =
+        Spec::kSharesRows ? Spec::kConsumerColumns * 128 : 0;  // from a consumer's columns to the next's
+    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kConsumerRows * 128, 0, 1024);
     const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage) + consumer * kPartBytes,
                                                  kTransposesB ? Spec::kSlabBytes : 0, 1024);
     ptx::wgmma_fence();

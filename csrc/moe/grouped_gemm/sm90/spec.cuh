@@ -35,7 +35,7 @@ struct TileSpec {
   static constexpr int kNumConsumers = 2;
   static constexpr int kProducerWarps = kGathersA ? 4 : 1;  // that work
   static constexpr bool kSharesRows = kBlockM == 64;
-  static constexpr int kConsumerRows = kSharesRows ? 0 : 64;                    // from a consumer's first row to the next's
+  static constexpr int kConsumerRows = kSharesRows ? 0 : 64;  // from a consumer's first row to the next's
   static constexpr int kConsumerColumns = kSharesRows ? kBlockN / 2 : kBlockN;  // of one consumer
   static constexpr int kAccumulators = kConsumerColumns / 2;                    // of a thread
   static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;       // of a tile

@@ -96,12 +96,11 @@ inline GatedGemmTensorMaps gated_gemm_tensor_maps(const GemmParams& params, int 
   const Dimension row{half, (is_interleaved ? 2 : 1) * params.b_stride};
   const Dimension half_of_rows{2, (is_interleaved ? 1 : half) * params.b_stride};
   const Dimension depth{params.k, params.b_stride};
-  return GatedGemmTensorMaps{
-      tensor_map_arguments(params.b, params.k, row, half_of_rows, experts, kSlab, 2),
-      is_interleaved ? tensor_map_arguments(params.b, params.n, depth, {1, 0}, experts, kSlab, 1)
-                     : tensor_map_arguments(params.b, half, depth, {2, half}, experts, kSlab, 2),
-      slots_map(params.d, half, params.d_stride, params),
-      halves_map(params.preactivation != nullptr ? params.preactivation : params.d, params)};
+  return GatedGemmTensorMaps{tensor_map_arguments(params.b, params.k, row, half_of_rows, experts, kSlab, 2),
+                             is_interleaved ? tensor_map_arguments(params.b, params.n, depth, {1, 0}, experts, kSlab, 1)
+                                            : tensor_map_arguments(params.b, half, depth, {2, half}, experts, kSlab, 2),
+                             slots_map(params.d, half, params.d_stride, params),
+                             halves_map(params.preactivation != nullptr ? params.preactivation : params.d, params)};
 }
 
 struct GatedBackwardTensorMaps {
