@@ -271,8 +271,9 @@ void serve_waits(Block& block, int warpgroup) {
 void check_same(const Product& product, const ProductArguments& mine, uint32_t group) {
   const bool in_registers = mine.a != nullptr;
   if (product.columns != mine.columns || product.a_in_registers != in_registers ||
-      product.transposed_a != mine.transposed_a || product.transposed_b != mine.transposed_b || product.scale_d != (mine.scale_d != 0) ||
-      product.descriptor_b != mine.descriptor_b || product.format != mine.format || product.group != group ||
+      product.transposed_a != mine.transposed_a || product.transposed_b != mine.transposed_b ||
+      product.scale_d != (mine.scale_d != 0) || product.descriptor_b != mine.descriptor_b ||
+      product.format != mine.format || product.group != group ||
       (!in_registers && product.descriptor_a != mine.descriptor_a)) {
     fail(FailureKind::kDivergentCollective, *mine.site, mine.what,
          "the warps of the warpgroup issue different products (the other at %s:%d)", product.site.file,
@@ -362,8 +363,8 @@ void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, u
   if (static_cast<size_t>(fiber.warp->index / kWarps * kWarps + kWarps) > fiber.block->warps.size()) {
     fail(FailureKind::kWgmmaMisuse, site, what, "warp %d is not part of a whole warpgroup", fiber.warp->index);
   }
-  ProductArguments arguments{d,            columns, a,      a_has_place, descriptor_a, descriptor_b, transposed_a,
-                             transposed_b, scale_d, format, &site,       what};
+  ProductArguments arguments{
+      d, columns, a, a_has_place, descriptor_a, descriptor_b, transposed_a, transposed_b, scale_d, format, &site, what};
   gather(what, site, &arguments, issue);
 }
 

@@ -122,7 +122,7 @@ struct Wgmma;
       asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p2                                                      \
                    ", 0;\n\t"                                                                                        \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                                   \
-                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, %" #p0 ", %" #p1 ", p, 1, 1, %" #p4 ", %" #p3 ";\n\t}"   \
+                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, %" #p0 ", %" #p1 ", p, 1, 1, %" #p4 ", %" #p3 ";\n\t}"    \
                    : FLASHMOE_FLOATS_ALL_##count()                                                                   \
                    : "l"(a), "l"(b), "r"(scale_d), "n"(kTransposeB ? 1 : 0), "n"(kTransposeA ? 1 : 0)                \
                    : "memory");                                                                                      \

@@ -191,6 +191,26 @@ def test_copy_ring_faults(machine: Machine, seed: int, fault: int, kinds: set[st
     assert failure_kind(report) in kinds
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("fault", "kinds"),
+    [
+        (0, {"none"}),
+        (1, {"race", "uninitialised_read"}),  # nobody waits
+        (2, {"race", "uninitialised_read"}),  # an arrival that does not wait for the copies
+        (3, {"race", "mbarrier_misuse"}),  # more arrivals than the barrier counts
+        (4, {"race", "uninitialised_read"}),  # a copy after the arrival
+    ],
+)
+def test_arrivals_of_copies(machine: Machine, seed: int, fault: int, kinds: set[str]) -> None:
+    given, out = words(256), torch.zeros(256, dtype=torch.int32)
+    report, _ = machine.run(
+        "copy_arrivals", given, out, threads=64, shared=1040, fault=fault, settings=Settings(seed=seed)
+    )
+    assert failure_kind(report) in kinds
+    assert fault != 0 or out.equal(given)
+
+
 # ---- mma -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "dtype"), [("product_f16", torch.float16), ("product_bf16", torch.bfloat16)])
 @pytest.mark.parametrize("fault", [0, 9])

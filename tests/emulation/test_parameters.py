@@ -45,6 +45,15 @@ def test_structs_of_an_included_header(tmp_path: Path) -> None:
     assert ctypes.sizeof(found) == 4
 
 
+def test_an_enum_is_a_number_of_its_kind(tmp_path: Path) -> None:
+    declared = header(
+        tmp_path, "enum class Kind : int32_t { kOne, kOther };\nstruct Params { Kind kind; int64_t rows; };"
+    )
+    assert structure(declared, (tmp_path,)).kind.size == 4
+    lines = layout_checks(declared, (tmp_path,))
+    assert any("Params>().kind), toy::Kind>" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

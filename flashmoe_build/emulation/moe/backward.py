@@ -74,9 +74,7 @@ def weight_gradient_problems(unit: Unit) -> Iterator[WeightGradientProblem]:
     yield make((5, 3), 8 * m + 8, n + 8, "b", unit.dtype, top_k=1, data_seed=6)  # more than one section of tiles
 
 
-def run_weight_gradient(
-    unit: Unit, problem: WeightGradientProblem, settings: Settings, options: Options
-) -> Outcome:
+def run_weight_gradient(unit: Unit, problem: WeightGradientProblem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
     library = load(kernel_library(unit, options))
     generator = torch.Generator().manual_seed(problem.data_seed)
@@ -182,7 +180,9 @@ def gated_backward_problems(unit: Unit) -> Iterator[GatedBackwardProblem]:
         yield make((7, 9), 40, 456, "geglu", weights, unit.dtype, top_k=1, has_counter=False, data_seed=2)
         yield make((0, 80), n, 8, "geglu_tanh", weights, unit.dtype, is_interleaved=True, data_seed=3)
         yield make((2 * m + 9, 3), 72, 72, "reglu", weights, unit.dtype, data_seed=4)
-        yield make((m, 10, 10, 10, 10, 10, 20), n, 328, "swiglu", weights, unit.dtype, data_seed=5)  # the ring comes round
+        yield make(
+            (m, 10, 10, 10, 10, 10, 20), n, 328, "swiglu", weights, unit.dtype, data_seed=5
+        )  # the ring comes round
 
 
 def activation_gradient(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -210,8 +210,8 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
     preactivation = (4.0 * normal(slots, 2 * n)).to(dtype)
     row_weights = torch.rand(slots, generator=generator) + 0.1
     # Values on a clamp's border, and far out.
-    preactivation[: count : 3, : 2 * n : 7] = 7.0
-    preactivation[1 : count : 3, : 2 * n : 5] = -30.0
+    preactivation[:count:3, : 2 * n : 7] = 7.0
+    preactivation[1:count:3, : 2 * n : 5] = -30.0
     preactivation[count:] = float("nan")
     if problem.has_nan:
         dout[int(routing.row_slots[3]) // problem.top_k, 5] = float("nan")

@@ -124,6 +124,31 @@ __device__ inline void copy_ring(const Params& p) {
   }
 }
 
+// Two tiles of 16 bytes a thread from warp 0, which arrives once they are there, to warp 1.
+__device__ inline void copy_arrivals(const Params& p) {
+  unsigned char* smem = dynamic_shared_memory();
+  Mbarrier* full = reinterpret_cast<Mbarrier*>(smem + 1024);
+  const int lane = lane_index();
+  if (thread_index() == 0) {
+    mbarrier_init(full, p.fault == 3 ? 31 : 32);
+    mbarrier_init_fence();
+  }
+  barrier_sync_block();
+  if (warp_index() == 0) {
+    cp_async_16(smem + 16 * lane, p.in + 16 * lane);
+    if (p.fault != 4) cp_async_16(smem + 512 + 16 * lane, p.in + 512 + 16 * lane);
+    p.fault == 2 ? mbarrier_arrive(full) : mbarrier_arrive_cp_async(full);
+    if (p.fault == 4) cp_async_16(smem + 512 + 16 * lane, p.in + 512 + 16 * lane);
+  } else {
+    if (p.fault != 1) mbarrier_wait(full, 0);
+    for (int tile = 0; tile < 1024; tile += 512) {
+      uint32_t value[4];
+      ld_shared_128(value, smem + tile + 16 * (31 - lane));
+      st_global_128(p.out + tile + 16 * (31 - lane), value);
+    }
+  }
+}
+
 // ---- mma -----------------------------------------------------------------------------------------------------------
 // d[16][8] = a[16][16] b[16][8] (b stored as [16][8]) by ldmatrix and mma; fault 9 uses m16n8k8 twice.
 template <typename Element>
@@ -393,6 +418,7 @@ MACHINE_TEST(warp_exchange, machine_test::warp_exchange(p))
 MACHINE_TEST(collectives, machine_test::collectives(p))
 MACHINE_TEST(matches, machine_test::matches(p))
 MACHINE_TEST(copy_ring, machine_test::copy_ring(p))
+MACHINE_TEST(copy_arrivals, machine_test::copy_arrivals(p))
 MACHINE_TEST(product_f16, machine_test::warp_product<__half>(p))
 MACHINE_TEST(product_bf16, machine_test::warp_product<__nv_bfloat16>(p))
 MACHINE_TEST(named_barriers, machine_test::named_barriers(p))

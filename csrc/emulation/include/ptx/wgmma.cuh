@@ -48,8 +48,8 @@ template <typename Element, int kN, bool kTransposeB, bool kTransposeA = false>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int scale_d,
                                          Site site = Site::here()) {
   static_assert(kN % 8 == 0 && kN >= 8 && kN <= 256, "wgmma takes N from 8 to 256 by 8");
-  emulation::wgmma_product(d, kN, nullptr, false, a, b, kTransposeA, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
-                           "wgmma_ss");
+  emulation::wgmma_product(d, kN, nullptr, false, a, b, kTransposeA, kTransposeB, scale_d,
+                           ElementFormat<Element>::kFormat, site, "wgmma_ss");
 }
 
 // By reference, where the real one takes values: the tensor cores read the registers until the wait, so the machine looks
@@ -68,8 +68,8 @@ template <typename Element, int kN, bool kTransposeB>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], uint32_t&& a0, uint32_t&& a1, uint32_t&& a2, uint32_t&& a3,
                                          uint64_t b, int scale_d, Site site = Site::here()) {
   const uint32_t copies[4] = {a0, a1, a2, a3};
-  emulation::wgmma_product(d, kN, copies, false, 0, b, false, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
-                           "wgmma_rs");
+  emulation::wgmma_product(d, kN, copies, false, 0, b, false, kTransposeB, scale_d, ElementFormat<Element>::kFormat,
+                           site, "wgmma_rs");
 }
 
 }  // namespace ptx

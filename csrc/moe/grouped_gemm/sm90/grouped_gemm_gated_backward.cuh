@@ -22,13 +22,12 @@ namespace sm90 {
 // kOutputSlabs: buffers of 64 rows and 64 columns of each consumer. 3: gate, up and activation; z is replaced by its gradient in
 // place. 5: two more for z, so that the next columns of z are on their way while these are computed.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
-struct GatedBackwardSpec
-    : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, 0, false, true> {
+struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, 0, false, true> {
   using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, 0, false, true>;
   static constexpr bool kFetchesAhead = kOutputSlabs == 5;
-  static constexpr int kRowBlocks = kBlockM / 64;     // of a tile
-  static constexpr int kColumnSlabs = kBlockN / 64;   // likewise
-  static constexpr int kAccumulators = kBlockN / 2;   // of a thread, for each 64 rows
+  static constexpr int kRowBlocks = kBlockM / 64;    // of a tile
+  static constexpr int kColumnSlabs = kBlockN / 64;  // likewise
+  static constexpr int kAccumulators = kBlockN / 2;  // of a thread, for each 64 rows
   static constexpr int kSharedBytes = Base::kSharedBytes + 2 * 8;
   static_assert(kBlockM == 128 && kBlockN == 128, "a consumer has 128 accumulators a thread");
   static_assert(kOutputSlabs == 3 || kOutputSlabs == 5, "gate, up, activation, and z where it is fetched ahead");
@@ -174,7 +173,9 @@ struct BackwardEpilogue {
 #pragma unroll
     for (int i = 0; i < 4; ++i) visit(i * 4 + lane / 8, lane % 8);
   }
-  static __device__ __forceinline__ int place(int at_row, int chunk) { return at_row * 128 + (chunk ^ at_row % 8) * 16; }
+  static __device__ __forceinline__ int place(int at_row, int chunk) {
+    return at_row * 128 + (chunk ^ at_row % 8) * 16;
+  }
 
   // Starts the copies of a part's z. Rows past the expert's last and columns past the last become zeros.
   __device__ __forceinline__ void fetch(int part) const {
@@ -186,8 +187,8 @@ struct BackwardEpilogue {
                             static_cast<int64_t>(row(part)) * (2 * params.n) + z_column(part, half);
       for_each_chunk([&](int at_row, int chunk) {
         const bool is_inside = at_row < rows && chunk * 8 < columns;
-        ptx::cp_async_16(z(half) + place(at_row, chunk), from + static_cast<int64_t>(at_row) * (2 * params.n) + chunk * 8,
-                         is_inside ? 16 : 0);
+        ptx::cp_async_16(z(half) + place(at_row, chunk),
+                         from + static_cast<int64_t>(at_row) * (2 * params.n) + chunk * 8, is_inside ? 16 : 0);
       });
     }
     ptx::cp_async_commit();
@@ -339,9 +340,12 @@ struct BackwardEpilogue {
       const int following = next(part);
       if (Spec::kFetchesAhead && following < kParts) fetch(following);
       finish_part(part);
-      // Hazard: the next part's z, or what is computed from it, overwrites what another lane still reads.
-      ptx::warp_sync();
-      if (!Spec::kFetchesAhead && following < kParts) fetch(following);
+      if constexpr (!Spec::kFetchesAhead) {
+        // Hazard: the next z overwrites what another lane still stores. (Otherwise what is computed from it would, and the
+        // wait for z stands in front of that.)
+        ptx::warp_sync();
+        if (following < kParts) fetch(following);
+      }
       if (following == kParts || following % Spec::kColumnSlabs == 0) store_dots(dots, lane_row(part));
       part = following;
     }

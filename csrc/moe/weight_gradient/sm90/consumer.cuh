@@ -29,7 +29,8 @@ struct Consumer {
 
   // sums (+)= a^T b over the 64 rows of a stage; asynchronous. k of a product is 16 rows, 2048 bytes of every slab.
   __device__ __forceinline__ void issue(float (&sums)[kAccumulators], int adds) const {
-    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, Spec::kSlabBytes, 1024);
+    const uint64_t a =
+        ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, Spec::kSlabBytes, 1024);
     const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), Spec::kSlabBytes, 1024);
     ptx::wgmma_fence_operands(sums);
     ptx::wgmma_fence();

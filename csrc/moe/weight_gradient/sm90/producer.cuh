@@ -37,8 +37,8 @@ struct RowCopies {
   static __device__ __forceinline__ int row() { return ptx::thread_index() / 8; }
   static __device__ __forceinline__ int chunk() { return ptx::thread_index() % 8; }
 
-  __device__ __forceinline__ void start_tile(const void* tensor, int64_t stride, const int32_t* slots_, int first_column,
-                                             int num_columns) {
+  __device__ __forceinline__ void start_tile(const void* tensor, int64_t stride, const int32_t* slots_,
+                                             int first_column, int num_columns) {
     const int column = first_column + chunk() * 8;
     gmem = static_cast<const unsigned char*>(tensor) + static_cast<int64_t>(column) * 2;
     stride_bytes = stride * 2;
@@ -95,7 +95,8 @@ struct Producer {
   }
 
   template <int kSlabs>
-  __device__ __forceinline__ void copy_boxes(unsigned char* smem, const ptx::TensorMap& map, int column, int row) const {
+  __device__ __forceinline__ void copy_boxes(unsigned char* smem, const ptx::TensorMap& map, int column,
+                                             int row) const {
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
       ptx::tma_load_4d(smem + slab * Spec::kSlabBytes, &map, shared.full(at.stage), column + slab * 64, row, 0, 0,
@@ -103,7 +104,9 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void load_tile(const Tile& tile) {
+  // draw(rows left) is called ahead of each stage.
+  template <typename Draw>
+  __device__ __forceinline__ void load_tile(const Tile& tile, Draw draw) {
     const int a_column = tile.m_tile() * Spec::kBlockM;
     const int b_column = tile.n_tile() * Spec::kBlockN;
     RowCopies<kASlabs> a_rows;
@@ -115,6 +118,7 @@ struct Producer {
     for (int done = 0; done < tile.rows; done += Spec::kStageRows) {
       const int first = tile.first_row + done;
       const int left = tile.rows - done;
+      draw(left);
       const bool a_by_engine = a_rows.slots == nullptr && left >= Spec::kStageRows;
       const bool b_by_engine = b_rows.slots == nullptr && left >= Spec::kStageRows;
       ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
@@ -147,8 +151,17 @@ struct Producer {
       release(shared.tile_empty(slot.stage));
       slot.advance();
       if (tile.expert < 0) return;
-      if (is_drawing_thread) number = next_tile_index(params.tile_counter, num_tiles, number);
-      load_tile(tile);
+      // Late: who draws at the start of a long tile takes one that others, done sooner, could begin. But not at the end, where
+      // the next tile's loads would wait for the answer.
+      constexpr int kDrawAheadRows = 3 * Spec::kStageRows;
+      bool draws = is_drawing_thread;
+      const auto draw = [&](int rows_left) {
+        if (!draws || rows_left > kDrawAheadRows) return;
+        number = next_tile_index(params.tile_counter, num_tiles, number);
+        draws = false;
+      };
+      load_tile(tile, draw);
+      draw(0);  // of an expert without rows
       if (is_drawing_thread) publish(slot, number < num_tiles ? schedule.tile(number) : Tile{-1, 0, 0, 0});
     }
   }

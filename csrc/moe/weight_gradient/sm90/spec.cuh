@@ -88,9 +88,7 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* empty(int stage) const { return barrier(Spec::kNumStages + stage); }
   // tile_full: the tile is written. tile_empty: every warp of producer and consumers has read it.
   __device__ __forceinline__ ptx::Mbarrier* tile_full(int slot) const { return barrier(2 * Spec::kNumStages + slot); }
-  __device__ __forceinline__ ptx::Mbarrier* tile_empty(int slot) const {
-    return tile_full(Spec::kTileSlots + slot);
-  }
+  __device__ __forceinline__ ptx::Mbarrier* tile_empty(int slot) const { return tile_full(Spec::kTileSlots + slot); }
 };
 
 template <typename Spec>
