@@ -102,8 +102,8 @@ def problems(unit: Unit) -> Iterator[Problem]:
     for word in words:  # tails of all three sizes, an expert without rows, slots without an expert
         tails = make(word, counts=(m + 1, 0, 3, m), n=wide, k=200, unrouted=3, top_k=2, keeps=True, seed=len(word))
         yield replace(tails, interleaved=word != "kn", has_bias=operation != BACKWARD)
-    clamped = {"activation": "clamped_swiglu", "scale": 4.0, "has_bias": operation != BACKWARD}
-    yield make("nk", counts=(5, 1), n=128 + 2 * step, k=40, gathers=False, **clamped)
+    by_rows = make("nk", counts=(5, 1), n=128 + 2 * step, k=40, gathers=False, activation="clamped_swiglu", scale=4.0)
+    yield replace(by_rows, has_bias=operation != BACKWARD)
     # A hot expert: more row tiles than go side by side.
     yield make("nk", counts=(0, 17 * m + 3, 1), n=wide, k=8, activation="geglu", has_counter=False)
     # Two experts in a part of the tile table, most of them empty.
@@ -161,9 +161,7 @@ def activate(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         "geglu": lambda: functional.gelu(gate) * up,
         "geglu_tanh": lambda: functional.gelu(gate, approximate="tanh") * up,
         "reglu": lambda: functional.relu(gate) * up,
-        "clamped_swiglu": lambda: (
-            (low := gate.clamp(max=7)) * torch.sigmoid(1.702 * low) * (up.clamp(-7, 7) + 1)
-        ),
+        "clamped_swiglu": lambda: (low := gate.clamp(max=7)) * torch.sigmoid(1.702 * low) * (up.clamp(-7, 7) + 1),
     }
     return forms[name]()
 
@@ -257,9 +255,7 @@ class _Memory:
 
     def _add(self, tensor: torch.Tensor, name: str, *, writable: bool, initialised: bool) -> int:
         size = tensor.numel() * tensor.element_size()
-        return self._library.add_buffer(
-            tensor.data_ptr(), size, writable=writable, initialised=initialised, name=name
-        )
+        return self._library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=initialised, name=name)
 
     def rows(self, tensor: torch.Tensor, name: str, count: int, *, output: bool = False) -> tuple[int, int]:
         """Address and stride of a [rows, columns] tensor whose first ``count`` rows are buffers of their own; the others are

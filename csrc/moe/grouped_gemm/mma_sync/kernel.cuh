@@ -77,7 +77,7 @@ __device__ __forceinline__ void run_tiles(const GemmParams& params, Multiply mul
       multiply(operands, sums, ring_smem, [&] { sequence.find_next(); });
     }
     product.finish(tile, sums, ring_smem);
-    ptx::barrier_sync_block();  // the next tile's loads overwrite what the epilogue has read; that tile's place is written
+    ptx::barrier_sync_block();  // the next tile's loads overwrite what the epilogue has read; its place is written
   }
 }
 

@@ -81,9 +81,7 @@ class ColumnsOperand : public ColumnChunks<Spec, kColumns> {
 
   // column_gmem: the thread's chunk in row 0.
   __device__ __forceinline__ ColumnsOperand(int k, const Element* column_gmem, int64_t stride, bool has_column)
-      : chunk_gmem_(column_gmem + Chunks::row() * stride),
-        stride_(stride),
-        left_(has_column ? k - Chunks::row() : 0) {}
+      : chunk_gmem_(column_gmem + Chunks::row() * stride), stride_(stride), left_(has_column ? k - Chunks::row() : 0) {}
 
   template <typename Take>
   __device__ __forceinline__ void visit(Take take) {
@@ -124,23 +122,35 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
   // Rows past the end of the expert are the next one's: zeros in their place, since 0 * NaN is NaN.
   template <typename Take>
   __device__ __forceinline__ void visit(Take take) {
-    const int lane_row = slots_ == nullptr ? slot_ : slot_ / top_k_;  // of the tile's row number `lane`
-#pragma unroll
-    for (int pass = 0; pass < Chunks::kPasses; ++pass) {
-      const int row = Chunks::row() + pass * Chunks::kRowsPerPass;
-      const Element* chunk_gmem = column_gmem_ + ptx::shuffle_index(lane_row, row) * stride_;
-      take(pass, chunk_gmem, has_column_ && row_ + row < end_row_);
+    if (slots_ == nullptr) {
+      const Element* next_gmem = column_gmem_ + (row_ + Chunks::row()) * stride_;
+      visit_rows(take, [&](int) {
+        const Element* chunk_gmem = next_gmem;
+        next_gmem += Chunks::kRowsPerPass * stride_;
+        return chunk_gmem;
+      });
+    } else {
+      const int token = slot_ / top_k_;  // of the tile's row number `lane`
+      visit_rows(take, [&](int row) { return column_gmem_ + ptx::shuffle_index(token, row) * stride_; });
     }
     row_ += kBlockK;
     fetch_slot();
   }
 
  private:
+  template <typename Take, typename Place>
+  __device__ __forceinline__ void visit_rows(Take take, Place place) const {
+#pragma unroll
+    for (int pass = 0; pass < Chunks::kPasses; ++pass) {
+      const int row = Chunks::row() + pass * Chunks::kRowsPerPass;
+      take(pass, place(row), has_column_ && row_ + row < end_row_);
+    }
+  }
+
   // One tile ahead, and divided when it is used: a division right after the load would wait for it.
   __device__ __forceinline__ void fetch_slot() {
-    slot_ = row_ + ptx::lane_index();
-    if (slots_ == nullptr) return;
-    slot_ = slot_ < end_row_ ? static_cast<int>(ptx::ld_global_32(slots_ + slot_)) : 0;
+    const int row = row_ + ptx::lane_index();
+    slot_ = slots_ != nullptr && row < end_row_ ? static_cast<int>(ptx::ld_global_32(slots_ + row)) : 0;
   }
 
   const Element* column_gmem_;
@@ -149,7 +159,7 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
   int top_k_;
   int row_;  // the next tile's first
   int end_row_;
-  int slot_;  // of row row_ + lane; the row itself where there are no slots
+  int slot_;  // of row row_ + lane
   bool has_column_;
 
   static_assert(kBlockK == 32, "a lane holds the slot of one row of a tile");

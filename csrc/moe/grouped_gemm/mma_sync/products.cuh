@@ -50,9 +50,8 @@ class RowProduct {
     const Element* a_gmem = static_cast<const Element*>(params_.a);
     const A a(params_.k, [&](int r) {
       const int row = tile.row + minimum(r, tile.rows - 1);
-      const int source = params_.a_slots == nullptr
-                             ? row
-                             : static_cast<int>(ptx::ld_global_32(params_.a_slots + row)) / params_.top_k;
+      const int source =
+          params_.a_slots == nullptr ? row : static_cast<int>(ptx::ld_global_32(params_.a_slots + row)) / params_.top_k;
       return a_gmem + source * params_.a_stride;
     });
     const Element* expert_gmem = static_cast<const Element*>(params_.b) + tile.expert * params_.b_expert_stride;

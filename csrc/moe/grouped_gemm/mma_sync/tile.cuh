@@ -36,16 +36,15 @@ struct FragmentWalk {
     constexpr bool kRowsFirst = (kSide == Side::kA) != kMn;
     const int row = kRowsFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
     const int chunk = kRowsFirst ? lane / 16 : lane / 8 % 2;
-    start = kMn ? swizzled_offset<kExtent>(row, warp_first / kChunkElements + chunk)
-                : row_offset(warp_first + row, chunk);
+    start =
+        kMn ? swizzled_offset<kExtent>(row, warp_first / kChunkElements + chunk) : row_offset(warp_first + row, chunk);
   }
 
   // Rows or columns 16 * block to 16 * block + 15 of the warp, step `step` of k. A tile starts at a multiple of 128 bytes.
   __device__ __forceinline__ void load(uint32_t (&r)[4], ptx::SmemPointer tile_smem, int block, int step) const {
     if constexpr (kMn) {
       const ptx::SmemPointer row_smem = (tile_smem + start) ^ (block % 4 * (2 * kChunkBytes));
-      ptx::ldmatrix_x4_trans(
-          r, row_smem + (block / 4 * (kSegmentChunks * kChunkBytes) + step * 16 * kExtent * 2));
+      ptx::ldmatrix_x4_trans(r, row_smem + (block / 4 * (kSegmentChunks * kChunkBytes) + step * 16 * kExtent * 2));
     } else {
       ptx::ldmatrix_x4(r, ((tile_smem + start) ^ (step * (2 * kChunkBytes))) + block * 16 * kRowBytes);
     }
