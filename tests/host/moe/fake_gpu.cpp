@@ -46,9 +46,6 @@ void store(void* address, int64_t index, float value) {
   static_cast<uint16_t*>(address)[index] = static_cast<uint16_t>(bits >> 16);
 }
 
-// In the order of the axis `step` of operations.toml.
-enum class SortStep : int32_t { kOne, kCount, kPlace };
-
 struct GateUp {
   int64_t gate;
   int64_t up;
