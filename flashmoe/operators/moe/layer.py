@@ -97,7 +97,9 @@ def gradient_by(call: Callable[..., Gradients], ctx: Any, grad_out: Tensor | Non
     found: Gradients = (None,) * 6
     if needs:
         if not ctx.is_kept:
-            msg = "_fused_moe was called with keep=False, so nothing is there for a backward pass; call it with keep=True"
+            msg = (
+                "_fused_moe was called with keep=False, so nothing is there for a backward pass; call it with keep=True"
+            )
             raise ArgumentError(msg)
         x, w13, w2, b13, b2, *kept = ctx.saved_tensors
         found = call(grad_out, x, w13, w2, b13, b2, *kept, *ctx.words, needs)
@@ -144,7 +146,9 @@ def _product(slots: int, w2: Sequence[int]) -> int:
     return 2 * slots * w2[1] * w2[2]
 
 
-def forward_flops(x: Any, w13: Any, w2: Sequence[int], topk_weights: Any, topk_ids: Sequence[int], *_: Any, **__: Any) -> int:
+def forward_flops(
+    x: Any, w13: Any, w2: Sequence[int], topk_weights: Any, topk_ids: Sequence[int], *_: Any, **__: Any
+) -> int:
     """Of shapes: gate, up and down for every slot, two operations for a multiply-add."""
     return 3 * _product(topk_ids[0] * topk_ids[1], w2)
 
