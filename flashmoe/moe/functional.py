@@ -76,9 +76,8 @@ def fused_moe(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
-    if type(transposed) is not bool or type(weights_on_input) is not bool:  # the dispatcher would take a number for one
-        arguments.check_flag("transposed", transposed)
-        arguments.check_flag("weights_on_input", weights_on_input)
+    arguments.check_flag("transposed", transposed)  # the dispatcher would take None for False
+    arguments.check_flag("weights_on_input", weights_on_input)
     if weights_on_input:
         return _with_weights_on_input(
             x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed, out
@@ -258,7 +257,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         ShapeError, DtypeError, DeviceError: an argument breaks a rule above; the message says which.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
-    is_2d = isinstance(b, Tensor) and b.dim() == 2
+    is_2d = getattr(b, "ndim", 3) == 2
     operator = _operators._grouped_mm_2d2d.default if is_2d else _operators.grouped_mm.default
     if is_compiling():
         compiled: Tensor = operator(a, b, offsets)

@@ -9,14 +9,13 @@ from typing import Any
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.emulation import backward, huge
-from flashmoe_build.emulation.attention import run_forward
+from flashmoe_build.emulation.attention import Outcome, run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
-from flashmoe_build.emulation.moe import few_rows, gemm
-from flashmoe_build.emulation.moe import mma_sync, routing
+from flashmoe_build.emulation.moe import few_rows, gemm, mma_sync, routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -61,7 +60,9 @@ class Case:
         p = self.problem
         if not isinstance(p, Problem):
             name = self.problem_name
-            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem '{name}' --seed {self.seed}"
+            return (
+                f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem '{name}' --seed {self.seed}"
+            )
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
@@ -164,7 +165,7 @@ def _combine_problems(unit: Unit) -> Iterator[Problem]:
     yield huge_problem(unit, causal=False)
 
 
-Runner = Callable[[Unit, Any, Settings, Options], Outcome]  # the problem is what the operation's own suite made
+Runner = Callable[[Unit, Any, Settings, Options], Any]  # the problem is what the operation's own suite made
 
 
 @dataclass(frozen=True)
@@ -186,10 +187,7 @@ _OPERATIONS = {
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     **{name: _Operation(few_rows.problems, few_rows.run) for name in few_rows.OPERATIONS},
-    "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
-    "grouped_gemm_weight_gradient": _Operation(
-        moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
-    ),
+    "grouped_gemm_weight_gradient": _Operation(moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient),
 }
 
 # The grouped products with mma.sync.
@@ -227,7 +225,7 @@ def settings_for(case: Case, **changes: object) -> Settings:
     return Settings(**{"seed": case.seed, "core": core, **changes})  # type: ignore[arg-type]
 
 
-def run_case(case: Case, options: Options, **changes: object) -> Outcome:
+def run_case(case: Case, options: Options, **changes: object) -> Any:
     """Runs one case on the emulated machine and checks the result."""
     operation = _operation(case.kernel.unit)
     run = operation.run_huge if case.problem.huge else operation.run

@@ -17,7 +17,17 @@ from flashmoe_build.compile.toolchain import find_toolchain
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-SHARED = ("copies", "find_kernels", "last_kernel", "launch", "library", "load_kernels", "tensor", "tensor_map", "tile_counters")
+SHARED = (
+    "copies",
+    "find_kernels",
+    "last_kernel",
+    "launch",
+    "library",
+    "load_kernels",
+    "tensor",
+    "tensor_map",
+    "tile_counters",
+)
 MOE = ("arguments", "backward", "forward", "launch", "prepare", "register", "select", "tensor_maps")
 
 
@@ -44,7 +54,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_on_a_fake_gpu(library: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+    ]
     command += ["--rootdir", str(ROOT), "--no-cov", str(HERE / "moe" / "on_fake_gpu.py")]
     environ = {**os.environ, "FLASHMOE_LIBRARY": str(library), "FLASHMOE_TEST_REPORT": ""}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)

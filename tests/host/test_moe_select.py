@@ -191,13 +191,17 @@ def test_rows_count_by_the_experts_of_the_layer(select: Selector) -> None:
 
 
 def test_refusals(select: Selector) -> None:
-    with pytest.raises(RefusedError, match="flashmoe:dtype: BF16 needs compute capability 8.0; this is 7.5; use float16"):
+    with pytest.raises(
+        RefusedError, match=r"flashmoe:dtype: BF16 needs compute capability 8.0; this is 7.5; use float16"
+    ):
         select.product(75, "grouped_gemm", bf16=True)
-    with pytest.raises(RefusedError, match="flashmoe:argument: FLASHMOE_KERNEL=sm91 names no kernel family"):
+    with pytest.raises(RefusedError, match=r"flashmoe:argument: FLASHMOE_KERNEL=sm91 names no kernel family"):
         select.product(90, "grouped_gemm", forced="sm91")
-    with pytest.raises(RefusedError, match="flashmoe:argument: FLASHMOE_KERNEL=sm90: .* a gated grouped matrix product on a GPU"):
+    with pytest.raises(
+        RefusedError, match=r"flashmoe:argument: FLASHMOE_KERNEL=sm90: .* a gated grouped matrix product on a GPU"
+    ):
         select.product(80, "grouped_gemm_gated", forced="sm90")
-    with pytest.raises(RefusedError, match="flashmoe:gpu: no kernel for a GPU"):
+    with pytest.raises(RefusedError, match=r"flashmoe:gpu: no kernel for a GPU"):
         select.product(70, "grouped_gemm")
 
 

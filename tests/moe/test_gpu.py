@@ -110,7 +110,9 @@ def test_real_models(model: str, tokens: int) -> None:
 def test_layouts(family: str, dtype: torch.dtype, layout: str, transposed: bool, tokens: int) -> None:
     """Everything at once; sizes with tails of rows, columns and the summed dimension."""
     extras = {"biases": True, "shared": True, "mapped": True, "sentinels": True}
-    case = Case(tokens, experts=5, hidden=264, intermediate=136, dtype=dtype, layout=layout, transposed=transposed, **extras)
+    case = Case(
+        tokens, experts=5, hidden=264, intermediate=136, dtype=dtype, layout=layout, transposed=transposed, **extras
+    )
     check(for_family(case, family))
 
 
@@ -136,7 +138,9 @@ def test_activations(family: str, activation: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [30, 3000])
 def test_routings(family: str, routing: str, tokens: int) -> None:
     """Experts without a row, one with all of them, and a skew between."""
-    check(for_family(Case(tokens, experts=40, top_k=1, hidden=64, intermediate=48, dtype=BF16, routing=routing), family))
+    check(
+        for_family(Case(tokens, experts=40, top_k=1, hidden=64, intermediate=48, dtype=BF16, routing=routing), family)
+    )
 
 
 @pytest.mark.parametrize("kind", ["outlier", "large"])
@@ -144,7 +148,9 @@ def test_values(family: str, kind: str) -> None:
     check(for_family(Case(333, hidden=128, intermediate=64, dtype=BF16), family), kind=kind)
 
 
-@pytest.mark.parametrize("case", [Case(3, experts=1024, top_k=32), Case(40, experts=6, top_k=6), Case(1, hidden=8, intermediate=8)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(3, experts=1024, top_k=32), Case(40, experts=6, top_k=6), Case(1, hidden=8, intermediate=8)], ids=str
+)
 def test_ends_of_the_range(family: str, case: Case) -> None:
     check(for_family(replace(case, dtype=BF16), family))
 
@@ -187,7 +193,9 @@ def test_a_token_gets_the_same_bits_in_any_company(family: str, model: str) -> N
     for tokens in (1, 3, 16, 64, 200, 1000):
         for begin in (0, 4096 - tokens):
             rows = slice(begin, begin + tokens)
-            part = replace(inputs, x=inputs.x[rows], topk_ids=inputs.topk_ids[rows], topk_weights=inputs.topk_weights[rows])
+            part = replace(
+                inputs, x=inputs.x[rows], topk_ids=inputs.topk_ids[rows], topk_weights=inputs.topk_weights[rows]
+            )
             assert torch.equal(run(case, part), everything[rows]), (tokens, begin)
 
 

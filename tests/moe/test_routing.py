@@ -33,7 +33,9 @@ def keep_groups(choice: Tensor, scoring: str, groups: int, topk_groups: int) -> 
     return grouped.masked_fill(~stays.unsqueeze(2), -torch.inf).flatten(1)
 
 
-def weights_of(logits: Tensor, ids: Tensor, scoring: str, bias: Tensor | None, renormalize: bool, scale: float) -> Tensor:
+def weights_of(
+    logits: Tensor, ids: Tensor, scoring: str, bias: Tensor | None, renormalize: bool, scale: float
+) -> Tensor:
     """Of given choices, differentiable, float64."""
     chosen = scores_of(logits, scoring, bias)[0].gather(1, ids.long())
     if scoring == "topk_softmax":
@@ -46,7 +48,9 @@ def weights_of(logits: Tensor, ids: Tensor, scoring: str, bias: Tensor | None, r
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("experts", "k", "groups", "topk_groups"), [(8, 2, 1, 1), (128, 8, 1, 1), (64, 6, 8, 3), (33, 33, 1, 1)])
+@pytest.mark.parametrize(
+    ("experts", "k", "groups", "topk_groups"), [(8, 2, 1, 1), (128, 8, 1, 1), (64, 6, 8, 3), (33, 33, 1, 1)]
+)
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_routing(
     dtype: torch.dtype,
@@ -62,7 +66,13 @@ def test_routing(
     k = min(k, 32)
     logits = (2 * torch.randn(50, experts)).to(device, dtype).requires_grad_()
     bias = (0.1 * torch.randn(experts)).to(device) if with_bias else None
-    options = {"scoring": scoring, "groups": groups, "topk_groups": topk_groups, "renormalize": renormalize, "scale": 1.5}
+    options = {
+        "scoring": scoring,
+        "groups": groups,
+        "topk_groups": topk_groups,
+        "renormalize": renormalize,
+        "scale": 1.5,
+    }
     weights, ids, counts = flashmoe.topk_route(logits, k, bias=bias, return_counts=True, **options)  # type: ignore[call-overload]
     choice = keep_groups(scores_of(logits.detach(), scoring, bias)[1], scoring, groups, topk_groups)
     best = choice.topk(k, 1).values
@@ -87,7 +97,9 @@ def test_the_gradient_of_a_bias(device: str) -> None:
     upstream = torch.randn_like(weights)
     (gradient,) = torch.autograd.grad(weights, bias, upstream)
     exact = bias.detach().double().requires_grad_()
-    reference = torch.autograd.grad(weights_of(logits, ids, "topk_softmax", exact, True, 1.0), exact, upstream.double())[0]
+    reference = torch.autograd.grad(
+        weights_of(logits, ids, "topk_softmax", exact, True, 1.0), exact, upstream.double()
+    )[0]
     torch.testing.assert_close(gradient.double(), reference, rtol=1e-5, atol=1e-6)
 
 
@@ -103,18 +115,26 @@ def test_rows_apart(device: str) -> None:
     logits = wide[:, 3:19]
     for a, b in zip(flashmoe.topk_route(logits, 4), flashmoe.topk_route(logits.contiguous(), 4), strict=True):
         assert torch.equal(a, b)
-    for a, b in zip(flashmoe.topk_route(logits.T.contiguous().T, 4), flashmoe.topk_route(logits.contiguous(), 4), strict=True):
+    for a, b in zip(
+        flashmoe.topk_route(logits.T.contiguous().T, 4), flashmoe.topk_route(logits.contiguous(), 4), strict=True
+    ):
         assert torch.equal(a, b)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    tokens=st.integers(1, 400), top_k=st.integers(1, 4), experts=st.integers(1, 40), seed=st.integers(0, 9), wide=st.booleans()
+    tokens=st.integers(1, 400),
+    top_k=st.integers(1, 4),
+    experts=st.integers(1, 40),
+    seed=st.integers(0, 9),
+    wide=st.booleans(),
 )
 def test_the_sort_is_stable(device: str, tokens: int, top_k: int, experts: int, seed: int, wide: bool) -> None:
     """Rows of an expert in the order of their slots; ids outside of the layer have no row."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator, dtype=torch.int64 if wide else torch.int32)
+    ids = torch.randint(
+        -1, experts + 1, (tokens, top_k), generator=generator, dtype=torch.int64 if wide else torch.int32
+    )
     weights = torch.rand(tokens, top_k, generator=generator)
     results = torch.ops.flashmoe.moe_sort(ids.to(device), weights.to(device), None, experts)
     offsets, row_slots, slot_rows, row_weights = (result.cpu() for result in results)

@@ -98,7 +98,8 @@ void take_common(Common& common, const Tensor& tensor, const char* name) {
 void refuse_float32_on_gpu(const Common& common, const char* name) {
   if (common.dtype == Dtype::kFloat32 && is_cuda(common)) {
     fail(ErrorCode::kDtype, name,
-         " is float32, which has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors, or call under "
+         " is float32, which has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors, or call "
+         "under "
          "torch.autocast");
   }
 }
@@ -259,14 +260,15 @@ void check_layer(LayerArguments& arguments) {
   SortArguments& routing = arguments.routing;
   check_defined(routing.topk_weights, "topk_weights");
   check_defined(routing.ids, "topk_ids");
-  for (const auto& [tensor, name] : {std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2"),
-                                     std::pair(&arguments.shared, "shared")}) {
+  for (const auto& [tensor, name] :
+       {std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2"), std::pair(&arguments.shared, "shared")}) {
     if (!is_given(*tensor)) continue;
     check_device(*tensor, name, arguments.x, "x");
     check_dtype(*tensor, name, common.torch_dtype, " as in x");
   }
   check_device(routing.topk_weights, "topk_weights", arguments.x, "x");
-  if (routing.topk_weights.dtype() != aoti_torch_dtype_float32() && routing.topk_weights.dtype() != common.torch_dtype) {
+  if (routing.topk_weights.dtype() != aoti_torch_dtype_float32() &&
+      routing.topk_weights.dtype() != common.torch_dtype) {
     fail(ErrorCode::kDtype, "topk_weights is ", describe_dtype(routing.topk_weights.dtype()), "; float32 or x's ",
          describe_dtype(common.torch_dtype), " is needed; convert it with .to()");
   }
@@ -312,9 +314,9 @@ void check_layer_backward(LayerBackwardArguments& arguments) {
   check_defined(arguments.sorted.row_slots, "row_slots");
   take_common(arguments.common, arguments.x, "x");
   refuse_float32_on_gpu(arguments.common, "x");
-  for (const auto& [tensor, name] : {std::pair(&arguments.dout, "grad_out"), std::pair(&arguments.w13, "w13"),
-                                     std::pair(&arguments.w2, "w2"),
-                                     std::pair(&arguments.preactivation, "preactivation")}) {
+  for (const auto& [tensor, name] :
+       {std::pair(&arguments.dout, "grad_out"), std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2"),
+        std::pair(&arguments.preactivation, "preactivation")}) {
     check_device(*tensor, name, arguments.x, "x");
     check_dtype(*tensor, name, arguments.common.torch_dtype, " as in x");
   }
@@ -354,8 +356,8 @@ void check_route(RouteArguments& arguments) {
   const int64_t groups = arguments.groups;
   const int64_t kept = arguments.topk_groups;
   if (groups < 1 || groups > kMaxGroups || arguments.experts % groups != 0) {
-    fail(ErrorCode::kArgument, "groups is ", groups, "; a divisor of the ", arguments.experts, " experts is needed, at most ",
-         kMaxGroups);
+    fail(ErrorCode::kArgument, "groups is ", groups, "; a divisor of the ", arguments.experts,
+         " experts is needed, at most ", kMaxGroups);
   }
   if (kept < 1 || kept > groups) {
     fail(ErrorCode::kArgument, "topk_groups is ", kept, "; 1 to the number of groups, ", groups, ", is needed");

@@ -91,20 +91,21 @@ struct SortOutputs {
 struct LayerArguments {
   Common common;
   LayerShape shape;
-  Tensor x;    // [tokens, hidden]
-  Tensor w13;  // [experts, 2 * intermediate, hidden]; see view_weights
-  Tensor w2;   // [experts, hidden, intermediate]
-  Tensor b13;  // [experts, 2 * intermediate], in the order of w13's rows; no handle: none, here and below
-  Tensor b2;   // [experts, hidden]
+  Tensor x;       // [tokens, hidden]
+  Tensor w13;     // [experts, 2 * intermediate, hidden]; see view_weights
+  Tensor w2;      // [experts, hidden, intermediate]
+  Tensor b13;     // [experts, 2 * intermediate], in the order of w13's rows; no handle: none, here and below
+  Tensor b2;      // [experts, hidden]
   Tensor shared;  // [tokens, hidden]
   SortArguments routing;
   bool keep = false;  // what the backward pass needs is wanted
 };
 
 struct LayerOutputs {
-  Tensor out;            // [tokens, hidden]
-  Tensor preactivation;  // [slots, 2 * intermediate], by row, where it is kept; else of size 0. Rows past the last: anything
-  SortOutputs sorted;    // where it is kept; else of size 0, and the backend has its own
+  Tensor out;  // [tokens, hidden]
+  Tensor
+      preactivation;  // [slots, 2 * intermediate], by row, where it is kept; else of size 0. Rows past the last: anything
+  SortOutputs sorted;  // where it is kept; else of size 0, and the backend has its own
 };
 
 // Bits of `needs`, and the order of the gradients.

@@ -89,12 +89,12 @@ CombineParams make_combine(const LayerArguments& arguments, const LayerOperands&
 
 // [experts + 1] int32: 0, then the ends that the operator was given.
 Tensor make_expert_offsets(const Tensor& ends, int64_t experts, const host::CudaCall& call) {
-  Tensor offsets =
-      host::empty({experts + 1}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
+  Tensor offsets = host::empty({experts + 1}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
   host::fill_words(offsets.data(), 0, 1, call.stream, "first offset");
   const int64_t stride = 1;
   AtenTensorHandle rest = nullptr;
-  host::check_shim(aoti_torch__reinterpret_tensor(offsets.get(), 1, &experts, &stride, 1, &rest), "_reinterpret_tensor");
+  host::check_shim(aoti_torch__reinterpret_tensor(offsets.get(), 1, &experts, &stride, 1, &rest),
+                   "_reinterpret_tensor");
   const Tensor view(rest);
   host::check_shim(aoti_torch_copy_(view.get(), ends.get(), /*non_blocking=*/1), "copy_");
   return offsets;
@@ -125,8 +125,8 @@ void route_cuda(const RouteArguments& arguments, const RouteOutputs& outputs) {
   params.scale = static_cast<float>(arguments.scale);
   const host::CudaCall call(gpu);
   host::fill_words(params.counts, 0, arguments.experts, call.stream, "counts of experts");
-  const int64_t grid = std::min(ceil_div(arguments.tokens, kTokensPerBlock),
-                                kBlocksPerMultiprocessor * gpu.num_multiprocessors);
+  const int64_t grid =
+      std::min(ceil_div(arguments.tokens, kTokensPerBlock), kBlocksPerMultiprocessor * gpu.num_multiprocessors);
   host::LaunchList list;
   list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/false});
   list.run(call);

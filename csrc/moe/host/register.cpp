@@ -178,7 +178,8 @@ void boxed_inference(StableIValue* stack, uint64_t num_arguments, uint64_t num_o
   host::check_counts("_fused_moe_inference", num_arguments, kLayerArguments, num_outputs, 1);
   const LayerArguments arguments = take_layer(stack, /*keep=*/false);
   LayerOutputs outputs;
-  outputs.out = empty_on(arguments.common, {arguments.shape.tokens, arguments.shape.hidden}, arguments.common.torch_dtype);
+  outputs.out =
+      empty_on(arguments.common, {arguments.shape.tokens, arguments.shape.hidden}, arguments.common.torch_dtype);
   run_layer<Backend>(arguments, outputs);
   stack[0] = give(std::move(outputs.out));
 }
@@ -306,38 +307,40 @@ void register_backend(Library& library) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def(
-      "topk_route(Tensor logits, int k, str scoring, Tensor? bias, int groups, int topk_groups, bool renormalize, float "
+      "topk_route(Tensor logits, int k, str scoring, Tensor? bias, int groups, int topk_groups, bool renormalize, "
+      "float "
       "scale) -> (Tensor weights, Tensor ids, Tensor counts)");
   library.def(
       "moe_sort(Tensor ids, Tensor topk_weights, Tensor? expert_map, int experts) -> (Tensor expert_offsets, Tensor "
       "row_slots, Tensor slot_rows, Tensor row_weights)");
   // The last five results are what the backward pass needs, and have size 0 where keep is false.
   library.def(
-      "_fused_moe(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13, Tensor? b2, Tensor? "
+      "_fused_moe(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13, Tensor? b2, "
+      "Tensor? "
       "expert_map, Tensor? shared, str activation, str layout, bool transposed, bool keep) -> (Tensor out, Tensor "
       "preactivation, Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights)");
   // Called where no gradient can be wanted: one result, and no rule of autograd in Python.
   library.def(
-      "_fused_moe_inference(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13, Tensor? b2, "
+      "_fused_moe_inference(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13, "
+      "Tensor? b2, "
       "Tensor? expert_map, Tensor? shared, str activation, str layout, bool transposed) -> Tensor");
   library.def(
-      "_fused_moe_out(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b13, "
+      "_fused_moe_out(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? "
+      "b13, "
       "Tensor? b2, Tensor? expert_map, Tensor? shared, str activation, str layout, bool transposed) -> ()");
   // needs: bit i for gradient i; None for the others. The gradient of shared is grad_out.
   library.def(
-      "_fused_moe_backward(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor preactivation, "
+      "_fused_moe_backward(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor "
+      "preactivation, "
       "Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights, str activation, str layout, bool "
-      "transposed, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, Tensor? dtopk_weights, Tensor? db13, Tensor? db2)");
+      "transposed, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, Tensor? dtopk_weights, Tensor? db13, Tensor? "
+      "db2)");
   // a [M, K], b [E, K, N], offsets [E]: the end of each expert's rows; rows past the last end give zeros. [M, N].
   library.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
   // a [N, M], b [M, K], offsets [E]: of each expert's columns of a and rows of b the product, [E, N, K].
   library.def("_grouped_mm_2d2d(Tensor a, Tensor b, Tensor offsets) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
-  flashmoe::moe::register_backend<flashmoe::moe::Cpu>(library);
-}
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) { flashmoe::moe::register_backend<flashmoe::moe::Cpu>(library); }
 
-STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
-  flashmoe::moe::register_backend<flashmoe::moe::Cuda>(library);
-}
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) { flashmoe::moe::register_backend<flashmoe::moe::Cuda>(library); }

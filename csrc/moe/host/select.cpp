@@ -37,13 +37,14 @@ struct StepName {
   bool has_dtype;  // else its tensors' dtypes are parameters, and the table has it once, as float32
   const char* words;
 };
-constexpr std::array<StepName, kNumSteps> kSteps{{{"moe_route", host::kNoAxis, false, "routing"},
-                                                  {"moe_sort", 0, false, "sorting by expert"},
-                                                  {"moe_sort", 1, false, "sorting by expert"},
-                                                  {"moe_sort", 2, false, "sorting by expert"},
-                                                  {"moe_combine", host::kNoAxis, true, "combining experts' results"},
-                                                  {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
-                                                  {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"}}};
+constexpr std::array<StepName, kNumSteps> kSteps{
+    {{"moe_route", host::kNoAxis, false, "routing"},
+     {"moe_sort", 0, false, "sorting by expert"},
+     {"moe_sort", 1, false, "sorting by expert"},
+     {"moe_sort", 2, false, "sorting by expert"},
+     {"moe_combine", host::kNoAxis, true, "combining experts' results"},
+     {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
+     {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"}}};
 
 bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
 
@@ -99,8 +100,8 @@ const FamilyList& families_for(const ProductInput& input) {
     remembered.capability = input.request.capability;
   }
   const int32_t dtype = input.request.dtype == host::Dtype::kBFloat16 ? 1 : 0;
-  const auto entry = static_cast<std::size_t>((dtype * kNumProducts + static_cast<int32_t>(input.product)) * kNumMemories +
-                                              static_cast<int32_t>(input.memory));
+  const auto entry = static_cast<std::size_t>(
+      (dtype * kNumProducts + static_cast<int32_t>(input.product)) * kNumMemories + static_cast<int32_t>(input.memory));
   if (!remembered.is_known[entry]) {
     remembered.families[entry] = resolve_families(input);
     remembered.is_known[entry] = true;

@@ -41,6 +41,8 @@ struct RouteParams {
   float scale;          // and multiplied by this
 };
 
+enum class SortStep : int32_t { kOne, kCount, kPlace };  // in the order of the axis `step` of operations.toml
+
 // moe_sort: stable counting sort of slots by expert, at most 1024. One launch of one block (step one), or two: each block counts
 // its share (count), then places it with the same grid (place).
 struct SortParams {

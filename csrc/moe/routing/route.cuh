@@ -32,10 +32,10 @@ struct RouteSpec {
   static constexpr int kSharedBytes = kNumWarps * kMaxExperts * 4;  // each warp's counts
 };
 
-// Greater keys for greater floats, and none is 0. Both zeros have one key; a NaN has the largest.
+// Greater keys for greater floats, and none is 0; a NaN has the largest. -0 is below 0: whoever has zeros of both signs adds 0.
 __device__ __forceinline__ uint32_t order_key(float x) {
   if (x != x) return 0xffffffffu;
-  const uint32_t bits = ptx::float_bits(x == 0.0f ? 0.0f : x);
+  const uint32_t bits = ptx::float_bits(x);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
@@ -173,7 +173,7 @@ __device__ __forceinline__ void make_keys(const RouteParams& params, const Softm
       float value = ptx::bits_float(keys[start + i]);
       if (by_score && params.scoring == Scoring::kSoftmax) value = softmax.score(value);
       if (by_score && params.scoring == Scoring::kSigmoid) value = sigmoid(value);
-      keys[start + i] = expert < params.experts ? order_key(value + bias[i]) : 0;
+      keys[start + i] = expert < params.experts ? order_key(value + bias[i]) : 0;  // -0 + 0 is 0
     }
   }
 }
@@ -183,8 +183,7 @@ __device__ __forceinline__ float choice_weight(const RouteParams& params, const 
                                                int expert, bool has_choice) {
   float weight = 0.0f;
   if (has_choice) {
-    const float logit =
-        float_of_bits(load_bits(params.logits, row + expert, params.logits_dtype), params.logits_dtype);
+    const float logit = float_of_bits(load_bits(params.logits, row + expert, params.logits_dtype), params.logits_dtype);
     if (params.scoring == Scoring::kSoftmax) weight = softmax.score(logit);
     if (params.scoring == Scoring::kSigmoid) weight = sigmoid(logit);
     if (params.scoring == Scoring::kTopkSoftmax) {

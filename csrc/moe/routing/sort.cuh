@@ -23,8 +23,6 @@
 namespace flashmoe {
 namespace moe {
 
-enum class SortStep { kOne, kCount, kPlace };
-
 template <typename Element_, int kNumWarps_, int kCounts_>
 struct SortSpec {
   using Element = Element_;  // unused: the dtypes of ids and weights are parameters

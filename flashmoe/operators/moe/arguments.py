@@ -117,7 +117,9 @@ def validate_sort(ids: Any, topk_weights: Any, expert_map: Any, experts: Any) ->
     tensors = _dense_tensors({"topk_weights": topk_weights, "topk_ids": ids}, {"expert_map": expert_map})
     _check_devices("topk_weights", tensors)
     if topk_weights.dtype not in _ANY_FLOAT:
-        msg = f"topk_weights is {_word(topk_weights.dtype)}; supported: float16, bfloat16, float32; convert it with .to()"
+        msg = (
+            f"topk_weights is {_word(topk_weights.dtype)}; supported: float16, bfloat16, float32; convert it with .to()"
+        )
         raise DtypeError(msg)
     _check_ids(ids)
     _check_shape(tensors, "topk_weights", tuple(ids.shape), "as topk_ids")

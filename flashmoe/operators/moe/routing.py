@@ -86,7 +86,13 @@ def vmap_route(
     call = torch.ops.flashmoe.topk_route.default
     if in_dims[3] is not None and bias is not None:
         parts = [
-            call(logits if in_dims[0] is None else logits.select(in_dims[0], i), k, scoring, bias.select(in_dims[3], i), *options)
+            call(
+                logits if in_dims[0] is None else logits.select(in_dims[0], i),
+                k,
+                scoring,
+                bias.select(in_dims[3], i),
+                *options,
+            )
             for i in range(size)
         ]
         return tuple(torch.stack(results) for results in zip(*parts, strict=True)), (0, 0, 0)
@@ -94,7 +100,9 @@ def vmap_route(
     weights, ids, counts = call(front.flatten(0, 1), k, scoring, bias, *options)
     ids = ids.unflatten(0, (size, -1))
     chosen = ids.flatten(1).long()
-    counts = counts.new_zeros((size, counts.shape[0])).scatter_add(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))
+    counts = counts.new_zeros((size, counts.shape[0])).scatter_add(
+        1, chosen, torch.ones_like(chosen, dtype=counts.dtype)
+    )
     return (weights.unflatten(0, (size, -1)), ids, counts), (0, 0, 0)
 
 

@@ -53,9 +53,7 @@ class Memory:
 
     def counted(self, tensor: torch.Tensor, name: str) -> int:
         """Written, and with a value from the start."""
-        return self.library.add_buffer(
-            tensor.data_ptr(), _bytes(tensor), writable=True, initialised=True, name=name
-        )
+        return self.library.add_buffer(tensor.data_ptr(), _bytes(tensor), writable=True, initialised=True, name=name)
 
     def _add(self, tensor: torch.Tensor, name: str, end: int | None, *, writable: bool) -> int:
         """`end`: the tensor is the last part of an array of so many elements, the rest of which is address space alone."""

@@ -43,8 +43,10 @@ class RouteProblem(NamedProblem):
         generator = _random(self.experts + self.top_k)
         logits = torch.randn(self.tokens, self.experts + 3, generator=generator) * 2
         if self.values == "ties":
-            logits = torch.randint(-1, 2, logits.shape, generator=generator).float()
-            logits[logits == 0] = torch.where(torch.rand(logits[logits == 0].shape, generator=generator) < 0.5, -0.0, 0.0)
+            logits = torch.randint(-2, 1, logits.shape, generator=generator).float()
+            logits[logits == 0] = torch.where(
+                torch.rand(logits[logits == 0].shape, generator=generator) < 0.5, -0.0, 0.0
+            )
         if self.values == "nan":
             logits[0, 3] = NAN
             logits[1] = NAN
@@ -136,7 +138,7 @@ def sort_problems() -> Iterator[SortProblem]:
     yield SortProblem("nothing", 0, 8)
     yield SortProblem("warps", 1100, 40, ids=long, weights=half)
     yield SortProblem("batches", 4133, 3)
-    yield SortProblem("most-experts", 300, 1024)
+    yield SortProblem("most-experts", 400, 1024)
     yield SortProblem("hot", 200, 16, weights=bfloat, values="hot")
     yield SortProblem("nobody", 70, 16, values="nobody")
     yield SortProblem("map", 260, 16, map_length=40)
@@ -222,7 +224,7 @@ def combine_problems(*, is_backward: bool) -> Iterator[CombineProblem]:
     yield CombineProblem("choices", 2, 32, 264, has_shared=True, dot_tiles=1)
     yield CombineProblem("odd-choices", 3, 11, 72, experts=1, has_bias=True)
     yield CombineProblem("one-choice", 2, 1, 256, dot_tiles=32)
-    yield CombineProblem("order", 2, 10, 40, values="order", dot_tiles=7)
+    yield CombineProblem("order", 2, 10, 40, values="order", dot_tiles=4)
     yield CombineProblem("nobody", 2, 3, 24, values="nobody", has_shared=True, has_bias=True)
     yield CombineProblem("far", 2, 5, 72, has_shared=True, has_bias=True, dot_tiles=9, huge_tokens=2**26)
     if is_backward:

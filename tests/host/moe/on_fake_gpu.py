@@ -102,7 +102,8 @@ def test_the_sort_of_many_slots_takes_two_steps() -> None:
     ids, weights = torch.randint(0, 5, (slots, 1)), torch.rand(slots, 1)
     offsets, row_slots, slot_rows, row_weights = torch.ops.flashmoe.moe_sort(ids, weights, None, 5)
     count, place = launches()
-    assert count["symbol"].endswith("_count") and place["symbol"].endswith("_place")
+    assert count["symbol"].endswith("_count")
+    assert place["symbol"].endswith("_place")
     assert (count["is_dependent"], place["is_dependent"]) == (False, True)
     assert count["grid"] == place["grid"] > 1
     order = ids[:, 0].argsort(stable=True)
@@ -231,9 +232,9 @@ def test_nothing_is_launched_without_tokens() -> None:
 
 def test_a_gpu_without_kernels_refuses() -> None:
     begin(70)
-    with pytest.raises(flashmoe.errors.UnsupportedGpuError, match="compute capability 7.0"):
+    with pytest.raises(flashmoe.errors.UnsupportedGpuError, match=r"compute capability 7.0"):
         flashmoe.topk_route(torch.randn(3, 8), 2)
     begin(75)
     inputs = make_inputs(SMALL)
-    with pytest.raises(flashmoe.errors.DtypeError, match="BF16 needs compute capability 8.0"):
+    with pytest.raises(flashmoe.errors.DtypeError, match=r"BF16 needs compute capability 8.0"):
         flashmoe.fused_moe(inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
