@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_fragment(uint32_t (&a)[4], ptx::SmemPointer
   }
 }
 
-// Sums go up k in steps of 16, whatever the tile. Groups without a row are left out.
+// Sums go up k in steps of 16, whatever the tile. Groups that have no row together are left out.
 template <typename Spec, Weights kWeights>
 __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem, int rows) {
   const int lane = ptx::lane_index();
@@ -43,15 +43,21 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, p
         load_fragment<Spec, kWeights>(a[i][half], stage_smem, ptx::warp_index() * Spec::kFragments + i,
                                       2 * pair + half);
 #pragma unroll
-    for (int group = 0; group < Spec::kGroups; ++group) {
-      if (8 * group >= rows) continue;
-      uint32_t b[4];  // matrix i: the group's rows, k 8 * i to 8 * i + 7 of the pair
-      ptx::ldmatrix_x4(b, rows_smem + swizzled_offset<Spec::kBlockK>(8 * group + lane % 8, 4 * pair + lane / 8));
+    for (int first = 0; first < Spec::kGroups; first += Spec::kGroupsTogether) {
+      if (8 * first >= rows) continue;
+      uint32_t b[Spec::kGroupsTogether][4];  // of each group, matrix i: its rows, k 8 * i to 8 * i + 7 of the pair
+#pragma unroll
+      for (int j = 0; j < Spec::kGroupsTogether; ++j)
+        ptx::ldmatrix_x4(b[j],
+                         rows_smem + swizzled_offset<Spec::kBlockK>(8 * (first + j) + lane % 8, 4 * pair + lane / 8));
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < Spec::kFragments; ++i)
-          ptx::mma_m16n8k16<typename Spec::Element>(accumulator[i][group], a[i][half], b[2 * half], b[2 * half + 1]);
+        for (int j = 0; j < Spec::kGroupsTogether; ++j)
+#pragma unroll
+          for (int i = 0; i < Spec::kFragments; ++i)
+            ptx::mma_m16n8k16<typename Spec::Element>(accumulator[i][first + j], a[i][half], b[j][2 * half],
+                                                      b[j][2 * half + 1]);
     }
   }
 }
