@@ -74,8 +74,8 @@ struct WeightLoader {
   }
 };
 
-// One thread's share of a tile's rows of a, from k = 0 upwards, to [kBlockM, kBlockK]. Groups that are multiplied together are
-// filled together, with zeros past the last row; where none of them has a row they are left alone, as nothing reads them.
+// One thread's share of a tile's rows of a, from k = 0 upwards, to [kBlockM, kBlockK]. The groups of 8 rows that
+// are multiplied are filled, with zeros past the last row.
 template <typename Spec>
 struct RowLoader {
   using Element = typename Spec::Element;
@@ -95,7 +95,7 @@ struct RowLoader {
     const int chunk = ptx::thread_index() % kChunks;
     const int first = ptx::thread_index() / kChunks;
     rows = tile.rows - first;
-    padded_rows = ceil_div(tile.rows, 8 * Spec::kGroupsTogether) * (8 * Spec::kGroupsTogether) - first;
+    padded_rows = ceil_div(tile.rows, 8 * Spec::kGroupStep) * (8 * Spec::kGroupStep) - first;
     left = params.k - chunk * kChunkElements;
     offset = swizzled_offset<Spec::kBlockK>(first, chunk);
 #pragma unroll
