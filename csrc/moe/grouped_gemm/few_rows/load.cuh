@@ -74,8 +74,8 @@ struct WeightLoader {
   }
 };
 
-// One thread's share of a tile's rows of a, from k = 0 upwards, to [kBlockM, kBlockK]. Whole groups of 8 rows are filled, with
-// zeros past the last row; groups without a row are left alone, as nothing reads them.
+// One thread's share of a tile's rows of a, from k = 0 upwards, to [kBlockM, kBlockK]. The groups of 8 rows that
+// are multiplied are filled, with zeros past the last row.
 template <typename Spec>
 struct RowLoader {
   using Element = typename Spec::Element;
@@ -95,7 +95,7 @@ struct RowLoader {
     const int chunk = ptx::thread_index() % kChunks;
     const int first = ptx::thread_index() / kChunks;
     rows = tile.rows - first;
-    padded_rows = (tile.rows + 7) / 8 * 8 - first;
+    padded_rows = ceil_div(tile.rows, 8 * Spec::kGroupStep) * (8 * Spec::kGroupStep) - first;
     left = params.k - chunk * kChunkElements;
     offset = swizzled_offset<Spec::kBlockK>(first, chunk);
 #pragma unroll

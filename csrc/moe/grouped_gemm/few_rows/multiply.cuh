@@ -28,9 +28,9 @@ __device__ __forceinline__ void load_fragment(uint32_t (&a)[4], ptx::SmemPointer
   }
 }
 
-// Sums go up k in steps of 16, whatever the tile. Groups without a row are left out.
-template <typename Spec, Weights kWeights>
-__device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem, int rows) {
+// The first kGroups groups of rows. Sums go up k in steps of 16, whatever the tile.
+template <typename Spec, Weights kWeights, int kGroups>
+__device__ __forceinline__ void multiply_groups(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem) {
   const int lane = ptx::lane_index();
   const ptx::SmemPointer rows_smem = stage_smem + Spec::kWeightBytes;
 #pragma unroll
@@ -43,8 +43,7 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, p
         load_fragment<Spec, kWeights>(a[i][half], stage_smem, ptx::warp_index() * Spec::kFragments + i,
                                       2 * pair + half);
 #pragma unroll
-    for (int group = 0; group < Spec::kGroups; ++group) {
-      if (8 * group >= rows) continue;
+    for (int group = 0; group < kGroups; ++group) {
       uint32_t b[4];  // matrix i: the group's rows, k 8 * i to 8 * i + 7 of the pair
       ptx::ldmatrix_x4(b, rows_smem + swizzled_offset<Spec::kBlockK>(8 * group + lane % 8, 4 * pair + lane / 8));
 #pragma unroll
@@ -54,6 +53,17 @@ __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, p
           ptx::mma_m16n8k16<typename Spec::Element>(accumulator[i][group], a[i][half], b[2 * half], b[2 * half + 1]);
     }
   }
+}
+
+// A stage without a branch between its products: those of one group wait for each other, and there are few warps. So there is one
+// copy of it for each number of groups, kGroups at most, in steps of kGroupStep.
+template <typename Spec, Weights kWeights, int kGroups = Spec::kGroups>
+__device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem, int rows) {
+  constexpr int kFewer = kGroups - Spec::kGroupStep;
+  if constexpr (kFewer > 0) {
+    if (rows <= 8 * kFewer) return multiply_stage<Spec, kWeights, kFewer>(accumulator, stage_smem, rows);
+  }
+  multiply_groups<Spec, kWeights, kGroups>(accumulator, stage_smem);
 }
 
 }  // namespace few_rows
