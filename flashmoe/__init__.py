@@ -1,7 +1,8 @@
-"""Fused attention kernels for PyTorch, on any NVIDIA GPU from compute capability 7.5 on and on the CPU.
+"""Fused attention and mixture-of-experts kernels for PyTorch, on any NVIDIA GPU from compute capability 7.5 on and on the CPU.
 
     import flashmoe
     out = flashmoe.attention(q, k, v, causal=True)
+    out = flashmoe.fused_moe(x, w13, w2, *flashmoe.topk_route(logits, k))
 
 Importing the package imports neither torch nor the compiled extension; the first use of an operator does.
 """
@@ -16,6 +17,8 @@ from flashmoe._version import __version__
 if TYPE_CHECKING:
     from flashmoe.functional import attention, scaled_dot_product_attention
     from flashmoe.module import Attention
+    from flashmoe.moe.functional import fused_moe, grouped_mm, topk_route
+    from flashmoe.moe.module import MoE
     from flashmoe.routing import explain
 
 _LAZY = {
@@ -23,9 +26,23 @@ _LAZY = {
     "scaled_dot_product_attention": "flashmoe.functional",
     "Attention": "flashmoe.module",
     "explain": "flashmoe.routing",
+    "MoE": "flashmoe.moe.module",
+    "fused_moe": "flashmoe.moe.functional",
+    "grouped_mm": "flashmoe.moe.functional",
+    "topk_route": "flashmoe.moe.functional",
 }
 
-__all__ = ["Attention", "__version__", "attention", "explain", "scaled_dot_product_attention"]
+__all__ = [
+    "Attention",
+    "MoE",
+    "__version__",
+    "attention",
+    "explain",
+    "fused_moe",
+    "grouped_mm",
+    "scaled_dot_product_attention",
+    "topk_route",
+]
 
 
 def __getattr__(name: str) -> Any:

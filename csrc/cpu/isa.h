@@ -4,15 +4,15 @@
 namespace flashmoe {
 namespace cpu {
 
-enum class Isa { kBaseline, kAvx2, kAvx512, kAmx };  // narrowest first
-constexpr int kIsaCount = 4;
+enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx };  // narrowest first
+constexpr int kIsaCount = 5;
 
 // The instruction set in use: the widest that the CPU and the operating system support, unless FLASHMOE_CPU_ISA (read
 // once, at the first call) or set_isa named another.
 // Throws std::invalid_argument when FLASHMOE_CPU_ISA names an unknown or unsupported one.
 Isa current_isa();
 
-// The same as "baseline", "avx2", "avx512" or "amx".
+// The same as "baseline", "avx2", "avx512", "avx512_bf16" or "amx".
 const char* selected_isa();
 
 // Forces an instruction set; null or "" goes back to the default. Returns whether the selection changed.

@@ -45,6 +45,11 @@ inline void store_row(const float* src, int32_t count, Vector::Float factor, T* 
   }
 }
 
+// dst[j][i] = src[i][j], a square of the vector's width.
+inline void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
+  Vector::transpose([=](int i) { return Vector::load(src + i * src_stride); }, dst, dst_stride);
+}
+
 // Hands out 64-byte aligned pieces of the scratch memory; with a null base it only counts.
 class Arena {
  public:

@@ -71,10 +71,11 @@ struct Vector {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   }
 
-  // dst[j][i] = src[i][j], 8 x 8.
-  static void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
+  // dst[j][i] = row(i)[j], 8 x 8 of 32-bit elements.
+  template <class Row>
+  static void transpose(Row row, float* dst, int64_t dst_stride) {
     __m256 rows[8], pairs[8];
-    for (int i = 0; i < 8; ++i) rows[i] = load(src + i * src_stride);
+    for (int i = 0; i < 8; ++i) rows[i] = row(i);
     for (int i = 0; i < 8; i += 2) {
       pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
       pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);

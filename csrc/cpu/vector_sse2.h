@@ -91,9 +91,10 @@ struct Vector {
     store_low_halves(p, _mm_or_si128(result, _mm_srli_epi32(sign, 16)));
   }
 
-  // dst[j][i] = src[i][j], 4 x 4.
-  static void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
-    __m128 a = load(src), b = load(src + src_stride), c = load(src + 2 * src_stride), d = load(src + 3 * src_stride);
+  // dst[j][i] = row(i)[j], 4 x 4 of 32-bit elements.
+  template <class Row>
+  static void transpose(Row row, float* dst, int64_t dst_stride) {
+    __m128 a = row(0), b = row(1), c = row(2), d = row(3);
     _MM_TRANSPOSE4_PS(a, b, c, d);
     store(dst, a);
     store(dst + dst_stride, b);

@@ -83,6 +83,8 @@ void perform(Block& block, const Copy& copy) {
 
 }  // namespace
 
+void make_due_arrivals(Fiber& fiber);
+
 void copy_async(uint32_t smem, const void* gmem, int bytes, int source_bytes, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
@@ -117,6 +119,7 @@ void copy_async_commit(const Site&, const char*) { ++machine.current->copies_com
 
 void copy_async_wait(int pending, const Site&, const char*) {
   Fiber& fiber = *machine.current;
+  fiber.waits_for_groups = true;
   const uint32_t left = static_cast<uint32_t>(pending);
   const uint32_t through = fiber.copies_committed > left ? fiber.copies_committed - left : 0;
   finish_copies(fiber, through);
@@ -137,6 +140,7 @@ void finish_copies(Fiber& fiber, uint32_t through_group) {
     }
   }
   fiber.copies.resize(kept);
+  make_due_arrivals(fiber);
 }
 
 bool complete_random_copy(Block& block) {
@@ -151,6 +155,7 @@ bool complete_random_copy(Block& block) {
     copies[choice] = copies.back();
     copies.pop_back();
     --block.copies_in_flight;
+    make_due_arrivals(*block.fibers[(first + i) % threads]);
     return true;
   }
   return false;
@@ -260,6 +265,24 @@ void mbarrier_arrive(uint32_t address, int expect_bytes, const Site& site, const
   end_phase_if_complete(barrier, site, what);
 }
 
+void mbarrier_arrive_copies(uint32_t address, const Site& site, const char* what) {
+  maybe_switch();
+  Fiber& fiber = *machine.current;
+  Block& block = *fiber.block;
+  const Mbarrier& barrier = find_mbarrier(block, address, site, what);
+  if (fiber.waits_for_groups) {
+    fail(FailureKind::kMbarrierMisuse, site, what, "a thread that also uses cp_async_wait is not modelled");
+  }
+  size_t index = 0;
+  while (block.mbarriers[index].get() != &barrier) ++index;
+  fiber.view.passed[static_cast<size_t>(fiber.thread)] = own_clock(fiber);
+  std::vector<uint32_t> passed = fiber.view.passed;
+  for (size_t i = 0; i < passed.size(); ++i) passed[i] = std::max(passed[i], fiber.view.seen[i]);
+  fiber.copy_arrivals.push_back({++fiber.copies_committed, index, std::move(passed), site});
+  ++own_clock(fiber);
+  make_due_arrivals(fiber);
+}
+
 bool mbarrier_try_wait(uint32_t address, int phase_parity, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
@@ -276,6 +299,36 @@ bool mbarrier_try_wait(uint32_t address, int phase_parity, const Site& site, con
   barrier.waiting.push_back(&fiber);
   block_current(what, site);
   return false;
+}
+
+// Arrivals in the order in which the thread asked for them, as far as its copies are over. They make the copies visible, and
+// nothing else that the thread did.
+void make_due_arrivals(Fiber& fiber) {
+  constexpr const char* kWhat = "mbarrier_arrive_cp_async";
+  while (!fiber.copy_arrivals.empty()) {
+    const CopyArrival arrival = fiber.copy_arrivals.front();
+    for (const Copy& copy : fiber.copies) {
+      if (copy.group <= arrival.group) return;
+    }
+    fiber.copy_arrivals.erase(fiber.copy_arrivals.begin());
+    Fiber* const before = machine.current;
+    machine.current = &fiber;
+    Mbarrier& barrier = *fiber.block->mbarriers[arrival.mbarrier];
+    if (barrier.pending == 0) {
+      fail(FailureKind::kMbarrierMisuse, arrival.site, kWhat, "more arrivals than the count of the %s",
+           state_text(barrier).c_str());
+    }
+    if (fiber.copy_agent >= 0) {
+      uint32_t& seen = barrier.gathered.seen[static_cast<size_t>(fiber.copy_agent)];
+      seen = std::max(seen, arrival.group);
+    }
+    for (size_t i = 0; i < arrival.passed.size(); ++i) {
+      barrier.gathered.passed[i] = std::max(barrier.gathered.passed[i], arrival.passed[i]);
+    }
+    --barrier.pending;
+    end_phase_if_complete(barrier, arrival.site, kWhat);
+    machine.current = before;
+  }
 }
 
 void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint32_t issue_phase, const Site& site,

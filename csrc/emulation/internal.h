@@ -78,6 +78,13 @@ struct Copy {  // a cp.async in flight
   uint8_t bytes, source_bytes;
 };
 
+struct CopyArrival {  // at an mbarrier, due when the thread's copies through that group are over
+  uint32_t group;
+  size_t mbarrier;
+  std::vector<uint32_t> passed;  // what the thread had passed when it asked for the arrival
+  Site site;
+};
+
 struct Fiber {
   Context context;
   Block* block = nullptr;
@@ -93,6 +100,8 @@ struct Fiber {
   int copy_agent = -1;
   uint32_t copies_committed = 0;
   std::vector<Copy> copies;
+  std::vector<CopyArrival> copy_arrivals;
+  bool waits_for_groups = false;  // it has used cp_async_wait, whose groups arrivals would renumber
   // bulk stores
   int store_agent = -1;
   uint32_t stores_committed = 0;
@@ -191,7 +200,7 @@ struct Product {
   ProductPart parts[4];
   int arrived = 0;
   int columns = 0;
-  bool a_in_registers = false, transposed_b = false, executed = false;
+  bool a_in_registers = false, transposed_a = false, transposed_b = false, executed = false;
   int scale_d = 0;
   uint64_t descriptor_a = 0, descriptor_b = 0;
   uint32_t group = 0;

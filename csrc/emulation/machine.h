@@ -58,6 +58,7 @@ void copy_async_wait(int pending, const Site& site, const char* what);
 void mbarrier_init(uint32_t barrier, int arrivals, const Site& site, const char* what);
 void mbarrier_init_fence(const Site& site, const char* what);
 void mbarrier_arrive(uint32_t barrier, int expect_bytes, const Site& site, const char* what);
+void mbarrier_arrive_copies(uint32_t barrier, const Site& site, const char* what);  // once the thread's cp.async are over
 bool mbarrier_try_wait(uint32_t barrier, int phase_parity, const Site& site, const char* what);
 void fence_proxy_async(const Site& site, const char* what);
 void prefetch_tensor_map(const void* tensor_map, const Site& site, const char* what);
@@ -74,7 +75,7 @@ void wgmma_fence(const Site& site, const char* what);
 void wgmma_commit(const Site& site, const char* what);
 void wgmma_wait(int pending, const Site& site, const char* what);
 void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
-                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site,
+                   uint64_t descriptor_b, bool transposed_a, bool transposed_b, int scale_d, Format format, const Site& site,
                    const char* what);
 void set_max_registers(int registers, bool increase, const Site& site, const char* what);
 

@@ -69,6 +69,23 @@ void for_each_chunk(const Operand& operand, bool k_major, int row_begin, int row
   }
 }
 
+// Of the 16 rows of A that warp `part` multiplies; transposed, chunks are counted from its first.
+template <typename Visit>
+void for_each_chunk_of_a(uint64_t descriptor, bool transposed, int part, const Block& block, const Site& site,
+                         const char* what, Visit visit) {
+  const Operand operand = decode(descriptor, site, what);
+  if (!transposed) {
+    for_each_chunk(operand, true, part * kWarpRows, (part + 1) * kWarpRows, kDepth / 8, block, site, what, visit);
+    return;
+  }
+  constexpr int kChunks = kWarpRows / 8;
+  for (int row = 0; row < kDepth; ++row) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      visit(row, chunk, chunk_offset(operand, false, row, part * kChunks + chunk, block, site, what));
+    }
+  }
+}
+
 Warpgroup& warpgroup_of(const Warp& warp) { return warp.block->warpgroups[static_cast<size_t>(warp.index / kWarps)]; }
 
 struct ProductArguments {
@@ -77,7 +94,7 @@ struct ProductArguments {
   const uint32_t* a;
   bool a_has_place;
   uint64_t descriptor_a, descriptor_b;
-  bool transposed_b;
+  bool transposed_a, transposed_b;
   int scale_d;
   Format format;
   const Site* site;
@@ -151,16 +168,16 @@ void gather_a(Block& block, const Product& product, int part, std::vector<float>
     }
     return;
   }
-  const Operand operand = decode(product.descriptor_a, product.site, "Wgmma");
-  for_each_chunk(operand, true, part * kWarpRows, (part + 1) * kWarpRows, kDepth / 8, block, product.site, "Wgmma",
-                 [&](int row, int chunk, uint32_t offset) {
-                   uint16_t elements[8];
-                   std::memcpy(elements, block.shared.data() + offset, 16);
-                   for (int i = 0; i < 8; ++i) {
-                     a[static_cast<size_t>((row - part * kWarpRows) * kDepth + chunk * 8 + i)] =
-                         element_to_float(product.format, elements[i]);
-                   }
-                 });
+  for_each_chunk_of_a(product.descriptor_a, product.transposed_a, part, block, product.site, "Wgmma",
+                      [&](int row, int chunk, uint32_t offset) {
+                        uint16_t elements[8];
+                        std::memcpy(elements, block.shared.data() + offset, 16);
+                        for (int i = 0; i < 8; ++i) {
+                          const int m = product.transposed_a ? chunk * 8 + i : row - part * kWarpRows;
+                          const int k = product.transposed_a ? row : chunk * 8 + i;
+                          a[static_cast<size_t>(m * kDepth + k)] = element_to_float(product.format, elements[i]);
+                        }
+                      });
 }
 
 void gather_b(Block& block, const Product& product, std::vector<float>& b) {
@@ -254,7 +271,7 @@ void serve_waits(Block& block, int warpgroup) {
 void check_same(const Product& product, const ProductArguments& mine, uint32_t group) {
   const bool in_registers = mine.a != nullptr;
   if (product.columns != mine.columns || product.a_in_registers != in_registers ||
-      product.transposed_b != mine.transposed_b || product.scale_d != (mine.scale_d != 0) ||
+      product.transposed_a != mine.transposed_a || product.transposed_b != mine.transposed_b || product.scale_d != (mine.scale_d != 0) ||
       product.descriptor_b != mine.descriptor_b || product.format != mine.format || product.group != group ||
       (!in_registers && product.descriptor_a != mine.descriptor_a)) {
     fail(FailureKind::kDivergentCollective, *mine.site, mine.what,
@@ -276,9 +293,7 @@ void record_operands(Warp& warp, const ProductArguments& mine, uint32_t clock) {
   for_each_chunk(b, k_major, 0, k_major ? mine.columns : kDepth, (k_major ? kDepth : mine.columns) / 8, block,
                  *mine.site, mine.what, note);
   if (mine.a == nullptr) {
-    const Operand a = decode(mine.descriptor_a, *mine.site, mine.what);
-    const int part = warp.index % kWarps;
-    for_each_chunk(a, true, part * kWarpRows, (part + 1) * kWarpRows, kDepth / 8, block, *mine.site, mine.what, note);
+    for_each_chunk_of_a(mine.descriptor_a, mine.transposed_a, warp.index % kWarps, block, *mine.site, mine.what, note);
   }
 }
 
@@ -301,6 +316,7 @@ bool issue(Warp& warp) {
   if (product.arrived == 0) {
     product.columns = mine.columns;
     product.a_in_registers = mine.a != nullptr;
+    product.transposed_a = mine.transposed_a;
     product.transposed_b = mine.transposed_b;
     product.scale_d = mine.scale_d != 0;
     product.descriptor_a = mine.descriptor_a;
@@ -339,15 +355,15 @@ struct WaitArguments {
 }  // namespace
 
 void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
-                   uint64_t descriptor_b, bool transposed_b, int scale_d, Format format, const Site& site,
-                   const char* what) {
+                   uint64_t descriptor_b, bool transposed_a, bool transposed_b, int scale_d, Format format,
+                   const Site& site, const char* what) {
   maybe_switch();
   const Fiber& fiber = *machine.current;
   if (static_cast<size_t>(fiber.warp->index / kWarps * kWarps + kWarps) > fiber.block->warps.size()) {
     fail(FailureKind::kWgmmaMisuse, site, what, "warp %d is not part of a whole warpgroup", fiber.warp->index);
   }
-  ProductArguments arguments{d,       columns, a,     a_has_place, descriptor_a, descriptor_b, transposed_b,
-                             scale_d, format,  &site, what};
+  ProductArguments arguments{d,            columns, a,      a_has_place, descriptor_a, descriptor_b, transposed_a,
+                             transposed_b, scale_d, format, &site,       what};
   gather(what, site, &arguments, issue);
 }
 

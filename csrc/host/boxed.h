@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "host/error.h"
 #include "host/tensor.h"
@@ -25,6 +26,18 @@ inline void check_counts(const char* name, uint64_t num_arguments, uint64_t argu
 template <class T>
 T take(StableIValue argument) {
   return torch::stable::detail::to<T>(argument);
+}
+
+// An argument by text. torch's own conversion to std::string leaks it, and needs GLIBCXX_3.4.26.
+inline std::string take_text(StableIValue argument) {
+  const auto handle = take<StringHandle>(argument);
+  std::size_t length = 0;
+  const char* text = nullptr;
+  check_shim(torch_string_length(handle, &length), "string_length");
+  check_shim(torch_string_c_str(handle, &text), "string_c_str");
+  std::string copied(text, length);
+  check_shim(torch_delete_string(handle), "delete_string");
+  return copied;
 }
 
 inline Tensor take_tensor(StableIValue argument) { return Tensor(take<AtenTensorHandle>(argument)); }

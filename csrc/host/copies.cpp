@@ -53,6 +53,21 @@ Tensor loadable(const Tensor& tensor, const Kernel& kernel) {
   return is_loadable(tensor, kernel) ? alias(tensor) : padded_copy(tensor);
 }
 
+Tensor contiguous(const Tensor& tensor) {
+  const int64_t* sizes = tensor.sizes();
+  const int64_t* strides = tensor.strides();
+  int64_t stride = 1;
+  bool is_contiguous = true;
+  for (int64_t axis = tensor.dim() - 1; axis >= 0; --axis) {
+    is_contiguous = is_contiguous && (sizes[axis] <= 1 || strides[axis] == stride);
+    stride *= sizes[axis];
+  }
+  if (is_contiguous) return alias(tensor);
+  Tensor result = empty(tensor.dim(), sizes, tensor.dtype(), tensor.device_type(), tensor.device_index());
+  copy(tensor, result);
+  return result;
+}
+
 void copy_unpadded(const Tensor& padded, const Tensor& tensor) {
   copy(view_of(padded, tensor.sizes(), padded.strides()), tensor);
 }

@@ -28,6 +28,9 @@ Tensor padded_copy(const Tensor& tensor);
 // The tensor itself, or a padded copy.
 Tensor loadable(const Tensor& tensor, const Kernel& kernel);
 
+// The tensor itself where it is contiguous, or a contiguous copy.
+Tensor contiguous(const Tensor& tensor);
+
 // Writes the part of `padded` that `tensor` has room for to it: the way back for an output.
 void copy_unpadded(const Tensor& padded, const Tensor& tensor);
 

@@ -30,6 +30,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier* barrier, int
                : "memory");
 }
 
+// One arrival, made once every cp.async that this thread has started before has written its bytes; who waits for the phase
+// sees them. (noinc: it is one of the arrivals given to init.) wgmma and the copy engine need fence_proxy_async_shared()
+// after the wait, as cp.async writes like ordinary stores.
+__device__ __forceinline__ void mbarrier_arrive_cp_async(Mbarrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
 // True when the phase of this parity has ended; may suspend the thread for a time limited by the hardware.
 __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* barrier, int phase_parity) {
   uint32_t done;

@@ -68,8 +68,8 @@ __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor,
   return result;
 }
 
-// d = a * b (scale_d == 0) or d += a * b (scale_d == 1). A: K-major (64 rows of k). B: kTransposeB false, K-major (kN
-// rows of k); true, 16 rows of kN.
+// d = a * b (scale_d == 0) or d += a * b (scale_d == 1). A: K-major (64 rows of k); kTransposeA, 16 rows of 64. B: K-major
+// (kN rows of k); kTransposeB, 16 rows of kN.
 template <typename Element, int kN, bool kTransposeB>
 struct Wgmma;
 
@@ -117,13 +117,14 @@ struct Wgmma;
 #define FLASHMOE_DEFINE_WGMMA_TYPE(element, type, n, count, p0, p1, p2, p3, p4, p5, p6)                              \
   template <bool kTransposeB>                                                                                        \
   struct Wgmma<element, n, kTransposeB> {                                                                            \
+    template <bool kTransposeA>                                                                                      \
     static __device__ __forceinline__ void ss(float (&d)[count], uint64_t a, uint64_t b, int scale_d) {              \
       asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p2                                                      \
                    ", 0;\n\t"                                                                                        \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                                   \
-                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, %" #p0 ", %" #p1 ", p, 1, 1, 0, %" #p3 ";\n\t}"           \
+                   " {" FLASHMOE_NUMBERS_ALL_##count() "}, %" #p0 ", %" #p1 ", p, 1, 1, %" #p4 ", %" #p3 ";\n\t}"   \
                    : FLASHMOE_FLOATS_ALL_##count()                                                                   \
-                   : "l"(a), "l"(b), "r"(scale_d), "n"(kTransposeB ? 1 : 0)                                          \
+                   : "l"(a), "l"(b), "r"(scale_d), "n"(kTransposeB ? 1 : 0), "n"(kTransposeA ? 1 : 0)                \
                    : "memory");                                                                                      \
     }                                                                                                                \
     static __device__ __forceinline__ void rs(float (&d)[count], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
@@ -153,9 +154,9 @@ FLASHMOE_DEFINE_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
 FLASHMOE_DEFINE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 // A and B in shared memory.
-template <typename Element, int kN, bool kTransposeB>
+template <typename Element, int kN, bool kTransposeB, bool kTransposeA = false>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int scale_d) {
-  Wgmma<Element, kN, kTransposeB>::ss(d, a, b, scale_d);
+  Wgmma<Element, kN, kTransposeB>::template ss<kTransposeA>(d, a, b, scale_d);
 }
 
 // A in registers, B in shared memory.

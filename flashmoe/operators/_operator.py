@@ -26,14 +26,14 @@ class Operator:
     name: str
     fake: Callable[..., Any]  # the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
     flops: Callable[..., int]  # of the arguments' shapes, as FlopCounterMode counts torch's own operators
-    autocast: int = 0  # how many of the first arguments are tensors that autocast casts
+    # Which arguments are tensors (or None) that autocast casts: their places, or how many of the first.
+    autocast: int | tuple[int, ...] = 0
     layers: Mapping[str, Callable[..., Any]] = field(
         default_factory=dict
     )  # by dispatch key; Autograd gets the keyset first
     vmap: Callable[..., Any] | None = None  # as torch.library.register_vmap takes it
-    gradient: Callable[..., Any] | None = (
-        None  # as torch.library.register_autograd takes it, for one that keeps nothing
-    )
+    gradient: Callable[..., Any] | None = None  # as torch.library.register_autograd takes it
+    setup_context: Callable[..., None] | None = None  # likewise; None: nothing is kept for the gradient
     schema: str = ""
 
 
@@ -55,7 +55,8 @@ def _register(operator: Operator, library: torch.library.Library) -> None:
     if operator.vmap is not None:
         torch.library.register_vmap(name, operator.vmap, lib=library)
     if operator.gradient is not None:
-        torch.library.register_autograd(name, operator.gradient, setup_context=keep_nothing, lib=library)
+        keep = operator.setup_context or keep_nothing
+        torch.library.register_autograd(name, operator.gradient, setup_context=keep, lib=library)
     for device_type, key in _AUTOCAST_KEYS if operator.autocast else ():
         library.impl(operator.name, _autocast_rule(operator, device_type, key), key)
     register_flop_formula(getattr(torch.ops.flashmoe, operator.name))(operator.flops)
@@ -69,13 +70,17 @@ def _autocast_rule(operator: Operator, device_type: str, key: str) -> Callable[.
     """Autocast's rules sit above autograd in torch's dispatcher and run only when asked for: a plain call pays nothing."""
     call = getattr(torch.ops.flashmoe, operator.name).default
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    count = operator.autocast
+    places = operator.autocast
+    cast = frozenset(range(places) if isinstance(places, int) else places)
 
     def cast_and_call(*arguments: Any) -> Any:
         """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
         target = torch.get_autocast_dtype(device_type)
-        tensors = (t.to(autocast_dtype(t, device_type, target)) for t in arguments[:count])
+        casted = (
+            value.to(autocast_dtype(value, device_type, target)) if place in cast and value is not None else value
+            for place, value in enumerate(arguments)
+        )
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return call(*tensors, *arguments[count:])
+            return call(*casted)
 
     return cast_and_call

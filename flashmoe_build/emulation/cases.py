@@ -9,13 +9,15 @@ from typing import Any
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.emulation import backward, huge
-from flashmoe_build.emulation.attention import Outcome, run_forward
+from flashmoe_build.emulation.attention import run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
-from flashmoe_build.emulation.moe import routing
-from flashmoe_build.emulation.problem import Layout, NamedProblem, Problem, Shape, Values
+from flashmoe_build.emulation.moe import backward as moe_backward
+from flashmoe_build.emulation.moe import few_rows, gemm
+from flashmoe_build.emulation.moe import mma_sync, routing
+from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
 FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}
@@ -34,14 +36,20 @@ class Case:
     """A kernel, a problem and a seed: what one emulated run needs."""
 
     kernel: Kernel
-    problem: Problem | NamedProblem
+    problem: Any  # of attention a Problem, else what the operation's own suite made
     seed: int
+
+    @property
+    def problem_name(self) -> str:
+        """Of a problem of an operation other than attention."""
+        p = self.problem
+        return str(getattr(p, "name", None) or getattr(p, "identity", None) or p)
 
     @property
     def identity(self) -> str:
         p = self.problem
-        if isinstance(p, NamedProblem):
-            return f"{self.kernel.label}-{p.name}-seed{self.seed}"
+        if not isinstance(p, Problem):
+            return f"{self.kernel.label}-{self.problem_name}-seed{self.seed}"
         mask = "causal" if p.causal else "full"
         splits = f"-s{p.splits}" if p.splits > 1 else ""
         without = ("" if p.wants_lse else "-nolse") + ("" if p.has_counter else "-nocounter")
@@ -51,10 +59,9 @@ class Case:
     def command(self) -> str:
         """The command that repeats the case."""
         p = self.problem
-        if isinstance(p, NamedProblem):
-            return (
-                f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem {p.name} --seed {self.seed}"
-            )
+        if not isinstance(p, Problem):
+            name = self.problem_name
+            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem '{name}' --seed {self.seed}"
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
@@ -90,7 +97,7 @@ def _split_counts(unit: Unit) -> tuple[int, ...]:
     return (3, 2) if unit.row.options.get("split") else (1,)
 
 
-def problems(unit: Unit) -> Iterator[Problem | NamedProblem]:
+def problems(unit: Unit) -> Iterator[Any]:
     """The suite of one kernel: edges of its own tile, both masks, grouped heads, narrow head dims, every layout."""
     return _operation(unit).problems(unit)
 
@@ -164,7 +171,7 @@ Runner = Callable[[Unit, Any, Settings, Options], Outcome]  # the problem is wha
 class _Operation:
     """How the kernels of one operation are tried out."""
 
-    problems: Callable[[Unit], Iterator[Problem | NamedProblem]]
+    problems: Callable[[Unit], Iterator[Any]]
     run: Runner
     run_huge: Runner | None = None  # for those whose problems have huge ones among them
 
@@ -175,11 +182,24 @@ _OPERATIONS = {
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
     **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},
+    "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
+    "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
+    "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
+    **{name: _Operation(few_rows.problems, few_rows.run) for name in few_rows.OPERATIONS},
+    "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
+    "grouped_gemm_weight_gradient": _Operation(
+        moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
+    ),
 }
+
+# The grouped products with mma.sync.
+_MMA_SYNC = _Operation(mma_sync.problems, mma_sync.run)
 
 
 def _operation(unit: Unit) -> _Operation:
     name = unit.row.operation
+    if name in mma_sync.OPERATIONS and unit.row.family in mma_sync.FAMILIES:
+        return _MMA_SYNC
     if name not in _OPERATIONS:
         msg = f"there are no problems to emulate {name} on; known: {', '.join(_OPERATIONS)}; add it to flashmoe_build/emulation/cases.py"
         raise TableError(msg)

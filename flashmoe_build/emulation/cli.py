@@ -63,7 +63,7 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
             case
             for case in suite(load_tables(), arguments.kernel, masks)
             if (case.problem.huge or not arguments.huge)
-            and (arguments.problem is None or getattr(case.problem, "name", None) == arguments.problem)
+            and (arguments.problem is None or case.problem_name == arguments.problem)
         ]
     else:
         cases = [

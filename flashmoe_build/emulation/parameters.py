@@ -1,6 +1,6 @@
 """A kernel's parameter struct for Python, read from the C header that declares it.
 
-The header is plain C: structs of integers, floats, pointers, enumerations of int32_t and structs before them. The emulated library asserts every
+The header is plain C: structs of integers, floats, pointers and structs before them. The emulated library asserts every
 name, offset, size and type that was read (``layout_checks``), so a header that is read wrongly does not compile.
 """
 
@@ -28,8 +28,8 @@ SCALARS: Mapping[str, Any] = MappingProxyType(
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-_ENUM = re.compile(r"\benum\s+class\s+(\w+)\s*:\s*int32_t\b")
 _STRUCT = re.compile(r"\bstruct\s+(\w+)\s*\{([^{}]*)\}\s*;")
+_ENUM = re.compile(r"\benum\s+class\s+(\w+)\s*:\s*(\w+)\s*\{")
 _MEMBER = re.compile(r"((?:const\s+)?\w+)\s*(\*?)\s*\b(\w+)")
 
 
@@ -53,20 +53,20 @@ def _structures(header: str, roots: tuple[Path, ...]) -> Mapping[str, type[ctype
     found: dict[str, type[ctypes.Structure]] = {}
     for inner in _INCLUDE.findall(text):
         found |= _structures(inner, roots)
-    enums = frozenset(_ENUM.findall(text))
+    enums = {name: SCALARS[kind] for name, kind in _ENUM.findall(text)}
     for name, body in _STRUCT.findall(text):
-        where = f"{header}, struct {name}"
-        fields = [_member(text.strip(), found, enums, where) for text in body.split(";") if text.strip()]
+        fields = [
+            _member(text.strip(), found, enums, f"{header}, struct {name}") for text in body.split(";") if text.strip()
+        ]
         attributes = {"_fields_": [(member, kind) for member, kind, _ in fields], "members": fields, "__slots__": ()}
         found[name] = type(name, (ctypes.Structure,), attributes)
     return MappingProxyType(found)
 
 
 def _member(
-    text: str, known: Mapping[str, type[ctypes.Structure]], enums: frozenset[str], where: str
+    text: str, known: Mapping[str, type[ctypes.Structure]], enums: Mapping[str, Any], where: str
 ) -> tuple[str, Any, str]:
-    """(name, ctypes type, C++ type) of a member; a pointer is the 64-bit address that the kernel sees. An enumeration's C++ type
-    is its name without the namespace, which is the struct's."""
+    """(name, ctypes type, C++ type) of a member; a pointer is the 64-bit address that the kernel sees, an enum its number."""
     match = _MEMBER.fullmatch(text)
     kind, star, name = match.groups() if match is not None else ("", "", "")
     if star:
@@ -74,7 +74,7 @@ def _member(
     if kind in SCALARS:
         return name, SCALARS[kind], kind
     if kind in enums:
-        return name, ctypes.c_int32, kind
+        return name, enums[kind], kind
     if kind in known:
         return name, known[kind], ""
     msg = f"{where}: {' '.join(text.split())!r} is no member that can be read; known: pointers, {', '.join((*SCALARS, *known))}"
@@ -87,11 +87,10 @@ def layout_checks(declared: Header, roots: Sequence[Path]) -> list[str]:
     problem = f'"flashmoe_build/emulation/parameters.py reads {declared.header} differently"'
     lines = ["#include <cstddef>", "#include <type_traits>", "#include <utility>", f'#include "{declared.header}"']
     lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, {problem});")
-    space = name.rpartition("::")[0]
+    namespace = name.rpartition("::")[0]
     for member, offset, kind in _members(struct):
-        plain = kind.removesuffix("*").removeprefix("const ").strip()
-        if plain not in SCALARS and plain != "void":
-            kind = f"{space}::{kind}"
+        if kind not in SCALARS and "*" not in kind:
+            kind = f"{namespace}::{kind}"  # an enum
         lines.append(f"static_assert(offsetof({name}, {member}) == {offset}, {problem});")
         lines.append(
             f"static_assert(std::is_same<decltype(std::declval<{name}>().{member}), {kind}>::value, {problem});"

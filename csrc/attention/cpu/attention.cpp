@@ -45,7 +45,7 @@ void validate(const attention::ForwardParams& params, int num_threads) {
 
 const Kernel& kernel_of(Isa isa) {
   static constexpr std::array<const Kernel*, kIsaCount> kKernels = {&kBaselineKernel, &kAvx2Kernel, &kAvx512Kernel,
-                                                                    &kAmxKernel};
+                                                                    &kAvx512Kernel, &kAmxKernel};
   return *kKernels[static_cast<size_t>(isa)];
 }
 

@@ -78,7 +78,7 @@ inline void score_row(const float* q, const T* k, int64_t k_stride, int32_t keys
     for (int32_t i = count; i < Vector::kWidth; ++i) {
       Vector::store(square + i * Vector::kWidth, Vector::broadcast(kMinusInfinity));
     }
-    Vector::transpose(square, Vector::kWidth, transposed, Vector::kWidth);
+    transpose(square, Vector::kWidth, transposed, Vector::kWidth);
     Vector::Float total = Vector::load(transposed);
     for (int i = 1; i < Vector::kWidth; ++i) total = Vector::add(total, Vector::load(transposed + i * Vector::kWidth));
     Vector::store(scores + key, total);

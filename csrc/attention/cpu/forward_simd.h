@@ -215,7 +215,7 @@ inline void pack_row_block(const T* q, int64_t row_stride, int32_t rows, int32_t
   }
   for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
     for (int c = 0; c < kBlockVectors; ++c) {
-      Vector::transpose(buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim,
+      transpose(buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim,
                         q_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows);
     }
   }
@@ -230,7 +230,7 @@ inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows
   for (int c = 0; c < kBlockVectors; ++c) {
     Vector::store(inverse + c * Vector::kWidth, inverse_sum(state, c));
     for (int32_t dim = 0; dim < padded_dim; dim += Vector::kWidth) {
-      Vector::transpose(out_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows,
+      transpose(out_t + int64_t{dim} * kBlockRows + c * Vector::kWidth, kBlockRows,
                         buffer + int64_t{c} * Vector::kWidth * padded_dim + dim, padded_dim);
     }
   }

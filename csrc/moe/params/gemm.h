@@ -6,7 +6,12 @@
 // this layer have no row, so there may be fewer rows than slots, and only the device knows how many.
 #pragma once
 
+#ifdef __CUDACC_RTC__
+using int32_t = int;
+using int64_t = long long;
+#else
 #include <cstdint>
+#endif
 
 namespace flashmoe {
 namespace moe {

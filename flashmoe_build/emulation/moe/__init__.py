@@ -1,1 +1,1 @@
-"""The kernels of a mixture-of-experts layer on the emulated machine: problems, runs and references."""
+"""Small problems for the kernels of a mixture-of-experts layer, run on the emulated machine and checked against fp64."""

@@ -26,6 +26,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier* barrier, int
   emulation::mbarrier_arrive(smem_address(barrier, site), bytes, site, "mbarrier_arrive_expect_tx");
 }
 
+__device__ __forceinline__ void mbarrier_arrive_cp_async(Mbarrier* barrier, Site site = Site::here()) {
+  emulation::mbarrier_arrive_copies(smem_address(barrier, site), site, "mbarrier_arrive_cp_async");
+}
+
 __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* barrier, int phase_parity, Site site = Site::here()) {
   return emulation::mbarrier_try_wait(smem_address(barrier, site), phase_parity, site, "mbarrier_try_wait");
 }

@@ -44,11 +44,11 @@ __device__ __forceinline__ uint64_t advance_smem_descriptor(uint64_t descriptor,
   return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
 
-template <typename Element, int kN, bool kTransposeB>
+template <typename Element, int kN, bool kTransposeB, bool kTransposeA = false>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int scale_d,
                                          Site site = Site::here()) {
   static_assert(kN % 8 == 0 && kN >= 8 && kN <= 256, "wgmma takes N from 8 to 256 by 8");
-  emulation::wgmma_product(d, kN, nullptr, false, a, b, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
+  emulation::wgmma_product(d, kN, nullptr, false, a, b, kTransposeA, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
                            "wgmma_ss");
 }
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], const uint32_t& a0,
   static_assert(kN % 8 == 0 && kN >= 8 && kN <= 256, "wgmma takes N from 8 to 256 by 8");
   const bool in_place = &a1 == &a0 + 1 && &a2 == &a0 + 2 && &a3 == &a0 + 3;
   const uint32_t copies[4] = {a0, a1, a2, a3};
-  emulation::wgmma_product(d, kN, in_place ? &a0 : copies, in_place, 0, b, kTransposeB, scale_d,
+  emulation::wgmma_product(d, kN, in_place ? &a0 : copies, in_place, 0, b, false, kTransposeB, scale_d,
                            ElementFormat<Element>::kFormat, site, "wgmma_rs");
 }
 
@@ -68,7 +68,7 @@ template <typename Element, int kN, bool kTransposeB>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], uint32_t&& a0, uint32_t&& a1, uint32_t&& a2, uint32_t&& a3,
                                          uint64_t b, int scale_d, Site site = Site::here()) {
   const uint32_t copies[4] = {a0, a1, a2, a3};
-  emulation::wgmma_product(d, kN, copies, false, 0, b, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
+  emulation::wgmma_product(d, kN, copies, false, 0, b, false, kTransposeB, scale_d, ElementFormat<Element>::kFormat, site,
                            "wgmma_rs");
 }
 

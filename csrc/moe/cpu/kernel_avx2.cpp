@@ -1,0 +1,16 @@
+// The kernels of the instruction set avx2. The target comes before the intrinsics' header; nothing but the
+// table entry may leave the translation unit.
+#pragma GCC target("avx2,fma,f16c")
+
+#include "cpu/vector_avx2.h"
+
+#include "moe/cpu/combine.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const MoeKernel kMoeAvx2Kernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+                                         combine,       weight_gradients,   bias_gradient};
+
+}  // namespace cpu
+}  // namespace flashmoe

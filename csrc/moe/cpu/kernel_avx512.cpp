@@ -1,0 +1,16 @@
+// The kernels of the instruction set avx512. The target comes before the intrinsics' header; nothing but the
+// table entry may leave the translation unit.
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+
+#include "cpu/vector_avx512.h"
+
+#include "moe/cpu/combine.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const MoeKernel kMoeAvx512Kernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+                                           combine,       weight_gradients,   bias_gradient};
+
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,18 @@
+// The kernels of the instruction set avx512_bf16, which multiplies pairs of bf16. The target comes before the intrinsics' header; nothing but the
+// table entry may leave the translation unit.
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+
+#include "cpu/vector_avx512.h"
+
+#include "cpu/bf16_pairs.h"
+
+#include "moe/cpu/combine.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const MoeKernel kMoeAvx512Bf16Kernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+                                               combine,       weight_gradients,   bias_gradient};
+
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,125 @@
+// Cuts products into tasks (expert x rows x panels of columns) and hands them to the threads of the caller's pool.
+#include "moe/cpu/moe.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <new>
+#include <vector>
+
+#include "cpu/isa.h"
+
+namespace flashmoe {
+namespace cpu {
+namespace {
+
+// Rows that share a packed panel: packing it then takes 3% of the time, and what a task packs of its rows (280 KiB) stays in
+// the L2 cache beside the sums.
+constexpr int32_t kMaxTaskRows = 264;
+// Columns of a task, at most: so many sums of its rows (528 KiB) are kept between blocks of the summed dimension.
+constexpr int32_t kMaxTaskColumns = 512;
+constexpr int64_t kTasksPerThread = 4;
+
+const MoeKernel& kernel_in_use() {
+  static constexpr std::array<const MoeKernel*, kIsaCount> kKernels = {
+      &kMoeBaselineKernel, &kMoeAvx2Kernel, &kMoeAvx512Kernel, &kMoeAvx512Bf16Kernel, &kMoeAvx512Bf16Kernel};
+  return *kKernels[static_cast<size_t>(current_isa())];
+}
+
+int32_t divide_up(int64_t a, int32_t b) { return static_cast<int32_t>((a + b - 1) / b); }
+
+// Calls body(begin, end) on ranges that cover [0, count), on the pool's threads. It must not throw.
+template <class Body>
+void divide(int64_t count, const Pool& pool, const Body& body) {
+  if (count == 0) return;
+  const auto call = [](int64_t begin, int64_t end, void* context) noexcept {
+    (*static_cast<const Body*>(context))(begin, end);
+  };
+  void* context = const_cast<Body*>(&body);
+  if (pool.num_threads == 1 || count == 1) return call(0, count, context);
+  pool.parallel_for(0, count, divide_up(count, pool.num_threads), call, context);
+}
+
+struct GemmPlan {
+  std::vector<GemmTask> tasks;
+  int32_t rows = 0;  // of the largest task
+  int32_t panels = 0;
+};
+
+// Tasks of about equal size, as wide as can be: what a task packs of its rows serves all of its columns.
+GemmPlan plan_tasks(const GemmTask& whole, const MoeKernel& kernel, int num_threads) {
+  const moe::GemmParams& params = *whole.params;
+  const bool is_gradient = whole.product == MoeProduct::kWeightGradient;
+  const int32_t columns = is_gradient ? params.k : params.n;
+  int32_t panels = divide_up(columns, kernel.panel_columns);
+  if (whole.product == MoeProduct::kGated) panels = divide_up(columns / 2, kernel.panel_columns / 2);
+  int64_t chunks = 0;
+  const auto rows_of = [&](int32_t expert, int32_t* begin) {
+    *begin = is_gradient ? 0 : params.expert_offsets[expert];
+    return is_gradient ? params.n : params.expert_offsets[expert + 1] - *begin;
+  };
+  GemmPlan plan;
+  int32_t begin = 0;
+  for (int32_t expert = 0; expert < params.experts; ++expert)
+    chunks += divide_up(rows_of(expert, &begin), kMaxTaskRows);
+  int32_t pieces = divide_up(panels, std::max(1, kMaxTaskColumns / kernel.panel_columns));
+  while (chunks > 0 && chunks * pieces < kTasksPerThread * num_threads && pieces < panels) ++pieces;
+  plan.panels = divide_up(panels, std::max(1, pieces));
+  for (int32_t expert = 0; expert < params.experts; ++expert) {
+    const int64_t rows = rows_of(expert, &begin);
+    const int32_t parts = divide_up(rows, kMaxTaskRows);
+    for (int32_t part = 0; part < parts; ++part) {
+      GemmTask task = whole;
+      task.expert = expert;
+      task.row_begin = begin + static_cast<int32_t>(rows * part / parts);
+      task.row_end = begin + static_cast<int32_t>(rows * (part + 1) / parts);
+      plan.rows = std::max(plan.rows, task.row_end - task.row_begin);
+      for (task.panel_begin = 0; task.panel_begin < panels; task.panel_begin = task.panel_end) {
+        task.panel_end = std::min(panels, task.panel_begin + plan.panels);
+        plan.tasks.push_back(task);
+      }
+    }
+  }
+  return plan;
+}
+
+}  // namespace
+
+void moe_multiply(const moe::GemmParams& params, MoeProduct product, ScalarType type, bool is_kn, const Pool& pool) {
+  const MoeKernel& kernel = kernel_in_use();
+  const GemmPlan plan = plan_tasks({&params, product, type, is_kn, 0, 0, 0, 0, 0}, kernel, pool.num_threads);
+  const int64_t count = static_cast<int64_t>(plan.tasks.size());
+  const size_t bytes = kernel.scratch_bytes(plan.rows, plan.panels);
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> out_of_memory{false};
+  // Each index is a thread, which takes tasks until none is left.
+  divide(std::min<int64_t>(pool.num_threads, count), pool, [&](int64_t, int64_t) {
+    thread_local Scratch scratch;
+    try {
+      void* memory = scratch.reserve(bytes);
+      for (int64_t i = next++; i < count; i = next++) kernel.multiply(plan.tasks[static_cast<size_t>(i)], memory);
+    } catch (const std::bad_alloc&) {
+      out_of_memory = true;
+    }
+  });
+  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
+  if (out_of_memory && next < count) throw std::bad_alloc();
+}
+
+int32_t moe_dot_columns() { return kernel_in_use().panel_columns; }
+
+void moe_combine(const moe::CombineParams& params, ScalarType type, const Pool& pool) {
+  const MoeKernel& kernel = kernel_in_use();
+  divide(params.tokens, pool, [&](int64_t begin, int64_t end) {
+    if (params.out != nullptr) kernel.combine(params, type, begin, end);
+    if (params.dweights != nullptr) kernel.weight_gradients(params, type, begin, end);
+  });
+}
+
+void moe_bias_gradient(const moe::BiasGradientParams& params, ScalarType type, const Pool& pool) {
+  const MoeKernel& kernel = kernel_in_use();
+  divide(params.experts, pool, [&](int64_t begin, int64_t end) { kernel.bias_gradient(params, type, begin, end); });
+}
+
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,38 @@
+// A mixture-of-experts layer on the CPU, step by step: the functions take the parameters of the GPU's kernels (moe/params),
+// all memory the CPU's. Nothing depends on the number of threads, bit for bit, nor a row's result on the other rows.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/scalar_types.h"
+#include "cpu/thread_pool.h"
+#include "moe/cpu/kernel.h"
+
+namespace flashmoe {
+namespace cpu {
+
+struct Pool {
+  ParallelFor parallel_for;
+  int num_threads;  // at least 1
+};
+
+// One of the four products of GemmParams; any n, k, strides. Throws std::bad_alloc.
+// is_kn: weights [experts, k, n]; with is_interleaved the columns of gate and up are in turn in either order.
+void moe_multiply(const moe::GemmParams& params, MoeProduct product, ScalarType type, bool is_kn, const Pool& pool);
+
+// The columns that one of kGatedBackward's row_dots sums over.
+int32_t moe_dot_columns();
+
+// out and, where dweights is given, the gradient of the slots' weights; see CombineParams.
+void moe_combine(const moe::CombineParams& params, ScalarType type, const Pool& pool);
+
+void moe_bias_gradient(const moe::BiasGradientParams& params, ScalarType type, const Pool& pool);
+
+// Stable counting sort of slots by expert; on one thread, as it is memory traffic of a few bytes a slot.
+void moe_sort(const moe::SortParams& params);
+
+// On one thread, too; counts need not be zero before.
+void moe_route(const moe::RouteParams& params);
+
+}  // namespace cpu
+}  // namespace flashmoe

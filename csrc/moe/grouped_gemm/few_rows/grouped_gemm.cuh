@@ -1,0 +1,118 @@
+// Grouped matrix products for few rows an expert: sm_80 and every later GPU.
+//
+// Time is that of streaming the weights, so nothing but the depth of the stream matters: several blocks a multiprocessor, each
+// with a ring of cp.async stages, and tiles of one block at a time. Blocks draw tiles until there are none.
+#pragma once
+
+#include "device/persistent.cuh"
+#include "moe/grouped_gemm/few_rows/epilogue.cuh"
+#include "moe/grouped_gemm/few_rows/load.cuh"
+#include "moe/grouped_gemm/few_rows/multiply.cuh"
+#include "moe/grouped_gemm/few_rows/spec.cuh"
+#include "moe/grouped_gemm/few_rows/tiles.cuh"
+#include "moe/params/gemm.h"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/grid_dependency.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace few_rows {
+
+// The walk of one tile over k: the two loaders, and where in the ring it stands.
+template <typename Spec, Weights kWeights, bool kIsGated>
+struct Stream {
+  const ptx::SmemPointer ring_smem;  // [kNumStages] of weights, then rows
+  const int stages;                  // that k takes
+  WeightLoader<Spec, kWeights, kIsGated> weights;
+
+  __device__ __forceinline__ Stream(const GemmParams& params, const Tile& tile, ptx::SmemPointer ring)
+      : ring_smem(ring), stages(ceil_div(params.k, Spec::kBlockK)), weights(params, tile) {}
+
+  __device__ __forceinline__ ptx::SmemPointer at(int stage) const { return ring_smem + stage * Spec::kStageBytes; }
+
+  // The first stages of weights; their rows may come later, as one group of copies with rows of stage 0.
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead)
+      if (ahead < stages) weights.load(at(ahead));
+  }
+
+  __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile,
+                                             Accumulator<Spec>& accumulator) {
+    RowLoader<Spec> rows(params, tile);
+#pragma unroll
+    for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
+      if (ahead < stages) rows.load(at(ahead) + Spec::kWeightBytes);
+      ptx::cp_async_commit();
+    }
+    int current = 0;
+    int refilled = Spec::kNumStages - 1;
+    for (int step = 0; step < stages; ++step) {
+      ptx::cp_async_wait<Spec::kNumStages - 2>();
+      ptx::barrier_sync_block();  // this stage is whole; all warps are done with the one before, which refills
+      if (step + Spec::kNumStages - 1 < stages) {
+        weights.load(at(refilled));
+        rows.load(at(refilled) + Spec::kWeightBytes);
+      }
+      ptx::cp_async_commit();
+      multiply_stage<Spec, kWeights>(accumulator, at(current), tile.rows);
+      refilled = current;
+      current = current == Spec::kNumStages - 1 ? 0 : current + 1;
+    }
+  }
+};
+
+template <typename Spec, Weights kWeights, bool kIsGated>
+__device__ __forceinline__ void multiply_tiles(const GemmParams& params) {
+  const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
+  const ptx::SmemPointer list_smem = ring_smem + Spec::kNumStages * Spec::kStageBytes;
+  const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
+  const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;
+
+  // In front of a gated product stands what sorts the rows. In front of a plain one stands another product, which began when the
+  // sort had ended: the offsets are there, and the first weights come while a is still being written.
+  if constexpr (kIsGated) ptx::grid_dependency_wait();
+  const TileList<Spec> tiles(params, list_smem, words_smem);
+  bool has_waited = kIsGated;
+  int number = ptx::block_index();
+  while (number < tiles.count) {
+    const Tile tile = tiles.find(number);
+    Stream<Spec, kWeights, kIsGated> stream(params, tile, ring_smem);
+    stream.start();
+    if (!has_waited) ptx::grid_dependency_wait();
+    has_waited = true;
+    ptx::grid_launch_dependents();
+    if (ptx::thread_index() == 0)  // the tile after this one; the counter is the kernel's in front until that has ended
+      ptx::st_shared_32(next_smem, next_tile_index(params.tile_counter, tiles.count, number));
+
+    Accumulator<Spec> accumulator = {};
+    stream.accumulate(params, tile, accumulator);
+    ptx::barrier_sync_block();  // all warps are done with the ring; the next number is there
+    number = ptx::ld_shared_32(next_smem);
+    const WarpSums<Spec> sums(ring_smem, accumulator);
+    if constexpr (kIsGated) {
+      with_activation(params.activation,
+                      [&](auto activation) { store_gated<Spec, kWeights>(params, tile, sums, activation); });
+    } else {
+      store_plain<Spec>(params, tile, sums);
+    }
+    ptx::barrier_sync_block();  // the ring refills; the next number may be replaced
+  }
+  if (!has_waited) ptx::grid_dependency_wait();  // a block without tiles: the next kernel relies on its end
+  ptx::cp_async_wait<0>();
+}
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void grouped_gemm(const GemmParams& params) {
+  multiply_tiles<Spec, kWeights, false>(params);
+}
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void grouped_gemm_gated(const GemmParams& params) {
+  multiply_tiles<Spec, kWeights, true>(params);
+}
+
+}  // namespace few_rows
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,61 @@
+// A warp's products of one stage: its fragments of weights, [16, kBlockK] each, by the groups of 8 rows of a.
+#pragma once
+
+#include "device/swizzle.cuh"
+#include "moe/grouped_gemm/weights.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace few_rows {
+
+// A lane holds of each: weight rows lane / 4 and, in [2] and [3], that + 8; rows 2 * (lane % 4) and the next.
+template <typename Spec>
+using Accumulator = float[Spec::kFragments][Spec::kGroups][4];
+
+// A fragment's 16 columns of k as the A operand. Matrices 0 to 3: (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15), (rows
+// 8-15, k 8-15); in kn, where k runs down shared memory, each is transposed on its way.
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void load_fragment(uint32_t (&a)[4], ptx::SmemPointer weights_smem, int fragment, int step) {
+  const int lane = ptx::lane_index();
+  if constexpr (kWeights == Weights::kNk) {
+    ptx::ldmatrix_x4(a, weights_smem + swizzled_offset<Spec::kBlockK>(16 * fragment + lane % 16, 2 * step + lane / 16));
+  } else {
+    const int k = 16 * step + lane / 16 * 8 + lane % 8;
+    ptx::ldmatrix_x4_trans(a, weights_smem + swizzled_offset<Spec::kBlockN>(k, 2 * fragment + lane / 8 % 2));
+  }
+}
+
+// Sums go up k in steps of 16, whatever the tile. Groups without a row are left out.
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem, int rows) {
+  const int lane = ptx::lane_index();
+  const ptx::SmemPointer rows_smem = stage_smem + Spec::kWeightBytes;
+#pragma unroll
+  for (int pair = 0; pair < Spec::kBlockK / 32; ++pair) {
+    uint32_t a[Spec::kFragments][2][4];
+#pragma unroll
+    for (int i = 0; i < Spec::kFragments; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        load_fragment<Spec, kWeights>(a[i][half], stage_smem, ptx::warp_index() * Spec::kFragments + i,
+                                      2 * pair + half);
+#pragma unroll
+    for (int group = 0; group < Spec::kGroups; ++group) {
+      if (8 * group >= rows) continue;
+      uint32_t b[4];  // matrix i: the group's rows, k 8 * i to 8 * i + 7 of the pair
+      ptx::ldmatrix_x4(b, rows_smem + swizzled_offset<Spec::kBlockK>(8 * group + lane % 8, 4 * pair + lane / 8));
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < Spec::kFragments; ++i)
+          ptx::mma_m16n8k16<typename Spec::Element>(accumulator[i][group], a[i][half], b[2 * half], b[2 * half + 1]);
+    }
+  }
+}
+
+}  // namespace few_rows
+}  // namespace moe
+}  // namespace flashmoe

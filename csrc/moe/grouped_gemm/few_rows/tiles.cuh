@@ -1,0 +1,105 @@
+// The tiles of a launch. Only the device knows how many rows each expert has, so every block counts at its start the tiles of rows
+// before each expert; numbers of tiles then go expert by expert, and in an expert over the tiles of rows first: those that share
+// weights run side by side and read them from L2 but once from memory.
+#pragma once
+
+#include "device/math.cuh"
+#include "moe/params/gemm.h"
+#include "ptx/barrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace few_rows {
+
+struct Tile {
+  int expert;
+  int row;     // the first one
+  int rows;    // 1 to kBlockM
+  int column;  // the first weight row: of z, where there are gate and up
+};
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int warp_prefix_sum(int value) {
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = ptx::shuffle_index(value, (lane - distance) & 31);
+    if (lane >= distance) value += before;
+  }
+  return value;
+}
+
+template <typename Spec>
+struct TileList {
+  const GemmParams& params;
+  const ptx::SmemPointer list_smem;  // [experts]: tiles of rows before each expert
+  const int column_tiles;
+  int count;
+
+  // All threads; list_smem: kListBytes, words_smem: a word for each warp.
+  __device__ __forceinline__ TileList(const GemmParams& params_, ptx::SmemPointer list, ptx::SmemPointer words_smem)
+      : params(params_), list_smem(list), column_tiles(ceil_div(params_.n, Spec::kBlockN)) {
+    constexpr int kMostExperts = Spec::kMaxExperts / Spec::kNumThreads;  // of a thread: neighbours
+    const int experts = ceil_div(params.experts, Spec::kNumThreads);
+    const int first = ptx::thread_index() * experts;
+    int tiles[kMostExperts + 1];
+#pragma unroll
+    for (int i = 0; i <= kMostExperts; ++i)  // all loads in flight together
+      tiles[i] = i <= experts && first + i <= params.experts ? load_offset(first + i) : 0;
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < kMostExperts; ++i) {
+      const bool valid = i < experts && first + i < params.experts;
+      tiles[i] = valid ? ceil_div(tiles[i + 1] - tiles[i], Spec::kBlockM) : 0;
+      sum += tiles[i];
+    }
+    const int inclusive = warp_prefix_sum(sum);
+    if (ptx::lane_index() == 31) ptx::st_shared_32(words_smem + 4 * ptx::warp_index(), inclusive);
+    ptx::barrier_sync_block();  // every warp's sum is there
+    int before = inclusive - sum;
+    int total = 0;
+#pragma unroll
+    for (int warp = 0; warp < Spec::kNumWarps; ++warp) {
+      const int of_warp = ptx::ld_shared_32(words_smem + 4 * warp);
+      if (warp < ptx::warp_index()) before += of_warp;
+      total += of_warp;
+    }
+#pragma unroll
+    for (int i = 0; i < kMostExperts; ++i) {
+      if (i < experts && first + i < params.experts) ptx::st_shared_32(list_smem + 4 * (first + i), before);
+      before += tiles[i];
+    }
+    count = total * column_tiles;
+    ptx::barrier_sync_block();  // the list is whole
+  }
+
+  __device__ __forceinline__ int load_offset(int expert) const {
+    return ptx::ld_global_32(params.expert_offsets + expert);
+  }
+
+  __device__ __forceinline__ int first_of(int expert) const {
+    return static_cast<int>(ptx::ld_shared_32(list_smem + 4 * expert)) * column_tiles;
+  }
+
+  // number: 0 to count - 1.
+  __device__ __forceinline__ Tile find(int number) const {
+    int expert = 0;  // becomes the last whose first tile is not past it: one with rows
+#pragma unroll
+    for (int step = Spec::kMaxExperts / 2; step > 0; step /= 2)
+      if (expert + step < params.experts && first_of(expert + step) <= number) expert += step;
+    const int begin = load_offset(expert);
+    const int end = load_offset(expert + 1);
+    const int row_tiles = ceil_div(end - begin, Spec::kBlockM);
+    const int local = number - first_of(expert);
+    const int column_tile = local / row_tiles;
+    const int row = begin + (local - column_tile * row_tiles) * Spec::kBlockM;
+    return Tile{expert, row, minimum(end - row, Spec::kBlockM), column_tile * Spec::kBlockN};
+  }
+};
+
+}  // namespace few_rows
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,160 @@
+// Which chunks of global memory a thread brings into an operand's tiles, one tile after another along the sum.
+//
+// visit(take) calls take(pass, gmem, valid) for each of the thread's kPasses chunks of the next tile; a chunk that is not valid
+// becomes zeros, and its address is not read. Chunk `pass` belongs at smem_offset(pass).
+#pragma once
+
+#include "device/math.cuh"
+#include "moe/grouped_gemm/mma_sync/tile.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace mma_sync {
+
+// Tiles [kRows, kBlockK] of rows that lie anywhere.
+template <typename Spec, int kRows>
+class RowsOperand {
+ public:
+  using Element = typename Spec::Element;
+  static constexpr bool kIsMn = false;
+  static constexpr int kRowsPerPass = Spec::kNumThreads / kRowChunks;  // a multiple of 8: the swizzle stays the same
+  static constexpr int kPasses = kRows / kRowsPerPass;
+  static_assert(kPasses * kRowsPerPass == kRows, "a pass must end with the tile");
+
+  // row_of(r): where row r of the tile starts, [k]; rows that do not count may be any that can be read.
+  template <typename RowOf>
+  __device__ __forceinline__ RowsOperand(int k, RowOf row_of) {
+    const int thread = ptx::thread_index();
+    const int column = thread % kRowChunks * kChunkElements;
+    left_ = k - column;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+      chunk_gmem_[pass] = row_of(thread / kRowChunks + pass * kRowsPerPass) + column;
+  }
+
+  static __device__ __forceinline__ int smem_offset(int pass) {
+    const int thread = ptx::thread_index();
+    return row_offset(thread / kRowChunks, thread % kRowChunks) + pass * kRowsPerPass * kRowBytes;
+  }
+
+  template <typename Take>
+  __device__ __forceinline__ void visit(Take take) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      take(pass, chunk_gmem_[pass], left_ > 0);
+      chunk_gmem_[pass] += kBlockK;
+    }
+    left_ -= kBlockK;
+  }
+
+ private:
+  const Element* chunk_gmem_[kPasses];
+  int left_;  // elements from the chunk to the row's end
+};
+
+// What the two forms below share: tiles [kBlockK, kColumns] of columns that lie side by side, chunk by chunk.
+template <typename Spec, int kColumns>
+struct ColumnChunks {
+  static constexpr bool kIsMn = true;
+  static constexpr int kChunks = kColumns / kChunkElements;
+  static constexpr int kRowsPerPass = Spec::kNumThreads / kChunks;  // a multiple of 8, as above
+  static constexpr int kPasses = kBlockK / kRowsPerPass;
+  static_assert(kPasses * kRowsPerPass == kBlockK && kRowsPerPass % 8 == 0, "a pass must end with the tile");
+
+  static __device__ __forceinline__ int row() { return ptx::thread_index() / kChunks; }
+  static __device__ __forceinline__ int column() { return ptx::thread_index() % kChunks * kChunkElements; }
+
+  static __device__ __forceinline__ int smem_offset(int pass) {
+    return swizzled_offset<kColumns>(row(), ptx::thread_index() % kChunks) + pass * kRowsPerPass * kColumns * 2;
+  }
+};
+
+// Rows one stride apart: weights [k, n].
+template <typename Spec, int kColumns>
+class ColumnsOperand : public ColumnChunks<Spec, kColumns> {
+ public:
+  using Element = typename Spec::Element;
+  using Chunks = ColumnChunks<Spec, kColumns>;
+
+  // column_gmem: the thread's chunk in row 0.
+  __device__ __forceinline__ ColumnsOperand(int k, const Element* column_gmem, int64_t stride, bool has_column)
+      : chunk_gmem_(column_gmem + Chunks::row() * stride),
+        stride_(stride),
+        left_(has_column ? k - Chunks::row() : 0) {}
+
+  template <typename Take>
+  __device__ __forceinline__ void visit(Take take) {
+#pragma unroll
+    for (int pass = 0; pass < Chunks::kPasses; ++pass) {
+      take(pass, chunk_gmem_, left_ > pass * Chunks::kRowsPerPass);
+      chunk_gmem_ += Chunks::kRowsPerPass * stride_;
+    }
+    left_ -= kBlockK;
+  }
+
+ private:
+  const Element* chunk_gmem_;
+  int64_t stride_;
+  int left_;  // rows from the thread's first to the end
+};
+
+// The rows of an expert, which are summed over: each is a row of the tensor by itself, or that of its slot's token.
+template <typename Spec, int kColumns>
+class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
+ public:
+  using Element = typename Spec::Element;
+  using Chunks = ColumnChunks<Spec, kColumns>;
+
+  // column_gmem: the thread's chunk in row 0 of the tensor; first_row, rows: of the expert.
+  __device__ __forceinline__ SummedRowsOperand(const Element* column_gmem, int64_t stride, bool has_column,
+                                               const int32_t* slots, int top_k, int first_row, int rows)
+      : column_gmem_(column_gmem),
+        slots_(slots),
+        stride_(stride),
+        top_k_(top_k),
+        row_(first_row),
+        end_row_(first_row + rows),
+        has_column_(has_column) {
+    fetch_slot();
+  }
+
+  // Rows past the end of the expert are the next one's: zeros in their place, since 0 * NaN is NaN.
+  template <typename Take>
+  __device__ __forceinline__ void visit(Take take) {
+    const int lane_row = slots_ == nullptr ? slot_ : slot_ / top_k_;  // of the tile's row number `lane`
+#pragma unroll
+    for (int pass = 0; pass < Chunks::kPasses; ++pass) {
+      const int row = Chunks::row() + pass * Chunks::kRowsPerPass;
+      const Element* chunk_gmem = column_gmem_ + ptx::shuffle_index(lane_row, row) * stride_;
+      take(pass, chunk_gmem, has_column_ && row_ + row < end_row_);
+    }
+    row_ += kBlockK;
+    fetch_slot();
+  }
+
+ private:
+  // One tile ahead, and divided when it is used: a division right after the load would wait for it.
+  __device__ __forceinline__ void fetch_slot() {
+    slot_ = row_ + ptx::lane_index();
+    if (slots_ == nullptr) return;
+    slot_ = slot_ < end_row_ ? static_cast<int>(ptx::ld_global_32(slots_ + slot_)) : 0;
+  }
+
+  const Element* column_gmem_;
+  const int32_t* slots_;
+  int64_t stride_;
+  int top_k_;
+  int row_;  // the next tile's first
+  int end_row_;
+  int slot_;  // of row row_ + lane; the row itself where there are no slots
+  bool has_column_;
+
+  static_assert(kBlockK == 32, "a lane holds the slot of one row of a tile");
+};
+
+}  // namespace mma_sync
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,71 @@
+// d[row] = a[row] B_e (+ bias_e) for sm_90a: TMA, wgmma, one producer and two consumer warpgroups, a persistent grid.
+//   grid     min(multiprocessors, bound) blocks, bound = (ceil(slots / kBlockM) + min(experts, slots)) * column tiles
+//   maps     tensor_map.h says how the host builds them
+//   counter  params.tile_counter is 0 at launch, and 0 again at the end; null means a static schedule
+// Read ../tiles.cuh (which tile), producer.cuh (loads), mainloop.cuh (products and the frame), output_slabs.cuh in this order.
+#pragma once
+
+#include "moe/grouped_gemm/sm90/mainloop.cuh"
+#include "moe/grouped_gemm/sm90/output_slabs.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+// Adds an expert's bias to sums of neighbouring columns; `bias` is at this thread's first, `columns` counts from there.
+template <typename Element, int kAccumulators>
+__device__ __forceinline__ void add_bias(float (&sums)[kAccumulators], const Element* bias, int columns) {
+  uint32_t pairs[kAccumulators / 4];
+#pragma unroll
+  for (int j = 0; j < kAccumulators / 4; ++j) pairs[j] = 8 * j < columns ? ptx::ld_global_32(bias + 8 * j) : 0;
+#pragma unroll
+  for (int j = 0; j < kAccumulators / 4; ++j) {
+    const float2 pair = unpack<Element>(pairs[j]);
+    sums[4 * j] += pair.x;
+    sums[4 * j + 1] += pair.y;
+    sums[4 * j + 2] += pair.x;
+    sums[4 * j + 3] += pair.y;
+  }
+}
+
+template <typename Spec>
+struct PlainEpilogue {
+  using Element = typename Spec::Element;
+  const GemmParams& params;
+  const ptx::TensorMap& d_map;
+  OutputSlabs<Spec> slabs;
+
+  __device__ __forceinline__ PlainEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer,
+                                           const ptx::TensorMap& d_map_)
+      : params(params_), d_map(d_map_), slabs(shared, consumer) {}
+
+  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) {
+    if (params.bias != nullptr) {
+      const int column = part.column + ptx::lane_index() % 4 * 2;
+      add_bias(sums, static_cast<const Element*>(params.bias) + static_cast<int64_t>(part.expert) * params.n + column,
+               params.n - column);
+    }
+    const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
+#pragma unroll
+    for (int slab = 0; slab < Spec::kConsumerColumns / 64; ++slab) {
+      const int column = part.column + slab * 64;
+      if (column >= params.n) break;
+      write_slab<Element>(slabs.acquire(), sums + 32 * slab);
+      slabs.store(to, part.row, part.rows, column);
+    }
+  }
+
+  __device__ __forceinline__ void finish() const { slabs.finish(); }
+};
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void grouped_gemm(const GemmParams& params, const ptx::TensorMap& a_map,
+                                             const ptx::TensorMap& b_nk_map, const ptx::TensorMap& b_kn_map,
+                                             const ptx::TensorMap& d_map) {
+  run_grouped_gemm<Spec, kWeights, PlainEpilogue<Spec>>(params, &a_map,
+                                                        kWeights == Weights::kNk ? b_nk_map : b_kn_map, d_map);
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,179 @@
+// z = a[token(row)] B_e (+ bias_e), d[row] = activation(z), preactivation[row] = z if wanted, for sm_90a: as grouped_gemm.cuh, but
+// the producer gathers the rows of A, and a tile's columns are those of gate and up.
+//
+// Which sums of a thread are gate and up of one column: nk and kn, sums 64s + i and 64s + 32 + i (of 128 columns of B the first
+// 64 are gate); kKnPairs, sums 2i and 2i + 1.
+#pragma once
+
+#include "moe/grouped_gemm/activation.cuh"
+#include "moe/grouped_gemm/sm90/grouped_gemm.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+// Gate and up of 32 columns side by side into a slab, as 64 columns in turn: `gate` and `up` are their sums.
+template <typename Element>
+__device__ __forceinline__ void write_interleaved_slab(unsigned char* smem, const float* gate, const float* up) {
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 4 * j + 2 * r;
+      const uint32_t words[2] = {pack<Element>(gate[i], up[i]), pack<Element>(gate[i + 1], up[i + 1])};
+      const int chunk = 2 * j + lane % 4 / 2;
+      ptx::st_shared_64(smem + row * 128 + (chunk ^ row % 8) * 16 + lane % 2 * 8, words);
+    }
+  }
+}
+
+// 64 columns, of which this thread has in sums 4j + 2r column 4j + lane % 4, into a slab: lanes pair up, so that each has two
+// neighbouring columns.
+template <typename Element>
+__device__ __forceinline__ void write_paired_slab(unsigned char* smem, const float* sums) {
+  const int lane = ptx::lane_index();
+  const bool is_odd = lane % 2 != 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+#pragma unroll
+    for (int chunk = 0; chunk < 8; ++chunk) {
+      const float first = sums[8 * chunk + 2 * r], second = sums[8 * chunk + 4 + 2 * r];
+      const float other = ptx::shuffle_xor(is_odd ? first : second, 1);
+      const uint32_t pair = is_odd ? pack<Element>(other, second) : pack<Element>(first, other);
+      const int word = lane % 2 * 2 + lane % 4 / 2;
+      ptx::st_shared_32(smem + row * 128 + (chunk ^ row % 8) * 16 + word * 4, pair);
+    }
+  }
+}
+
+template <typename Spec, Weights kWeights>
+struct GatedEpilogue {
+  using Element = typename Spec::Element;
+  static constexpr bool kIsPaired = kWeights == Weights::kKnPairs;
+  static constexpr int kParts = Spec::kConsumerColumns / 128;  // of 64 columns of the result
+
+  const GemmParams& params;
+  const ptx::TensorMap& d_map;
+  const ptx::TensorMap& z_map;
+  OutputSlabs<Spec> slabs;
+
+  __device__ __forceinline__ GatedEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer,
+                                           const ptx::TensorMap& d_map_, const ptx::TensorMap& z_map_)
+      : params(params_), d_map(d_map_), z_map(z_map_), slabs(shared, consumer) {}
+
+  __device__ __forceinline__ int columns() const { return params.n / 2; }
+
+  // The expert's bias of gate and up where they are not neighbours in a thread.
+  __device__ __forceinline__ void add_bias_of_halves(float* sums, const Element* bias, int column) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int at = column + 8 * j + ptx::lane_index() % 4 * 2;
+      uint32_t words[2] = {0, 0};  // gate, up of the two columns; or both of the first, both of the second
+      if (at < columns()) {
+        if (params.is_interleaved != 0) {
+          ptx::ld_global_64(words, bias + 2 * at);
+        } else {
+          words[0] = ptx::ld_global_32(bias + at);
+          words[1] = ptx::ld_global_32(bias + columns() + at);
+        }
+      }
+      float2 gate = unpack<Element>(words[0]), up = unpack<Element>(words[1]);
+      if (params.is_interleaved != 0) {
+        const float first_up = gate.y;
+        gate.y = up.x;
+        up.x = first_up;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sums[4 * j + 2 * r] += gate.x;
+        sums[4 * j + 2 * r + 1] += gate.y;
+        sums[32 + 4 * j + 2 * r] += up.x;
+        sums[32 + 4 * j + 2 * r + 1] += up.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_biases(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) const {
+    const Element* bias = static_cast<const Element*>(params.bias) + static_cast<int64_t>(part.expert) * params.n;
+    if constexpr (kIsPaired) {
+      const int column = 2 * part.column + ptx::lane_index() % 4 * 2;
+      add_bias(sums, bias + column, params.n - column);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kParts; ++s) add_bias_of_halves(sums + 64 * s, bias, part.column + 64 * s);
+    }
+  }
+
+  // Two slabs for each 64 columns of the result.
+  __device__ __forceinline__ void store_preactivation(const Part<Spec>& part, const float (&sums)[Spec::kAccumulators]) {
+    const bool is_interleaved = kIsPaired || params.is_interleaved != 0;
+#pragma unroll
+    for (int s = 0; s < kParts; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* own = sums + 64 * s + 32 * half;
+        const int column = part.column + 64 * s + (is_interleaved ? 32 * half : 0);
+        if (column >= columns()) break;
+        unsigned char* smem = slabs.acquire();
+        if (kIsPaired || !is_interleaved) {
+          write_slab<Element>(smem, own);
+        } else {
+          write_interleaved_slab<Element>(smem, sums + 64 * s + 16 * half, sums + 64 * s + 32 + 16 * half);
+        }
+        Element* z = static_cast<Element*>(params.preactivation);
+        if (is_interleaved) {
+          slabs.store(SlabTarget{z_map, z, params.n, params.n, 0}, part.row, part.rows, 2 * column);
+        } else {
+          slabs.store(SlabTarget{z_map, z + half * columns(), params.n, columns(), half}, part.row, part.rows, column);
+        }
+      }
+    }
+  }
+
+  // The activation takes the place of gate.
+  __device__ __forceinline__ void activate(float (&sums)[Spec::kAccumulators]) const {
+    with_activation(params.activation, [&](auto activation) {
+#pragma unroll
+      for (int i = 0; i < Spec::kAccumulators / 2; ++i) {
+        const int gate = kIsPaired ? 2 * i : i / 32 * 64 + i % 32;
+        sums[gate] = activation.forward(sums[gate], sums[gate + (kIsPaired ? 1 : 32)]);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) {
+    if (params.bias != nullptr) add_biases(part, sums);
+    if (params.preactivation != nullptr) store_preactivation(part, sums);
+    activate(sums);
+    const SlabTarget to{d_map, params.d, params.d_stride, columns(), 0};
+#pragma unroll
+    for (int s = 0; s < kParts; ++s) {
+      const int column = part.column + 64 * s;
+      if (column >= columns()) break;
+      unsigned char* smem = slabs.acquire();
+      if constexpr (kIsPaired) {
+        write_paired_slab<Element>(smem, sums + 64 * s);
+      } else {
+        write_slab<Element>(smem, sums + 64 * s);
+      }
+      slabs.store(to, part.row, part.rows, column);
+    }
+  }
+
+  __device__ __forceinline__ void finish() const { slabs.finish(); }
+};
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void grouped_gemm_gated(const GemmParams& params, const ptx::TensorMap& b_nk_map,
+                                                   const ptx::TensorMap& b_kn_map, const ptx::TensorMap& d_map,
+                                                   const ptx::TensorMap& preactivation_map) {
+  run_grouped_gemm<Spec, kWeights, GatedEpilogue<Spec, kWeights>>(
+      params, nullptr, kWeights == Weights::kNk ? b_nk_map : b_kn_map, d_map, preactivation_map);
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

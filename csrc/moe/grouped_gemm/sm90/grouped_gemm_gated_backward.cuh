@@ -1,0 +1,412 @@
+// s = a[token(row)] B_e for sm_90a, and what follows from it: with z = (g, u) read from the preactivation, w the row's weight,
+//   d[row] = w s times the activation's derivatives by g and u, in the columns of z;  weighted_activation[row] = w activation(z);
+//   row_dots[column tile][row] = sum over the tile's columns of activation(z) s.
+//
+// The epilogue reads two and writes three elements of memory for each sum, so each consumer warpgroup has a tile of 128 rows to
+// itself, every other one of the block: while one computes its epilogue, the other one's products run.
+//   grid, counter   as grouped_gemm.cuh
+// Loads, schedule and tiles are grouped_gemm_gated.cuh's.
+#pragma once
+
+#include "device/convert.cuh"
+#include "device/reduce.cuh"
+#include "moe/grouped_gemm/activation.cuh"
+#include "moe/grouped_gemm/sm90/mainloop.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/stmatrix.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+// kOutputSlabs: buffers of 64 rows and 64 columns of each consumer. 3: gate, up and activation; z is replaced by its gradient in
+// place. 5: two more for z, so that the next columns of z are on their way while these are computed.
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+struct GatedBackwardSpec
+    : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, 0, false, true> {
+  using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, 0, false, true>;
+  static constexpr bool kFetchesAhead = kOutputSlabs == 5;
+  static constexpr int kRowBlocks = kBlockM / 64;     // of a tile
+  static constexpr int kColumnSlabs = kBlockN / 64;   // likewise
+  static constexpr int kAccumulators = kBlockN / 2;   // of a thread, for each 64 rows
+  static constexpr int kSharedBytes = Base::kSharedBytes + 2 * 8;
+  static_assert(kBlockM == 128 && kBlockN == 128, "a consumer has 128 accumulators a thread");
+  static_assert(kOutputSlabs == 3 || kOutputSlabs == 5, "gate, up, activation, and z where it is fetched ahead");
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
+// The other consumer has waited for every stage of its tile: those that follow are this one's. A wait names only the parity of
+// a phase, so nobody may wait for a stage before the stages in front have been waited for.
+template <typename Spec>
+__device__ __forceinline__ ptx::Mbarrier* turn(const SharedMemory<Spec>& shared, int consumer) {
+  return shared.barrier(Spec::kNumBarriers + consumer);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void init_backward_barriers(const SharedMemory<Spec>& shared) {
+  constexpr int kConsumerWarps = 4;  // of the consumer whose tile it is
+#pragma unroll
+  for (int stage = 0; stage < Spec::kNumStages; ++stage) {
+    ptx::mbarrier_init(shared.full(stage), 1 + 32 * Spec::kProducerWarps);
+    ptx::mbarrier_init(shared.empty(stage), kConsumerWarps);
+  }
+#pragma unroll
+  for (int slot = 0; slot < Spec::kNumTileSlots; ++slot) {
+    ptx::mbarrier_init(shared.tile_full(slot), 1);
+    // Both consumers read every tile.
+    ptx::mbarrier_init(shared.tile_empty(slot), Spec::kNumConsumers * kConsumerWarps + Spec::kProducerWarps - 1);
+  }
+  ptx::mbarrier_init(turn(shared, 0), kConsumerWarps);
+  ptx::mbarrier_init(turn(shared, 1), kConsumerWarps);
+  ptx::mbarrier_init_fence();
+}
+
+// Products of a tile of 128 rows by one warpgroup.
+template <typename Spec, Weights kWeights>
+struct TileProducts {
+  static constexpr bool kTransposesB = kWeights != Weights::kNk;
+
+  const SharedMemory<Spec> shared;
+  const int consumer;
+  RingPosition<Spec::kNumStages> at;
+  int turn_parity;
+
+  __device__ __forceinline__ TileProducts(const SharedMemory<Spec>& shared_, int consumer_)
+      : shared(shared_), consumer(consumer_), turn_parity(consumer_ == 0 ? 1 : 0) {}
+
+  // Passes over the stages of the other one's tile.
+  __device__ __forceinline__ void skip(int blocks) {
+    const int passed = at.stage + blocks;
+    at.parity ^= passed / Spec::kNumStages % 2;
+    at.stage = passed % Spec::kNumStages;
+  }
+
+  __device__ __forceinline__ void issue(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], bool is_first) const {
+    ptx::mbarrier_wait(shared.full(at.stage), at.parity);
+    // cp.async writes like ordinary stores; wgmma reads through the asynchronous proxy.
+    ptx::fence_proxy_async_shared();
+    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage), 0, 1024);
+    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Spec::kBlockK / 16; ++step) {
+#pragma unroll
+      for (int block = 0; block < Spec::kRowBlocks; ++block) {
+        ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
+            sums[block], ptx::advance_smem_descriptor(a, block * 64 * 128 + step * 32),
+            ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  // One arrival a warp: its wgmma_wait says that its own part of the product has read the stage.
+  __device__ __forceinline__ void arrive(ptx::Mbarrier* barrier) const {
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int blocks) {
+    ptx::mbarrier_wait(turn(shared, consumer), turn_parity);
+    turn_parity ^= 1;
+    issue(sums, true);
+    int before = at.stage;
+    at.advance();
+    for (int block = 1; block < blocks; ++block) {
+      issue(sums, false);
+      ptx::wgmma_wait<1>();
+      arrive(shared.empty(before));
+      before = at.stage;
+      at.advance();
+    }
+    ptx::warp_sync();  // nobody of the warp still waits for a stage
+    arrive(turn(shared, 1 - consumer));
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int block = 0; block < Spec::kRowBlocks; ++block) ptx::wgmma_fence_operands(sums[block]);
+    arrive(shared.empty(before));
+  }
+};
+
+// The epilogue of one warp. A part of its work: 16 rows and 64 columns, of which it has the sums of one 64-row block. Global
+// memory is read and written 128 bytes of a row at a time, by eight lanes; shared memory, which the warp has to itself, turns
+// that into the layout of the sums. Buffers: [16 rows][64 columns], swizzled.
+template <typename Spec>
+struct BackwardEpilogue {
+  using Element = typename Spec::Element;
+  static constexpr int kParts = Spec::kRowBlocks * Spec::kColumnSlabs;
+  static constexpr int kSums = 16;  // of a thread, of half a part: 32 columns
+
+  const GemmParams& params;
+  unsigned char* smem;  // of this warp, in the consumer's first buffer
+  Tile tile;
+
+  __device__ __forceinline__ BackwardEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer)
+      : params(params_), smem(shared.output(consumer, 0) + ptx::warp_index() % 4 * (16 * 128)) {}
+
+  __device__ __forceinline__ unsigned char* buffer(int index) const { return smem + index * Spec::kSlabBytes; }
+  // Of z: gate then up, or the first and the second 64 of the part's 128 columns in turn.
+  __device__ __forceinline__ unsigned char* z(int half) const { return buffer((Spec::kFetchesAhead ? 3 : 0) + half); }
+
+  __device__ __forceinline__ int row(int part) const {
+    return tile.first_row + part / Spec::kColumnSlabs * 64 + ptx::warp_index() % 4 * 16;
+  }
+  // The first of the two rows, 8 apart, that a lane has sums of.
+  __device__ __forceinline__ int lane_row(int part) const { return row(part) + ptx::recompute(ptx::lane_index()) / 4; }
+  __device__ __forceinline__ int column(int part) const {
+    return tile.n_block * Spec::kBlockN + part % Spec::kColumnSlabs * 64;
+  }
+  __device__ __forceinline__ bool exists(int part) const {
+    return part < kParts && row(part) < tile.end_row && column(part) < params.n;
+  }
+  // Where the halves of a part's columns begin among the columns of z.
+  __device__ __forceinline__ int z_column(int part, int half) const {
+    return params.is_interleaved != 0 ? 2 * column(part) + half * 64 : half * params.n + column(part);
+  }
+  // How many of a half's 64 columns there are, or more.
+  __device__ __forceinline__ int z_columns(int part, int half) const {
+    return params.is_interleaved != 0 ? 2 * params.n - z_column(part, half) : params.n - column(part);
+  }
+
+  // Eight lanes a row, four rows at a time: visit(row of 16, chunk of 8).
+  template <typename Visit>
+  __device__ __forceinline__ void for_each_chunk(Visit visit) const {
+    const int lane = ptx::recompute(ptx::lane_index());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) visit(i * 4 + lane / 8, lane % 8);
+  }
+  static __device__ __forceinline__ int place(int at_row, int chunk) { return at_row * 128 + (chunk ^ at_row % 8) * 16; }
+
+  // Starts the copies of a part's z. Rows past the expert's last and columns past the last become zeros.
+  __device__ __forceinline__ void fetch(int part) const {
+    const int rows = tile.end_row - row(part);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int columns = z_columns(part, half);
+      const Element* from = static_cast<const Element*>(params.preactivation) +
+                            static_cast<int64_t>(row(part)) * (2 * params.n) + z_column(part, half);
+      for_each_chunk([&](int at_row, int chunk) {
+        const bool is_inside = at_row < rows && chunk * 8 < columns;
+        ptx::cp_async_16(z(half) + place(at_row, chunk), from + static_cast<int64_t>(at_row) * (2 * params.n) + chunk * 8,
+                         is_inside ? 16 : 0);
+      });
+    }
+    ptx::cp_async_commit();
+  }
+
+  // Stores 64 columns, or those of them that there are.
+  __device__ __forceinline__ void store(const unsigned char* from, void* to, int64_t stride, int first_row,
+                                        int first_column, int columns) const {
+    const int rows = tile.end_row - first_row;
+    Element* gmem = static_cast<Element*>(to) + first_row * stride + first_column;
+    for_each_chunk([&](int at_row, int chunk) {
+      if (at_row >= rows || chunk * 8 >= columns) return;
+      uint32_t words[4];
+      ptx::ld_shared_128(words, from + place(at_row, chunk));
+      ptx::st_global_128(gmem + at_row * stride + chunk * 8, words);
+    });
+  }
+
+  // Where a lane's stmatrix or ldmatrix row of 16 columns lies in a buffer: step 0 to 3 of its 64 columns.
+  static __device__ __forceinline__ int matrix_place(int step) {
+    const int lane = ptx::recompute(ptx::lane_index());
+    return place(lane % 16, step * 2 + lane / 16);
+  }
+  // Where gate and up in turn of a thread's two neighbouring columns lie: pair i of a step as the sums have it.
+  static __device__ __forceinline__ int turn_place(int step, int i) {
+    const int lane = ptx::recompute(ptx::lane_index());
+    const int block = 2 * step + i / 2;  // of 8 columns, 16 of z
+    return block / 4 * Spec::kSlabBytes + place(lane / 4 + 8 * (i % 2), block % 4 * 2 + lane % 4 / 2) + lane % 2 * 8;
+  }
+
+  // 16 columns of z as pairs of a row: rows g and g + 8 of the first eight columns, then of the others.
+  __device__ __forceinline__ void load_z(uint32_t (&gate)[4], uint32_t (&up)[4], int step) const {
+    if (params.is_interleaved == 0) {
+      ptx::ldmatrix_x4(gate, z(0) + matrix_place(step));
+      ptx::ldmatrix_x4(up, z(1) + matrix_place(step));
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[2];
+      ptx::ld_shared_64(words, z(0) + turn_place(step, i));
+      gate[i] = (words[0] & 0xffffu) | words[1] << 16;
+      up[i] = words[0] >> 16 | (words[1] & 0xffff0000u);
+    }
+  }
+  __device__ __forceinline__ void store_gradient(const uint32_t (&gate)[4], const uint32_t (&up)[4], int step) const {
+    if (params.is_interleaved == 0) {
+      ptx::stmatrix_x4(buffer(0) + matrix_place(step), gate);
+      ptx::stmatrix_x4(buffer(1) + matrix_place(step), up);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t words[2] = {(gate[i] & 0xffffu) | up[i] << 16, gate[i] >> 16 | (up[i] & 0xffff0000u)};
+      ptx::st_shared_64(buffer(0) + turn_place(step, i), words);
+    }
+  }
+
+  // z of 32 columns, in shared memory, to its gradient and the activation there. `dots` are added up in the columns' order.
+  template <typename Function>
+  __device__ __forceinline__ void compute(Function, const float (&sums)[kSums], const float (&weights)[2],
+                                          float (&dots)[2], int first_step, int columns) const {
+#pragma unroll
+    for (int i_step = 0; i_step < 2; ++i_step) {
+      const int step = first_step + i_step;
+      uint32_t gate[4], up[4], active[4];
+      load_z(gate, up, step);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float weight = weights[i % 2];
+        const float2 g = unpack<Element>(gate[i]);
+        const float2 u = unpack<Element>(up[i]);
+        const float first = sums[8 * i_step + 2 * i], second = sums[8 * i_step + 2 * i + 1];
+        const ActivationGradient one = Function::backward(g.x, u.x), other = Function::backward(g.y, u.y);
+        gate[i] = pack<Element>(weight * first * one.by_gate, weight * second * other.by_gate);
+        up[i] = pack<Element>(weight * first * one.by_up, weight * second * other.by_up);
+        active[i] = pack<Element>(weight * one.value, weight * other.value);
+        // Past the last column s is 0 or, of an infinite row, NaN.
+        if (step * 16 + i / 2 * 8 < columns) {
+          dots[i % 2] = ptx::fma_rn(one.value, first, dots[i % 2]);
+          dots[i % 2] = ptx::fma_rn(other.value, second, dots[i % 2]);
+        }
+      }
+      // Hazard: where z is replaced in place, another lane still reads it.
+      ptx::warp_sync();
+      store_gradient(gate, up, step);
+      ptx::stmatrix_x4(buffer(2) + matrix_place(step), active);
+    }
+  }
+
+  // The sums of half a part, number `half` of all. It is known at run time only, so that there is one copy of what follows.
+  static __device__ __forceinline__ void take(float (&of_half)[kSums],
+                                              const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int half) {
+    constexpr int kHalves = 2 * Spec::kColumnSlabs;  // of 64 rows
+#pragma unroll
+    for (int other = 0; other < 2 * kParts; ++other) {
+      if (half != other) continue;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) of_half[i] = sums[other / kHalves][other % kHalves * kSums + i];
+    }
+  }
+
+  __device__ __forceinline__ void start(const Tile& tile_) {
+    tile = tile_;
+    if (exists(0)) fetch(0);
+  }
+
+  __device__ __forceinline__ void finish_part(int part) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      store(buffer(half), params.d, params.d_stride, row(part), z_column(part, half), z_columns(part, half));
+    }
+    store(buffer(2), params.weighted_activation, params.n, row(part), column(part), params.n - column(part));
+  }
+
+  // The next part that has rows and columns, or kParts.
+  __device__ __forceinline__ int next(int part) const {
+    do {
+      ++part;
+    } while (part < kParts && !exists(part));
+    return part;
+  }
+
+  __device__ __forceinline__ void run(const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators]) const {
+    float dots[2] = {0.0f, 0.0f};
+    float weights[2] = {0.0f, 0.0f};
+#pragma unroll 1
+    for (int part = exists(0) ? 0 : kParts; part < kParts;) {
+      if (part % Spec::kColumnSlabs == 0) {
+        const int first = lane_row(part);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const bool is_inside = first + 8 * r < tile.end_row;
+          weights[r] = is_inside ? ptx::ld_global_float(params.row_weights + first + 8 * r) : 0.0f;
+          dots[r] = 0.0f;
+        }
+      }
+      ptx::cp_async_wait<0>();
+      ptx::warp_sync();  // z is there, of all lanes
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        float of_half[kSums];
+        take(of_half, sums, 2 * part + half);
+        with_activation(params.activation, [&](auto function) {
+          compute(function, of_half, weights, dots, 2 * half, params.n - column(part));
+        });
+      }
+      ptx::warp_sync();  // z has been read; what replaces it, or stands beside it, is there
+      const int following = next(part);
+      if (Spec::kFetchesAhead && following < kParts) fetch(following);
+      finish_part(part);
+      // Hazard: the next part's z, or what is computed from it, overwrites what another lane still reads.
+      ptx::warp_sync();
+      if (!Spec::kFetchesAhead && following < kParts) fetch(following);
+      if (following == kParts || following % Spec::kColumnSlabs == 0) store_dots(dots, lane_row(part));
+      part = following;
+    }
+  }
+
+  __device__ __forceinline__ void store_dots(const float (&dots)[2], int first) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float dot = quad_sum(dots[r]);
+      const int at = first + 8 * r;
+      if (ptx::lane_index() % 4 == 0 && at < tile.end_row) {
+        ptx::st_global_float(params.row_dots + static_cast<int64_t>(tile.n_block) * params.slots + at, dot);
+      }
+    }
+  }
+};
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void consume_in_turn(const GemmParams& params, const SharedMemory<Spec>& shared,
+                                                int consumer) {
+  const int blocks = ceil_div(params.k, Spec::kBlockK);
+  TileProducts<Spec, kWeights> products(shared, consumer);
+  BackwardEpilogue<Spec> epilogue(params, shared, consumer);
+  RingPosition<Spec::kNumTileSlots> slot;
+  bool is_mine = consumer == 0;
+  for (;; is_mine = !is_mine) {
+    const Tile tile = take_tile<Spec>(shared, slot);
+    if (tile.expert < 0) break;
+    if (!is_mine) {
+      products.skip(blocks);
+      continue;
+    }
+    float sums[Spec::kRowBlocks][Spec::kAccumulators];
+    epilogue.start(tile);
+    products.multiply(sums, blocks);
+    epilogue.run(sums);
+  }
+}
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& params, const ptx::TensorMap& b_nk_map,
+                                                            const ptx::TensorMap& b_kn_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const ptx::TensorMap& b_map = kWeights == Weights::kNk ? b_nk_map : b_kn_map;
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&b_map);
+    init_backward_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    produce<Spec, kWeights>(params, shared, warp, nullptr, b_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    consume_in_turn<Spec, kWeights>(params, shared, warpgroup - 1);
+  }
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

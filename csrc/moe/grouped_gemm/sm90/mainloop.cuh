@@ -1,0 +1,163 @@
+// A consumer warpgroup: the products of its part of each tile, each followed by an epilogue; and the frame of the kernels.
+//
+// The sum over k is one chain of products of 16 k each, in ascending order: a row's bits depend on nothing else.
+#pragma once
+
+#include "moe/grouped_gemm/sm90/producer.cuh"
+#include "moe/grouped_gemm/sm90/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/register_control.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+template <typename Spec, Weights kWeights>
+struct Mainloop {
+  static constexpr bool kTransposesB = kWeights != Weights::kNk;
+
+  const SharedMemory<Spec> shared;
+  const int consumer;
+  const bool is_first_lane;
+  RingPosition<Spec::kNumStages> at;
+
+  __device__ __forceinline__ Mainloop(const SharedMemory<Spec>& shared_, int consumer_)
+      : shared(shared_), consumer(consumer_), is_first_lane(ptx::lane_index() == 0) {}
+
+  // One arrival a warp: its wgmma_wait says that its own part of the product has read the stage.
+  __device__ __forceinline__ void release(int stage) const {
+    if (is_first_lane) ptx::mbarrier_arrive(shared.empty(stage));
+  }
+
+  // Four products of 16 k; asynchronous.
+  __device__ __forceinline__ void issue(float (&sums)[Spec::kAccumulators], bool is_first) const {
+    constexpr int kPartBytes = Spec::kSharesRows ? Spec::kConsumerColumns * 128 : 0;  // from a consumer's columns to the next's
+    const uint64_t a =
+        ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kConsumerRows * 128, 0, 1024);
+    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage) + consumer * kPartBytes,
+                                                 kTransposesB ? Spec::kSlabBytes : 0, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Spec::kBlockK / 16; ++step) {
+      ptx::wgmma_ss<typename Spec::Element, Spec::kConsumerColumns, kTransposesB>(
+          sums, ptx::advance_smem_descriptor(a, step * 32),
+          ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void wait_full() const {
+    ptx::mbarrier_wait(shared.full(at.stage), at.parity);
+    // cp.async writes like ordinary stores; wgmma reads through the asynchronous proxy.
+    if constexpr (Spec::kGathersA) ptx::fence_proxy_async_shared();
+  }
+
+  // One batch of products is in flight while the next is issued; a stage is released when the batch after it has been.
+  __device__ __forceinline__ void multiply(float (&sums)[Spec::kAccumulators], int blocks) {
+    wait_full();
+    issue(sums, true);
+    int before = at.stage;
+    at.advance();
+    for (int block = 1; block < blocks; ++block) {
+      wait_full();
+      issue(sums, false);
+      ptx::wgmma_wait<1>();
+      release(before);
+      before = at.stage;
+      at.advance();
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(sums);
+    release(before);
+  }
+
+  // At the start the second consumer lets the first go ahead: it waits for data that it needs later. The distance stays.
+  __device__ __forceinline__ void fall_behind(int blocks) const {
+    if (Spec::kLead > 0 && consumer > 0) ptx::mbarrier_wait(shared.full(minimum(Spec::kLead, blocks - 1)), 0);
+  }
+
+  // Passes over a tile of which this consumer has no row.
+  __device__ __forceinline__ void skip(int blocks) {
+    for (int block = 0; block < blocks; ++block, at.advance()) {
+      ptx::mbarrier_wait(shared.full(at.stage), at.parity);
+      ptx::warp_sync();  // nobody of the warp still waits for the stage that its first lane releases
+      release(at.stage);
+    }
+  }
+};
+
+// Where a consumer's part of a tile lies in the result.
+template <typename Spec>
+struct Part {
+  int expert;
+  int row;     // first
+  int rows;    // that belong to the expert, at least one; 64 or more: all
+  int column;  // first; of kIsGated the first of gate
+};
+
+template <typename Spec>
+__device__ __forceinline__ Part<Spec> part_of(const Tile& tile, int consumer) {
+  constexpr int kColumns = Spec::kIsGated ? Spec::kConsumerColumns / 2 : Spec::kConsumerColumns;
+  const int row = tile.first_row + consumer * Spec::kConsumerRows;
+  return Part<Spec>{tile.expert, row, tile.end_row - row,
+                    tile.n_block * Spec::kOutputColumns + (Spec::kSharesRows ? consumer * kColumns : 0)};
+}
+
+template <typename Spec, Weights kWeights, typename Epilogue>
+__device__ __forceinline__ void consume(const GemmParams& params, const SharedMemory<Spec>& shared, int consumer,
+                                        Epilogue epilogue) {
+  const int blocks = ceil_div(params.k, Spec::kBlockK);
+  Mainloop<Spec, kWeights> mainloop(shared, consumer);
+  RingPosition<Spec::kNumTileSlots> slot;
+  for (bool is_first = true;; is_first = false) {
+    const Tile tile = take_tile<Spec>(shared, slot);
+    if (tile.expert < 0) break;
+    if (is_first) mainloop.fall_behind(blocks);
+    const Part<Spec> part = part_of<Spec>(tile, consumer);
+    if (part.rows <= 0) {
+      mainloop.skip(blocks);
+      continue;
+    }
+    float sums[Spec::kAccumulators];
+    mainloop.multiply(sums, blocks);
+    epilogue.store(part, sums);
+  }
+  epilogue.finish();
+}
+
+// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(part, sums)
+// takes the sums of a consumer's part, finish() ends its work.
+template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
+__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
+                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    (ptx::prefetch_tensor_map(&maps), ...);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    produce<Spec, kWeights>(params, shared, warp, a_map, b_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
+  }
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

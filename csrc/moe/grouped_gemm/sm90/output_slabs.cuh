@@ -1,0 +1,105 @@
+// How results leave: [64 rows][64 columns] at a time through shared memory, whole ones by the copy engine.
+#pragma once
+
+#include "device/convert.cuh"
+#include "moe/grouped_gemm/sm90/spec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+// Where a slab goes: to the map's (column, row, half), or element by element to `gmem`.
+struct SlabTarget {
+  const ptx::TensorMap& map;
+  void* gmem;      // the tensor, or the half of it
+  int64_t stride;  // elements from a row to the next
+  int columns;     // of the tensor, or of the half
+  int half;
+};
+
+// The output buffers of a consumer warpgroup, used in turn. acquire, write, store.
+template <typename Spec>
+struct OutputSlabs {
+  const SharedMemory<Spec>& shared;
+  const int consumer;
+  const bool is_storing_thread;
+  int slab = 0;
+
+  __device__ __forceinline__ OutputSlabs(const SharedMemory<Spec>& shared_, int consumer_)
+      : shared(shared_), consumer(consumer_), is_storing_thread(ptx::thread_index() % 128 == 0) {}
+
+  // Joins the 128 threads of the warpgroup. Named barrier 0 is the block's.
+  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + consumer, 128); }
+
+  __device__ __forceinline__ unsigned char* acquire() const {
+    // Hazard: the store that had the buffer last still reads it; its thread waits for it.
+    if (is_storing_thread) ptx::tma_store_wait_read<Spec::kOutputSlabs - 1>();
+    sync();
+    return shared.output(consumer, slab);
+  }
+
+  // `rows` of the 64 are stored.
+  __device__ __forceinline__ void store(const SlabTarget& to, int row, int rows, int column) {
+    const unsigned char* smem = shared.output(consumer, slab);
+    // Hazard: others read before all 64 rows are written and visible to them.
+    ptx::fence_proxy_async_shared();
+    sync();
+    if (rows >= 64) {
+      if (is_storing_thread) ptx::tma_store_4d(&to.map, smem, column, row, to.half, 0);
+    } else {
+      store_rows(smem, to, row, rows, column);
+    }
+    // One group a slab, with or without a store in it: acquire counts them.
+    if (is_storing_thread) ptx::tma_store_commit();
+    slab = slab + 1 == Spec::kOutputSlabs ? 0 : slab + 1;
+  }
+
+  // The first `rows` rows, 16 bytes at a time: the rows after them are another expert's.
+  __device__ __forceinline__ void store_rows(const unsigned char* smem, const SlabTarget& to, int row, int rows,
+                                             int column) const {
+    const int thread = ptx::thread_index() % 128;
+    const int chunk = thread % 8;
+    if (column + chunk * 8 >= to.columns) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = i * 16 + thread / 8;
+      if (at >= rows) break;
+      uint32_t words[4];
+      ptx::ld_shared_128(words, smem + at * 128 + (chunk ^ at % 8) * 16);
+      ptx::st_global_128(static_cast<typename Spec::Element*>(to.gmem) + (row + at) * to.stride + column + chunk * 8,
+                         words);
+    }
+  }
+
+  __device__ __forceinline__ void finish() const {
+    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    if (is_storing_thread) ptx::tma_store_wait_read<0>();
+  }
+};
+
+// 64 columns of sums as 16-bit elements into a slab, 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
+// stmatrix stores the 16 rows of the warp and 16 columns.
+template <typename Element>
+__device__ __forceinline__ void write_slab(unsigned char* smem, const float* sums) {
+  const int lane = ptx::lane_index();
+  const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+  unsigned char* row_smem = smem + row * 128;
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    const float* d = sums + 8 * step;
+    const uint32_t words[4] = {pack<Element>(d[0], d[1]), pack<Element>(d[2], d[3]), pack<Element>(d[4], d[5]),
+                               pack<Element>(d[6], d[7])};
+    const int chunk = step * 2 + lane / 16;
+    ptx::stmatrix_x4(row_smem + (chunk ^ (row % 8)) * 16, words);
+  }
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

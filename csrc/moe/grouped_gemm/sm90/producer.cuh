@@ -1,0 +1,187 @@
+// The producer warpgroup: its first warp draws tiles, hands them to everybody and feeds the copy engine; where rows of A are
+// gathered, its four warps copy them.
+#pragma once
+
+#include "device/persistent.cuh"
+#include "moe/grouped_gemm/sm90/spec.cuh"
+#include "moe/grouped_gemm/tiles.cuh"
+#include "moe/grouped_gemm/weights.cuh"
+#include "moe/params/gemm.h"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/tma.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+// Column tiles of the result.
+template <typename Spec>
+__device__ __forceinline__ int column_tiles(const GemmParams& params) {
+  return ceil_div(Spec::kIsGated ? params.n / 2 : params.n, Spec::kOutputColumns);
+}
+
+// 64 k of the tile's weights, from `k` on. What lies outside an expert's weights becomes zeros.
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void load_weights(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                             const Tile& tile, int k) {
+  constexpr ptx::CacheHint kHint = ptx::CacheHint::kEvictNormal;
+  const int column = tile.n_block * Spec::kOutputColumns;
+  if constexpr (Spec::kIsGated && kWeights != Weights::kKnPairs) {
+#pragma unroll
+    for (int part = 0; part < Spec::kBlockN / 128; ++part) {  // 64 columns of gate and of up
+      const int first = column + part * 64;
+      constexpr bool kIsNk = kWeights == Weights::kNk;
+      ptx::tma_load_4d(smem + part * 2 * Spec::kSlabBytes, &map, full, kIsNk ? k : first, kIsNk ? first : k, 0,
+                       tile.expert, kHint);
+    }
+  } else if constexpr (kWeights == Weights::kNk) {
+    ptx::tma_load_4d(smem, &map, full, k, column, 0, tile.expert, kHint);
+  } else {
+    const int first = Spec::kIsGated ? 2 * column : column;
+#pragma unroll
+    for (int slab = 0; slab < Spec::kBlockN / 64; ++slab) {
+      ptx::tma_load_4d(smem + slab * Spec::kSlabBytes, &map, full, first + slab * 64, k, 0, tile.expert, kHint);
+    }
+  }
+}
+
+// 64 k of the tile's rows of A, which are neighbours. Rows of the next expert may be among them: nobody stores their products.
+template <typename Spec>
+__device__ __forceinline__ void load_rows(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                          const Tile& tile, int k) {
+#pragma unroll
+  for (int part = 0; part < Spec::kBlockM / 64; ++part) {
+    ptx::tma_load_4d(smem + part * Spec::kSlabBytes, &map, full, k, tile.first_row + part * 64, 0, 0,
+                     ptx::CacheHint::kEvictNormal);
+  }
+}
+
+// The rows of A that a thread of the producer copies: of every 16 one, and of each 64 k one chunk of 16 bytes, so that eight
+// neighbouring threads read 128 bytes of a row.
+template <typename Spec>
+struct GatheredRows {
+  static constexpr int kRows = Spec::kBlockM / 16;
+  const unsigned char* row_gmem[kRows];  // at this thread's chunk
+  uint32_t valid;                        // bit i: row i is one of the expert's
+
+  __device__ __forceinline__ void find(const GemmParams& params, const Tile& tile) {
+    const int thread = ptx::thread_index();
+    int slots[kRows];
+    valid = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = tile.first_row + i * 16 + thread / 8;
+      const bool is_valid = row < tile.end_row;
+      valid |= (is_valid ? 1u : 0u) << i;
+      slots[i] = is_valid ? static_cast<int>(ptx::ld_global_32(params.a_slots + row)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      row_gmem[i] = static_cast<const unsigned char*>(params.a) +
+                    (slots[i] / params.top_k * params.a_stride + thread % 8 * 8) * 2;
+    }
+  }
+
+  // The next 64 k, from `k` on. What lies outside becomes zeros.
+  __device__ __forceinline__ void copy(const GemmParams& params, unsigned char* smem, int k) {
+    const int thread = ptx::thread_index();
+    const int row = thread / 8;
+    const ptx::SmemPointer to = ptx::SmemPointer(smem) + (row * 128 + (thread % 8 ^ row % 8) * 16);
+    const uint32_t present = k + thread % 8 * 8 < params.k ? valid : 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      ptx::cp_async_16(to + i * 16 * 128, row_gmem[i], (present >> i & 1) != 0 ? 16 : 0);
+      row_gmem[i] += 128;
+    }
+  }
+};
+
+// What a warp of the producer does for each tile.
+template <typename Spec, Weights kWeights>
+struct TileLoads {
+  const GemmParams& params;
+  const SharedMemory<Spec> shared;
+  const ptx::TensorMap* a_map;  // where rows are not gathered
+  const ptx::TensorMap& b_map;
+  RingPosition<Spec::kNumStages> at;
+
+  __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
+    const bool is_issuer = warp == 0 && ptx::lane_index() == 0;
+    if constexpr (!Spec::kGathersA) {
+      if (!is_issuer) return;
+    }
+    GatheredRows<Spec> rows;
+    if constexpr (Spec::kGathersA) rows.find(params, tile);
+    for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
+      ptx::Mbarrier* full = shared.full(at.stage);
+      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      if (is_issuer) {
+        ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + (Spec::kGathersA ? 0 : Spec::kABytes));
+        if constexpr (!Spec::kGathersA) load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
+        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
+      }
+      if constexpr (Spec::kGathersA) {
+        rows.copy(params, shared.a(at.stage), k);
+        ptx::mbarrier_arrive_cp_async(full);
+      }
+    }
+  }
+};
+
+// The first warp. Whose expert it is publishes the tile.
+template <typename Spec, typename Loads>
+__device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads) {
+  const bool is_first_lane = ptx::lane_index() == 0;
+  const int n_blocks = column_tiles<Spec>(params);
+  const int num_tiles = count_row_tiles<Spec::kBlockM>(params) * n_blocks;
+  ExpertWindow<Spec::kBlockM> window;
+  RingPosition<Spec::kNumTileSlots> slot;
+  for (int number = ptx::block_index();; slot.advance()) {
+    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
+    int next_number = 0;
+    if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
+    ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
+    if (number >= num_tiles) {
+      if (is_first_lane) publish_tile(shared.tile(slot.stage), Tile{-1, 0, 0, 0});
+    } else if (window.seek(params, n_blocks, number)) {
+      publish_tile(shared.tile(slot.stage), window.tile(n_blocks, number));
+    }
+    ptx::warp_sync();
+    if (is_first_lane) ptx::mbarrier_arrive(shared.tile_full(slot.stage));
+    if (number >= num_tiles) break;
+    loads(read_tile<Tile>(shared.tile(slot.stage)), 0);
+    number = ptx::shuffle_index(next_number, 0);
+  }
+}
+
+// A reader of the tiles: a warp. Returns the next tile.
+template <typename Spec>
+__device__ __forceinline__ Tile take_tile(const SharedMemory<Spec>& shared, RingPosition<Spec::kNumTileSlots>& slot) {
+  ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
+  const Tile tile = read_tile<Tile>(shared.tile(slot.stage));
+  ptx::warp_sync();  // all lanes have read it before the first one releases it
+  if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.tile_empty(slot.stage));
+  slot.advance();
+  return tile;
+}
+
+template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
+                                        const ptx::TensorMap* a_map, const ptx::TensorMap& b_map) {
+  TileLoads<Spec, kWeights> loads{params, shared, a_map, b_map, {}};
+  if (warp == 0) {
+    draw_tiles<Spec>(params, shared, loads);
+  } else if (warp < Spec::kProducerWarps) {
+    RingPosition<Spec::kNumTileSlots> slot;
+    while (true) {
+      const Tile tile = take_tile<Spec>(shared, slot);
+      if (tile.expert < 0) break;
+      loads(tile, warp);
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,122 @@
+// The compile-time values of the sm90 grouped products and their shared-memory map.
+#pragma once
+
+#include "device/ring.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+// Warpgroup 0 produces, warpgroups 1 and 2 multiply. A tile of 128 rows: each has 64 of them and all columns. One of 64 rows:
+// each has all rows and half of the columns.
+//   kNumStages     blocks of 64 k of A and B in shared memory
+//   kOutputSlabs   [64 rows][64 columns] buffers of each consumer, through which results leave
+//   kIsGated       the columns are 64 of gate and the same 64 of up in turn (kKnPairs: gate and up in turn); of kBlockN
+//                  columns come kBlockN / 2
+//   kLead          blocks of k by which the first consumer is ahead of the second: while one of them is in its epilogue the other
+//                  still multiplies
+//   kGathersA      the rows of A are not neighbours: the producer copies them one by one
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_, int kLead_,
+          bool kIsGated_, bool kGathersA_>
+struct TileSpec {
+  using Element = Element_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kBlockK = 64;  // 128 bytes: the width of the swizzle
+  static constexpr int kNumStages = kNumStages_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kOutputSlabs = kOutputSlabs_;
+  static constexpr int kLead = kLead_;
+  static constexpr bool kIsGated = kIsGated_;
+  static constexpr bool kGathersA = kGathersA_;
+
+  static constexpr int kNumThreads = kNumWarps * 32;
+  static constexpr int kNumConsumers = 2;
+  static constexpr int kProducerWarps = kGathersA ? 4 : 1;  // that work
+  static constexpr bool kSharesRows = kBlockM == 64;
+  static constexpr int kConsumerRows = kSharesRows ? 0 : 64;                    // from a consumer's first row to the next's
+  static constexpr int kConsumerColumns = kSharesRows ? kBlockN / 2 : kBlockN;  // of one consumer
+  static constexpr int kAccumulators = kConsumerColumns / 2;                    // of a thread
+  static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;       // of a tile
+  static constexpr int kNumTileSlots = 2;
+
+  static_assert(kBlockM == 64 || kBlockM == 128, "two consumers of 64 rows, or of the same 64");
+  static_assert(kBlockN <= 256 && kConsumerColumns % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
+  static_assert(kLead < kNumStages, "the stages between the consumers are in shared memory");
+  static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
+
+  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
+  static constexpr int kProducerRegisters = kGathersA ? 56 : 40;
+  static constexpr int kConsumerRegisters = kGathersA ? 224 : 232;
+
+  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
+  static constexpr int kSlabBytes = 64 * 128;
+  static constexpr int kABytes = kBlockM * 128;  // of one stage
+  static constexpr int kBBytes = kBlockN * 128;
+  static constexpr int kAOffset = 0;
+  static constexpr int kBOffset = kAOffset + kNumStages * kABytes;
+  static constexpr int kOutputOffset = kBOffset + kNumStages * kBBytes;
+  static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputSlabs * kSlabBytes;
+  static constexpr int kBarrierOffset = kTileOffset + kNumTileSlots * 16;
+  static constexpr int kNumBarriers = 2 * (kNumStages + kNumTileSlots);
+  static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
+// d = A B: A by the copy engine.
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kLead>
+using GemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kLead, false, false>;
+
+// d = activation(A B): gathered rows of A.
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kLead>
+using GatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kLead, true, true>;
+
+// Pointers into a block's shared memory.
+template <typename Spec>
+struct SharedMemory {
+  unsigned char* base;
+
+  // [kBlockM rows][64 k], swizzled.
+  __device__ __forceinline__ unsigned char* a(int stage) const { return base + Spec::kAOffset + stage * Spec::kABytes; }
+  // nk: [kBlockN rows][64 k]; kn: [kBlockN / 64][64 k][64 columns]; swizzled.
+  __device__ __forceinline__ unsigned char* b(int stage) const { return base + Spec::kBOffset + stage * Spec::kBBytes; }
+  // [64 rows][64 columns], swizzled.
+  __device__ __forceinline__ unsigned char* output(int consumer, int slab) const {
+    return base + Spec::kOutputOffset + (consumer * Spec::kOutputSlabs + slab) * Spec::kSlabBytes;
+  }
+  __device__ __forceinline__ unsigned char* tile(int slot) const { return base + Spec::kTileOffset + slot * 16; }
+
+  __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
+  }
+  // full: the stage's A and B are there. empty: every consumer warp has multiplied with them.
+  __device__ __forceinline__ ptx::Mbarrier* full(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ ptx::Mbarrier* empty(int stage) const { return barrier(Spec::kNumStages + stage); }
+  // full: the tile stands in the slot. empty: everybody has read it.
+  __device__ __forceinline__ ptx::Mbarrier* tile_full(int slot) const { return barrier(2 * Spec::kNumStages + slot); }
+  __device__ __forceinline__ ptx::Mbarrier* tile_empty(int slot) const {
+    return barrier(2 * Spec::kNumStages + Spec::kNumTileSlots + slot);
+  }
+};
+
+template <typename Spec>
+__device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
+  constexpr int kConsumerWarps = 4 * Spec::kNumConsumers;
+#pragma unroll
+  for (int stage = 0; stage < Spec::kNumStages; ++stage) {
+    // The copy engine's bytes, and the copies of each producer thread.
+    ptx::mbarrier_init(shared.full(stage), Spec::kGathersA ? 1 + 32 * Spec::kProducerWarps : 1);
+    ptx::mbarrier_init(shared.empty(stage), kConsumerWarps);
+  }
+#pragma unroll
+  for (int slot = 0; slot < Spec::kNumTileSlots; ++slot) {
+    ptx::mbarrier_init(shared.tile_full(slot), 1);
+    ptx::mbarrier_init(shared.tile_empty(slot), kConsumerWarps + Spec::kProducerWarps - 1);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,95 @@
+// Which tile of which expert a number means. There is no list of tiles in memory: a warp walks over the experts, one a lane, as
+// the numbers that its block gets only rise.
+//
+// Numbers go through the experts in order. Inside an expert they go through groups of row tiles, inside a group through the
+// columns, and there through the group's rows: blocks that run at the same time share the weights of a few column tiles and the
+// rows of a group, and both stay in the second-level cache.
+#pragma once
+
+#include "device/math.cuh"
+#include "moe/params/gemm.h"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace moe {
+
+// Rows first_row to end_row - 1 belong to the expert; the tile may reach past them. expert < 0 ends the work.
+struct Tile {
+  int expert;
+  int first_row;
+  int end_row;  // of the expert
+  int n_block;
+};
+
+// Tiles of kBlockM rows, over all experts. By a whole warp.
+template <int kBlockM>
+__device__ __forceinline__ int count_row_tiles(const GemmParams& params) {
+  uint32_t tiles = 0;
+#pragma unroll 4
+  for (int expert = ptx::lane_index(); expert < params.experts; expert += 32) {
+    const int rows = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert + 1) -
+                                      ptx::ld_global_32(params.expert_offsets + expert));
+    tiles += ceil_div(rows, kBlockM);
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) tiles += ptx::shuffle_xor(tiles, lanes);
+  return static_cast<int>(tiles);
+}
+
+// 32 experts, one a lane; none before the first seek.
+template <int kBlockM>
+struct ExpertWindow {
+  static constexpr int kGroupTiles = 2048 / kBlockM;
+
+  int end_tile = 0;  // row tiles of the experts up to the window's last
+  int before = 0;    // row tiles of the experts before this lane's
+  int tiles = 0;     // of this lane's expert
+  int expert;        // this lane's
+  int first_row = 0;
+  int end_row = 0;
+
+  __device__ __forceinline__ ExpertWindow() : expert(ptx::lane_index() - 32) {}
+
+  // The next 32 experts.
+  __device__ __forceinline__ void advance(const GemmParams& params) {
+    const int lane = ptx::lane_index();
+    expert += 32;
+    first_row = end_row = 0;
+    if (expert < params.experts) {
+      first_row = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert));
+      end_row = static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert + 1));
+    }
+    tiles = ceil_div(end_row - first_row, kBlockM);
+    int through = tiles;  // of the lanes up to this one
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int others = ptx::shuffle_index(through, lane - distance);
+      if (lane >= distance) through += others;
+    }
+    before = end_tile + through - tiles;
+    end_tile += ptx::shuffle_index(through, 31);
+  }
+
+  // Moves on to the experts of tile `number`, which exists, and returns whether it is one of this lane's expert. By a whole warp.
+  __device__ __forceinline__ bool seek(const GemmParams& params, int n_blocks, int number) {
+    const int row_tile = number / n_blocks;
+    while (row_tile >= end_tile) advance(params);
+    return row_tile >= before && row_tile < before + tiles;
+  }
+
+  // Tile `number` of the schedule, which is one of this lane's expert.
+  __device__ __forceinline__ Tile tile(int n_blocks, int number) const {
+    const int index = number - before * n_blocks;
+    const int first_tile = index / (kGroupTiles * n_blocks) * kGroupTiles;
+    const int group_tiles = minimum(kGroupTiles, tiles - first_tile);
+    const int in_group = index - first_tile * n_blocks;
+    const int n_block = in_group / group_tiles;
+    const int row_tile = first_tile + in_group - n_block * group_tiles;
+    return Tile{expert, first_row + row_tile * kBlockM, end_row, n_block};
+  }
+};
+
+}  // namespace moe
+}  // namespace flashmoe

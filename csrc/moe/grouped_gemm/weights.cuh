@@ -1,0 +1,14 @@
+// How the weights of an expert, B [n, k], lie in memory.
+#pragma once
+
+namespace flashmoe {
+namespace moe {
+
+enum class Weights {
+  kNk,       // [experts, n, k]
+  kKn,       // [experts, k, n]
+  kKnPairs,  // as kKn, the columns of gate and up in turn
+};
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,195 @@
+// What the operators of a mixture-of-experts layer are given and give back, and the checks of it. The Python statement of the
+// same rules, with longer explanations, is flashmoe/operators/moe/arguments.py; a test holds the two against each other.
+//
+// After a check, and so in every backend: tensors are on one device; x, shared, out and the other matrices of tokens have a
+// contiguous last dimension and any stride between rows (0 for an expanded one); weights have a contiguous last or second-last
+// dimension, as ExpertWeights says, and any strides else; everything else is contiguous. What was not has been copied.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "host/kernel_table.h"
+#include "host/tensor.h"
+#include "moe/params/gemm.h"
+#include "moe/params/routing.h"
+
+namespace flashmoe {
+namespace moe {
+
+using host::Dtype;
+using host::Tensor;
+
+constexpr int64_t kMaxExperts = 1024;
+constexpr int64_t kMaxTopK = 32;
+constexpr int64_t kMaxGroups = 32;
+
+// What each operator's tensors share.
+struct Common {
+  Dtype dtype = Dtype::kFloat32;  // of x, the weights, biases and the output
+  int32_t torch_dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+};
+
+// Weights of all experts, seen as [experts, n, k] of a product d[row, n] = sum over k of a[row, k] * weights[e, n, k], wherever
+// they lie. One of stride_n and stride_k is 1.
+struct ExpertWeights {
+  const void* data = nullptr;
+  int64_t experts = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+  int64_t stride_expert = 0;  // elements, here and below; 0: all experts share one matrix
+  int64_t stride_n = 0;
+  int64_t stride_k = 0;
+};
+
+// The same, the other way round, for a gradient: d[row, k] = sum over n.
+inline ExpertWeights swapped(const ExpertWeights& weights) {
+  ExpertWeights other = weights;
+  other.n = weights.k;
+  other.k = weights.n;
+  other.stride_n = weights.stride_k;
+  other.stride_k = weights.stride_n;
+  return other;
+}
+
+// w13 as [experts, 2 * intermediate, hidden], w2 as [experts, hidden, intermediate]; `is_transposed`: the tensor has the last two
+// dimensions the other way round.
+ExpertWeights view_weights(const Tensor& tensor, bool is_transposed);
+
+// Tokens, sizes and what the layer computes, of both passes. slots = tokens * top_k is below 2^31.
+struct LayerShape {
+  int64_t tokens = 0;
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+  int64_t experts = 0;
+  int64_t top_k = 0;
+  int64_t slots = 0;
+  Activation activation = Activation::kSwiglu;
+  bool is_interleaved = false;
+  bool is_transposed = false;  // of w13, w2 and their gradients
+};
+
+struct SortArguments {
+  Common common;        // dtype: of topk_weights; float32 or a 16-bit type
+  Tensor ids;           // [tokens, top_k] or any other shape, int32 or int64
+  Tensor topk_weights;  // of ids' shape
+  Tensor expert_map;    // [ids_end] int32; no handle (get() == nullptr): none
+  int64_t slots = 0;
+  int64_t experts = 0;
+  int64_t ids_end = 0;  // ids outside [0, ids_end) have no expert: expert_map's size, or experts
+};
+
+struct SortOutputs {
+  Tensor expert_offsets;  // [experts + 1] int32
+  Tensor row_slots;       // [slots] int32, -1 past the last row
+  Tensor slot_rows;       // [slots] int32, -1: no expert
+  Tensor row_weights;     // [slots] float32, 0 past the last row
+};
+
+struct LayerArguments {
+  Common common;
+  LayerShape shape;
+  Tensor x;    // [tokens, hidden]
+  Tensor w13;  // [experts, 2 * intermediate, hidden]; see view_weights
+  Tensor w2;   // [experts, hidden, intermediate]
+  Tensor b13;  // [experts, 2 * intermediate], in the order of w13's rows; no handle: none, here and below
+  Tensor b2;   // [experts, hidden]
+  Tensor shared;  // [tokens, hidden]
+  SortArguments routing;
+  bool keep = false;  // what the backward pass needs is wanted
+};
+
+struct LayerOutputs {
+  Tensor out;            // [tokens, hidden]
+  Tensor preactivation;  // [slots, 2 * intermediate], by row, where it is kept; else of size 0. Rows past the last: anything
+  SortOutputs sorted;    // where it is kept; else of size 0, and the backend has its own
+};
+
+// Bits of `needs`, and the order of the gradients.
+enum Gradient : int64_t { kNeedX = 1, kNeedW13 = 2, kNeedW2 = 4, kNeedWeights = 8, kNeedB13 = 16, kNeedB2 = 32 };
+
+struct LayerBackwardArguments {
+  Common common;
+  LayerShape shape;
+  Tensor dout;  // [tokens, hidden]
+  Tensor x;
+  Tensor w13;
+  Tensor w2;
+  Tensor b13;            // looked at for whether there is one
+  Tensor b2;             // takes part in the gradient of topk_weights
+  Tensor preactivation;  // as the forward pass kept it
+  SortOutputs sorted;
+};
+
+// Those that are not wanted have no handle.
+struct LayerGradients {
+  Tensor dx;        // [tokens, hidden]
+  Tensor dw13;      // w13's shape, contiguous
+  Tensor dw2;       // w2's shape, contiguous
+  Tensor dweights;  // [tokens, top_k] float32
+  Tensor db13;      // [experts, 2 * intermediate]
+  Tensor db2;       // [experts, hidden]
+};
+
+struct RouteArguments {
+  Common common;  // dtype: of logits
+  Tensor logits;  // [tokens, experts], last dimension contiguous
+  Tensor bias;    // [experts] float32; no handle: none
+  int64_t tokens = 0;
+  int64_t experts = 0;
+  int64_t top_k = 0;
+  Scoring scoring = Scoring::kSoftmax;
+  int64_t groups = 1;
+  int64_t topk_groups = 1;
+  bool renormalize = false;
+  double scale = 1.0;
+};
+
+struct RouteOutputs {
+  Tensor weights;  // [tokens, top_k] float32
+  Tensor ids;      // [tokens, top_k] int32
+  Tensor counts;   // [experts] int32
+};
+
+// out[row] = a[row] b[e]; rows past the last offset give zeros.
+struct GroupedArguments {
+  Common common;
+  Tensor a;         // [rows, k]
+  ExpertWeights b;  // as [experts, n, k]; of the tensor [experts, k, n]
+  Tensor b_owner;   // that tensor
+  Tensor offsets;   // [experts] int32, the end of each expert's rows, ascending
+  int64_t rows = 0;
+};
+
+// out[e] = sum over e's rows of a[row]^T b[row], [n, k]; zeros for an expert without rows.
+struct GroupedGradientArguments {
+  Common common;
+  Tensor a;        // [rows, n]: the operator's a, [n, rows], transposed
+  Tensor b;        // [rows, k]
+  Tensor offsets;  // [experts] int32
+  int64_t rows = 0;
+  int64_t experts = 0;
+};
+
+// Each throws with a code and a message on the first rule that the arguments break; fills in what stands above beside the
+// tensors, and copies what must be contiguous.
+void check_sort(SortArguments& arguments);
+void check_layer(LayerArguments& arguments);
+void check_out(const LayerArguments& arguments, const Tensor& out);  // of the caller's own output
+void check_layer_backward(LayerBackwardArguments& arguments);
+void check_route(RouteArguments& arguments);
+void check_grouped(GroupedArguments& arguments, Tensor b);
+void check_grouped_gradient(GroupedGradientArguments& arguments);
+
+// By the operators' words; throws code `argument` for another one.
+Activation activation_of(const std::string& word);
+Scoring scoring_of(const std::string& word);
+bool is_interleaved_of(const std::string& layout_word);
+
+// Of a tensor's elements; only float32, float16, bfloat16, int32 and int64 have one.
+Scalar scalar_of(const Tensor& tensor);
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,31 @@
+// The two backends of the operators. Arguments are checked, and there is at least one slot, token or row. Outputs have been
+// allocated, are uninitialised and are written completely; those without a handle are not wanted.
+#pragma once
+
+#include "moe/host/arguments.h"
+
+namespace flashmoe {
+namespace moe {
+
+void route_cpu(const RouteArguments& arguments, const RouteOutputs& outputs);
+void route_cuda(const RouteArguments& arguments, const RouteOutputs& outputs);
+
+void sort_cpu(const SortArguments& arguments, const SortOutputs& outputs);
+void sort_cuda(const SortArguments& arguments, const SortOutputs& outputs);
+
+void layer_cpu(const LayerArguments& arguments, const LayerOutputs& outputs);
+void layer_cuda(const LayerArguments& arguments, const LayerOutputs& outputs);
+
+void layer_backward_cpu(const LayerBackwardArguments& arguments, const LayerGradients& gradients);
+void layer_backward_cuda(const LayerBackwardArguments& arguments, const LayerGradients& gradients);
+
+// out [rows, n], contiguous.
+void grouped_cpu(const GroupedArguments& arguments, const Tensor& out);
+void grouped_cuda(const GroupedArguments& arguments, const Tensor& out);
+
+// out [experts, n, k], contiguous.
+void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tensor& out);
+void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tensor& out);
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,240 @@
+// The backward pass of the layer on a GPU: which kernels, on what, and the list that is launched.
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "host/last_kernel.h"
+#include "moe/host/backends.h"
+#include "moe/host/launch.h"
+#include "moe/host/prepare.h"
+
+namespace flashmoe {
+namespace moe {
+namespace {
+
+// The layer's tensors, as the kernels can load them; weights the other way round: dz = (dout W2) ..., dx = dz W13.
+struct BackwardOperands {
+  Tensor dout;
+  Tensor x;
+  WeightOperand w13;
+  WeightOperand w2;
+  Tensor b2;
+
+  explicit BackwardOperands(const LayerBackwardArguments& arguments)
+      : dout(loadable_rows(arguments.dout)),
+        x(loadable_rows(arguments.x)),
+        w13(loadable_weights(arguments.w13, arguments.shape.is_transposed)),
+        w2(loadable_weights(arguments.w2, arguments.shape.is_transposed)),
+        b2(loadable_rows(arguments.b2)) {
+    w13.view = swapped(w13.view);
+    w2.view = swapped(w2.view);
+  }
+};
+
+// A matrix of rows: in place, or gathered from tokens by the rows' slots.
+struct Rows {
+  const void* data;
+  int64_t stride;
+  int64_t columns;
+  const int32_t* slots;  // null: in place
+};
+
+bool is_wanted(const Tensor& gradient) { return gradient.get() != nullptr; }
+
+class BackwardCall {
+ public:
+  BackwardCall(const LayerBackwardArguments& arguments, const LayerGradients& gradients);
+  void run();
+
+ private:
+  const Kernel& combine_kernel() const { return select_step(request_, Step::kCombineBackward); }
+  bool needs_dz() const;
+  bool needs_combine() const { return is_wanted(gradients_.dx) || is_wanted(gradients_.dweights); }
+
+  void allocate(const host::CudaCall& call);
+  void add_gated(const host::CudaCall& call);
+  void add_weight_gradient(std::optional<ProductPart>& part, const host::CudaCall& call, const Rows& first,
+                           const Rows& second, const Tensor& gradient);
+  void add_rows_of_dx(const host::CudaCall& call);
+  void add_combine();
+  void add_bias_gradient(BiasGradientParams& params, const Rows& rows, const float* row_weights,
+                         const Tensor& gradient);
+
+  void set_common(GemmParams& params) const;
+  bool is_dependent() { return std::exchange(has_launched_, true); }
+  ProductPart make_product(Product product, const ExpertWeights& weights) const {
+    return ProductPart(product, request_, weights, /*is_paired=*/false, shape_.slots, shape_.experts);
+  }
+
+  const LayerBackwardArguments& arguments_;
+  const LayerGradients& gradients_;
+  const LayerShape& shape_;
+  const host::Device& gpu_;
+  const host::KernelRequest request_;
+  const BackwardOperands operands_;
+  const Sorted sorted_;
+
+  host::Workspace workspace_;
+  void* dz_ = nullptr;                   // [slots, 2 * intermediate]
+  void* weighted_activation_ = nullptr;  // [slots, intermediate]
+  void* rows_of_dx_ = nullptr;           // [slots, hidden]; begins where weighted_activation does
+  float* row_dots_ = nullptr;            // [dot_tiles][slots]
+
+  // Parts of the list, and whether an earlier one has been added.
+  host::LaunchList list_;
+  bool has_launched_ = false;
+  std::optional<host::TileCounter> counter_;
+  std::optional<ProductPart> gated_, dw2_, rows_, dw13_;
+  CombineParams combine_{};
+  BiasGradientParams db13_{}, db2_{};
+};
+
+BackwardCall::BackwardCall(const LayerBackwardArguments& arguments, const LayerGradients& gradients)
+    : arguments_(arguments),
+      gradients_(gradients),
+      shape_(arguments.shape),
+      gpu_(host::device(arguments.common.device_index)),
+      request_(host::make_request(gpu_, arguments.common.dtype)),
+      operands_(arguments),
+      sorted_(pointers_of(arguments.sorted)) {
+  if (needs_dz()) gated_.emplace(make_product(Product::kGatedBackward, operands_.w2.view));
+  if (is_wanted(gradients.dw2)) dw2_.emplace(make_product(Product::kWeightGradient, {}));
+  if (is_wanted(gradients.dx)) rows_.emplace(make_product(Product::kPlain, operands_.w13.view));
+  if (is_wanted(gradients.dw13)) dw13_.emplace(make_product(Product::kWeightGradient, {}));
+}
+
+bool BackwardCall::needs_dz() const {
+  return needs_combine() || is_wanted(gradients_.dw13) || is_wanted(gradients_.dw2) || is_wanted(gradients_.db13);
+}
+
+void BackwardCall::set_common(GemmParams& params) const {
+  params.expert_offsets = sorted_.expert_offsets;
+  params.row_weights = sorted_.row_weights;
+  params.tokens = static_cast<int32_t>(shape_.tokens);
+  params.top_k = static_cast<int32_t>(shape_.top_k);
+}
+
+// The rows of dx are written once dw2 has been computed, so they take the weighted activation's place.
+void BackwardCall::allocate(const host::CudaCall& call) {
+  if (!gated_.has_value()) return;
+  const int64_t dot_tiles = ceil_div(shape_.intermediate, gated_->kernel().block_n);
+  const int64_t columns = rows_.has_value() ? std::max(shape_.intermediate, shape_.hidden) : shape_.intermediate;
+  const int64_t dz = workspace_.add<uint16_t>(shape_.slots * 2 * shape_.intermediate);
+  const int64_t rows = workspace_.add<uint16_t>(shape_.slots * columns);
+  const int64_t dots = workspace_.add<float>(shape_.slots * dot_tiles);
+  workspace_.allocate(call);
+  dz_ = workspace_.address<void>(dz);
+  weighted_activation_ = rows_of_dx_ = workspace_.address<void>(rows);
+  row_dots_ = workspace_.address<float>(dots);
+}
+
+void BackwardCall::add_gated(const host::CudaCall& call) {
+  GemmParams& params = gated_->params;
+  set_common(params);
+  params.a = operands_.dout.data();
+  params.a_stride = operands_.dout.strides()[0];
+  params.a_slots = sorted_.row_slots;
+  params.d = dz_;
+  params.d_stride = 2 * shape_.intermediate;
+  params.preactivation = arguments_.preactivation.data();
+  params.weighted_activation = weighted_activation_;
+  params.row_dots = row_dots_;
+  params.activation = shape_.activation;
+  params.is_interleaved = shape_.is_interleaved ? 1 : 0;
+  gated_->add(list_, is_dependent(), call, counter_);
+}
+
+// [experts, first.columns, second.columns].
+void BackwardCall::add_weight_gradient(std::optional<ProductPart>& part, const host::CudaCall& call, const Rows& first,
+                                       const Rows& second, const Tensor& gradient) {
+  GemmParams& params = part->params;
+  set_common(params);
+  params.a = first.data;
+  params.a_stride = first.stride;
+  params.a_slots = first.slots;
+  params.b = second.data;
+  params.b_stride = second.stride;
+  params.b_slots = second.slots;
+  params.d = gradient.data();
+  params.d_stride = second.columns;
+  params.n = static_cast<int32_t>(first.columns);
+  params.k = static_cast<int32_t>(second.columns);
+  part->add(list_, is_dependent(), call, counter_);
+}
+
+void BackwardCall::add_rows_of_dx(const host::CudaCall& call) {
+  GemmParams& params = rows_->params;
+  set_common(params);
+  params.a = dz_;
+  params.a_stride = params.k;
+  params.d = rows_of_dx_;
+  params.d_stride = params.n;
+  rows_->add(list_, is_dependent(), call, counter_);
+}
+
+void BackwardCall::add_combine() {
+  const Kernel& kernel = combine_kernel();
+  combine_.rows = rows_of_dx_;
+  combine_.out = data_or_null(gradients_.dx);
+  combine_.out_stride = shape_.hidden;
+  combine_.slot_rows = sorted_.slot_rows;
+  combine_.row_dots = row_dots_;
+  combine_.dweights = static_cast<float*>(data_or_null(gradients_.dweights));
+  combine_.bias = data_or_null(operands_.b2);
+  combine_.dout = operands_.dout.data();
+  combine_.dout_stride = operands_.dout.strides()[0];
+  combine_.expert_offsets = sorted_.expert_offsets;
+  combine_.tokens = static_cast<int32_t>(shape_.tokens);
+  combine_.top_k = static_cast<int32_t>(shape_.top_k);
+  combine_.columns = static_cast<int32_t>(shape_.hidden);
+  combine_.experts = static_cast<int32_t>(shape_.experts);
+  combine_.dot_tiles = static_cast<int32_t>(ceil_div(shape_.intermediate, gated_->kernel().block_n));
+  list_.add({&kernel, shape_.tokens, &combine_, nullptr, is_dependent()});
+}
+
+void BackwardCall::add_bias_gradient(BiasGradientParams& params, const Rows& rows, const float* row_weights,
+                                     const Tensor& gradient) {
+  constexpr int64_t kColumnsPerBlock = 64;
+  params.a = rows.data;
+  params.d = gradient.data();
+  params.row_weights = row_weights;
+  params.expert_offsets = sorted_.expert_offsets;
+  params.a_slots = rows.slots;
+  params.a_stride = rows.stride;
+  params.experts = static_cast<int32_t>(shape_.experts);
+  params.top_k = static_cast<int32_t>(shape_.top_k);
+  params.columns = static_cast<int32_t>(rows.columns);
+  list_.add({&select_step(request_, Step::kBiasGradient), shape_.experts * ceil_div(rows.columns, kColumnsPerBlock),
+             &params, nullptr, is_dependent()});
+}
+
+void BackwardCall::run() {
+  const host::CudaCall call(gpu_);
+  allocate(call);
+  const Rows dout{operands_.dout.data(), operands_.dout.strides()[0], shape_.hidden, sorted_.row_slots};
+  const Rows x{operands_.x.data(), operands_.x.strides()[0], shape_.hidden, sorted_.row_slots};
+  const Rows dz{dz_, 2 * shape_.intermediate, 2 * shape_.intermediate, nullptr};
+  const Rows activation{weighted_activation_, shape_.intermediate, shape_.intermediate, nullptr};
+  const bool turned = shape_.is_transposed;
+  if (gated_.has_value()) add_gated(call);
+  if (dw2_.has_value()) {
+    add_weight_gradient(dw2_, call, turned ? activation : dout, turned ? dout : activation, gradients_.dw2);
+  }
+  if (rows_.has_value()) add_rows_of_dx(call);
+  if (needs_combine()) add_combine();
+  if (dw13_.has_value()) add_weight_gradient(dw13_, call, turned ? x : dz, turned ? dz : x, gradients_.dw13);
+  if (is_wanted(gradients_.db13)) add_bias_gradient(db13_, dz, /*row_weights=*/nullptr, gradients_.db13);
+  if (is_wanted(gradients_.db2)) add_bias_gradient(db2_, dout, sorted_.row_weights, gradients_.db2);
+  list_.run(call);
+  if (gated_.has_value()) host::set_last_kernel(gated_->kernel().symbol);
+}
+
+}  // namespace
+
+void layer_backward_cuda(const LayerBackwardArguments& arguments, const LayerGradients& gradients) {
+  BackwardCall(arguments, gradients).run();
+}
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,179 @@
+#include "moe/host/select.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace flashmoe {
+namespace moe {
+namespace {
+
+using host::KernelList;
+using host::KernelRequest;
+
+constexpr int32_t kNumProducts = 4;
+constexpr int32_t kNumMemories = 3;
+constexpr int32_t kNumSteps = 7;
+
+// By Product.
+struct ProductName {
+  const char* operation;
+  const char* few_rows;  // null: there is none
+  bool has_memory;
+  const char* words;  // for a refusal
+};
+constexpr std::array<ProductName, kNumProducts> kProducts{
+    {{"grouped_gemm", "grouped_gemm_few_rows", true, "a grouped matrix product"},
+     {"grouped_gemm_gated", "grouped_gemm_gated_few_rows", true, "a gated grouped matrix product"},
+     {"grouped_gemm_gated_backward", nullptr, true, "the gradient of a gated grouped matrix product"},
+     {"grouped_gemm_weight_gradient", nullptr, false, "the gradient of experts' weights"}}};
+
+// By Step.
+struct StepName {
+  const char* operation;
+  int32_t word;    // of the axis `step`; host::kNoAxis where there is no axis
+  bool has_dtype;  // else its tensors' dtypes are parameters, and the table has it once, as float32
+  const char* words;
+};
+constexpr std::array<StepName, kNumSteps> kSteps{{{"moe_route", host::kNoAxis, false, "routing"},
+                                                  {"moe_sort", 0, false, "sorting by expert"},
+                                                  {"moe_sort", 1, false, "sorting by expert"},
+                                                  {"moe_sort", 2, false, "sorting by expert"},
+                                                  {"moe_combine", host::kNoAxis, true, "combining experts' results"},
+                                                  {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
+                                                  {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"}}};
+
+bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
+
+// The tiles of one family for one product, smallest first.
+struct FamilyTiles {
+  const char* family;
+  std::vector<const Kernel*> few_rows;
+  std::vector<const Kernel*> tiles;
+};
+using FamilyList = std::vector<FamilyTiles>;  // best first
+
+double rows_of(const Kernel& kernel) { return kernel.has_cost ? kernel.cost[cost::kRows] : 0.0; }
+
+std::vector<const Kernel*> find_tiles(const char* operation, const char* family, host::Dtype dtype, int32_t memory,
+                                      const KernelList& kernels) {
+  std::vector<const Kernel*> found;
+  for (const Kernel* kernel : kernels) {
+    if (kernel->dtype == dtype && kernel->axes[0] == memory && equal(kernel->operation, operation) &&
+        equal(kernel->family, family)) {
+      found.push_back(kernel);
+    }
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Kernel* left, const Kernel* right) { return rows_of(*left) < rows_of(*right); });
+  return found;
+}
+
+FamilyList resolve_families(const ProductInput& input) {
+  const ProductName& name = kProducts[static_cast<std::size_t>(input.product)];
+  const int32_t memory = name.has_memory ? static_cast<int32_t>(input.memory) : host::kNoAxis;
+  const host::Dtype dtype = input.request.dtype;
+  const KernelList& kernels = host::loadable_kernels(input.request.capability);
+  FamilyList result;
+  for (const char* const* family = host::families_of(input.request.capability); *family != nullptr; ++family) {
+    FamilyTiles found{*family, {}, find_tiles(name.operation, *family, dtype, memory, kernels)};
+    if (name.few_rows != nullptr) found.few_rows = find_tiles(name.few_rows, *family, dtype, memory, kernels);
+    if (!found.tiles.empty() || !found.few_rows.empty()) result.push_back(std::move(found));
+  }
+  return result;
+}
+
+// resolve_families, remembered: looking through the whole table takes longer than the rest of the selection.
+const FamilyList& families_for(const ProductInput& input) {
+  constexpr std::size_t kEntries = 2 * kNumProducts * kNumMemories;
+  struct Remembered {
+    int32_t capability = 0;
+    std::array<FamilyList, kEntries> families;
+    std::array<bool, kEntries> is_known{};
+  };
+  thread_local Remembered remembered;
+  if (remembered.capability != input.request.capability) {
+    remembered.is_known.fill(false);
+    remembered.capability = input.request.capability;
+  }
+  const int32_t dtype = input.request.dtype == host::Dtype::kBFloat16 ? 1 : 0;
+  const auto entry = static_cast<std::size_t>((dtype * kNumProducts + static_cast<int32_t>(input.product)) * kNumMemories +
+                                              static_cast<int32_t>(input.memory));
+  if (!remembered.is_known[entry]) {
+    remembered.families[entry] = resolve_families(input);
+    remembered.is_known[entry] = true;
+  }
+  return remembered.families[entry];
+}
+
+// The smallest tile for so many rows; null where none is large enough.
+const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows) {
+  for (const Kernel* kernel : tiles) {
+    if (rows <= rows_of(*kernel)) return kernel;
+  }
+  return nullptr;
+}
+
+const Kernel* find_step(const KernelRequest& request, Step step) {
+  const StepName& name = kSteps[static_cast<std::size_t>(step)];
+  const host::Dtype dtype = name.has_dtype ? request.dtype : host::Dtype::kFloat32;
+  const KernelList& kernels = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    for (const Kernel* kernel : kernels) {
+      if (kernel->dtype == dtype && kernel->axes[0] == name.word && equal(kernel->operation, name.operation) &&
+          equal(kernel->family, *family)) {
+        return kernel;
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+const Kernel& select_product(const ProductInput& input) {
+  const double rows = static_cast<double>(input.slots) / static_cast<double>(input.experts);
+  const FamilyList& families = families_for(input);
+  const auto is_allowed = [&input](const FamilyTiles& family) {
+    return input.request.forced_family == nullptr || equal(input.request.forced_family, family.family);
+  };
+  for (const FamilyTiles& family : families) {
+    const Kernel* kernel = is_allowed(family) ? sufficient(family.few_rows, rows) : nullptr;
+    if (kernel != nullptr) return *kernel;
+  }
+  for (const FamilyTiles& family : families) {
+    if (!is_allowed(family) || family.tiles.empty()) continue;
+    const Kernel* kernel = sufficient(family.tiles, rows);
+    return kernel != nullptr ? *kernel : *family.tiles.back();
+  }
+  host::refuse(input.request, kProducts[static_cast<std::size_t>(input.product)].words);
+}
+
+bool is_for_few_rows(const Kernel& kernel) {
+  return std::any_of(kProducts.begin(), kProducts.end(), [&kernel](const ProductName& name) {
+    return name.few_rows != nullptr && equal(name.few_rows, kernel.operation);
+  });
+}
+
+const Kernel& select_step(const KernelRequest& request, Step step) {
+  constexpr std::size_t kEntries = 2 * kNumSteps;
+  struct Remembered {
+    int32_t capability = 0;
+    std::array<const Kernel*, kEntries> kernels{};
+  };
+  thread_local Remembered remembered;
+  if (remembered.capability != request.capability) {
+    remembered.kernels.fill(nullptr);
+    remembered.capability = request.capability;
+  }
+  const int32_t dtype = request.dtype == host::Dtype::kBFloat16 ? 1 : 0;
+  const Kernel*& known = remembered.kernels[static_cast<std::size_t>(dtype * kNumSteps + static_cast<int32_t>(step))];
+  if (known == nullptr) known = find_step(request, step);
+  if (known == nullptr) host::refuse(request, kSteps[static_cast<std::size_t>(step)].words);
+  return *known;
+}
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,49 @@
+#include "moe/host/tensor_maps.h"
+
+#include "host/tensor_map.h"
+#include "moe/grouped_gemm/sm90/tensor_map.h"
+#include "moe/weight_gradient/sm90/tensor_map.h"
+
+namespace flashmoe {
+namespace moe {
+
+// One family has tensor maps, sm90.
+void make_tensor_maps(Product product, const GemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
+  const auto encode = [&kernel](const auto& description, const char* name) {
+    return host::encode_tensor_map(description, kernel.dtype, name);
+  };
+  switch (product) {
+    case Product::kPlain: {
+      const auto from = sm90::gemm_tensor_maps(params, kernel.block_n);
+      maps[0] = encode(from.a, "rows");
+      maps[1] = encode(from.b_nk, "weights");
+      maps[2] = encode(from.b_kn, "weights");
+      maps[3] = encode(from.d, "results");
+      return;
+    }
+    case Product::kGated: {
+      const auto from = sm90::gated_gemm_tensor_maps(params, kernel.block_n);
+      maps[0] = encode(from.b_nk, "w13");
+      maps[1] = encode(from.b_kn, "w13");
+      maps[2] = encode(from.d, "activations");
+      maps[3] = encode(from.preactivation, "preactivation");
+      return;
+    }
+    case Product::kWeightGradient: {
+      const auto from = weight_gradient::sm90::weight_gradient_tensor_maps(params, kernel.block_n);
+      maps[0] = encode(from.a, "rows");
+      maps[1] = encode(from.b, "rows");
+      maps[2] = encode(from.d, "weight gradient");
+      return;
+    }
+    case Product::kGatedBackward: {
+      const auto from = sm90::gated_backward_tensor_maps(params, kernel.block_n);
+      maps[0] = encode(from.b_nk, "w2");
+      maps[1] = encode(from.b_kn, "w2");
+      return;
+    }
+  }
+}
+
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,16 @@
+// The tensor maps of the products' kernels, described beside each kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include "moe/host/select.h"
+#include "moe/params/gemm.h"
+
+namespace flashmoe {
+namespace moe {
+
+// Writes kernel.num_tensor_maps of them, in the order of operations.toml.
+void make_tensor_maps(Product product, const GemmParams& params, const Kernel& kernel, CUtensorMap* maps);
+
+}  // namespace moe
+}  // namespace flashmoe

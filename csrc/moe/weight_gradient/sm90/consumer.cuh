@@ -1,0 +1,127 @@
+// A consumer warpgroup: 64 rows of M, all columns of N, the rows of the expert in ascending order.
+#pragma once
+
+#include "device/convert.cuh"
+#include "moe/weight_gradient/sm90/producer.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace weight_gradient {
+namespace sm90 {
+
+template <typename Spec>
+struct Consumer {
+  using Element = typename Spec::Element;
+  static constexpr int kAccumulators = Spec::kBlockN / 2;
+
+  const GemmParams& params;
+  const SharedMemory<Spec> shared;
+  const ptx::TensorMap& d_map;
+  const int consumer;  // 0 to kNumConsumers - 1
+  RingPosition<Spec::kNumStages> at;
+
+  __device__ __forceinline__ Consumer(const GemmParams& params_, const SharedMemory<Spec>& shared_,
+                                      const ptx::TensorMap& d_map_, int consumer_)
+      : params(params_), shared(shared_), d_map(d_map_), consumer(consumer_) {}
+
+  // sums (+)= a^T b over the 64 rows of a stage; asynchronous. k of a product is 16 rows, 2048 bytes of every slab.
+  __device__ __forceinline__ void issue(float (&sums)[kAccumulators], int adds) const {
+    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, Spec::kSlabBytes, 1024);
+    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), Spec::kSlabBytes, 1024);
+    ptx::wgmma_fence_operands(sums);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Spec::kStageRows / 16; ++step) {
+      ptx::wgmma_ss<Element, Spec::kBlockN, true, true>(sums, ptx::advance_smem_descriptor(a, step * 2048),
+                                                        ptx::advance_smem_descriptor(b, step * 2048),
+                                                        step == 0 ? adds : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Before its first products a consumer lets the first one go ahead: it waits for rows that it needs later. The distance stays.
+  __device__ __forceinline__ void fall_behind(int rows) const {
+    if (Spec::kLead > 0 && consumer > 0) {
+      ptx::mbarrier_wait(shared.full(minimum(Spec::kLead, ceil_div(rows, Spec::kStageRows) - 1)), 0);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[kAccumulators], int rows) {
+    RingPosition<Spec::kNumStages> used = at;  // the oldest stage that has not been released
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) sums[i] = 0.0f;
+#pragma unroll 1
+    for (int done = 0; done < rows; done += Spec::kStageRows) {
+      ptx::mbarrier_wait(shared.full(at.stage), at.parity);
+      // What cp.async has written becomes visible to wgmma.
+      ptx::fence_proxy_async_shared();
+      issue(sums, 1);
+      at.advance();
+      ptx::wgmma_wait<1>();
+      if (done == 0) continue;
+      release(shared.empty(used.stage));
+      used.advance();
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(sums);
+    if (rows > 0) release(shared.empty(used.stage));
+  }
+
+  // Each warp sends its own 16 rows, slab by slab: no warp waits for another. The map cuts off what lies past n and k.
+  __device__ __forceinline__ void store(const float (&sums)[kAccumulators], const Tile& tile) const {
+    const int lane = ptx::lane_index();
+    const int warp = ptx::warp_index() % 4;
+    const int row = lane % 16;
+#pragma unroll
+    for (int slab = 0; slab < Spec::kBlockN / 64; ++slab) {
+      unsigned char* smem = shared.output(consumer, slab % Spec::kOutputSlabs) + warp * 16 * 128;
+      // Hazard: the copy engine still reads what this buffer held before.
+      if (lane == 0) ptx::tma_store_wait_read<Spec::kOutputSlabs - 1>();
+      ptx::warp_sync();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        const float* d = &sums[32 * slab + 8 * step];
+        const uint32_t words[4] = {pack<Element>(d[0], d[1]), pack<Element>(d[2], d[3]), pack<Element>(d[4], d[5]),
+                                   pack<Element>(d[6], d[7])};
+        const int chunk = step * 2 + lane / 16;
+        ptx::stmatrix_x4(smem + row * 128 + (chunk ^ (row % 8)) * 16, words);
+      }
+      // Hazard: the copy engine reads before every lane's part is written and visible to it.
+      ptx::fence_proxy_async_shared();
+      ptx::warp_sync();
+      if (lane == 0) {
+        ptx::tma_store_4d(&d_map, smem, tile.n_tile() * Spec::kBlockN + slab * 64,
+                          tile.m_tile() * Spec::kBlockM + consumer * 64 + warp * 16, 0, tile.expert);
+        ptx::tma_store_commit();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    RingPosition<Spec::kTileSlots> slot;
+    bool is_first = true;
+    while (true) {
+      ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
+      const Tile tile = read_tile<Tile>(shared.tile(slot.stage));
+      release(shared.tile_empty(slot.stage));
+      slot.advance();
+      if (tile.expert < 0) break;
+      if (is_first && tile.rows > 0) {
+        fall_behind(tile.rows);
+        is_first = false;
+      }
+      float sums[kAccumulators];
+      multiply(sums, tile.rows);
+      store(sums, tile);
+    }
+    if (ptx::lane_index() == 0) ptx::tma_store_wait<0>();
+  }
+};
+
+}  // namespace sm90
+}  // namespace weight_gradient
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,50 @@
+// d[e] = sum over e's rows of a[a_row]^T b[b_row], [n, k]; zeros for an expert without rows.
+//   grid     min(tiles, multiprocessors) blocks; tiles = experts * ceil(n / kBlockM) * ceil(k / kBlockN), of which each block
+//            draws one after another
+//   maps     tensor_map.h says how the host builds them
+//   counter  params.tile_counter is 0 at launch, and 0 again at the end
+// One block adds up a tile over all the expert's rows in their order: the bits do not depend on the grid.
+#pragma once
+
+#include "moe/weight_gradient/sm90/consumer.cuh"
+#include "moe/weight_gradient/sm90/producer.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/register_control.cuh"
+#include "ptx/shuffle.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace weight_gradient {
+namespace sm90 {
+
+template <typename Spec>
+__device__ __forceinline__ void weight_gradient(const GemmParams& params, const ptx::TensorMap& a_map,
+                                                const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    ptx::prefetch_tensor_map(&d_map);
+    init_barriers(shared);
+  }
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+  sort_experts(params, shared);
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    Producer<Spec>(params, shared, a_map, b_map).run();
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    Consumer<Spec>(params, shared, d_map, warpgroup - 1).run();
+  }
+}
+
+}  // namespace sm90
+}  // namespace weight_gradient
+}  // namespace moe
+}  // namespace flashmoe

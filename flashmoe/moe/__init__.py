@@ -1,0 +1,1 @@
+"""Mixture of experts for users: the layer as functions and as a module."""

@@ -1,0 +1,281 @@
+"""The mixture-of-experts layer as functions.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.compiler import is_compiling
+
+from flashmoe import _extension
+from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
+from flashmoe.operators.moe import arguments
+from flashmoe.operators.moe.autograd import NO_FORWARD_MODE, layer_under_transforms
+from flashmoe.transforms import has_tangent
+
+_extension.load()
+_operators = torch.ops.flashmoe
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"]
+Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
+
+
+def fused_moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: Activation = "swiglu",
+    layout: Literal["concat", "interleaved"] = "concat",
+    transposed: bool = False,
+    expert_map: Tensor | None = None,
+    shared: Tensor | None = None,
+    weights_on_input: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A mixture-of-experts layer, from the experts that were chosen for each token to their weighted sum.
+
+    out[t] = shared[t] + sum over j of topk_weights[t, j] * (activation(x[t] W13_e^T + b13_e) W2_e^T + b2_e), e = topk_ids[t, j].
+    Sums are float32, in an order that does not depend on the batch: a token's result is the same bits whatever else is in x.
+    Two runs give the same bits. The host never waits for the GPU, so the call can be captured in a CUDA graph.
+
+    Args:
+        x: [T, H], float16 or bfloat16 (on the CPU also float32). T may be 0.
+        w13: [E, 2I, H], gate and up of E experts, 1 <= E <= 1024, in x's dtype. On a GPU H and I are multiples of 8. A
+            transposed view of [E, H, 2I] memory is read where it lies.
+        w2: [E, H, I].
+        topk_weights: [T, k], float32 or x's dtype, 1 <= k <= 32.
+        topk_ids: [T, k], int32 or int64. An id outside [0, E) contributes nothing.
+        b13: [E, 2I], in the order of w13's rows; b2: [E, H]; both in x's dtype.
+        activation: of gate g and up u: "swiglu" g sigmoid(g) u; "geglu" gelu(g) u with the error function, "geglu_tanh" with its
+            usual approximation; "reglu" max(g, 0) u; "clamped_swiglu", as gpt-oss has it, g' sigmoid(1.702 g') (u' + 1) with
+            g' = min(g, 7) and u' = u clamped to [-7, 7].
+        layout: of w13's rows: "concat", the gate's first; "interleaved", gate and up in turn.
+        transposed: w13 is [E, H, 2I] and w2 [E, I, H].
+        expert_map: int32 [experts of the model]: the expert of this layer that an id means; outside [0, E), -1 for example,
+            there is none here. For experts divided over several GPUs.
+        shared: [T, H] in x's dtype, added to the result; what a shared expert gave, or the residual.
+        weights_on_input: multiply x by the weights, before the experts, instead of their results (Llama 4).
+        out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then.
+
+    Returns:
+        [T, H] in x's dtype. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For them x and [T * k, 2I] are kept, and
+        the activation is computed again.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+        DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
+    """
+    if type(transposed) is not bool or type(weights_on_input) is not bool:  # the dispatcher would take a number for one
+        arguments.check_flag("transposed", transposed)
+        arguments.check_flag("weights_on_input", weights_on_input)
+    if weights_on_input:
+        return _with_weights_on_input(
+            x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed, out
+        )
+    layer = (x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed)
+    if is_compiling():
+        return _layer(layer, out)
+    try:
+        return _layer(layer, out)
+    except Exception as error:
+        _raise_cause(error, arguments.validate_layer, *layer)
+        raise
+
+
+def _layer(layer: tuple[Any, ...], out: Tensor | None) -> Tensor:
+    tensors = (*layer[:4], *layer[5:7], layer[8])  # that can have a gradient
+    if transforms_are_active() and not is_compiling():
+        _refuse_out_with_gradient(out, needed=True)
+        return layer_under_transforms(*layer)
+    if has_tangent(*(t for t in tensors if t is not None)):
+        raise DifferentiationError(NO_FORWARD_MODE)
+    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if out is not None:
+        _refuse_out_with_gradient(out, needed=needs_gradient)
+        _operators._fused_moe_out.default(out, *layer)
+        return out
+    if needs_gradient:
+        result: Tensor = _operators._fused_moe.default(*layer, True)[0]
+    else:
+        result = _operators._fused_moe_inference.default(*layer)
+    return result
+
+
+def _refuse_out_with_gradient(out: Tensor | None, *, needed: bool) -> None:
+    if out is not None and needed:
+        msg = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
+        raise ArgumentError(msg)
+
+
+def _with_weights_on_input(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    expert_map: Tensor | None,
+    shared: Tensor | None,
+    activation: Activation,
+    layout: Literal["concat", "interleaved"],
+    transposed: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """Each slot becomes a token of its own, x times its weight, with one expert and weight 1; then a token's slots are added."""
+    words = activation, layout, transposed
+    if not is_compiling():
+        arguments.validate_layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, *words)
+    top_k = topk_ids.shape[1]
+    scaled = (x.unsqueeze(1) * topk_weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
+    ids = topk_ids.reshape(-1, 1)
+    ones = torch.ones(ids.shape, dtype=torch.float32, device=x.device)
+    is_single = top_k == 1
+    result = fused_moe(
+        scaled,
+        w13,
+        w2,
+        ones,
+        ids,
+        b13=b13,
+        b2=b2,
+        activation=activation,
+        layout=layout,
+        transposed=transposed,
+        expert_map=expert_map,
+        shared=shared if is_single else None,
+        out=out if is_single else None,
+    )
+    if is_single:
+        return result
+    total = result.unflatten(0, (-1, top_k)).sum(1, dtype=torch.float32)
+    total = (total if shared is None else total + shared).to(x.dtype)
+    return total if out is None else out.copy_(total)
+
+
+@overload
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = ...,
+    bias: Tensor | None = ...,
+    groups: int | None = ...,
+    topk_groups: int | None = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+    return_counts: Literal[False] = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = ...,
+    bias: Tensor | None = ...,
+    groups: int | None = ...,
+    topk_groups: int | None = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+    return_counts: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = "softmax",
+    bias: Tensor | None = None,
+    groups: int | None = None,
+    topk_groups: int | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    return_counts: bool = False,
+) -> tuple[Tensor, ...]:
+    """The k experts of each token and their weights, in one kernel.
+
+    Args:
+        logits: [T, E], float16, bfloat16 or float32, 1 <= E <= 1024; computed with in float32.
+        k: experts of a token, 1 to 32.
+        scoring: "softmax" over all experts, of which the top k (Qwen3, Mixtral); "topk_softmax" over the top k logits alone
+            (gpt-oss); "sigmoid" of each logit (DeepSeek-V3).
+        bias: [E] float32, added for the choice alone; with "topk_softmax" to the logits.
+        groups, topk_groups: the experts are in this many groups of equal size, at most 32, of which so many stay: by the sum of
+            their two largest scores with "sigmoid" (DeepSeek-V3), else by their largest (DeepSeek-V2).
+        renormalize: divide a token's weights by their sum.
+        scale: multiply the weights, in the end.
+        return_counts: also return how many tokens chose each expert, from which a load-balancing loss is made
+            (see :class:`flashmoe.MoE`).
+
+    Returns:
+        weights float32 [T, k] and ids int32 [T, k], the largest score first, of equal ones the lower id; with
+        ``return_counts`` also counts int32 [E]. The gradient of weights goes to logits (and, with "topk_softmax", to bias).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+    """
+    arguments.check_flag("renormalize", renormalize)
+    groups = 1 if groups is None else groups
+    options = (k, scoring, bias, groups, groups if topk_groups is None else topk_groups, renormalize, scale)
+    if is_compiling():
+        weights, ids, counts = _operators.topk_route.default(logits, *options)
+    else:
+        try:
+            weights, ids, counts = _operators.topk_route.default(logits, *options)
+        except Exception as error:
+            _raise_cause(error, arguments.validate_route, logits, *options)
+            raise
+    return (weights, ids, counts) if return_counts else (weights, ids)
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Products of groups of rows with one matrix each, as ``torch.nn.functional.grouped_mm``; differentiable.
+
+    Args:
+        a: [M, K], rows sorted by group, float16 or bfloat16 (on the CPU also float32); or [N, M], whose columns are.
+        b: [E, K, N], contiguous or transposed; or [M, K], for the second form of a.
+        offsets: int32 [E], the end of each group's rows: ascending, at most M, with no alignment of theirs needed. The host does
+            not look at them.
+
+    Returns:
+        [M, N] with a[row] b[e] in e's rows, and zeros in rows past the last end; or for the second form [E, N, K], the product
+        of e's columns of a and rows of b, zeros for a group without rows. On a GPU K and N are multiples of 8.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+    """
+    is_2d = isinstance(b, Tensor) and b.dim() == 2
+    operator = _operators._grouped_mm_2d2d.default if is_2d else _operators.grouped_mm.default
+    if is_compiling():
+        compiled: Tensor = operator(a, b, offsets)
+        return compiled
+    try:
+        result: Tensor = operator(a, b, offsets)
+    except Exception as error:
+        validate = arguments.validate_grouped_gradient if is_2d else arguments.validate_grouped
+        _raise_cause(error, validate, a, b, offsets)
+        raise
+    return result
+
+
+def _raise_cause(error: Exception, validate: Callable[..., None], *values: Any) -> None:
+    """Raises the typed error for a rule that these arguments break; returns where none is broken."""
+    if isinstance(error, FlashmoeError):
+        return
+    cause = arguments.explain(error, validate, *values)
+    if cause is not error:
+        raise cause from error

@@ -1,0 +1,210 @@
+"""A mixture-of-experts layer as an ``nn.Module``: a router, experts and, if wanted, an expert for all tokens."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+from flashmoe.moe.functional import Activation, Scoring, fused_moe, topk_route
+from flashmoe.operators.moe.arguments import ACTIVATIONS, DTYPES, LAYOUTS, SCORINGS, check_flag, check_word
+
+
+class MoE(nn.Module):
+    """Router, experts, and their weighted sum for each token.
+
+    Args:
+        dim: H, size of the last dimension of the input and of the output.
+        intermediate: I, the experts' inner size. On a GPU both are multiples of 8.
+        experts, top_k: how many there are, at most 1024, and how many of them each token takes, at most 32.
+        shared_intermediate: inner size of an expert that every token takes, with weight 1; 0: there is none.
+        bias: whether experts (w13 and w2) and the router have biases.
+        selection_bias: a buffer float32 [experts] that is added to the scores for the choice alone, for balancing without an
+            auxiliary loss; not with scoring "topk_softmax", where the router's bias does that.
+        scoring, groups, topk_groups, renormalize, scale: see :func:`flashmoe.topk_route`.
+        activation, layout, transposed, weights_on_input: see :func:`flashmoe.fused_moe`.
+        device, dtype: of the parameters. On a GPU use float16 or bfloat16, or call under autocast.
+
+    Parameters (names are stable): router.weight [E, H] and router.bias [E]; w13 [E, 2I, H], w2 [E, H, I] (transposed: [E, H, 2I],
+    [E, I, H]), b13 [E, 2I], b2 [E, H]; shared_w13 [2S, H] and shared_w2 [H, S], gate and up in ``layout``'s order.
+
+    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for one that is no integer and for flags that
+    are no bool, DtypeError for a dtype that no kernel takes.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        *,
+        shared_intermediate: int = 0,
+        bias: bool = False,
+        selection_bias: bool = False,
+        scoring: Scoring = "softmax",
+        groups: int | None = None,
+        topk_groups: int | None = None,
+        renormalize: bool = True,
+        scale: float = 1.0,
+        activation: Activation = "swiglu",
+        layout: Literal["concat", "interleaved"] = "concat",
+        transposed: bool = False,
+        weights_on_input: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.intermediate = _size("dim", dim), _size("intermediate", intermediate)
+        self.experts, self.top_k = _size("experts", experts), _size("top_k", top_k)
+        self.shared_intermediate = _size("shared_intermediate", shared_intermediate, least=0)
+        if self.top_k > self.experts:
+            msg = f"top_k is {top_k}, of {experts} experts; at most as many can be chosen"
+            raise ArgumentError(msg)
+        check_word("scoring", scoring, SCORINGS)
+        check_word("activation", activation, ACTIVATIONS)
+        check_word("layout", layout, LAYOUTS)
+        flags = {"bias": bias, "selection_bias": selection_bias, "renormalize": renormalize, "transposed": transposed}
+        for name, flag in {**flags, "weights_on_input": weights_on_input}.items():
+            check_flag(name, flag)
+        _check_dtype(dtype)
+        self.scoring, self.groups, self.topk_groups = scoring, groups, topk_groups
+        self.renormalize, self.scale = renormalize, scale
+        self.activation, self.layout, self.transposed = activation, layout, transposed
+        self.weights_on_input = weights_on_input
+        self.router = nn.Linear(self.dim, self.experts, bias=bias, device=device, dtype=dtype)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        both = 2 * self.intermediate
+        w13, w2 = (both, self.dim), (self.dim, self.intermediate)
+        self.w13 = parameter(self.experts, *(w13[::-1] if transposed else w13))
+        self.w2 = parameter(self.experts, *(w2[::-1] if transposed else w2))
+        self.b13 = parameter(self.experts, both) if bias else None
+        self.b2 = parameter(self.experts, self.dim) if bias else None
+        has_shared = self.shared_intermediate > 0
+        self.shared_w13 = parameter(2 * self.shared_intermediate, self.dim) if has_shared else None
+        self.shared_w2 = parameter(self.dim, self.shared_intermediate) if has_shared else None
+        balance = torch.zeros(self.experts, dtype=torch.float32, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", balance)
+        self.selection_bias: Tensor | None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear: uniform in +-1 / sqrt(fan in)."""
+        self.router.reset_parameters()
+        for parameters, fan_in in (
+            ((self.w13, self.b13, self.shared_w13), self.dim),
+            ((self.w2, self.b2), self.intermediate),
+            ((self.shared_w2,), self.shared_intermediate),
+        ):
+            for parameter in parameters:
+                if parameter is not None:
+                    nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    def forward(self, x: Tensor, *, return_loss: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's result for ``x`` [..., dim]; of the same shape.
+
+        With ``return_loss`` also the load-balancing loss of this call, a float32 scalar (see :func:`load_balancing_loss`), to be
+        added to the model's loss, times 0.001 to 0.01. Raises ShapeError, and what fused_moe and topk_route raise.
+        """
+        if x.shape[-1] != self.dim:
+            msg = f"x must be [..., {self.dim}]; found {list(x.shape)}; reshape it, or build with its dim"
+            raise ShapeError(msg)
+        tokens = x.reshape(-1, self.dim)
+        logits = self.router(tokens)
+        weights, ids, counts = topk_route(
+            logits,
+            self.top_k,
+            scoring=self.scoring,
+            bias=self.selection_bias,
+            groups=self.groups,
+            topk_groups=self.topk_groups,
+            renormalize=self.renormalize,
+            scale=self.scale,
+            return_counts=True,
+        )
+        out = fused_moe(
+            tokens,
+            self.w13,
+            self.w2,
+            weights,
+            ids,
+            b13=self.b13,
+            b2=self.b2,
+            activation=self.activation,
+            layout=self.layout,
+            transposed=self.transposed,
+            shared=self._shared(tokens),
+            weights_on_input=self.weights_on_input,
+        ).reshape(x.shape)
+        if not return_loss:
+            return out
+        scores = logits.float().sigmoid() if self.scoring == "sigmoid" else logits.float().softmax(1)
+        return out, load_balancing_loss(scores, counts, self.top_k)
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        if self.shared_w13 is None or self.shared_w2 is None:
+            return None
+        both = F.linear(tokens, self.shared_w13)
+        is_concat = self.layout == "concat"
+        gate, up = both.chunk(2, dim=-1) if is_concat else (both[..., 0::2], both[..., 1::2])
+        return F.linear(activate(gate, up, self.activation), self.shared_w2)
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, intermediate={self.intermediate}, experts={self.experts}, top_k={self.top_k}, "
+            f"shared_intermediate={self.shared_intermediate}, scoring={self.scoring}, activation={self.activation}"
+        )
+
+
+def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """What stands between an expert's two products, in torch's operators; see :func:`flashmoe.fused_moe`."""
+    if activation == "swiglu":
+        return F.silu(gate) * up
+    if activation == "reglu":
+        return F.relu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
+
+
+def load_balancing_loss(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
+    """E * sum over experts of (share of the choices) * (mean score), of Fedus et al., Switch Transformers, equation 4.
+
+    scores [T, E], of each token for each expert, before the choice (sigmoid scores are divided by their sum); counts [E], from
+    topk_route(..., return_counts=True). 1 where all experts are chosen alike; its gradient goes through the scores. Sum it over
+    layers; average counts and scores over data-parallel ranks first for a loss over the whole batch.
+    """
+    tokens, experts = scores.shape
+    shares = counts.float() / max(1, tokens * top_k)
+    probabilities = scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    return experts * (shares * probabilities.sum(0)).sum() / max(1, tokens)
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        msg = f"dtype must be a torch.dtype or None; found {dtype!r}; write torch.float16 or another"
+        raise ArgumentTypeError(msg)
+    if dtype is not None and dtype not in DTYPES["cpu"]:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES["cpu"])
+        msg = f"no kernel for {dtype}; supported: {names}"
+        raise DtypeError(msg)
+
+
+def _size(name: str, value: int, least: int = 1) -> int:
+    """An integer of any integer type, NumPy's included."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__") or isinstance(value, Tensor):
+        msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
+        raise ArgumentTypeError(msg)
+    if value < least:
+        msg = f"{name} must be at least {least}; found {value}"
+        raise ArgumentError(msg)
+    return operator.index(value)

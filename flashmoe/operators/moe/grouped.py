@@ -1,0 +1,68 @@
+"""Products of groups of rows with one matrix each: what the operators return where there is no data, their gradients, their cost.
+
+    grouped_mm           out[row] = a[row] b[e]                   a [M, K], b [E, K, N], out [M, N]
+    _grouped_mm_2d2d     out[e] = sum over e's rows a[:, row] b[row]    a [N, M], b [M, K], out [E, N, K]
+where e's rows are offsets[e - 1] to offsets[e]. Each one's gradients are calls of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmoe.operators._operator import Operator
+from flashmoe.operators.moe.arguments import validate_grouped, validate_grouped_gradient
+
+
+def grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    validate_grouped(a, b, offsets)
+    return a.new_empty((a.shape[0], b.shape[2]))
+
+
+def grouped_2d2d(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    validate_grouped_gradient(a, b, offsets)
+    return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
+
+
+def keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def grouped_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    a, b, offsets = ctx.saved_tensors
+    operators = torch.ops.flashmoe
+    da = operators.grouped_mm.default(grad, b.mT, offsets) if ctx.needs_input_grad[0] else None
+    db = operators._grouped_mm_2d2d.default(a.mT, grad, offsets) if ctx.needs_input_grad[1] else None
+    return da, db, None
+
+
+def grouped_2d2d_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    """grad [E, N, K]: a's columns of e have the gradient grad[e] b[row], b's rows a[:, row] grad[e]."""
+    a, b, offsets = ctx.saved_tensors
+    call = torch.ops.flashmoe.grouped_mm.default
+    da = call(b, grad.mT, offsets).mT if ctx.needs_input_grad[0] else None
+    db = call(a.mT, grad, offsets) if ctx.needs_input_grad[1] else None
+    return da, db, None
+
+
+def grouped_flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of shapes; two operations for a multiply-add."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+OPERATORS = (
+    Operator(
+        "grouped_mm", fake=grouped, flops=grouped_flops, autocast=2, gradient=grouped_gradient, setup_context=keep
+    ),
+    Operator(
+        "_grouped_mm_2d2d",
+        fake=grouped_2d2d,
+        flops=grouped_flops,
+        autocast=2,
+        gradient=grouped_2d2d_gradient,
+        setup_context=keep,
+    ),
+)

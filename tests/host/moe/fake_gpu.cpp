@@ -1,0 +1,365 @@
+// The extension on a driver without a GPU. "CUDA" memory is the CPU's; calls for the CPU run the GPU's path; a "kernel" is a few
+// plain loops over the parameters that it was launched with, in bf16, so that results can be compared, and what was launched is
+// written down.
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "host/driver.h"
+#include "host/find_kernels.h"
+#include "moe/host/backends.h"
+#include "moe/host/select.h"
+#include "moe/host/sort_plan.h"
+
+extern "C" const unsigned char flashmoe_binaries[1] = {0};
+extern "C" const char flashmoe_index[1] = {0};
+extern "C" int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
+
+namespace flashmoe {
+namespace moe {
+
+void route_cpu(const RouteArguments& arguments, const RouteOutputs& outputs) { route_cuda(arguments, outputs); }
+void sort_cpu(const SortArguments& arguments, const SortOutputs& outputs) { sort_cuda(arguments, outputs); }
+void layer_cpu(const LayerArguments& arguments, const LayerOutputs& outputs) { layer_cuda(arguments, outputs); }
+void layer_backward_cpu(const LayerBackwardArguments& arguments, const LayerGradients& gradients) {
+  layer_backward_cuda(arguments, gradients);
+}
+void grouped_cpu(const GroupedArguments& arguments, const Tensor& out) { grouped_cuda(arguments, out); }
+void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tensor& out) {
+  grouped_gradient_cuda(arguments, out);
+}
+
+namespace {
+
+float load(const void* address, int64_t index) {
+  const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(address)[index]) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+void store(void* address, int64_t index, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (value == value) bits += 0x7fff + (bits >> 16 & 1);
+  static_cast<uint16_t*>(address)[index] = static_cast<uint16_t>(bits >> 16);
+}
+
+struct GateUp {
+  int64_t gate;
+  int64_t up;
+};
+// Columns of z.
+GateUp columns_of(const GemmParams& params, int64_t column, int64_t intermediate) {
+  return params.is_interleaved != 0 ? GateUp{2 * column, 2 * column + 1} : GateUp{column, intermediate + column};
+}
+
+// activation(gate, up) and its two derivatives; swiglu alone.
+struct Activated {
+  float value, by_gate, by_up;
+};
+Activated activate(float gate, float up) {
+  const float s = 1.0F / (1.0F + std::exp(-gate));
+  return {gate * s * up, (s + gate * s * (1.0F - s)) * up, gate * s};
+}
+
+int64_t row_of(const int32_t* slots, int64_t row, int32_t top_k) { return slots == nullptr ? row : slots[row] / top_k; }
+
+class GemmKernel {
+ public:
+  GemmKernel(const GemmParams& params, Memory memory) : p(params), memory_(memory) {}
+
+  float product(int64_t expert, int64_t row, int64_t n) const {
+    const int64_t a_row = row_of(p.a_slots, row, p.top_k) * p.a_stride;
+    float sum = 0.0F;
+    for (int64_t k = 0; k < p.k; ++k) sum += load(p.a, a_row + k) * load(p.b, weight(expert, n, k));
+    return sum + (p.bias != nullptr ? load(p.bias, expert * p.n + n) : 0.0F);
+  }
+
+  void plain(int64_t expert, int64_t row) const {
+    for (int64_t n = 0; n < p.n; ++n) store(p.d, row * p.d_stride + n, product(expert, row, n));
+  }
+
+  void gated(int64_t expert, int64_t row) const {
+    for (int64_t column = 0; column < p.n / 2; ++column) {
+      const GateUp at = columns_of(p, column, p.n / 2);
+      const float gate = product(expert, row, at.gate), up = product(expert, row, at.up);
+      store(p.d, row * p.d_stride + column, activate(gate, up).value);
+      if (p.preactivation == nullptr) continue;
+      store(p.preactivation, row * p.n + at.gate, gate);
+      store(p.preactivation, row * p.n + at.up, up);
+    }
+  }
+
+  void gated_backward(int64_t expert, int64_t row, int64_t block_n) const {
+    for (int64_t column = 0; column < p.n; ++column) {
+      const GateUp at = columns_of(p, column, p.n);
+      const float s = product(expert, row, column);
+      const Activated a = activate(load(p.preactivation, row * 2 * p.n + at.gate), load(p.preactivation, row * 2 * p.n + at.up));
+      store(p.d, row * p.d_stride + at.gate, p.row_weights[row] * s * a.by_gate);
+      store(p.d, row * p.d_stride + at.up, p.row_weights[row] * s * a.by_up);
+      store(p.weighted_activation, row * p.n + column, p.row_weights[row] * a.value);
+      float& dot = p.row_dots[column / block_n * p.slots + row];
+      dot = (column % block_n == 0 ? 0.0F : dot) + a.value * s;
+    }
+  }
+
+  void weight_gradient(int64_t expert) const {
+    for (int64_t n = 0; n < p.n; ++n) {
+      for (int64_t k = 0; k < p.k; ++k) {
+        float sum = 0.0F;
+        for (int64_t row = p.expert_offsets[expert]; row < p.expert_offsets[expert + 1]; ++row) {
+          sum += load(p.a, row_of(p.a_slots, row, p.top_k) * p.a_stride + n) *
+                 load(p.b, row_of(p.b_slots, row, p.top_k) * p.b_stride + k);
+        }
+        store(p.d, (expert * p.n + n) * p.d_stride + k, sum);
+      }
+    }
+  }
+
+ private:
+  int64_t weight(int64_t expert, int64_t n, int64_t k) const {
+    const bool is_nk = memory_ == Memory::kNk;
+    return expert * p.b_expert_stride + (is_nk ? n * p.b_stride + k : k * p.b_stride + n);
+  }
+
+  const GemmParams& p;
+  Memory memory_;
+};
+
+// Empty: nothing is wrong. Every kernel but the weight gradient's says how its weights lie.
+std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64_t grid) {
+  const std::string operation = kernel.operation;
+  const auto memory = static_cast<Memory>(kernel.axes[0]);
+  const GemmKernel run(params, memory);
+  const bool is_gated = operation == "grouped_gemm_gated" || operation == "grouped_gemm_gated_few_rows";
+  if (is_gated && (memory == Memory::kKnPairs) != (memory != Memory::kNk && params.is_interleaved != 0)) {
+    return "gate and up in turn need kn_pairs, and nothing else does";
+  }
+  if (params.tile_counter != nullptr && *params.tile_counter != 0) return "the tile counter is not zero";
+  int64_t row_tiles = 0;
+  for (int64_t expert = 0; expert < params.experts; ++expert) {
+    const int64_t begin = params.expert_offsets[expert], end = params.expert_offsets[expert + 1];
+    row_tiles += (end - begin + kernel.block_m - 1) / kernel.block_m;
+    if (operation == "grouped_gemm_weight_gradient") {
+      run.weight_gradient(expert);
+      continue;
+    }
+    for (int64_t row = begin; row < end; ++row) {
+      if (operation == "grouped_gemm_gated_backward") {
+        run.gated_backward(expert, row, kernel.block_n);
+      } else if (is_gated) {
+        run.gated(expert, row);
+      } else {
+        run.plain(expert, row);
+      }
+    }
+  }
+  const int64_t tiles = row_tiles * ((params.n + kernel.block_n - 1) / kernel.block_n);
+  const bool has_every_tile = operation == "grouped_gemm_weight_gradient" || params.tile_counter != nullptr || grid >= tiles;
+  return has_every_tile ? "" : "there are more tiles than blocks, and no counter";
+}
+
+void sort(const SortParams& p) {
+  int64_t row = 0;
+  for (int64_t slot = 0; slot < p.slots; ++slot) p.slot_rows[slot] = -1;
+  for (int64_t expert = 0; expert < p.experts; ++expert) {
+    p.expert_offsets[expert] = static_cast<int32_t>(row);
+    for (int64_t slot = 0; slot < p.slots; ++slot) {
+      const int64_t id = p.ids_dtype == Scalar::kInt64 ? static_cast<const int64_t*>(p.ids)[slot]
+                                                       : static_cast<const int32_t*>(p.ids)[slot];
+      if (id < 0 || id >= p.ids_end || (p.expert_map != nullptr ? p.expert_map[id] : id) != expert) continue;
+      p.row_slots[row] = static_cast<int32_t>(slot);
+      p.slot_rows[slot] = static_cast<int32_t>(row);
+      p.row_weights[row] = p.weights_dtype == Scalar::kFloat32 ? static_cast<const float*>(p.topk_weights)[slot]
+                                                               : load(p.topk_weights, slot);
+      ++row;
+    }
+  }
+  p.expert_offsets[p.experts] = static_cast<int32_t>(row);
+  for (; row < p.slots; ++row) {
+    p.row_slots[row] = -1;
+    p.row_weights[row] = 0.0F;
+  }
+}
+
+void combine(const CombineParams& p) {
+  for (int64_t token = 0; token < p.tokens; ++token) {
+    for (int64_t column = 0; column < p.columns; ++column) {
+      float sum = p.shared != nullptr ? load(p.shared, token * p.shared_stride + column) : 0.0F;
+      for (int64_t slot = token * p.top_k; slot < (token + 1) * p.top_k; ++slot) {
+        const int64_t row = p.slot_rows[slot];
+        if (row >= 0) sum += (p.row_weights != nullptr ? p.row_weights[row] : 1.0F) * load(p.rows, row * p.columns + column);
+      }
+      store(p.out, token * p.out_stride + column, sum);
+    }
+  }
+}
+
+void combine_backward(const CombineParams& p) {
+  if (p.out != nullptr) combine(p);
+  if (p.dweights == nullptr) return;
+  for (int64_t slot = 0; slot < static_cast<int64_t>(p.tokens) * p.top_k; ++slot) {
+    const int64_t row = p.slot_rows[slot];
+    float sum = 0.0F;
+    for (int64_t tile = 0; row >= 0 && tile < p.dot_tiles; ++tile) {
+      sum += p.row_dots[tile * p.tokens * p.top_k + row];
+    }
+    int64_t expert = 0;
+    while (row >= 0 && p.bias != nullptr && p.expert_offsets[expert + 1] <= row) ++expert;
+    for (int64_t column = 0; row >= 0 && p.bias != nullptr && column < p.columns; ++column) {
+      sum += load(p.dout, slot / p.top_k * p.dout_stride + column) * load(p.bias, expert * p.columns + column);
+    }
+    p.dweights[slot] = sum;
+  }
+}
+
+void bias_gradient(const BiasGradientParams& p) {
+  for (int64_t expert = 0; expert < p.experts; ++expert) {
+    for (int64_t column = 0; column < p.columns; ++column) {
+      float sum = 0.0F;
+      for (int64_t row = p.expert_offsets[expert]; row < p.expert_offsets[expert + 1]; ++row) {
+        const float weight = p.row_weights != nullptr ? p.row_weights[row] : 1.0F;
+        sum += weight * load(p.a, row_of(p.a_slots, row, p.top_k) * p.a_stride + column);
+      }
+      store(p.d, expert * p.columns + column, sum);
+    }
+  }
+}
+
+template <class Params>
+const Params& params_of(void** arguments) {
+  return *static_cast<const Params*>(arguments[0]);
+}
+
+// What the kernel would do; the text of what is wrong, or an empty one.
+std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
+  const std::string operation = kernel.operation;
+  if (operation.rfind("grouped_gemm", 0) == 0) return multiply(kernel, params_of<GemmParams>(arguments), grid);
+  if (operation == "moe_sort") {
+    const auto& params = params_of<SortParams>(arguments);
+    const auto step = static_cast<SortStep>(kernel.axes[0]);
+    if (grid != sort_blocks(params.slots)) return "another grid than planned";
+    if (step != SortStep::kOne && params.block_counts == nullptr) return "no room for the counts of blocks";
+    if (step != SortStep::kCount) sort(params);
+  } else if (operation == "moe_combine") {
+    combine(params_of<CombineParams>(arguments));
+  } else if (operation == "moe_combine_backward") {
+    combine_backward(params_of<CombineParams>(arguments));
+  } else if (operation == "moe_bias_gradient") {
+    bias_gradient(params_of<BiasGradientParams>(arguments));
+  } else if (operation != "moe_route") {
+    return "no loops for it";
+  }
+  return "";
+}
+
+}  // namespace
+}  // namespace moe
+
+namespace host {
+namespace {
+
+Device g_gpu;
+bool g_is_capturing = false;
+std::string g_log;  // one JSON object a line
+
+CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent, void** arguments) {
+  const KernelTable& table = kernel_table();
+  for (int32_t index = 0; index < table.num_kernels; ++index) {
+    const Kernel& kernel = table.kernels[index];
+    if (kernel.symbol != reinterpret_cast<const char*>(function)) continue;
+    for (int32_t map = 0; map < kernel.num_tensor_maps; ++map) {
+      if (arguments[1 + map] == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    }
+    const std::string problem = moe::run_kernel(kernel, grid, arguments);
+    g_log += std::string("{\"symbol\": \"") + kernel.symbol + "\", \"operation\": \"" + kernel.operation +
+             "\", \"grid\": " + std::to_string(grid) + ", \"block\": " + std::to_string(block) +
+             ", \"shared\": " + std::to_string(shared) + ", \"is_dependent\": " + (is_dependent ? "true" : "false") +
+             ", \"problem\": \"" + problem + "\"}\n";
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_HANDLE;
+}
+
+Driver make_driver() {
+  Driver calls;
+  calls.cuThreadExchangeStreamCaptureMode = [](CUstreamCaptureMode*) { return CUDA_SUCCESS; };
+  calls.cuModuleLoadDataEx = [](CUmodule* module, const void*, unsigned, CUjit_option*, void**) {
+    *module = reinterpret_cast<CUmodule>(1);
+    return CUDA_SUCCESS;
+  };
+  calls.cuModuleGetFunction = [](CUfunction* function, CUmodule, const char* symbol) {
+    *function = reinterpret_cast<CUfunction>(const_cast<char*>(symbol));
+    return CUDA_SUCCESS;
+  };
+  calls.cuFuncSetAttribute = [](CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; };
+  calls.cuStreamIsCapturing = [](CUstream, CUstreamCaptureStatus* status) {
+    *status = g_is_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
+  };
+  calls.cuMemsetD8Async = [](CUdeviceptr address, unsigned char value, std::size_t count, CUstream) {
+    std::memset(reinterpret_cast<void*>(address), value, count);
+    return CUDA_SUCCESS;
+  };
+  calls.cuMemsetD32Async = [](CUdeviceptr address, unsigned value, std::size_t count, CUstream) {
+    for (std::size_t word = 0; word < count; ++word) reinterpret_cast<unsigned*>(address)[word] = value;
+    return CUDA_SUCCESS;
+  };
+  // As the driver: 16-byte aligned memory and strides.
+  calls.cuTensorMapEncodeTiled = [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
+                                    const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
+                                    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+    for (cuuint32_t axis = 0; axis < rank; ++axis) {
+      if (dims[axis] == 0 || box[axis] == 0 || box[axis] > 256) return CUDA_ERROR_INVALID_VALUE;
+      if (axis > 0 && (strides[axis - 1] == 0 || strides[axis - 1] % 16 != 0)) return CUDA_ERROR_INVALID_VALUE;
+    }
+    std::memcpy(map, &address, sizeof(address));
+    return CUDA_SUCCESS;
+  };
+  calls.cuLaunchKernel = [](CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
+                            unsigned shared, CUstream, void** arguments,
+                            void**) { return launch(function, grid, block, shared, false, arguments); };
+  calls.cuLaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
+    return launch(function, config->gridDimX, config->blockDimX, config->sharedMemBytes,
+                  config->attrs[0].value.programmaticStreamSerializationAllowed == 1, arguments);
+  };
+  return calls;
+}
+
+}  // namespace
+
+const Driver& driver() {
+  static const Driver fake = make_driver();
+  return fake;
+}
+const Device& device(int32_t) { return g_gpu; }
+std::string describe(CUresult result) { return std::to_string(static_cast<int>(result)); }
+CUstream current_stream(int32_t) { return nullptr; }
+ContextGuard::ContextGuard(CUcontext) {}
+ContextGuard::~ContextGuard() = default;
+
+}  // namespace host
+}  // namespace flashmoe
+
+// Attention's operators are known by name alone.
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
+  library.def("flash_attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor, Tensor)");
+  library.def("_flash_attention_inference(Tensor q, Tensor k, Tensor v, float? scale, bool causal) -> Tensor");
+  library.def(
+      "_flash_attention_drop_in(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool enable_gqa) -> Tensor?");
+}
+
+// Begins a call on a GPU of this kind: nothing has been launched.
+extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing) {
+  using namespace flashmoe::host;
+  g_gpu.capability = capability;
+  g_gpu.num_multiprocessors = multiprocessors;
+  g_gpu.name = "a GPU";
+  g_is_capturing = is_capturing != 0;
+  g_log.clear();
+}
+extern "C" const char* fake_log() { return flashmoe::host::g_log.c_str(); }

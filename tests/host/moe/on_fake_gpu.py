@@ -1,0 +1,239 @@
+"""Run by tests/host/test_moe_launch.py in a process of its own, whose extension has a driver without a GPU: what the layer's operators
+launch on each GPU, and what comes out."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe
+from tests.moe.layer import leaf_names, run, run_backward
+from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
+
+MULTIPROCESSORS = 132
+SORTED_BY_SEVERAL = 8192  # slots: sort_plan.h
+SMALL = Case(7, dtype=torch.bfloat16, hidden=32, intermediate=24)
+FULL = replace(SMALL, biases=True, shared=True, mapped=True, sentinels=True)
+LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
+LIBRARY.fake_log.restype = ctypes.c_char_p
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Every tensor that is made without values is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert flashmoe.fused_moe is not None
+    begin()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def begin(capability: int = 90, *, capturing: bool = False) -> None:
+    LIBRARY.fake_gpu(capability, MULTIPROCESSORS, capturing)
+
+
+def launches() -> list[dict[str, Any]]:
+    """What has been launched since the GPU was chosen; nothing was wrong with it."""
+    found = [json.loads(line) for line in LIBRARY.fake_log().decode().splitlines()]
+    assert [launch for launch in found if launch["problem"]] == []
+    return found
+
+
+def operations() -> list[str]:
+    return [launch["operation"] for launch in launches()]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("views", [False, True], ids=["dense", "views"])
+def test_results(capability: int, layout: str, transposed: bool, views: bool) -> None:
+    """Forward and every gradient; weights may be views of memory that lies the other way round."""
+    case = replace(FULL, layout=layout, transposed=transposed)
+    inputs = make_inputs(case)
+    if views:
+        inputs.w13, inputs.w2 = (w.mT.contiguous().mT for w in (inputs.w13, inputs.w2))
+    dout = torch.randn(case.tokens, case.hidden).to(case.dtype)
+    expected = expect(case, inputs, dout)
+    begin(capability)
+    out, gradients = run_backward(case, inputs, dout)
+    launches()
+    compare("out", out, expected.out, 2 * expected.tolerance)
+    doubled = replace(expected, tolerances=tuple(2 * t for t in expected.tolerances))
+    compare_all(leaf_names(inputs), gradients, doubled)
+
+
+@pytest.mark.parametrize("forced", ["sm90", "sm80"])
+@pytest.mark.parametrize("rows", [1, 200])
+def test_order_of_the_forward(forced: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(SMALL, tokens=2 * rows, experts=4, hidden=8, intermediate=8)
+    monkeypatch.setenv("FLASHMOE_KERNEL", forced)
+    run(case, make_inputs(case))
+    found = launches()
+    order = ["moe_sort", "grouped_gemm_gated", "grouped_gemm", "moe_combine"]
+    assert [launch["operation"].removesuffix("_few_rows") for launch in found] == order
+    assert all(f"_{forced}_" in launch["symbol"] for launch in found if "grouped" in launch["operation"])
+    if forced == "sm90":  # code for older GPUs does not wait, so it does not begin early either
+        assert [launch["is_dependent"] for launch in found] == [False, True, True, True]
+
+
+def test_a_product_for_few_rows_does_not_begin_before_the_sort_has_ended() -> None:
+    """Behind any gated product but one for few rows it begins when that has ended."""
+    for tokens in (1, 8, 30, 60, 120, 250):
+        begin()
+        case = replace(SMALL, tokens=tokens, hidden=8, intermediate=8)
+        run(case, make_inputs(case))
+        _, gated, down, _ = launches()
+        is_mixed = down["operation"].endswith("few_rows") and not gated["operation"].endswith("few_rows")
+        assert down["is_dependent"] is not is_mixed, tokens
+
+
+def test_the_sort_of_many_slots_takes_two_steps() -> None:
+    slots = SORTED_BY_SEVERAL + 1
+    ids, weights = torch.randint(0, 5, (slots, 1)), torch.rand(slots, 1)
+    offsets, row_slots, slot_rows, row_weights = torch.ops.flashmoe.moe_sort(ids, weights, None, 5)
+    count, place = launches()
+    assert count["symbol"].endswith("_count") and place["symbol"].endswith("_place")
+    assert (count["is_dependent"], place["is_dependent"]) == (False, True)
+    assert count["grid"] == place["grid"] > 1
+    order = ids[:, 0].argsort(stable=True)
+    assert torch.equal(row_slots.long(), order)
+    assert torch.equal(slot_rows[order].long(), torch.arange(slots))
+    assert torch.equal(row_weights, weights[order, 0])
+    assert offsets.tolist() == [0, *ids[:, 0].bincount(minlength=5).cumsum(0).tolist()]
+
+
+ALL = [
+    "grouped_gemm_gated_backward",
+    "grouped_gemm_weight_gradient",
+    "grouped_gemm",
+    "moe_combine_backward",
+    "grouped_gemm_weight_gradient",
+    "moe_bias_gradient",
+    "moe_bias_gradient",
+]
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        (63, ALL),
+        (1, [ALL[0], ALL[2], ALL[3]]),
+        (2, [ALL[0], ALL[4]]),
+        (4, ALL[:2]),
+        (8, [ALL[0], ALL[3]]),
+        (16, [ALL[0], ALL[5]]),
+        (32, [ALL[6]]),
+        (0, []),
+    ],
+)
+def test_order_of_the_backward(needs: int, expected: list[str]) -> None:
+    """Only what the gradients that are wanted need."""
+    case = replace(FULL, tokens=400, hidden=16, intermediate=8)
+    inputs = make_inputs(case)
+    kept = forward(case, inputs)
+    begin()
+    gradients = backward(case, inputs, kept, needs)
+    assert [operation.removesuffix("_few_rows") for operation in operations()] == expected
+    assert [gradient is not None for gradient in gradients] == [bool(needs >> bit & 1) for bit in range(6)]
+    assert [launch["is_dependent"] for launch in launches()] == [index > 0 for index in range(len(expected))]
+
+
+def forward(case: Case, inputs: Any) -> tuple[Tensor, ...]:
+    words = (case.activation, case.layout, case.transposed, True)
+    tensors = (inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+    extras = (inputs.b13, inputs.b2, inputs.expert_map, inputs.shared)
+    result: tuple[Tensor, ...] = torch.ops.flashmoe._fused_moe(*tensors, *extras, *words)
+    return result[1:]
+
+
+def backward(case: Case, inputs: Any, kept: tuple[Tensor, ...], needs: int) -> tuple[Tensor | None, ...]:
+    tensors = (torch.ones_like(inputs.x), inputs.x, inputs.w13, inputs.w2, inputs.b13, inputs.b2)
+    words = (case.activation, case.layout, case.transposed, needs)
+    result: tuple[Tensor | None, ...] = torch.ops.flashmoe._fused_moe_backward(*tensors, *kept, *words)
+    return result
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_persistent_kernels_draw_tiles_from_a_zeroed_counter(capturing: bool) -> None:
+    """More tiles than the GPU holds blocks at once; the fake kernels look at the counter."""
+    case = replace(SMALL, tokens=2048, experts=2, top_k=1, hidden=8, intermediate=512)
+    for _ in range(2):
+        begin(capturing=capturing)
+        run(case, make_inputs(case))
+        gated = launches()[1]
+        assert gated["grid"] <= MULTIPROCESSORS * 8
+
+
+def test_strided_inputs_are_copied_where_a_kernel_cannot_load_them() -> None:
+    case = replace(FULL, mapped=False)
+    inputs = make_inputs(case)
+    plain = run(case, inputs)
+    for name in ("x", "w13", "w2", "shared"):
+        tensor = getattr(inputs, name)
+        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
+        wide[..., 1:-2] = tensor
+        assert torch.equal(run(case, replace(inputs, **{name: wide[..., 1:-2]})), plain), name
+    expanded = replace(inputs, w13=inputs.w13[:1].expand_as(inputs.w13), x=inputs.x[:1].expand_as(inputs.x))
+    dense = replace(expanded, w13=expanded.w13.contiguous(), x=expanded.x.contiguous())
+    assert torch.equal(run(case, expanded), run(case, dense))
+
+
+def test_grouped_mm() -> None:
+    """Both forms, any alignment of offsets, and zeros past the last."""
+    a, b = torch.randn(21, 16).bfloat16(), torch.randn(3, 16, 24).bfloat16()
+    offsets = torch.tensor([5, 5, 17], dtype=torch.int32)
+    for weights in (b, b.mT.contiguous().mT):
+        out = flashmoe.grouped_mm(a, weights, offsets)
+        expected = torch.cat([a[:5].float() @ b[0].float(), a[5:17].float() @ b[2].float(), torch.zeros(4, 24)])
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=5e-2)
+        assert (out[17:] == 0).all()
+    other = torch.randn(21, 8).bfloat16()
+    for left in (a.mT, a.mT.contiguous()):
+        out = flashmoe.grouped_mm(left, other, offsets)
+        groups = [slice(0, 5), slice(5, 5), slice(5, 17)]
+        expected = torch.stack([a[rows].float().T @ other[rows].float() for rows in groups])
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=5e-2)
+    assert {operation.removesuffix("_few_rows") for operation in operations()} == {
+        "grouped_gemm",
+        "grouped_gemm_weight_gradient",
+    }
+
+
+def test_routing_is_one_kernel() -> None:
+    logits = torch.randn(1000, 128)
+    _, _, counts = flashmoe.topk_route(logits, 8, return_counts=True)
+    (route,) = launches()
+    assert (route["operation"], route["grid"]) == ("moe_route", 250)
+    assert counts.tolist() == [0] * 128  # zeroed for the kernel, which is none here
+    begin()
+    flashmoe.topk_route(torch.randn(100_000, 8), 2)
+    assert launches()[0]["grid"] == 8 * MULTIPROCESSORS
+
+
+def test_nothing_is_launched_without_tokens() -> None:
+    case = replace(FULL, tokens=0)
+    inputs = make_inputs(case)
+    kept = forward(case, inputs)
+    gradients = backward(case, inputs, kept, 63)
+    assert launches() == []
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_a_gpu_without_kernels_refuses() -> None:
+    begin(70)
+    with pytest.raises(flashmoe.errors.UnsupportedGpuError, match="compute capability 7.0"):
+        flashmoe.topk_route(torch.randn(3, 8), 2)
+    begin(75)
+    inputs = make_inputs(SMALL)
+    with pytest.raises(flashmoe.errors.DtypeError, match="BF16 needs compute capability 8.0"):
+        flashmoe.fused_moe(inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)

@@ -1,0 +1,217 @@
+"""The kernels of a mixture-of-experts layer: which is chosen, compiled by itself with the real table, so without a GPU. Every kernel
+is chosen for some problem on some GPU: one that never is costs build time and bytes for nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from flashmoe.tools.tables import Unit, load_tables
+from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
+from flashmoe_build.compile.toolchain import find_toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = load_tables()
+UNITS = [unit for unit in TABLES.units() if unit.row.operation.startswith(("moe_", "grouped_gemm"))]
+BEYOND_THE_TABLE = 130  # the capability of a GPU made later, which loads the PTX
+CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu for gpu in TABLES.gpus}
+PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
+MEMORIES = ("nk", "kn", "kn_pairs")
+STEPS = 7
+EXPERTS = 128
+ROWS = (0.0625, 1, 4, 8, 16, 32, 64, 128, 512, 2048, 1 << 20)  # an expert
+
+HARNESS = """
+#include <cstdio>
+#include <exception>
+
+#include "moe/host/select.h"
+
+extern "C" const unsigned char flashmoe_binaries[1] = {0};
+extern "C" const char flashmoe_index[1] = {0};
+
+using namespace flashmoe;
+
+namespace {
+
+template <class Choose>
+int answer_with(char* answer, int length, const Choose& choose) {
+  try {
+    const host::Kernel& kernel = choose();
+    std::snprintf(answer, length, "%s %s", kernel.symbol, host::kernel_table().binaries[kernel.binary].target);
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(answer, length, "%s", error.what());
+    return 1;
+  }
+}
+
+host::KernelRequest request(int capability, const char* forced, int is_bf16) {
+  return {capability, 132, "a GPU", forced, is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+}
+
+}  // namespace
+
+// Writes "symbol target" of the choice, or the error's text, to `answer`; returns 0 or 1.
+extern "C" int choose_product(int capability, const char* forced, int is_bf16, int product, int memory, long long slots,
+                              long long experts, char* answer, int length) {
+  return answer_with(answer, length, [&]() -> const host::Kernel& {
+    return moe::select_product({request(capability, forced, is_bf16), static_cast<moe::Product>(product),
+                                static_cast<moe::Memory>(memory), slots, experts});
+  });
+}
+extern "C" int choose_step(int capability, const char* forced, int is_bf16, int step, char* answer, int length) {
+  return answer_with(answer, length, [&]() -> const host::Kernel& {
+    return moe::select_step(request(capability, forced, is_bf16), static_cast<moe::Step>(step));
+  });
+}
+"""
+
+
+class RefusedError(Exception):
+    """The selector's error, by its text."""
+
+
+class Selector:
+    """(symbol, target) of what is chosen."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def product(
+        self,
+        capability: int,
+        name: str,
+        rows: float = 64,
+        *,
+        memory: str = "nk",
+        bf16: bool = False,
+        forced: str | None = None,
+        experts: int = EXPERTS,
+    ) -> tuple[str, str]:
+        slots = ctypes.c_longlong(round(rows * experts))
+        sizes = (PRODUCTS.index(name), MEMORIES.index(memory), slots, ctypes.c_longlong(experts))
+        return self._ask(self._library.choose_product, capability, forced, bf16, *sizes)
+
+    def step(self, capability: int, step: int, *, bf16: bool = False, forced: str | None = None) -> tuple[str, str]:
+        return self._ask(self._library.choose_step, capability, forced, bf16, step)
+
+    def _ask(
+        self, function: Callable[..., int], capability: int, forced: str | None, bf16: bool, *values: object
+    ) -> tuple[str, str]:
+        answer = ctypes.create_string_buffer(4096)
+        name = None if forced is None else forced.encode()
+        status = function(capability, name, bf16, *values, answer, len(answer))
+        text = answer.value.decode()
+        if status != 0:
+            raise RefusedError(text)
+        symbol, target = text.split()
+        return symbol, target
+
+
+def compile_selector(folder: Path, targets: tuple[str, ...] | None) -> Selector:
+    placed = [PlacedBinary(unit, 0, 0, "") for unit in TABLES.units(targets)]
+    (folder / "table.cpp").write_text(kernel_table_source(TABLES, placed))
+    (folder / "harness.cpp").write_text(HARNESS)
+    sources = [folder / "table.cpp", folder / "harness.cpp"]
+    sources += [ROOT / "csrc" / "moe" / "host" / "select.cpp", ROOT / "csrc" / "host" / "find_kernels.cpp"]
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    library = folder / "select.so"
+    subprocess.run([find_toolchain().cxx, *flags, *map(str, sources), "-o", str(library)], check=True, timeout=120)
+    return Selector(ctypes.CDLL(str(library)))
+
+
+@pytest.fixture(scope="module")
+def select(tmp_path_factory: pytest.TempPathFactory) -> Selector:
+    """With every target of the table."""
+    return compile_selector(tmp_path_factory.mktemp("moe_select"), None)
+
+
+def loads_best(unit: Unit) -> int:
+    """The capability that no other target serves better."""
+    major, minor = unit.target.capability
+    return BEYOND_THE_TABLE if unit.target.is_ptx else 10 * major + minor
+
+
+def families(capability: int) -> tuple[str, ...]:
+    return CAPABILITIES[min(capability, max(CAPABILITIES))].families
+
+
+def all_chosen(select: Selector) -> set[tuple[str, str]]:
+    """What is chosen over a grid of problems, whether FLASHMOE_KERNEL names the family or not."""
+    found = set()
+    for capability in (*CAPABILITIES, BEYOND_THE_TABLE):
+        for forced, bf16 in product((None, *families(capability)), (False, True)):
+            if bf16 and (capability < 80 or forced == "sm75"):
+                continue
+            for name, memory, rows in product(PRODUCTS, MEMORIES, ROWS):
+                if memory != "kn_pairs" or name == "grouped_gemm_gated":
+                    found.add(select.product(capability, name, rows, memory=memory, bf16=bf16, forced=forced))
+            for step in range(STEPS):
+                found.add(select.step(capability, step, bf16=bf16, forced=forced))
+    return found
+
+
+def test_every_kernel_is_chosen(select: Selector) -> None:
+    """Without being named, or by name. What is around the products exists for the GPUs that have nothing better alone."""
+    asked = all_chosen(select)
+    never = [
+        f"{entry.symbol} for {unit.target.name} ({unit.row.source})"
+        for unit in UNITS
+        if not unit.row.operation.startswith("moe_") or unit.row.family == families(loads_best(unit))[0]
+        for entry in unit.entries
+        if (entry.symbol, unit.target.name) not in asked
+    ]
+    assert never == [], "drop the row, or change what select.cpp or the row's cost says of it"
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90])
+def test_tiles_grow_with_the_rows_of_an_expert(select: Selector, capability: int) -> None:
+    """A tile serves a range of rows: once left it does not come back."""
+    for name in PRODUCTS:
+        chosen = [select.product(capability, name, rows) for rows in ROWS]
+        changes = [symbol for index, symbol in enumerate(chosen) if index == 0 or chosen[index - 1] != symbol]
+        assert len(changes) == len(set(changes)), name
+
+
+def test_few_rows_have_kernels_of_their_own(select: Selector) -> None:
+    for name in ("grouped_gemm", "grouped_gemm_gated"):
+        assert f"_{name}_few_rows_" in select.product(90, name, 1)[0]
+        assert f"_{name}_sm90_" in select.product(90, name, 2048)[0]
+        assert f"_{name}_sm90_" in select.product(90, name, 1, forced="sm90")[0], "the family holds one kernel"
+
+
+def test_rows_count_by_the_experts_of_the_layer(select: Selector) -> None:
+    assert select.product(90, "grouped_gemm", 4, experts=8) == select.product(90, "grouped_gemm", 4, experts=128)
+
+
+def test_refusals(select: Selector) -> None:
+    with pytest.raises(RefusedError, match="flashmoe:dtype: BF16 needs compute capability 8.0; this is 7.5; use float16"):
+        select.product(75, "grouped_gemm", bf16=True)
+    with pytest.raises(RefusedError, match="flashmoe:argument: FLASHMOE_KERNEL=sm91 names no kernel family"):
+        select.product(90, "grouped_gemm", forced="sm91")
+    with pytest.raises(RefusedError, match="flashmoe:argument: FLASHMOE_KERNEL=sm90: .* a gated grouped matrix product on a GPU"):
+        select.product(80, "grouped_gemm_gated", forced="sm90")
+    with pytest.raises(RefusedError, match="flashmoe:gpu: no kernel for a GPU"):
+        select.product(70, "grouped_gemm")
+
+
+def test_a_build_without_gpu_code_refuses(tmp_path: Path) -> None:
+    selector = compile_selector(tmp_path, ())
+    for ask in (lambda: selector.product(90, "grouped_gemm"), lambda: selector.step(90, 0)):
+        with pytest.raises(RefusedError, match=r"flashmoe:gpu: .*\(a CPU-only build\)"):
+            ask()
+
+
+def test_one_target_serves_every_problem(tmp_path: Path) -> None:
+    """The targets of FLASHMOE_ARCHS=90a."""
+    selector = compile_selector(tmp_path, ("sm_90a",))
+    for name, memory, rows, bf16 in product(PRODUCTS, MEMORIES[:2], ROWS, (False, True)):
+        assert selector.product(90, name, rows, memory=memory, bf16=bf16)[1] == "sm_90a"
+    for step, bf16 in product(range(STEPS), (False, True)):
+        assert selector.step(90, step, bf16=bf16)[1] == "sm_90a"

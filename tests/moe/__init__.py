@@ -1,0 +1,1 @@
+"""Mixture of experts: the operators against a layer composed of torch's own."""

@@ -1,0 +1,525 @@
+"""flashmoe.fused_moe, topk_route, grouped_mm: what they take, refuse and return, and how torch's machinery sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flashmoe
+from flashmoe.checks import translate
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DifferentiationError, DtypeError, ShapeError
+from flashmoe.operators.moe import arguments
+
+from .reference import Case, Inputs, compare, expect, local_experts, make_inputs
+
+pytestmark = [  # what torch's compilers say about torch itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+SMALL = Case(11, dtype=torch.float16)
+FULL = replace(SMALL, biases=True, shared=True)
+
+
+def call(case: Case, inputs: Inputs, **changes: Any) -> Tensor:
+    """flashmoe.fused_moe as the case says."""
+    keywords = {
+        "b13": inputs.b13,
+        "b2": inputs.b2,
+        "activation": case.activation,
+        "layout": case.layout,
+        "transposed": case.transposed,
+        "expert_map": inputs.expert_map,
+        "shared": inputs.shared,
+    }
+    tensors = (inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+    return flashmoe.fused_moe(*tensors, **{**keywords, **changes})
+
+
+def with_gradients(case: Case, device: str) -> Inputs:
+    inputs = make_inputs(case, device=device)
+    for leaf in inputs.leaves():
+        leaf.requires_grad_()
+    return inputs
+
+
+def gradients(out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
+    return torch.autograd.grad(out, inputs.leaves(), weights)
+
+
+# What is computed
+
+
+@pytest.mark.parametrize("case", [SMALL, FULL, replace(FULL, layout="interleaved", transposed=True, mapped=True)], ids=str)
+def test_the_three_operators_give_the_same_bits(case: Case, device: str) -> None:
+    """With a gradient to record, without one, and into the caller's memory."""
+    inputs = with_gradients(case, device)
+    recorded = call(case, inputs)
+    with torch.no_grad():
+        plain = call(case, inputs)
+        wide = torch.full((case.tokens, 2 * case.hidden), float("nan"), dtype=case.dtype, device=device)
+        out = wide[:, : case.hidden]
+        assert call(case, inputs, out=out) is out
+    assert recorded.requires_grad
+    assert torch.equal(recorded, plain)
+    assert torch.equal(plain, out)
+    assert wide[:, case.hidden :].isnan().all()
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_weights_on_input(top_k: int, device: str) -> None:
+    """The weighted input goes through the experts; nothing is weighted behind them."""
+    case = replace(FULL, top_k=top_k, sentinels=True)
+    inputs = make_inputs(case, device=device)
+    single = replace(case, top_k=1, tokens=1, shared=False)
+    exact = torch.zeros(case.tokens, case.hidden, dtype=torch.float64, device=device)
+    tolerance = 0.0
+    for token in range(case.tokens):
+        for choice in range(top_k):
+            x = (inputs.x[token] * inputs.topk_weights[token, choice]).to(case.dtype)
+            ids = inputs.topk_ids[token, choice].view(1, 1)
+            one = torch.ones(1, 1, device=device)
+            slot = Inputs(x[None], inputs.w13, inputs.w2, one, ids, b13=inputs.b13, b2=inputs.b2)
+            expected = expect(single, slot)
+            exact[token] += expected.out[0]
+            tolerance = max(tolerance, expected.tolerance)
+    assert inputs.shared is not None
+    exact += inputs.shared.double()
+    found = call(case, inputs, weights_on_input=True)
+    compare("out", found, exact, top_k * tolerance + torch.finfo(case.dtype).eps * exact.abs().max().item())
+    out = torch.empty_like(found)
+    assert torch.equal(call(case, inputs, weights_on_input=True, out=out), found)
+    assert out.data_ptr() != found.data_ptr() and torch.equal(out, found)
+
+
+def test_no_tokens(device: str) -> None:
+    """Results of no rows; gradients of weights are zeros."""
+    case = replace(FULL, tokens=0)
+    inputs = with_gradients(case, device)
+    out = call(case, inputs)
+    assert out.shape == (0, case.hidden)
+    for name, gradient in zip("x w13 w2 weights b13 b2 shared".split(), gradients(out, inputs), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(gradient)), name
+    weights, ids, counts = flashmoe.topk_route(torch.empty(0, 5, device=device), 2, return_counts=True)
+    assert (weights.shape, ids.shape, counts.tolist()) == ((0, 2), (0, 2), [0] * 5)
+
+
+def test_ids_that_name_no_expert_leave_shared_alone(device: str) -> None:
+    inputs = make_inputs(FULL, device=device)
+    inputs.topk_ids = torch.full_like(inputs.topk_ids, FULL.experts)
+    inputs.topk_ids[::2] = -1
+    assert inputs.shared is not None
+    assert torch.equal(call(FULL, inputs), inputs.shared)
+
+
+def test_weights_of_experts_that_nobody_chose_are_not_looked_at(device: str) -> None:
+    inputs = make_inputs(FULL, device=device)
+    inputs.topk_ids = inputs.topk_ids % 2  # of four experts
+    expected = call(FULL, inputs)
+    for tensor in (inputs.w13, inputs.w2, inputs.b13, inputs.b2):
+        assert tensor is not None
+        tensor[2:] = float("nan")
+    assert torch.equal(call(FULL, inputs), expected)
+
+
+def test_a_nan_stays_in_its_token(device: str) -> None:
+    inputs = make_inputs(FULL, device=device)
+    expected = call(FULL, inputs)
+    inputs.x[3, 5] = float("nan")
+    found = call(FULL, inputs)
+    others = [token for token in range(FULL.tokens) if token != 3]
+    assert found[3].isnan().all()
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("name", ["x", "w13", "w2", "shared", "topk_weights", "topk_ids", "b13"])
+def test_any_strides(name: str, device: str) -> None:
+    """Rows apart, rows backwards through memory, expanded, out of alignment, transposed: the same bits."""
+    inputs = make_inputs(FULL, device=device)
+    expected = call(FULL, inputs)
+    tensor = getattr(inputs, name)
+    wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype, device=device)
+    wide[..., 1:-2] = tensor
+    swapped = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for strided in (wide[..., 1:-2], swapped):
+        assert torch.equal(strided, tensor)
+        assert torch.equal(call(FULL, replace(inputs, **{name: strided})), expected)
+
+
+def test_expanded_inputs(device: str) -> None:
+    inputs = make_inputs(FULL, device=device)
+    expanded = replace(inputs, x=inputs.x[:1].expand_as(inputs.x), w13=inputs.w13[:1].expand_as(inputs.w13))
+    dense = replace(expanded, x=expanded.x.contiguous(), w13=expanded.w13.contiguous())
+    assert torch.equal(call(FULL, expanded), call(FULL, dense))
+
+
+# Gradients
+
+
+def test_only_what_is_needed_is_computed(device: str) -> None:
+    """Each gradient alone is what it is among all of them."""
+    inputs = with_gradients(FULL, device)
+    everything = gradients(call(FULL, inputs), inputs)
+    for index, leaf in enumerate(inputs.leaves()):
+        for other in inputs.leaves():
+            other.requires_grad_(other is leaf)
+        out = call(FULL, inputs)
+        weights = torch.linspace(-1, 1, out.numel(), device=device).view_as(out).to(out.dtype)
+        (alone,) = torch.autograd.grad(out, leaf, weights)
+        assert torch.equal(alone, everything[index]), index
+
+
+def test_gradients_have_their_inputs_dtypes(device: str) -> None:
+    inputs = with_gradients(replace(FULL, weights_dtype=torch.float16), device)
+    for leaf, gradient in zip(inputs.leaves(), gradients(call(FULL, inputs), inputs), strict=True):
+        assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
+
+
+def test_a_second_derivative_and_forward_mode_are_refused(device: str) -> None:
+    inputs = with_gradients(SMALL, device)
+    (first,) = torch.autograd.grad(call(SMALL, inputs).float().sum(), inputs.x, create_graph=True)
+    with pytest.raises(DifferentiationError, match="once"):
+        first.float().sum().backward()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(DifferentiationError, match="forward-mode"):
+        dual = torch.autograd.forward_ad.make_dual(inputs.x.detach(), torch.ones_like(inputs.x))
+        call(SMALL, replace(inputs, x=dual))
+
+
+def test_out_takes_no_gradient(device: str) -> None:
+    inputs = with_gradients(SMALL, device)
+    with pytest.raises(ArgumentError, match="no_grad"):
+        call(SMALL, inputs, out=torch.empty_like(inputs.x))
+
+
+def test_checkpointed(device: str) -> None:
+    inputs = with_gradients(FULL, device)
+    again = checkpoint(lambda: call(FULL, inputs), use_reentrant=False)
+    for a, b in zip(gradients(again, inputs), gradients(call(FULL, inputs), inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_backward_twice_gives_the_same_bits(device: str) -> None:
+    inputs = with_gradients(FULL, device)
+    out = call(FULL, inputs)
+    first = torch.autograd.grad(out, inputs.leaves(), torch.ones_like(out), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(out, inputs.leaves(), torch.ones_like(out)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_functional_gradient(device: str) -> None:
+    inputs = with_gradients(SMALL, device)
+
+    def loss(x: Tensor, w13: Tensor) -> Tensor:
+        return call(SMALL, replace(inputs, x=x, w13=w13)).float().square().sum()
+
+    found = torch.func.grad(loss, (0, 1))(inputs.x.detach(), inputs.w13.detach())
+    expected = torch.autograd.grad(loss(inputs.x, inputs.w13), (inputs.x, inputs.w13))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+# Torch's machinery
+
+
+def arguments_of(case: Case, inputs: Inputs) -> tuple[Any, ...]:
+    tensors = (inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+    words = (case.activation, case.layout, case.transposed)
+    return (*tensors, inputs.b13, inputs.b2, inputs.expert_map, inputs.shared, *words)
+
+
+@pytest.mark.parametrize("case", [SMALL, replace(FULL, transposed=True), replace(SMALL, tokens=0)], ids=str)
+def test_opcheck(case: Case, device: str) -> None:
+    inputs = make_inputs(case, device=device)
+    operators = torch.ops.flashmoe
+    torch.library.opcheck(operators._fused_moe_inference.default, arguments_of(case, inputs))
+    torch.library.opcheck(operators._fused_moe_out.default, (torch.empty_like(inputs.x), *arguments_of(case, inputs)))
+    torch.library.opcheck(operators._fused_moe.default, (*arguments_of(case, inputs), True))
+    out, *kept = operators._fused_moe.default(*arguments_of(case, inputs), True)
+    for needs in (63, 5, 8):
+        biases = (inputs.b13, inputs.b2)
+        wanted = needs if biases[0] is not None else needs & 15
+        layer = (torch.ones_like(out), inputs.x, inputs.w13, inputs.w2, *biases, *kept)
+        words = (case.activation, case.layout, case.transposed)
+        torch.library.opcheck(operators._fused_moe_backward.default, (*layer, *words, wanted))
+
+
+@pytest.mark.parametrize("scoring", arguments.SCORINGS)
+def test_opcheck_routing(scoring: str, device: str) -> None:
+    logits = torch.randn(9, 8, device=device, requires_grad=True)
+    options = (scoring, torch.zeros(8, device=device), 4, 2, True, 2.0)
+    torch.library.opcheck(torch.ops.flashmoe.topk_route.default, (logits, 3, *options))
+    weights, ids = flashmoe.topk_route(logits.detach(), 3)
+    torch.library.opcheck(torch.ops.flashmoe.moe_sort.default, (ids, weights, None, 8))
+
+
+def test_opcheck_grouped(device: str) -> None:
+    a = torch.randn(20, 16, device=device).half().requires_grad_()
+    b = torch.randn(3, 16, 24, device=device).half().requires_grad_()
+    offsets = torch.tensor([5, 5, 20], dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.flashmoe.grouped_mm.default, (a, b, offsets))
+    torch.library.opcheck(torch.ops.flashmoe._grouped_mm_2d2d.default, (a.mT.detach().requires_grad_(), a, offsets))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_layer_is_one_graph_and_equal(dynamic: bool, device: str) -> None:
+    torch._dynamo.reset()
+
+    def layer(logits: Tensor, x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        weights, ids = flashmoe.topk_route(logits, 2, scale=0.5)
+        return flashmoe.fused_moe(x * 2, w13, w2, weights, ids, shared=x)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (5, 9, 16):
+        inputs = with_gradients(replace(SMALL, tokens=tokens), device)
+        logits = torch.randn(tokens, SMALL.experts, device=device, requires_grad=True)
+        leaves = (logits, inputs.x, inputs.w13, inputs.w2)
+        expected, found = layer(*leaves), compiled(*leaves)
+        assert torch.equal(found, expected)
+        weights = torch.randn_like(expected)
+        pairs = zip(torch.autograd.grad(found, leaves, weights), torch.autograd.grad(expected, leaves, weights), strict=True)
+        for a, b in pairs:
+            assert torch.equal(a, b)
+        with torch.no_grad():
+            assert torch.equal(compiled(*leaves), expected)
+
+
+def test_compiled_into_out(device: str) -> None:
+    torch._dynamo.reset()
+    inputs = make_inputs(SMALL, device=device)
+    compiled = torch.compile(lambda x, out: call(SMALL, replace(inputs, x=x), out=out).clone(), fullgraph=True, backend="aot_eager")
+    out = torch.empty_like(inputs.x)
+    expected = call(SMALL, inputs)
+    assert torch.equal(compiled(inputs.x, out), expected)
+    assert torch.equal(out, expected)
+
+
+def test_autocast(device: str) -> None:
+    """Everything of x's dtype is cast; the weights of the choices stay as they are, and gradients are those of the parameters."""
+    inputs = with_gradients(replace(FULL, dtype=torch.float32), device)
+    with torch.autocast(device, torch.bfloat16):
+        out = call(FULL, inputs)
+    assert out.dtype is torch.bfloat16
+    half = inputs.to(torch.bfloat16)
+    half.topk_weights = inputs.topk_weights.detach()
+    assert torch.equal(out, call(FULL, half))
+    for leaf, gradient in zip(inputs.leaves(), gradients(out, inputs), strict=True):
+        assert gradient.dtype is leaf.dtype
+
+
+def test_vmap(device: str) -> None:
+    """More tokens, or, where weights are mapped, more calls."""
+    many = [make_inputs(FULL, seed, device=device) for seed in range(3)]
+    first = many[0]
+    expected = [call(FULL, replace(first, x=one.x, topk_ids=one.topk_ids)) for one in many]
+
+    def one_of(x: Tensor, ids: Tensor, w2: Tensor) -> Tensor:
+        return call(FULL, replace(first, x=x, topk_ids=ids, w2=w2))
+
+    stacked = torch.stack([one.x for one in many], 1), torch.stack([one.topk_ids for one in many])
+    with torch.no_grad():
+        found = torch.vmap(one_of, (1, 0, None))(*stacked, first.w2)
+    for index, out in enumerate(expected):
+        assert torch.equal(found[index], out)
+    mapped = torch.vmap(one_of, (1, 0, 0))(*stacked, first.w2.expand(3, *first.w2.shape))
+    assert torch.equal(mapped, found)
+
+
+def test_per_sample_gradients(device: str) -> None:
+    inputs = make_inputs(SMALL, device=device)
+
+    def loss(w2: Tensor, x: Tensor) -> Tensor:
+        return call(SMALL, replace(inputs, x=x, w2=w2)).float().square().sum()
+
+    xs = torch.stack([inputs.x, inputs.x * 2])
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(inputs.w2, xs)
+    for index, x in enumerate(xs):
+        w2 = inputs.w2.clone().requires_grad_()
+        assert torch.equal(found[index], torch.autograd.grad(loss(w2, x), w2)[0])
+
+
+def test_flops(device: str) -> None:
+    """Two operations for a multiply-add of each slot; the backward pass takes two products for each of the forward's."""
+    inputs = with_gradients(FULL, device)
+    layer = 6 * FULL.tokens * FULL.top_k * FULL.hidden * FULL.intermediate
+    with FlopCounterMode(display=False) as counter:
+        out = call(FULL, inputs)
+    assert counter.get_total_flops() == layer
+    with FlopCounterMode(display=False) as counter:
+        gradients(out, inputs)
+    assert counter.get_total_flops() == 2 * layer
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call(FULL, inputs, out=torch.empty_like(out))
+    assert counter.get_total_flops() == layer
+
+
+def test_fake_tensors_have_the_shapes_that_real_ones_have(device: str) -> None:
+    case = replace(FULL, layout="interleaved")
+    inputs = make_inputs(case, device=device)
+    operator = torch.ops.flashmoe._fused_moe.default
+    for keep in (True, False):
+        real = operator(*arguments_of(case, inputs), keep)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments_of(case, inputs)]
+            for a, b in zip(operator(*fakes, keep), real, strict=True):
+                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+# Errors
+
+Change = Callable[[Inputs], dict[str, Any]]
+WRONG: dict[str, tuple[type[Exception], Change]] = {
+    "x is no tensor": (ArgumentTypeError, lambda i: {"x": [1.0]}),
+    "x has three dimensions": (ShapeError, lambda i: {"x": i.x[None]}),
+    "x has another width": (ShapeError, lambda i: {"x": i.x[:, :-1]}),
+    "x is sparse": (ArgumentError, lambda i: {"x": i.x.float().to_sparse()}),
+    "w13 has another dtype": (DtypeError, lambda i: {"w13": i.w13.float()}),
+    "everything is float64": (DtypeError, lambda i: {n: getattr(i, n).double() for n in ("x", "w13", "w2", "b13", "b2", "shared")}),
+    "w13 has odd rows": (ShapeError, lambda i: {"w13": i.w13[:, :-1]}),
+    "w2 has fewer experts": (ShapeError, lambda i: {"w2": i.w2[:-1]}),
+    "no experts": (ShapeError, lambda i: {"w13": i.w13[:0], "w2": i.w2[:0], "b13": None, "b2": None}),
+    "too many experts": (
+        ShapeError,
+        lambda i: {"w13": i.w13[:1].expand(1025, -1, -1), "w2": i.w2[:1].expand(1025, -1, -1), "b13": None, "b2": None},
+    ),
+    "ids are floats": (DtypeError, lambda i: {"topk_ids": i.topk_ids.float()}),
+    "ids for fewer tokens": (ShapeError, lambda i: {"topk_ids": i.topk_ids[1:], "topk_weights": i.topk_weights[1:]}),
+    "ids have one dimension": (ShapeError, lambda i: {"topk_ids": i.topk_ids[:, 0], "topk_weights": i.topk_weights[:, 0]}),
+    "weights for fewer choices": (ShapeError, lambda i: {"topk_weights": i.topk_weights[:, :1]}),
+    "weights are float64": (DtypeError, lambda i: {"topk_weights": i.topk_weights.double()}),
+    "weights are bfloat16": (DtypeError, lambda i: {"topk_weights": i.topk_weights.bfloat16()}),
+    "no choices": (ShapeError, lambda i: {"topk_ids": i.topk_ids[:, :0], "topk_weights": i.topk_weights[:, :0]}),
+    "too many choices": (
+        ShapeError,
+        lambda i: {"topk_ids": i.topk_ids[:, :1].expand(-1, 33), "topk_weights": i.topk_weights[:, :1].expand(-1, 33)},
+    ),
+    "b13 has another width": (ShapeError, lambda i: {"b13": i.b2}),
+    "b2 has another dtype": (DtypeError, lambda i: {"b2": i.b2.float() if i.b2 is not None else None}),
+    "expert_map is int64": (DtypeError, lambda i: {"expert_map": torch.zeros(4, dtype=torch.int64, device=i.x.device)}),
+    "expert_map has two dimensions": (
+        ShapeError,
+        lambda i: {"expert_map": torch.zeros(4, 1, dtype=torch.int32, device=i.x.device)},
+    ),
+    "shared for fewer tokens": (ShapeError, lambda i: {"shared": i.x[1:]}),
+    "w2 on another device": (DeviceError, lambda i: {"w2": i.w2.to("meta")}),
+    "an unknown activation": (ArgumentError, lambda i: {"activation": "gelu"}),
+    "an unknown layout": (ArgumentError, lambda i: {"layout": "blocked"}),
+    "an activation that is no text": (ArgumentTypeError, lambda i: {"activation": 1}),
+    "transposed is no bool": (ArgumentTypeError, lambda i: {"transposed": "yes"}),
+    "transposed without being so": (ShapeError, lambda i: {"transposed": True}),
+}
+
+
+def wrong_call(inputs: Inputs, changes: dict[str, Any]) -> Tensor:
+    names = {name for name in vars(inputs) if name in changes}
+    changed = replace(inputs, **{name: changes[name] for name in names})
+    return call(FULL, changed, **{name: value for name, value in changes.items() if name not in names})
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_typed_errors(name: str, device: str) -> None:
+    kind, change = WRONG[name]
+    inputs = make_inputs(FULL, device=device)
+    with pytest.raises(kind) as caught:
+        wrong_call(inputs, change(inputs))
+    assert type(caught.value) is kind
+    assert ";" in str(caught.value) or "needed" in str(caught.value), "the message says what to do"
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in WRONG.items() if kind is not ArgumentTypeError and "sparse" not in name])
+def test_the_extension_says_the_same(name: str, device: str) -> None:
+    """The C++ checks and the Python ones, which fake tensors have, agree on what is wrong."""
+    kind, change = WRONG[name]
+    inputs = make_inputs(FULL, device=device)
+    changes = change(inputs)
+    values = {**vars(inputs), "activation": "swiglu", "layout": "concat", "transposed": False, **changes}
+    order = "x w13 w2 topk_weights topk_ids b13 b2 expert_map shared activation layout transposed".split()
+    words = [values[key] for key in order]
+    with pytest.raises((RuntimeError, kind)) as caught:
+        torch.ops.flashmoe._fused_moe_inference.default(*words)
+    assert kind in (type(caught.value), type(translate(caught.value)))
+    with pytest.raises(kind):
+        arguments.validate_layer(*words)
+
+
+@pytest.mark.parametrize("size", ["hidden", "intermediate"])
+def test_sizes_on_a_gpu_are_multiples_of_eight(size: str, device: str) -> None:
+    case = replace(SMALL, **{size: 12})  # type: ignore[arg-type]
+    inputs = make_inputs(case, device=device)
+    if device == "cpu":
+        call(case, inputs)
+        return
+    with pytest.raises(ShapeError, match=rf"the {size} size is 12; on a GPU it must be a multiple of 8; pad"):
+        call(case, inputs)
+
+
+@pytest.mark.gpu
+def test_float32_on_a_gpu_is_refused() -> None:
+    inputs = make_inputs(replace(SMALL, dtype=torch.float32), device="cuda")
+    with pytest.raises(DtypeError, match="float16, bfloat16"):
+        call(SMALL, inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (ArgumentError, {"k": 0}),
+        (ArgumentError, {"k": 9}),
+        (ArgumentError, {"groups": 3}),
+        (ArgumentError, {"groups": 4, "topk_groups": 5}),
+        (ArgumentError, {"groups": 4, "topk_groups": 1, "k": 3}),
+        (ArgumentError, {"scoring": "tanh"}),
+        (ArgumentTypeError, {"k": 2.0}),
+        (ArgumentTypeError, {"renormalize": None}),
+        (ArgumentTypeError, {"scale": "1"}),
+        (DtypeError, {"bias": torch.zeros(8, dtype=torch.float64)}),
+        (ShapeError, {"bias": torch.zeros(7)}),
+        (DtypeError, {"logits": torch.zeros(3, 8, dtype=torch.int32)}),
+        (ShapeError, {"logits": torch.zeros(8)}),
+        (ShapeError, {"logits": torch.zeros(1, 1025)}),
+    ],
+    ids=str,
+)
+def test_routing_errors(kind: type[Exception], changes: dict[str, Any]) -> None:
+    values = {"logits": torch.zeros(3, 8), "k": 2, **changes}
+    with pytest.raises(kind) as caught:
+        flashmoe.topk_route(values.pop("logits"), values.pop("k"), **values)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (ShapeError, lambda a, b, o: (a[:, :-1], b, o)),
+        (ShapeError, lambda a, b, o: (a, b, o[:-1])),
+        (DtypeError, lambda a, b, o: (a, b, o.long())),
+        (DtypeError, lambda a, b, o: (a, b.float(), o)),
+        (ShapeError, lambda a, b, o: (a, b[None], o)),
+        (ShapeError, lambda a, b, o: (a, a, o)),
+        (ArgumentTypeError, lambda a, b, o: (a, b, [5, 5, 20])),
+    ],
+)
+def test_grouped_errors(kind: type[Exception], change: Callable[..., tuple[Any, ...]], device: str) -> None:
+    a, b = torch.zeros(20, 16, device=device).half(), torch.zeros(3, 16, 24, device=device).half()
+    offsets = torch.tensor([5, 5, 20], dtype=torch.int32, device=device)
+    with pytest.raises(kind) as caught:
+        flashmoe.grouped_mm(*change(a, b, offsets))
+    assert type(caught.value) is kind
+
+
+def test_sentinels_and_the_map_meet(device: str) -> None:
+    """An id is looked up in the map, and what it gives may be no expert of this layer either."""
+    case = replace(FULL, mapped=True, sentinels=True)
+    inputs = make_inputs(case, device=device)
+    local = local_experts(case, inputs)
+    plain = replace(inputs, expert_map=None, topk_ids=local)
+    assert torch.equal(call(case, inputs), call(case, plain))
