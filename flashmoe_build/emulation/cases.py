@@ -9,14 +9,13 @@ from typing import Any
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.emulation import backward, huge
-from flashmoe_build.emulation.attention import run_forward
+from flashmoe_build.emulation.attention import Outcome, run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
-from flashmoe_build.emulation.moe import few_rows, gemm
-from flashmoe_build.emulation.moe import mma_sync, routing
+from flashmoe_build.emulation.moe import few_rows, gemm, mma_sync, routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -186,7 +185,6 @@ _OPERATIONS = {
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     **{name: _Operation(few_rows.problems, few_rows.run) for name in few_rows.OPERATIONS},
-    "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     "grouped_gemm_weight_gradient": _Operation(
         moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
     ),

@@ -145,6 +145,7 @@ def sort_problems() -> Iterator[SortProblem]:
     yield SortProblem("blocks", 700, 24, blocks=3, ids=long, map_length=30)
     yield SortProblem("empty-block", 70, 128, blocks=4, weights=bfloat)
     yield SortProblem("many-blocks", 600, 700, blocks=9)
+    yield SortProblem("long-blocks", 2300, 1024, blocks=2)
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class CombineProblem(NamedProblem):
     wants_out: bool = True
     wants_dweights: bool = True
     values: str = "normal"  # order: sums that show the order of their terms; nobody: no slot has a row
+    blocks: int = 1  # of a token
     huge_tokens: int | None = None
 
     def inputs(self, dtype: torch.dtype) -> CombineInputs:
@@ -220,6 +222,7 @@ class CombineProblem(NamedProblem):
 
 def combine_problems(*, is_backward: bool) -> Iterator[CombineProblem]:
     yield CombineProblem("wide", 3, 4, 2048 + 264, has_shared=True, dot_tiles=40, has_bias=True)
+    yield CombineProblem("blocks", 2, 9, 3 * 1024 + 72, has_shared=True, has_bias=True, experts=40, blocks=2)
     yield CombineProblem("narrow", 5, 2, 8, has_weights=False)
     yield CombineProblem("choices", 2, 32, 264, has_shared=True, dot_tiles=1)
     yield CombineProblem("odd-choices", 3, 11, 72, experts=1, has_bias=True)
