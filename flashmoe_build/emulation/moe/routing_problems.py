@@ -145,7 +145,7 @@ def sort_problems() -> Iterator[SortProblem]:
     yield SortProblem("blocks", 700, 24, blocks=3, ids=long, map_length=30)
     yield SortProblem("empty-block", 70, 128, blocks=4, weights=bfloat)
     yield SortProblem("many-blocks", 600, 700, blocks=9)
-    yield SortProblem("long-blocks", 2300, 1024, blocks=2)
+    yield SortProblem("long-blocks", 2305, 1024, blocks=2)
 
 
 @dataclass(frozen=True)
