@@ -35,9 +35,9 @@ struct SortSpec {
   static_assert(kCounts >= kNumThreads, "one warp's counts of all experts");
 };
 
-constexpr int kBatch = 4;            // 32 slots each
-constexpr int kWarpSlots = 64;       // of a warp at least: fewer warps are fewer counts to add up
-constexpr int kMostLoads = 16;       // of counts in flight
+constexpr int kBatch = 4;       // 32 slots each
+constexpr int kWarpSlots = 64;  // of a warp at least: fewer warps are fewer counts to add up
+constexpr int kMostLoads = 16;  // of counts in flight
 
 // A range of slots.
 struct Share {
@@ -46,10 +46,10 @@ struct Share {
 
 // 128 slots of a warp, four of them this lane's.
 struct Batch {
-  int64_t first;              // this lane's first slot; the next ones are 32 apart
-  int experts[kBatch];        // -1: none, or past the share's end
-  uint32_t weights[kBatch];   // their bits
-  int ranks[kBatch];          // how many of the expert's slots are before this one
+  int64_t first;             // this lane's first slot; the next ones are 32 apart
+  int experts[kBatch];       // -1: none, or past the share's end
+  uint32_t weights[kBatch];  // their bits
+  int ranks[kBatch];         // how many of the expert's slots are before this one
 };
 
 template <typename Spec>

@@ -36,7 +36,7 @@ class RouteProblem(NamedProblem):
     has_bias: bool = False
     renormalize: bool = True
     scale: float = 1.0
-    values: str = "normal"  # ties: few different values; nan; infinity: some experts are masked; low: sigmoid gives 0
+    values: str = "normal"  # ties: few different values; nan; infinity: some experts are masked; low: sigmoid gives 0; lane: one has the largest
     huge_tokens: int | None = None  # these tokens are the last of so many
 
     def logits(self) -> torch.Tensor:
@@ -53,6 +53,8 @@ class RouteProblem(NamedProblem):
             logits[2, [1, self.experts - 1]] = torch.tensor([-NAN, NAN])
         if self.values == "infinity":
             logits[:, ::2] = -INFINITY
+        if self.values == "lane":
+            logits[:, 5::32] += 4
         if self.values == "low":
             logits = logits - 200
         logits[:, self.experts :] = 100.0  # nobody's
@@ -78,6 +80,8 @@ def route_problems() -> Iterator[RouteProblem]:
     yield RouteProblem("most-experts", 2, 1024, 32, "sigmoid", has_bias=True)
     yield RouteProblem("ties", 8, 128, 8, values="ties")
     yield RouteProblem("ties-groups", 4, 96, 7, "sigmoid", 6, 3, values="ties")
+    yield RouteProblem("ties-of-groups", 4, 64, 10, "sigmoid", 32, 5, values="ties")
+    yield RouteProblem("wide-groups", 6, 256, 8, "sigmoid", 4, 2, values="lane")
     yield RouteProblem("nan", 4, 40, 6, values="nan")
     yield RouteProblem("nan-sigmoid", 4, 64, 6, "sigmoid", 4, 2, values="nan", has_bias=True, renormalize=False)
     yield RouteProblem("infinity", 4, 10, 8, values="infinity")

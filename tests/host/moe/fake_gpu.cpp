@@ -96,7 +96,8 @@ class GemmKernel {
     for (int64_t column = 0; column < p.n; ++column) {
       const GateUp at = columns_of(p, column, p.n);
       const float s = product(expert, row, column);
-      const Activated a = activate(load(p.preactivation, row * 2 * p.n + at.gate), load(p.preactivation, row * 2 * p.n + at.up));
+      const Activated a =
+          activate(load(p.preactivation, row * 2 * p.n + at.gate), load(p.preactivation, row * 2 * p.n + at.up));
       store(p.d, row * p.d_stride + at.gate, p.row_weights[row] * s * a.by_gate);
       store(p.d, row * p.d_stride + at.up, p.row_weights[row] * s * a.by_up);
       store(p.weighted_activation, row * p.n + column, p.row_weights[row] * a.value);
@@ -157,7 +158,8 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64
     }
   }
   const int64_t tiles = row_tiles * ((params.n + kernel.block_n - 1) / kernel.block_n);
-  const bool has_every_tile = operation == "grouped_gemm_weight_gradient" || params.tile_counter != nullptr || grid >= tiles;
+  const bool has_every_tile =
+      operation == "grouped_gemm_weight_gradient" || params.tile_counter != nullptr || grid >= tiles;
   return has_every_tile ? "" : "there are more tiles than blocks, and no counter";
 }
 
@@ -190,7 +192,8 @@ void combine(const CombineParams& p) {
       float sum = p.shared != nullptr ? load(p.shared, token * p.shared_stride + column) : 0.0F;
       for (int64_t slot = token * p.top_k; slot < (token + 1) * p.top_k; ++slot) {
         const int64_t row = p.slot_rows[slot];
-        if (row >= 0) sum += (p.row_weights != nullptr ? p.row_weights[row] : 1.0F) * load(p.rows, row * p.columns + column);
+        if (row >= 0)
+          sum += (p.row_weights != nullptr ? p.row_weights[row] : 1.0F) * load(p.rows, row * p.columns + column);
       }
       store(p.out, token * p.out_stride + column, sum);
     }
@@ -265,7 +268,8 @@ Device g_gpu;
 bool g_is_capturing = false;
 std::string g_log;  // one JSON object a line
 
-CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent, void** arguments) {
+CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned shared, bool is_dependent,
+                void** arguments) {
   const KernelTable& table = kernel_table();
   for (int32_t index = 0; index < table.num_kernels; ++index) {
     const Kernel& kernel = table.kernels[index];
