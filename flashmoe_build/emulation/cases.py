@@ -60,7 +60,9 @@ class Case:
         p = self.problem
         if not isinstance(p, Problem):
             name = self.problem_name
-            return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem '{name}' --seed {self.seed}"
+            return (
+                f"python -m flashmoe_build.emulation --kernel {self.kernel.label} --problem '{name}' --seed {self.seed}"
+            )
         parts = [
             "python -m flashmoe_build.emulation",
             f"--kernel {self.kernel.label}",
@@ -185,9 +187,7 @@ _OPERATIONS = {
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     **{name: _Operation(few_rows.problems, few_rows.run) for name in few_rows.OPERATIONS},
-    "grouped_gemm_weight_gradient": _Operation(
-        moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient
-    ),
+    "grouped_gemm_weight_gradient": _Operation(moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient),
 }
 
 # The grouped products with mma.sync.

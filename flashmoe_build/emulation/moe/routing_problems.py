@@ -54,7 +54,8 @@ class RouteProblem(NamedProblem):
         if self.values == "infinity":
             logits[:, ::2] = -INFINITY
         if self.values == "lane":
-            logits[:, 5::32] += 4
+            logits = logits - 8
+            logits[:, 5::32] += 8
         if self.values == "low":
             logits = logits - 200
         logits[:, self.experts :] = 100.0  # nobody's
