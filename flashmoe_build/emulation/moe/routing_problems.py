@@ -82,7 +82,7 @@ def route_problems() -> Iterator[RouteProblem]:
     yield RouteProblem("ties", 8, 128, 8, values="ties")
     yield RouteProblem("ties-groups", 4, 96, 7, "sigmoid", 6, 3, values="ties")
     yield RouteProblem("ties-of-groups", 4, 64, 10, "sigmoid", 32, 5, values="ties")
-    yield RouteProblem("wide-groups", 6, 256, 8, "sigmoid", 4, 2, values="lane")
+    yield RouteProblem("wide-groups", 12, 256, 8, "sigmoid", 4, 2, values="lane")
     yield RouteProblem("nan", 4, 40, 6, values="nan")
     yield RouteProblem("nan-sigmoid", 4, 64, 6, "sigmoid", 4, 2, values="nan", has_bias=True, renormalize=False)
     yield RouteProblem("infinity", 4, 10, 8, values="infinity")
