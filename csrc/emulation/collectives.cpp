@@ -98,26 +98,12 @@ uint32_t shuffle_index(uint32_t value, int lane, const Site& site, const char* w
   return arguments.result;
 }
 
-bool vote(bool predicate, bool all, const Site& site, const char* what) {
+uint32_t ballot(bool predicate, const Site& site, const char* what) {
   ShuffleArguments arguments{predicate ? 1u : 0u, 0, 0};
   gather(what, site, &arguments, [](Warp& warp) {
     uint32_t mask = 0;
     for (int lane = 0; lane < kWarpSize; ++lane) mask |= argument_of<ShuffleArguments>(warp, lane).value << lane;
     for (int lane = 0; lane < kWarpSize; ++lane) argument_of<ShuffleArguments>(warp, lane).result = mask;
-    return true;
-  });
-  return all ? arguments.result == kFullMask : arguments.result != 0;
-}
-
-uint32_t match_any(uint32_t value, const Site& site, const char* what) {
-  ShuffleArguments arguments{value, 0, 0};
-  gather(what, site, &arguments, [](Warp& warp) {
-    for (int at = 0; at < kWarpSize; ++at) {
-      ShuffleArguments& mine = argument_of<ShuffleArguments>(warp, at);
-      for (int lane = 0; lane < kWarpSize; ++lane) {
-        if (argument_of<ShuffleArguments>(warp, lane).value == mine.value) mine.result |= 1u << lane;
-      }
-    }
     return true;
   });
   return arguments.result;

@@ -35,8 +35,8 @@ __device__ __forceinline__ bool vote_any(bool predicate) { return __any_sync(0xf
 
 __device__ __forceinline__ bool vote_all(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }
 
-// The lanes that gave the same value as this one, a bit each.
-__device__ __forceinline__ uint32_t match_any(uint32_t value) { return __match_any_sync(0xffffffffu, value); }
+// The lanes where it is true, a bit each.
+__device__ __forceinline__ uint32_t vote_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 
 #if __CUDA_ARCH__ >= 800
 // The largest value of the warp.

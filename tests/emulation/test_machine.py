@@ -142,7 +142,7 @@ def test_matches(machine: Machine, seed: int) -> None:
     out = torch.zeros(64, dtype=torch.int32)
     report, _ = machine.run("matches", words(1), out, threads=32, shared=0, settings=Settings(seed=seed))
     assert report.failure is None, report.failure
-    same = [sum(1 << other for other in range(32) if other % 5 == lane % 5) for lane in range(32)]
+    same = [sum(1 << lane for lane in range(2, 32, 5))] * 32
     assert (out[:32].long() & 0xFFFFFFFF).tolist() == same
     assert (out[32:].long() & 0xFFFFFFFF).tolist() == [0xF0000001 + 5] * 32
 

@@ -152,7 +152,7 @@ def test_the_sort_is_stable(device: str, tokens: int, top_k: int, experts: int, 
     assert offsets.tolist() == [0, *counts.cumsum(0).tolist()]
 
 
-@pytest.mark.parametrize("slots", [8192, 8193, 100_000])
+@pytest.mark.parametrize("slots", [4096, 4097, 100_000])
 def test_the_sort_of_many_slots(slots: int, device: str) -> None:
     ids = torch.randint(0, 300, (slots,), device=device)
     offsets, row_slots, *_ = torch.ops.flashmoe.moe_sort(ids, torch.rand(slots, device=device), None, 300)

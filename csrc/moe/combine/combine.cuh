@@ -3,8 +3,9 @@
 //   moe_combine            out[t] = sum over choices of row_weights[row] * rows[row], + shared[t]
 //   moe_combine_backward   dx[t] = sum over choices of rows[row], and dweights
 //
-// fp32, the choices in their order. Grid: a block a token. A warp takes 256 columns at a time, a lane 8 of them: 16-byte loads, eight
-// rows in flight. Lane i knows the row of choice i, so there are at most 32.
+// fp32, the choices in their order. Grid: a block a token, or for few tokens several, among whose warps the columns are dealt out. A warp
+// takes 256 columns at a time, a lane 8 of them: 16-byte loads, eight rows in flight. Lane i knows the row of choice i, so there are at
+// most 32.
 #pragma once
 
 #include "device/convert.cuh"
@@ -75,6 +76,20 @@ __device__ __forceinline__ void store_columns(Element* out_gmem, const float (&s
   ptx::st_global_128(out_gmem, packed);
 }
 
+// Which token this warp is at work for, and which of its warps it is.
+struct TokenWarp {
+  int64_t token;
+  int index, count;
+};
+
+template <typename Spec>
+__device__ __forceinline__ TokenWarp token_warp(const CombineParams& params) {
+  const int blocks = ptx::grid_size() / params.tokens;  // of a token
+  const int token = ptx::block_index() / blocks;
+  const int block = ptx::block_index() - token * blocks;
+  return {token, block * Spec::kNumWarps + ptx::warp_index(), blocks * Spec::kNumWarps};
+}
+
 // The row of this lane's choice, -1: none.
 __device__ __forceinline__ int choice_row(const CombineParams& params, int64_t token) {
   const int lane = ptx::lane_index();
@@ -87,11 +102,12 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
   using Element = typename Spec::Element;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const int64_t token = ptx::block_index();
+  const TokenWarp warp = token_warp<Spec>(params);
+  const int64_t token = warp.token;
   const int row = choice_row(params, token);
   float weight = 1.0f;
   if (row >= 0 && params.row_weights != nullptr) weight = ptx::ld_global_float(params.row_weights + row);
-  for (int start = ptx::warp_index() * kWarpColumns; start < params.columns; start += Spec::kNumWarps * kWarpColumns) {
+  for (int start = warp.index * kWarpColumns; start < params.columns; start += warp.count * kWarpColumns) {
     const int column = start + ptx::lane_index() * kLaneColumns;
     const bool has_columns = column < params.columns;  // a lane without loads the first ones
     uint32_t shared[4];
@@ -107,31 +123,40 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
   }
 }
 
-// The expert whose rows `row` is among: the last whose first row is not past it.
+// The expert whose rows `row` is among: the last whose first row is not past it. Two steps, by 32 of at most 1024 experts.
 __device__ __forceinline__ int expert_of_row(const CombineParams& params, int row) {
-  int low = 0, high = params.experts;  // offsets[low] <= row < offsets[high]
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    const bool is_past = static_cast<int>(ptx::ld_global_32(params.expert_offsets + middle)) > row;
-    (is_past ? high : low) = middle;
+  int first = 0;
+#pragma unroll 1
+  for (int step = (params.experts + 31) / 32;; step = 1) {
+    const int expert = first + step * ptx::lane_index();
+    const bool is_before =
+        expert < params.experts && static_cast<int>(ptx::ld_global_32(params.expert_offsets + expert)) <= row;
+    first += (ptx::population_count(ptx::vote_ballot(is_before)) - 1) * step;
+    if (step == 1) return first;
   }
-  return low;
 }
 
 // dout[token] . b2[expert], the same in all lanes.
 template <typename Element>
 __device__ __forceinline__ float bias_dot(const CombineParams& params, int64_t token, int row) {
+  constexpr int kLoads = 4;  // of each in flight
   const int64_t expert = expert_of_row(params, row);
   const Element* dout_gmem = static_cast<const Element*>(params.dout) + token * params.dout_stride;
   const Element* bias_gmem = static_cast<const Element*>(params.bias) + expert * params.columns;
   float sum = 0.0f;
-  for (int column = ptx::lane_index() * kLaneColumns; column < params.columns; column += kWarpColumns) {
-    uint32_t dout[4], bias[4];
-    ptx::ld_global_128(dout, dout_gmem + column);
-    ptx::ld_global_128(bias, bias_gmem + column);
+#pragma unroll 1
+  for (int start = ptx::lane_index() * kLaneColumns; start < params.columns; start += kLoads * kWarpColumns) {
+    uint32_t dout[kLoads][4] = {}, bias[kLoads][4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 a = unpack<Element>(dout[i]), b = unpack<Element>(bias[i]);
+    for (int i = 0; i < kLoads; ++i) {
+      const int column = start + i * kWarpColumns;
+      if (column >= params.columns) continue;
+      ptx::ld_global_128(dout[i], dout_gmem + column);
+      ptx::ld_global_128(bias[i], bias_gmem + column);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kLoads; ++i) {
+      const float2 a = unpack<Element>(dout[i / 4][i % 4]), b = unpack<Element>(bias[i / 4][i % 4]);
       sum = ptx::fma_rn(a.x, b.x, sum);
       sum = ptx::fma_rn(a.y, b.y, sum);
     }
@@ -156,10 +181,11 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
   using Element = typename Spec::Element;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const int64_t token = ptx::block_index();
+  const TokenWarp warp = token_warp<Spec>(params);
+  const int64_t token = warp.token;
   const int row = choice_row(params, token);
   const int columns = params.out != nullptr ? params.columns : 0;
-  for (int start = ptx::warp_index() * kWarpColumns; start < columns; start += Spec::kNumWarps * kWarpColumns) {
+  for (int start = warp.index * kWarpColumns; start < columns; start += warp.count * kWarpColumns) {
     const int column = start + ptx::lane_index() * kLaneColumns;
     const bool has_columns = column < columns;
     float sum[kLaneColumns];
@@ -167,7 +193,7 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
     if (has_columns) store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column, sum);
   }
   if (params.dweights == nullptr) return;
-  for (int choice = ptx::warp_index(); choice < params.top_k; choice += Spec::kNumWarps) {
+  for (int choice = warp.index; choice < params.top_k; choice += warp.count) {
     const int dot_row = ptx::shuffle_index(row, choice);  // one for the whole warp
     float dot = 0.0f;
     if (dot_row >= 0) {

@@ -190,7 +190,8 @@ void BackwardCall::add_combine() {
   combine_.columns = static_cast<int32_t>(shape_.hidden);
   combine_.experts = static_cast<int32_t>(shape_.experts);
   combine_.dot_tiles = static_cast<int32_t>(ceil_div(shape_.intermediate, gated_->kernel().block_n));
-  list_.add({&kernel, shape_.tokens, &combine_, nullptr, is_dependent()});
+  const int64_t grid = combine_grid(kernel, shape_.tokens, shape_.hidden, gpu_.num_multiprocessors);
+  list_.add({&kernel, grid, &combine_, nullptr, is_dependent()});
 }
 
 void BackwardCall::add_bias_gradient(BiasGradientParams& params, const Rows& rows, const float* row_weights,

@@ -175,7 +175,8 @@ void layer_cuda(const LayerArguments& arguments, const LayerOutputs& outputs) {
   set_plain(down.params, sorted, shape, h, data_or_null(operands.b2), y);
   down.add(list, /*is_dependent=*/down.may_follow(gated), call, counter);
   const CombineParams combined = make_combine(arguments, operands, sorted, outputs, y);
-  list.add({&combine, shape.tokens, &combined, nullptr, /*is_dependent=*/true});
+  const int64_t grid = combine_grid(combine, shape.tokens, shape.hidden, gpu.num_multiprocessors);
+  list.add({&combine, grid, &combined, nullptr, /*is_dependent=*/true});
   list.run(call);
   host::set_last_kernel(gated.kernel().symbol);
 }

@@ -25,6 +25,11 @@ Sorted SortedRoom::pointers(const host::Workspace& workspace) const {
           workspace.address<int32_t>(slot_rows_), workspace.address<float>(row_weights_)};
 }
 
+int64_t combine_grid(const Kernel& kernel, int64_t tokens, int64_t columns, int32_t num_multiprocessors) {
+  const int64_t columns_at_once = 8 * kernel.threads;  // of a block
+  return tokens <= num_multiprocessors ? tokens * ceil_div(columns, columns_at_once) : tokens;
+}
+
 SortPart::SortPart(const SortArguments& arguments, const host::KernelRequest& request, host::Workspace& workspace)
     : blocks_(sort_blocks(arguments.slots)),
       block_counts_(workspace.add<int32_t>(sort_workspace(arguments.slots, arguments.experts))) {

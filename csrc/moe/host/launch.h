@@ -39,6 +39,9 @@ class SortedRoom {
   int64_t expert_offsets_, row_slots_, slot_rows_, row_weights_;
 };
 
+// Blocks of moe_combine or moe_combine_backward. Few tokens share a token's columns out among blocks.
+int64_t combine_grid(const Kernel& kernel, int64_t tokens, int64_t columns, int32_t num_multiprocessors);
+
 class SortPart {
  public:
   // Adds its own temporary to `workspace`.

@@ -68,20 +68,27 @@ __device__ __forceinline__ Best best_of_all(const uint32_t (&keys)[kPerLane]) {
   return warp_best(key, 32 * index + ptx::lane_index());
 }
 
-// The best expert of [begin, end) other than `except`.
+struct TwoKeys {
+  uint32_t first, second;
+};
+
+// The two largest keys of the experts [begin, begin + size).
 template <int kPerLane>
-__device__ __forceinline__ Best best_between(const uint32_t (&keys)[kPerLane], int begin, int end, int except) {
+__device__ __forceinline__ TwoKeys best_two(const uint32_t (&keys)[kPerLane], int begin, int size) {
   const int lane = ptx::lane_index();
-  uint32_t key = 0;
-  int index = lane;
+  uint32_t first = 0, second = 0;  // of this lane
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    const int expert = 32 * i + lane;
-    if (expert < begin || expert >= end || expert == except || keys[i] <= key) continue;
-    key = keys[i];
-    index = expert;
+    const bool is_inside = static_cast<uint32_t>(32 * i + lane - begin) < static_cast<uint32_t>(size);
+    const uint32_t key = is_inside ? keys[i] : 0;
+    const uint32_t behind = key > first ? first : key;
+    second = behind > second ? behind : second;
+    first = key > first ? key : first;
   }
-  return warp_best(key, index);
+  const uint32_t largest = warp_max(first);
+  const uint32_t lanes = ptx::vote_ballot(first == largest);
+  const bool has_largest = (lanes & (0u - lanes)) >> lane & 1;  // the first lane of those
+  return {largest, warp_max(has_largest ? second : first)};
 }
 
 // Experts of the groups that do not stay get key 0.
@@ -93,21 +100,18 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
   uint32_t group_key = 0;  // lane g: of group g
 #pragma unroll 1
   for (int group = 0; group < params.groups; ++group) {
-    const int begin = group * group_size, end = begin + group_size;
-    const Best first = best_between(keys, begin, end, -1);
-    uint32_t key = first.key;
-    if (adds_two) {
-      const Best second = best_between(keys, begin, end, first.index);
-      key = order_key(key_value(first.key) + key_value(second.key));
-    }
+    const TwoKeys best = best_two(keys, group * group_size, group_size);
+    uint32_t key = best.first;
+    if (adds_two) key = order_key(key_value(best.first) + key_value(best.second));
     if (lane == group) group_key = key;
   }
   uint32_t kept = 0;
 #pragma unroll 1
   for (int i = 0; i < params.topk_groups; ++i) {
-    const Best best = warp_best(group_key, lane);
-    kept |= 1u << best.index;
-    if (lane == best.index) group_key = 0;
+    const uint32_t lanes = ptx::vote_ballot(group_key == warp_max(group_key));
+    const uint32_t group = lanes & (0u - lanes);  // its bit; the first among equals
+    kept |= group;
+    if (group >> lane & 1) group_key = 0;
   }
 #pragma unroll 1
   for (int group = 0; group < params.groups; ++group) {

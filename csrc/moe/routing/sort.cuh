@@ -1,13 +1,14 @@
 // Stable counting sort of slots by expert, without atomics: the order of rows depends on the ids alone.
 //
-// The slots are cut into one share a block, and a block's into one share a warp, in their order. A warp counts its share 32 slots at
-// a time: lanes with the same expert find each other by match_any, and the first of them adds for all. From the counts follows the
-// first row of each (block, warp, expert); then the warp goes over its share again, and a slot's row is what its warp has placed of
-// that expert so far plus the lanes before it.
+// The slots are cut into one share a block, and a block's into one share a warp, in their order. A warp ranks its share 32 slots at a
+// time: lanes with the same expert find each other by ballots on the bits of the expert, and the first of them adds for all. A slot's
+// row is the first row of its expert, plus the expert's slots in earlier blocks, in earlier warps, and before it in the warp's share.
 //
 //   one     grid 1: all of it in one block
-//   count   grid B: block_counts[b][e]
+//   count   grid B: block_counts[b][e]; slot_rows: how many of the expert's slots are before this one in the block
 //   place   the same grid: adds up the counts of all blocks, and of those before it, then places
+//
+// A warp's last 128 slots stay in registers between ranking and placing; the ranks of earlier ones wait in slot_rows.
 #pragma once
 
 #include "device/math.cuh"
@@ -34,24 +35,36 @@ struct SortSpec {
   static_assert(kCounts >= kNumThreads, "one warp's counts of all experts");
 };
 
-constexpr int kBatch = 4;  // loads of ids in flight, 32 slots each
+constexpr int kBatch = 4;       // 32 slots each
+constexpr int kWarpSlots = 64;  // of a warp at least: fewer warps are fewer counts to add up
+constexpr int kMostLoads = 16;  // of counts in flight
 
-// A range of slots, and words of shared memory.
+// A range of slots.
 struct Share {
   int64_t begin, end;
+};
+
+// 128 slots of a warp, four of them this lane's.
+struct Batch {
+  int64_t first;             // this lane's first slot; the next ones are 32 apart
+  int experts[kBatch];       // -1: none, or past the share's end
+  uint32_t weights[kBatch];  // their bits
+  int ranks[kBatch];         // how many of the expert's slots are before this one
 };
 
 template <typename Spec>
 struct SortMemory {
   ptx::SmemPointer start = ptx::dynamic_shared_memory();
 
-  // counts: how often (warp, expert) occurs, later the row of its next slot.
+  // counts: how often (warp, expert) occurs so far, later in all warps before.
   __device__ __forceinline__ ptx::SmemPointer count(int index) const { return start + 4 * index; }
   // Parts of sums over blocks: of all, and of those before this one.
   __device__ __forceinline__ ptx::SmemPointer part_of_total(int i) const { return start + 4 * (Spec::kCounts + i); }
   __device__ __forceinline__ ptx::SmemPointer part_of_before(int i) const {
     return part_of_total(Spec::kNumThreads + i);
   }
+  // Of an expert in this block; where its first part of a sum was.
+  __device__ __forceinline__ ptx::SmemPointer first_row(int expert) const { return part_of_total(expert); }
   __device__ __forceinline__ ptx::SmemPointer warp_total(int warp) const {
     return part_of_total(2 * Spec::kNumThreads + warp);
   }
@@ -100,80 +113,144 @@ __device__ __forceinline__ int lanes_before(uint32_t lanes) {
   return ptx::population_count(lanes & ((1u << ptx::lane_index()) - 1));
 }
 
-// Adds the warp's share to its row of counts.
-template <typename Spec>
-__device__ __forceinline__ void count_share(const SortParams& params, Share share, const SortMemory<Spec>& memory,
-                                            int first_count) {
-  for (int64_t start = share.begin; start < share.end; start += 32 * kBatch) {
-    int experts[kBatch];
-    load_experts(params, start + ptx::lane_index(), share.end, experts);
+// The lanes that have this lane's expert, a bit each; match.any takes a step for every different expert.
+__device__ __forceinline__ void lanes_alike(const int (&experts)[kBatch], int num_experts, uint32_t (&lanes)[kBatch]) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) lanes[i] = ptx::vote_ballot(experts[i] >= 0);
+#pragma unroll 1
+  for (int bit = 1; bit < num_experts; bit *= 2) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (start + 32 * i >= share.end) break;
-      const uint32_t lanes = ptx::match_any(static_cast<uint32_t>(experts[i]));
-      if (experts[i] >= 0 && lanes_before(lanes) == 0) {
-        const ptx::SmemPointer count = memory.count(first_count + experts[i]);
-        ptx::st_shared_32(count, ptx::ld_shared_32(count) + ptx::population_count(lanes));
-      }
-      ptx::warp_sync();  // the next 32 slots' first lanes are others
+      const bool is_set = (experts[i] & bit) != 0;
+      const uint32_t others = ptx::vote_ballot(is_set);
+      lanes[i] &= is_set ? others : ~others;
     }
   }
 }
 
-// Writes the warp's share; its counts hold the rows of each expert's next slot.
+// Where the last batch of a share starts.
+__device__ __forceinline__ int64_t last_start(Share share) {
+  return share.begin + maximum(static_cast<int>(share.end - share.begin) - 1, 0) / (32 * kBatch) * (32 * kBatch);
+}
+
+template <SortStep kStep>
+__device__ __forceinline__ void load_batch(const SortParams& params, int64_t start, int64_t end, Batch& batch) {
+  batch.first = start + ptx::lane_index();
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int64_t slot = batch.first + 32 * i;
+    if (kStep == SortStep::kCount || slot >= end) continue;
+    batch.weights[i] = load_bits(params.topk_weights, slot, params.weights_dtype);
+  }
+  load_experts(params, batch.first, end, batch.experts);
+}
+
+__device__ __forceinline__ void load_ranks(const SortParams& params, int64_t end, Batch& batch) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int64_t slot = batch.first + 32 * i;
+    if (slot < end) batch.ranks[i] = static_cast<int>(ptx::ld_global_32(params.slot_rows + slot));
+  }
+}
+
+// Writes a number for each slot of the batch that has an expert, of the others -1.
+__device__ __forceinline__ void store_slot_rows(const SortParams& params, int64_t end, const Batch& batch,
+                                                const int (&rows)[kBatch]) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int64_t slot = batch.first + 32 * i;
+    const int row = batch.experts[i] >= 0 ? rows[i] : -1;
+    if (slot < end) ptx::st_global_32(params.slot_rows + slot, static_cast<uint32_t>(row));
+  }
+}
+
+// Ranks the batch and adds it to the warp's counts.
 template <typename Spec>
+__device__ __forceinline__ void rank_batch(const SortParams& params, const SortMemory<Spec>& memory, int first_count,
+                                           Batch& batch) {
+  uint32_t lanes[kBatch];
+  lanes_alike(batch.experts, params.experts, lanes);
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const ptx::SmemPointer count = memory.count(first_count + maximum(batch.experts[i], 0));
+    const int before = static_cast<int>(ptx::ld_shared_32(count));
+    const int lanes_ahead = lanes_before(lanes[i]);
+    batch.ranks[i] = before + lanes_ahead;
+    ptx::warp_sync();  // all lanes have read it
+    if (batch.experts[i] >= 0 && lanes_ahead == 0) ptx::st_shared_32(count, before + ptx::population_count(lanes[i]));
+    ptx::warp_sync();  // before the next 32 slots read it
+  }
+}
+
+// Ranks the warp's share; `batch`: the last one.
+template <typename Spec, SortStep kStep>
+__device__ __forceinline__ void rank_share(const SortParams& params, Share share, const SortMemory<Spec>& memory,
+                                           int first_count, Batch& batch) {
+  const int64_t last = last_start(share);
+#pragma unroll 1
+  for (int64_t start = share.begin; start <= last; start += 32 * kBatch) {
+    load_batch<kStep>(params, start, share.end, batch);
+    rank_batch(params, memory, first_count, batch);
+    if (start < last) store_slot_rows(params, share.end, batch, batch.ranks);
+  }
+}
+
+// From ranks follow rows, or in step `count` ranks in the block.
+template <typename Spec, SortStep kStep>
+__device__ __forceinline__ void place_batch(const SortParams& params, int64_t end, const SortMemory<Spec>& memory,
+                                            int first_count, const Batch& batch) {
+  int rows[kBatch];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int expert = maximum(batch.experts[i], 0);
+    rows[i] = batch.ranks[i];
+    if (kStep != SortStep::kPlace) rows[i] += static_cast<int>(ptx::ld_shared_32(memory.count(first_count + expert)));
+    if (kStep != SortStep::kCount) rows[i] += static_cast<int>(ptx::ld_shared_32(memory.first_row(expert)));
+  }
+  store_slot_rows(params, end, batch, rows);
+  if constexpr (kStep != SortStep::kCount) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (batch.experts[i] < 0) continue;
+      ptx::st_global_32(params.row_slots + rows[i], static_cast<uint32_t>(batch.first + 32 * i));
+      ptx::st_global_float(params.row_weights + rows[i], float_of_bits(batch.weights[i], params.weights_dtype));
+    }
+  }
+}
+
+// `batch`: the last of the share; the others are read again.
+template <typename Spec, SortStep kStep>
 __device__ __forceinline__ void place_share(const SortParams& params, Share share, const SortMemory<Spec>& memory,
-                                            int first_count) {
-  for (int64_t start = share.begin; start < share.end; start += 32 * kBatch) {
-    const int64_t first = start + ptx::lane_index();
-    int experts[kBatch];
-    uint32_t weights[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int64_t slot = first + 32 * i;
-      weights[i] = slot < share.end ? load_bits(params.topk_weights, slot, params.weights_dtype) : 0;
-    }
-    load_experts(params, first, share.end, experts);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (start + 32 * i >= share.end) break;
-      const uint32_t lanes = ptx::match_any(static_cast<uint32_t>(experts[i]));
-      const ptx::SmemPointer next = memory.count(first_count + maximum(experts[i], 0));
-      const int next_row = static_cast<int>(ptx::ld_shared_32(next));
-      ptx::warp_sync();  // all lanes have read it
-      if (experts[i] >= 0 && lanes_before(lanes) == 0) ptx::st_shared_32(next, next_row + ptx::population_count(lanes));
-      ptx::warp_sync();  // before the next 32 slots read it
-      const int64_t slot = first + 32 * i;
-      if (slot >= share.end) continue;
-      const int row = experts[i] >= 0 ? next_row + lanes_before(lanes) : -1;
-      ptx::st_global_32(params.slot_rows + slot, static_cast<uint32_t>(row));
-      if (row < 0) continue;
-      ptx::st_global_32(params.row_slots + row, static_cast<uint32_t>(slot));
-      ptx::st_global_float(params.row_weights + row, float_of_bits(weights[i], params.weights_dtype));
-    }
+                                            int first_count, Batch& batch) {
+  place_batch<Spec, kStep>(params, share.end, memory, first_count, batch);
+  const int64_t last = last_start(share);
+#pragma unroll 1
+  for (int64_t start = share.begin; start < last; start += 32 * kBatch) {
+    load_batch<kStep>(params, start, share.end, batch);
+    load_ranks(params, share.end, batch);
+    place_batch<Spec, kStep>(params, share.end, memory, first_count, batch);
   }
 }
 
 // Parts of the sums over block_counts: thread t adds those of expert t % experts of every so-manieth block.
 template <typename Spec>
 __device__ __forceinline__ void add_block_counts(const SortParams& params, const SortMemory<Spec>& memory) {
-  constexpr int kLoads = 8;  // in flight
   const int blocks = ptx::grid_size(), parts = Spec::kNumThreads / params.experts;
   const int thread = ptx::thread_index();
   const int part = thread / params.experts, expert = thread - part * params.experts;
   if (part >= parts) return;
   uint32_t total = 0, before = 0;
-  for (int start = part; start < blocks; start += kLoads * parts) {
-    uint32_t counts[kLoads];
+  for (int start = part; start < blocks; start += kMostLoads * parts) {
+    uint32_t counts[kMostLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int i = 0; i < kMostLoads; ++i) {
       const int block = start + i * parts;
       counts[i] = block < blocks
                       ? ptx::ld_global_32(params.block_counts + static_cast<int64_t>(block) * params.experts + expert)
                       : 0;
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int i = 0; i < kMostLoads; ++i) {
       total += counts[i];
       if (start + i * parts < ptx::block_index()) before += counts[i];
     }
@@ -203,33 +280,47 @@ __device__ __forceinline__ int block_exclusive_sum(int value, const SortMemory<S
   return (warp > 0 ? warps_before : 0) + inclusive - value;
 }
 
-// Turns counts into first rows, a thread an expert; writes expert_offsets. `warps`: that have counted.
-template <typename Spec, bool kIsOne>
-__device__ __forceinline__ void counts_to_rows(const SortParams& params, const SortMemory<Spec>& memory, int warps) {
-  const int expert = ptx::thread_index();
-  const bool has_expert = expert < params.experts;
-  int total = 0, before = 0;
-  if (has_expert) {
-    if constexpr (kIsOne) {
-      for (int warp = 0; warp < warps; ++warp) {
-        total += static_cast<int>(ptx::ld_shared_32(memory.count(warp * params.experts + expert)));
-      }
-    } else {
-      for (int i = expert; i < Spec::kNumThreads / params.experts * params.experts; i += params.experts) {
-        total += static_cast<int>(ptx::ld_shared_32(memory.part_of_total(i)));
-        before += static_cast<int>(ptx::ld_shared_32(memory.part_of_before(i)));
-      }
+// Turns a thread's expert's counts of warps into those of the warps before; returns their sum.
+template <typename Spec>
+__device__ __forceinline__ int add_warp_counts(const SortParams& params, const SortMemory<Spec>& memory, int warps) {
+  constexpr int kLoads = 8;  // in flight
+  int before = 0;
+#pragma unroll 1
+  for (int start = 0; start < warps; start += kLoads) {
+    const int first = start * params.experts + ptx::thread_index();
+    uint32_t counts[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      counts[i] = start + i < warps ? ptx::ld_shared_32(memory.count(first + i * params.experts)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (start + i < warps) ptx::st_shared_32(memory.count(first + i * params.experts), before);
+      before += static_cast<int>(counts[i]);
     }
   }
-  const int offset = block_exclusive_sum(total, memory);
-  if (!has_expert) return;
-  int row = offset + before;
-  for (int warp = 0; warp < warps; ++warp) {
-    const ptx::SmemPointer count = memory.count(warp * params.experts + expert);
-    const int rows = static_cast<int>(ptx::ld_shared_32(count));
-    ptx::st_shared_32(count, static_cast<uint32_t>(row));
-    row += rows;
+  return before;
+}
+
+// The sums over blocks that add_block_counts has left in parts.
+template <typename Spec>
+__device__ __forceinline__ void add_parts(const SortParams& params, const SortMemory<Spec>& memory, int& total,
+                                          int& before) {
+  const int end = Spec::kNumThreads / params.experts * params.experts;
+  for (int i = ptx::thread_index(); i < end; i += params.experts) {
+    total += static_cast<int>(ptx::ld_shared_32(memory.part_of_total(i)));
+    before += static_cast<int>(ptx::ld_shared_32(memory.part_of_before(i)));
   }
+}
+
+// First rows of experts, a thread an expert that has `total` rows, `before` of them in earlier blocks; writes expert_offsets.
+template <typename Spec>
+__device__ __forceinline__ void store_first_rows(const SortParams& params, const SortMemory<Spec>& memory, int total,
+                                                 int before) {
+  const int expert = ptx::thread_index();
+  const int offset = block_exclusive_sum(total, memory);
+  if (expert >= params.experts) return;
+  ptx::st_shared_32(memory.first_row(expert), static_cast<uint32_t>(offset + before));
   const bool is_last = expert == params.experts - 1;
   if (is_last) ptx::st_shared_32(memory.num_rows(), static_cast<uint32_t>(offset + total));
   if (ptx::block_index() != 0) return;
@@ -237,39 +328,64 @@ __device__ __forceinline__ void counts_to_rows(const SortParams& params, const S
   if (is_last) ptx::st_global_32(params.expert_offsets + params.experts, static_cast<uint32_t>(offset + total));
 }
 
+// What has no expert leaves rows without a slot behind the last one.
+template <typename Spec>
+__device__ __forceinline__ void clear_rest(const SortParams& params, const SortMemory<Spec>& memory) {
+  const int64_t num_rows = static_cast<int>(ptx::ld_shared_32(memory.num_rows()));
+  const int64_t step = static_cast<int64_t>(ptx::grid_size()) * Spec::kNumThreads;
+  const int thread = ptx::thread_index();
+  for (int64_t row = num_rows + ptx::block_index() * Spec::kNumThreads + thread; row < params.slots; row += step) {
+    ptx::st_global_32(params.row_slots + row, 0xffffffffu);
+    ptx::st_global_float(params.row_weights + row, 0.0f);
+  }
+}
+
 template <typename Spec, SortStep kStep>
 __device__ __forceinline__ void sort(const SortParams& params) {
   const SortMemory<Spec> memory;
   const int thread = ptx::thread_index(), warp = ptx::warp_index();
+  const bool has_expert = thread < params.experts;
   const Share block = share_of({0, params.slots}, ptx::grid_size(), ptx::block_index());
   const int most_warps = minimum(Spec::kNumWarps, Spec::kCounts / params.experts);
-  const int64_t warp_slots = maximum(static_cast<int>(share_of(block, most_warps, 0).end - block.begin), 1);
-  const int warps = static_cast<int>((block.end - block.begin + warp_slots - 1) / warp_slots);  // that have any
+  const int warp_slots = maximum(static_cast<int>(share_of(block, most_warps, 0).end - block.begin), kWarpSlots);
+  const int block_slots = static_cast<int>(block.end - block.begin);
+  const int warps = (block_slots + warp_slots - 1) / warp_slots;  // that have any
   const int first_count = warp * params.experts;
-  for (int i = thread; i < warps * params.experts; i += Spec::kNumThreads) ptx::st_shared_32(memory.count(i), 0);
-  ptx::barrier_sync_block();  // zeros before counts
+  Share share{0, 0};
+  if (warp < warps) {
+    share.begin = block.begin + static_cast<int64_t>(warp) * warp_slots;
+    share.end = share.begin + minimum(warp_slots, block_slots - warp * warp_slots);
+  }
+  if constexpr (kStep != SortStep::kPlace) {
+    for (int i = thread; i < warps * params.experts; i += Spec::kNumThreads) ptx::st_shared_32(memory.count(i), 0);
+    ptx::barrier_sync_block();  // zeros before counts
+  }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const Share share = warp < warps ? share_of(block, most_warps, warp) : Share{0, 0};
-  count_share(params, share, memory, first_count);
-  if constexpr (kStep == SortStep::kPlace) add_block_counts(params, memory);
-  ptx::barrier_sync_block();  // all warps have counted
-  if constexpr (kStep == SortStep::kCount) {
-    if (thread >= params.experts) return;
-    uint32_t total = 0;
-    for (int i = 0; i < warps; ++i) total += ptx::ld_shared_32(memory.count(i * params.experts + thread));
-    ptx::st_global_32(params.block_counts + static_cast<int64_t>(ptx::block_index()) * params.experts + thread, total);
+  Batch batch;
+  if constexpr (kStep == SortStep::kPlace) {
+    load_batch<kStep>(params, last_start(share), share.end, batch);
+    load_ranks(params, share.end, batch);
+    add_block_counts(params, memory);
   } else {
-    counts_to_rows<Spec, kStep == SortStep::kOne>(params, memory, warps);
-    ptx::barrier_sync_block();  // rows for all warps
-    place_share(params, share, memory, first_count);
-    const int64_t num_rows = static_cast<int>(ptx::ld_shared_32(memory.num_rows()));
-    const int64_t step = static_cast<int64_t>(ptx::grid_size()) * Spec::kNumThreads;
-    for (int64_t row = num_rows + ptx::block_index() * Spec::kNumThreads + thread; row < params.slots; row += step) {
-      ptx::st_global_32(params.row_slots + row, 0xffffffffu);
-      ptx::st_global_float(params.row_weights + row, 0.0f);
-    }
+    if (warp < warps) rank_share<Spec, kStep>(params, share, memory, first_count, batch);
   }
+  ptx::barrier_sync_block();  // all warps have counted
+  int total = 0, before = 0;
+  if constexpr (kStep == SortStep::kPlace) {
+    if (has_expert) add_parts(params, memory, total, before);
+  } else {
+    if (has_expert) total = add_warp_counts(params, memory, warps);
+  }
+  if constexpr (kStep == SortStep::kCount) {
+    const int64_t first = static_cast<int64_t>(ptx::block_index()) * params.experts;
+    if (has_expert) ptx::st_global_32(params.block_counts + first + thread, static_cast<uint32_t>(total));
+  } else {
+    store_first_rows(params, memory, total, before);
+  }
+  ptx::barrier_sync_block();  // all warps' first rows are there
+  if (warp < warps) place_share<Spec, kStep>(params, share, memory, first_count, batch);
+  if constexpr (kStep != SortStep::kCount) clear_rest(params, memory);
 }
 
 }  // namespace moe

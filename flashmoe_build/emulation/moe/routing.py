@@ -51,6 +51,12 @@ class Memory:
     def written(self, tensor: torch.Tensor | None, name: str, *, end: int | None = None) -> int:
         return 0 if tensor is None else self._add(tensor, name, end, writable=True)
 
+    def rewritten(self, tensor: torch.Tensor, name: str) -> int:
+        """Read and written, with what the grid in front has written."""
+        self.kept.append(tensor)
+        address = self.counted(tensor, name)
+        return self.library.expect_from_grid_in_front(address)
+
     def counted(self, tensor: torch.Tensor, name: str) -> int:
         """Written, and with a value from the start."""
         return self.library.add_buffer(tensor.data_ptr(), _bytes(tensor), writable=True, initialised=True, name=name)
@@ -161,6 +167,7 @@ def run_sort(launch: Launch, problem: SortProblem) -> Outcome:
             report = launch(params, problem.blocks, "count")
             if report.failure is None:
                 params.block_counts = memory.given(block_counts, "block_counts")
+                params.slot_rows = memory.rewritten(results.slot_rows, "ranks")
                 report = launch(params, problem.blocks, "place")
     wrong = reference.sort_disagreements(problem, inputs, results)
     return _outcome(launch, problem, report, wrong, results.row_weights, results.row_slots.float())
@@ -205,7 +212,7 @@ def run_combine(launch: Launch, problem: CombineProblem) -> Outcome:
             params.row_weights = memory.given(inputs.row_weights, "row_weights", end=end_slots)
             params.shared = memory.given(inputs.shared, "shared", end=end)
             params.shared_stride = columns
-        report = launch(params, all_tokens, only_block=all_tokens - 1 if end else None)
+        report = launch(params, all_tokens * problem.blocks, only_block=all_tokens - 1 if end else None)
     if is_backward:
         wrong = reference.combine_backward_disagreements(problem, inputs, out[:, :columns], dweights)
     else:

@@ -36,7 +36,7 @@ class RouteProblem(NamedProblem):
     has_bias: bool = False
     renormalize: bool = True
     scale: float = 1.0
-    values: str = "normal"  # ties: few different values; nan; infinity: some experts are masked; low: sigmoid gives 0
+    values: str = "normal"  # ties: few different values; nan; infinity: some experts are masked; low: sigmoid gives 0; lane: one has the largest
     huge_tokens: int | None = None  # these tokens are the last of so many
 
     def logits(self) -> torch.Tensor:
@@ -53,6 +53,9 @@ class RouteProblem(NamedProblem):
             logits[2, [1, self.experts - 1]] = torch.tensor([-NAN, NAN])
         if self.values == "infinity":
             logits[:, ::2] = -INFINITY
+        if self.values == "lane":
+            logits = logits - 8
+            logits[:, 5::32] += 8
         if self.values == "low":
             logits = logits - 200
         logits[:, self.experts :] = 100.0  # nobody's
@@ -78,6 +81,8 @@ def route_problems() -> Iterator[RouteProblem]:
     yield RouteProblem("most-experts", 2, 1024, 32, "sigmoid", has_bias=True)
     yield RouteProblem("ties", 8, 128, 8, values="ties")
     yield RouteProblem("ties-groups", 4, 96, 7, "sigmoid", 6, 3, values="ties")
+    yield RouteProblem("ties-of-groups", 4, 64, 10, "sigmoid", 32, 5, values="ties")
+    yield RouteProblem("wide-groups", 12, 256, 8, "sigmoid", 4, 2, values="lane")
     yield RouteProblem("nan", 4, 40, 6, values="nan")
     yield RouteProblem("nan-sigmoid", 4, 64, 6, "sigmoid", 4, 2, values="nan", has_bias=True, renormalize=False)
     yield RouteProblem("infinity", 4, 10, 8, values="infinity")
@@ -145,6 +150,7 @@ def sort_problems() -> Iterator[SortProblem]:
     yield SortProblem("blocks", 700, 24, blocks=3, ids=long, map_length=30)
     yield SortProblem("empty-block", 70, 128, blocks=4, weights=bfloat)
     yield SortProblem("many-blocks", 600, 700, blocks=9)
+    yield SortProblem("long-blocks", 2305, 1024, blocks=2)
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ class CombineProblem(NamedProblem):
     wants_out: bool = True
     wants_dweights: bool = True
     values: str = "normal"  # order: sums that show the order of their terms; nobody: no slot has a row
+    blocks: int = 1  # of a token
     huge_tokens: int | None = None
 
     def inputs(self, dtype: torch.dtype) -> CombineInputs:
@@ -220,6 +227,7 @@ class CombineProblem(NamedProblem):
 
 def combine_problems(*, is_backward: bool) -> Iterator[CombineProblem]:
     yield CombineProblem("wide", 3, 4, 2048 + 264, has_shared=True, dot_tiles=40, has_bias=True)
+    yield CombineProblem("blocks", 2, 9, 3 * 1024 + 72, has_shared=True, has_bias=True, experts=40, blocks=2)
     yield CombineProblem("narrow", 5, 2, 8, has_weights=False)
     yield CombineProblem("choices", 2, 32, 264, has_shared=True, dot_tiles=1)
     yield CombineProblem("odd-choices", 3, 11, 72, experts=1, has_bias=True)

@@ -246,10 +246,10 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     if (grid != sort_blocks(params.slots)) return "another grid than planned";
     if (step != SortStep::kOne && params.block_counts == nullptr) return "no room for the counts of blocks";
     if (step != SortStep::kCount) sort(params);
-  } else if (operation == "moe_combine") {
-    combine(params_of<CombineParams>(arguments));
-  } else if (operation == "moe_combine_backward") {
-    combine_backward(params_of<CombineParams>(arguments));
+  } else if (operation == "moe_combine" || operation == "moe_combine_backward") {
+    const auto& params = params_of<CombineParams>(arguments);
+    if (grid % params.tokens != 0) return "no whole number of blocks a token";
+    operation == "moe_combine" ? combine(params) : combine_backward(params);
   } else if (operation == "moe_bias_gradient") {
     bias_gradient(params_of<BiasGradientParams>(arguments));
   } else if (operation != "moe_route") {

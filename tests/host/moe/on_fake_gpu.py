@@ -19,7 +19,7 @@ from tests.moe.layer import leaf_names, run, run_backward
 from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
 
 MULTIPROCESSORS = 132
-SORTED_BY_SEVERAL = 8192  # slots: sort_plan.h
+SORTED_BY_SEVERAL = 4096  # slots: sort_plan.h
 SMALL = Case(7, dtype=torch.bfloat16, hidden=32, intermediate=24)
 FULL = replace(SMALL, biases=True, shared=True, mapped=True, sentinels=True)
 LIBRARY = ctypes.CDLL(os.environ["FLASHMOE_LIBRARY"])
@@ -84,6 +84,13 @@ def test_order_of_the_forward(forced: str, rows: int, monkeypatch: pytest.Monkey
     assert all(f"_{forced}_" in launch["symbol"] for launch in found if "grouped" in launch["operation"])
     if forced == "sm90":  # code for older GPUs does not wait, so it does not begin early either
         assert [launch["is_dependent"] for launch in found] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 2), (MULTIPROCESSORS, 2), (MULTIPROCESSORS + 1, 1)])
+def test_few_tokens_share_their_columns_out_among_blocks(tokens: int, blocks: int) -> None:
+    case = replace(SMALL, tokens=tokens, hidden=1032, intermediate=8, experts=2, top_k=1)
+    run(case, make_inputs(case))
+    assert launches()[-1]["grid"] == blocks * tokens
 
 
 def test_a_product_for_few_rows_does_not_begin_before_the_sort_has_ended() -> None:

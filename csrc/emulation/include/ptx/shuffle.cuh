@@ -26,15 +26,15 @@ __device__ __forceinline__ int shuffle_index(int value, int lane, Site site = Si
 }
 
 __device__ __forceinline__ bool vote_any(bool predicate, Site site = Site::here()) {
-  return emulation::vote(predicate, false, site, "vote_any");
+  return emulation::ballot(predicate, site, "vote_any") != 0;
 }
 
 __device__ __forceinline__ bool vote_all(bool predicate, Site site = Site::here()) {
-  return emulation::vote(predicate, true, site, "vote_all");
+  return emulation::ballot(predicate, site, "vote_all") == 0xffffffffu;
 }
 
-__device__ __forceinline__ uint32_t match_any(uint32_t value, Site site = Site::here()) {
-  return emulation::match_any(value, site, "match_any");
+__device__ __forceinline__ uint32_t vote_ballot(bool predicate, Site site = Site::here()) {
+  return emulation::ballot(predicate, site, "vote_ballot");
 }
 
 __device__ __forceinline__ uint32_t reduce_max(uint32_t value, Site site = Site::here()) {
