@@ -26,6 +26,6 @@ def passed(variant: str, problem: Problem, seed: int) -> Outcome:
 
 def test_tiles_agree() -> None:
     problem = Problem(GATED, "nk", "bf16", (11, 0, 3), n=144, k=328, top_k=2, has_bias=True, keeps=True)
-    small, large = (passed(variant, problem, seed) for variant, seed in (("m8", 1), ("m64", 2)))
+    small, large = (passed(variant, problem, seed) for variant, seed in (("m8", 1), ("m32", 2)))
     for left, right in ((small.out, large.out), (small.lse, large.lse)):
         assert torch.equal(left[: problem.rows].view(torch.int16), right[: problem.rows].view(torch.int16))

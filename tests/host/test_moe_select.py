@@ -186,6 +186,17 @@ def test_few_rows_have_kernels_of_their_own(select: Selector) -> None:
         assert f"_{name}_sm90_" in select.product(90, name, 1, forced="sm90")[0], "the family holds one kernel"
 
 
+def test_few_rows_end_where_a_large_tile_is_as_fast(select: Selector) -> None:
+    """On an H100, measured, at four rows an expert, whichever family computes the rest; on other GPUs at forty."""
+    for name in ("grouped_gemm", "grouped_gemm_gated"):
+        for forced, family in ((None, "sm90"), ("sm80", "sm80")):
+            assert select.product(90, name, 4, forced=forced)[0].endswith("_m8_nk")
+            assert f"_{name}_{family}_" in select.product(90, name, 4.125, forced=forced)[0]
+        for capability in (80, 86, 89, 100, 120, BEYOND_THE_TABLE):
+            assert "_few_rows_" in select.product(capability, name, 40)[0]
+            assert f"_{name}_sm80_" in select.product(capability, name, 41)[0]
+
+
 def test_rows_count_by_the_experts_of_the_layer(select: Selector) -> None:
     assert select.product(90, "grouped_gemm", 4, experts=8) == select.product(90, "grouped_gemm", 4, experts=128)
 

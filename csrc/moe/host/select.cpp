@@ -67,6 +67,11 @@ std::vector<const Kernel*> find_tiles(const char* operation, const char* family,
       found.push_back(kernel);
     }
   }
+  // A family whose tiles were compiled for this GPU has all that are meant for it: PTX stands in where none was.
+  const auto is_ptx = [](const Kernel* kernel) { return host::kernel_table().binaries[kernel->binary].is_ptx; };
+  if (!std::all_of(found.begin(), found.end(), is_ptx)) {
+    found.erase(std::remove_if(found.begin(), found.end(), is_ptx), found.end());
+  }
   std::stable_sort(found.begin(), found.end(),
                    [](const Kernel* left, const Kernel* right) { return rows_of(*left) < rows_of(*right); });
   return found;
