@@ -89,7 +89,8 @@ __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>&
 
 // Starts the copies of K and V.
 template <typename Spec, typename Stream>
-__device__ __forceinline__ void load_key_rows(const BackwardParams& params, const OwnTile& tile, ptx::SmemPointer smem) {
+__device__ __forceinline__ void load_key_rows(const BackwardParams& params, const OwnTile& tile,
+                                              ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
   Stream::load_own(smem, head_of<Element>(params.k, params.k_stride, tile.batch, tile.head), params.k_stride.row,
                    tile.row, params.seq_k, params.head_dim);
