@@ -183,7 +183,9 @@ def run_backward(unit: Unit, problem: Problem, settings: Settings, options: Opti
 
 def _shares_weights(unit: Unit) -> bool:
     """Whether dS is made from P that another warp computed and rounded to the type."""
-    return unit.row.operation == "attention_backward_dkv" and (unit.row.family != "sm90" or unit.row.block_n == 64)
+    if unit.row.operation != "attention_backward_dkv":
+        return False
+    return unit.row.block_n == 64 if unit.row.family == "sm90" else unit.row.options.get("roles") != 1
 
 
 def _layout(name: str, problem: Problem) -> Layout:

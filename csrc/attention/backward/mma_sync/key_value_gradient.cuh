@@ -2,7 +2,9 @@
 // in each from the last block down to the first with a query that sees a key. It runs after the kernel of dq, which writes
 // row_dot. The heads of a group are added up in registers, in their order.
 //
-// A warp of the first role computes S^T = K Q^T, P^T, dV += P^T dO; a warp of the second dP^T = V dO^T, dS^T, dK += dS^T Q.
+// With one role a warp computes both gradients of its keys. At D=64 they fit its registers for 32 keys.
+//
+// With two, a warp of the first computes S^T = K Q^T, P^T, dV += P^T dO; a warp of the second dP^T = V dO^T, dS^T, dK += dS^T Q.
 // Both take the same way through the code, with Q and dO exchanged. One of them holds one gradient, so there are registers
 // for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes from the one
 // to the other in shared memory.
@@ -85,20 +87,27 @@ __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>&
   }
 }
 
+// Starts the copies of K and V.
+template <typename Spec, typename Stream>
+__device__ __forceinline__ void load_key_rows(const BackwardParams& params, const OwnTile& tile,
+                                              ptx::SmemPointer smem) {
+  using Element = typename Spec::Element;
+  Stream::load_own(smem, head_of<Element>(params.k, params.k_stride, tile.batch, tile.head), params.k_stride.row,
+                   tile.row, params.seq_k, params.head_dim);
+  Stream::load_own(smem + Spec::kOwnBytes, head_of<Element>(params.v, params.v_stride, tile.batch, tile.head),
+                   params.v_stride.row, tile.row, params.seq_k, params.head_dim);
+}
+
 // gradient: dV, or dK. smem: K [kOwnRows, kHeadDim], V, then Spec's map.
 template <typename Spec, typename Stream, bool kIsCausal>
 __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
                                                  ptx::SmemPointer smem) {
-  using Element = typename Spec::Element;
   const WarpPlace<Spec> place(warp_of_block());
   const bool is_value = place.role == 0;
   const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
   const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
   Stream stream(params, tile.batch, range, smem);
-  Stream::load_own(smem, head_of<Element>(params.k, params.k_stride, tile.batch, tile.head), params.k_stride.row,
-                   tile.row, params.seq_k, params.head_dim);
-  Stream::load_own(smem + Spec::kOwnBytes, head_of<Element>(params.v, params.v_stride, tile.batch, tile.head),
-                   params.v_stride.row, tile.row, params.seq_k, params.head_dim);
+  load_key_rows<Spec, Stream>(params, tile, smem);
   stream.start();
   const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
@@ -147,23 +156,94 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
   stream.finish();
 }
 
+// One role: a warp computes both gradients of its keys, and P^T and dS^T stay in its registers.
 template <typename Spec, typename Stream, bool kIsCausal>
-__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
-  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
-  Gradient<Spec> gradient;
-  sum_over_queries<Spec, Stream, kIsCausal>(params, gradient, smem);
-  // Located again: the registers of what only the end needs are free in the loop.
+__device__ __forceinline__ void sum_both_over_queries(const BackwardParams& params, Gradient<Spec>& dK,
+                                                      Gradient<Spec>& dV, ptx::SmemPointer smem) {
+  static_assert(Spec::kSharers == 1, "P and dS do not leave the warp");
+  const WarpPlace<Spec> place(ptx::warp_index());
   const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
-  const WarpPlace<Spec> place(warp_of_block());
-  const bool is_value = place.role == 0;
+  const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
+  Stream stream(params, tile.batch, range, smem);
+  load_key_rows<Spec, Stream>(params, tile, smem);
+  stream.start();
+  const ptx::SmemPointer own_smem = smem + place.first_row() * Spec::kRowBytes;
+  if constexpr (Spec::kQueryInRegisters) stream.wait_own();
+  const QueryOperand<Spec> K(own_smem);
+  const QueryOperand<Spec> V(own_smem + Spec::kOwnBytes);
+  const GroupOperand<Spec> unshared(smem, place, 0);
   const int key = tile.row + place.first_row();
-  const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
-  // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.
-  ptx::barrier_sync_block();
+  clear<Spec>(dK);
+  clear<Spec>(dV);
+  int block = range.end - 1;
+  for (int left = (range.end_head - range.head) * (range.end - range.begin); left > 0; --left) {
+    stream.wait_second();
+    const int block_row = block * Spec::kStreamRows;
+    if (!kIsCausal || diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
+      const ptx::SmemPointer Q_smem = stream.first();
+      const ptx::SmemPointer dO_smem = stream.second();
+      Scores<Spec> scores;     // S^T, then P^T
+      Scores<Spec> gradients;  // dP^T, then dS^T
+      Operand<Spec> operand;
+      multiply_query_key<Spec>(scores, K, Q_smem);
+      multiply_query_key<Spec>(gradients, V, dO_smem);
+      key_weights<Spec, kIsCausal>(params, scores, stream.current_statistics(), key, block_row);
+      pack_operand<Spec>(operand, scores);
+      accumulate<Spec>(dV, operand, unshared, dO_smem);
+#pragma unroll
+      for (int n = 0; n < Spec::kMmaN; ++n) {
+        float row_dot[2];
+        load_columns(row_dot, stream.current_statistics() + Spec::kStreamRows * 4, n);
+#pragma unroll
+        for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - row_dot[i % 2]);
+      }
+      pack_operand<Spec>(operand, gradients);
+      accumulate<Spec>(dK, operand, unshared, Q_smem);
+    }
+    stream.advance();
+    if (--block < range.begin) block = range.end - 1;
+  }
+  stream.finish();
+}
+
+// By way of the shared memory of the group's own rows.
+template <typename Spec>
+__device__ __forceinline__ void store_key_rows(const BackwardParams& params, const OwnTile& tile,
+                                               const WarpPlace<Spec>& place, bool is_value,
+                                               const Gradient<Spec>& gradient, ptx::SmemPointer smem) {
+  const int key = tile.row + place.first_row();
   const Strides& stride = is_value ? params.dv_stride : params.dk_stride;
   store_gradient<Spec>(is_value ? params.dv : params.dk, stride,
                        tile.batch * stride.batch + tile.head * stride.head + key * stride.row, params.seq_k - key,
-                       params.head_dim, place, gradient, is_value ? 1.0f : params.scale, own_smem);
+                       params.head_dim, place, gradient, is_value ? 1.0f : params.scale,
+                       smem + place.first_row() * Spec::kRowBytes);
+}
+
+template <typename Spec, typename Stream, bool kIsCausal>
+__device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
+  const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
+  // Behind the loop everything is located again: the registers of what only the end needs are free in it.
+  if constexpr (Spec::kRoles == 1) {
+    Gradient<Spec> dK;
+    Gradient<Spec> dV;
+    sum_both_over_queries<Spec, Stream, kIsCausal>(params, dK, dV, smem);
+    const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+    const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
+    ptx::warp_sync();  // Hazard: a gradient takes the place of K or V while another lane of the warp still reads it.
+    store_key_rows<Spec>(params, tile, place, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
+    store_key_rows<Spec>(params, tile, place, /*is_value=*/false, dK, smem);
+  } else {
+    Gradient<Spec> gradient;
+    sum_over_queries<Spec, Stream, kIsCausal>(params, gradient, smem);
+    const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+    const WarpPlace<Spec> place(warp_of_block());
+    const bool is_value = place.role == 0;
+    // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.
+    ptx::barrier_sync_block();
+    store_key_rows<Spec>(params, tile, place, is_value, gradient, smem + (is_value ? 0 : Spec::kOwnBytes));
+  }
 }
 
 }  // namespace mma_sync

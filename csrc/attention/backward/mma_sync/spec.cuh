@@ -21,7 +21,8 @@ namespace mma_sync {
 //   kStreamRows       rows of one block of the stream
 //   kNumStages        blocks of the stream in shared memory
 //   kWarpRows         16 or 32. A fragment read from shared memory as the right operand serves kWarpRows / 16 products
-//   kRoles            2: one half of the warps computes the scores and dv, the other dP and dk, each for all rows
+//   kRoles            2: one half of the warps computes the scores and dv, the other dP and dk, each for all rows. 1: every warp
+//                     all of it for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
 //   kOwnInRegisters   a warp keeps the own rows that it multiplies with; else it reads them for every block
 // kSharers warps of one role divide a group's work: each takes its part of a block's rows for the scores, and, of the

@@ -28,9 +28,9 @@ struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlock
 
 // kBlockN keys; blocks of kBlockM rows of Q and dO, in a ring.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters>
+          int kOwnInRegisters, int kNumRoles>
 struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
-                                                 kWarpRows, 2, true, kOwnInRegisters != 0> {
+                                                 kWarpRows, kNumRoles, true, kOwnInRegisters != 0> {
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
