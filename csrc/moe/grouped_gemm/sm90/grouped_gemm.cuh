@@ -47,7 +47,7 @@ struct PlainEpilogue {
     }
     const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
 #pragma unroll
-    for (int slab = 0; slab < Spec::kConsumerColumns / 64; ++slab) {
+    for (int slab = 0; slab < Spec::kBlockN / 64; ++slab) {
       const int column = part.column + slab * 64;
       if (column >= params.n) break;
       write_slab<Element>(slabs.acquire(), sums + 32 * slab);

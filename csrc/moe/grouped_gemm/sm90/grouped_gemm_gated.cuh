@@ -53,7 +53,7 @@ template <typename Spec, Weights kWeights>
 struct GatedEpilogue {
   using Element = typename Spec::Element;
   static constexpr bool kIsPaired = kWeights == Weights::kKnPairs;
-  static constexpr int kParts = Spec::kConsumerColumns / 128;  // of 64 columns of the result
+  static constexpr int kParts = Spec::kBlockN / 128;  // of 64 columns of the result
 
   const GemmParams& params;
   const ptx::TensorMap& d_map;

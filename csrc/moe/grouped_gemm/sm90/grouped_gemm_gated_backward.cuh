@@ -22,8 +22,8 @@ namespace sm90 {
 // kOutputSlabs: buffers of 64 rows and 64 columns of each consumer. 3: gate, up and activation; z is replaced by its gradient in
 // place. 5: two more for z, so that the next columns of z are on their way while these are computed.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
-struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, 0, false, true> {
-  using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, 0, false, true>;
+struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, true> {
+  using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, true>;
   static constexpr bool kFetchesAhead = kOutputSlabs == 5;
   static constexpr int kRowBlocks = kBlockM / 64;    // of a tile
   static constexpr int kColumnSlabs = kBlockN / 64;  // likewise

@@ -34,15 +34,12 @@ struct Mainloop {
 
   // Four products of 16 k; asynchronous.
   __device__ __forceinline__ void issue(float (&sums)[Spec::kAccumulators], bool is_first) const {
-    constexpr int kPartBytes =
-        Spec::kSharesRows ? Spec::kConsumerColumns * 128 : 0;  // from a consumer's columns to the next's
-    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kConsumerRows * 128, 0, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage) + consumer * kPartBytes,
-                                                 kTransposesB ? Spec::kSlabBytes : 0, 1024);
+    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, 0, 1024);
+    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kBlockK / 16; ++step) {
-      ptx::wgmma_ss<typename Spec::Element, Spec::kConsumerColumns, kTransposesB>(
+      ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
           sums, ptx::advance_smem_descriptor(a, step * 32),
           ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
     }
@@ -74,11 +71,6 @@ struct Mainloop {
     release(before);
   }
 
-  // At the start the second consumer lets the first go ahead: it waits for data that it needs later. The distance stays.
-  __device__ __forceinline__ void fall_behind(int blocks) const {
-    if (Spec::kLead > 0 && consumer > 0) ptx::mbarrier_wait(shared.full(minimum(Spec::kLead, blocks - 1)), 0);
-  }
-
   // Passes over a tile of which this consumer has no row.
   __device__ __forceinline__ void skip(int blocks) {
     for (int block = 0; block < blocks; ++block, at.advance()) {
@@ -100,10 +92,8 @@ struct Part {
 
 template <typename Spec>
 __device__ __forceinline__ Part<Spec> part_of(const Tile& tile, int consumer) {
-  constexpr int kColumns = Spec::kIsGated ? Spec::kConsumerColumns / 2 : Spec::kConsumerColumns;
-  const int row = tile.first_row + consumer * Spec::kConsumerRows;
-  return Part<Spec>{tile.expert, row, tile.end_row - row,
-                    tile.n_block * Spec::kOutputColumns + (Spec::kSharesRows ? consumer * kColumns : 0)};
+  const int row = tile.first_row + consumer * 64;
+  return Part<Spec>{tile.expert, row, tile.end_row - row, tile.n_block * Spec::kOutputColumns};
 }
 
 template <typename Spec, Weights kWeights, typename Epilogue>
@@ -112,10 +102,9 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   const int blocks = ceil_div(params.k, Spec::kBlockK);
   Mainloop<Spec, kWeights> mainloop(shared, consumer);
   RingPosition<Spec::kNumTileSlots> slot;
-  for (bool is_first = true;; is_first = false) {
+  while (true) {
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
-    if (is_first) mainloop.fall_behind(blocks);
     const Part<Spec> part = part_of<Spec>(tile, consumer);
     if (part.rows <= 0) {
       mainloop.skip(blocks);

@@ -8,17 +8,14 @@ namespace flashmoe {
 namespace moe {
 namespace sm90 {
 
-// Warpgroup 0 produces, warpgroups 1 and 2 multiply. A tile of 128 rows: each has 64 of them and all columns. One of 64 rows:
-// each has all rows and half of the columns.
+// Warpgroup 0 produces, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns.
 //   kNumStages     blocks of 64 k of A and B in shared memory
 //   kOutputSlabs   [64 rows][64 columns] buffers of each consumer, through which results leave
 //   kIsGated       the columns are 64 of gate and the same 64 of up in turn (kKnPairs: gate and up in turn); of kBlockN
 //                  columns come kBlockN / 2
-//   kLead          blocks of k by which the first consumer is ahead of the second: while one of them is in its epilogue the other
-//                  still multiplies
 //   kGathersA      the rows of A are not neighbours: the producer copies them one by one
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_, int kLead_,
-          bool kIsGated_, bool kGathersA_>
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_, bool kIsGated_,
+          bool kGathersA_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
@@ -27,23 +24,18 @@ struct TileSpec {
   static constexpr int kNumStages = kNumStages_;
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kOutputSlabs = kOutputSlabs_;
-  static constexpr int kLead = kLead_;
   static constexpr bool kIsGated = kIsGated_;
   static constexpr bool kGathersA = kGathersA_;
 
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kNumConsumers = 2;
   static constexpr int kProducerWarps = kGathersA ? 4 : 1;  // that work
-  static constexpr bool kSharesRows = kBlockM == 64;
-  static constexpr int kConsumerRows = kSharesRows ? 0 : 64;  // from a consumer's first row to the next's
-  static constexpr int kConsumerColumns = kSharesRows ? kBlockN / 2 : kBlockN;  // of one consumer
-  static constexpr int kAccumulators = kConsumerColumns / 2;                    // of a thread
-  static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;       // of a tile
+  static constexpr int kAccumulators = kBlockN / 2;                        // of a thread
+  static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;  // of a tile
   static constexpr int kNumTileSlots = 2;
 
-  static_assert(kBlockM == 64 || kBlockM == 128, "two consumers of 64 rows, or of the same 64");
-  static_assert(kBlockN <= 256 && kConsumerColumns % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
-  static_assert(kLead < kNumStages, "the stages between the consumers are in shared memory");
+  static_assert(kBlockM == 64 * kNumConsumers, "a consumer has 64 rows");
+  static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
 
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
@@ -65,12 +57,12 @@ struct TileSpec {
 };
 
 // d = A B: A by the copy engine.
-template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kLead>
-using GemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kLead, false, false>;
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+using GemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
 
 // d = activation(A B): gathered rows of A.
-template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs, int kLead>
-using GatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, kLead, true, true>;
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+using GatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
 
 // Pointers into a block's shared memory.
 template <typename Spec>
