@@ -24,6 +24,11 @@ __device__ __forceinline__ int next_tile_index(int32_t* const& counter_gmem, int
   return drawn + blocks;
 }
 
+// Where tiles differ in length, a block draws its next one when so many blocks of the stream are left to ask for: late, for who
+// draws at its tile's start takes a long tile that others, done sooner, could begin; but not at the end, where the next tile's
+// loads would wait for the answer.
+constexpr int kDrawAhead = 3;
+
 // A tile's place, 16 bytes, through shared memory; the barriers of `slot_smem` are the kernel's.
 template <typename Tile>
 __device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const Tile& tile) {

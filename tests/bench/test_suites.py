@@ -40,6 +40,7 @@ def test_the_expected_suites_exist() -> None:
         "science",
         "llm-prefill",
         "llm-train",
+        "train-step",
         "latency",
         "decode",
         "chunked-prefill",

@@ -68,9 +68,10 @@ void check_same_size(const Shape& left, const char* left_name, const Shape& righ
   }
 }
 
-// Strides of a dense tensor with q's order of dimensions, as torch's empty_like gives it; contiguous where q overlaps
-// itself or has gaps that make its order meaningless.
-std::array<int64_t, 4> output_strides(const int64_t* sizes, const int64_t* strides) {
+}  // namespace
+
+Tensor dense_like(const Tensor& tensor, const int64_t* sizes) {
+  const int64_t* strides = tensor.strides();
   std::array<int, 4> order{0, 1, 2, 3};
   const bool is_expanded = std::any_of(strides, strides + 4, [](int64_t stride) { return stride == 0; });
   if (!is_expanded) {
@@ -84,10 +85,8 @@ std::array<int64_t, 4> output_strides(const int64_t* sizes, const int64_t* strid
     result[axis] = stride;
     stride *= std::max<int64_t>(sizes[axis], 1);
   }
-  return result;
+  return host::empty_strided(4, sizes, result.data(), tensor.dtype(), tensor.device_type(), tensor.device_index());
 }
-
-}  // namespace
 
 Strides row_strides(const Tensor& tensor) {
   const int64_t* strides = tensor.strides();
@@ -144,10 +143,8 @@ void check_arguments(ForwardArguments& arguments) {
 
 ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse) {
   const int64_t* sizes = arguments.q.sizes();
-  const std::array<int64_t, 4> strides = output_strides(sizes, arguments.q.strides());
   ForwardOutputs outputs;
-  outputs.out = host::empty_strided(4, sizes, strides.data(), arguments.torch_dtype, arguments.device_type,
-                                    arguments.device_index);
+  outputs.out = dense_like(arguments.q, sizes);
   if (with_lse) {
     outputs.lse = host::empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
                               arguments.device_index);

@@ -32,6 +32,10 @@ struct ForwardOutputs {
 // Throws with a code and a message on the first rule that the arguments break.
 void check_arguments(ForwardArguments& arguments);
 
+// Uninitialised, of these sizes: dense, with the tensor's order of dimensions, as torch's empty_like gives it; contiguous where
+// the tensor overlaps itself.
+Tensor dense_like(const Tensor& tensor, const int64_t* sizes);
+
 // Uninitialised outputs of the right shape, dtype and device.
 ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse);
 

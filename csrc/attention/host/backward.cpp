@@ -99,12 +99,10 @@ BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel
   return copied;
 }
 
-Tensor contiguous_like(const Tensor& tensor) {
-  return host::empty(tensor.dim(), tensor.sizes(), tensor.dtype(), tensor.device_type(), tensor.device_index());
-}
-
+// In the layout of what they are gradients of, so that the operations behind them need no copies.
 Gradients allocate_gradients(const ForwardArguments& forward) {
-  return {contiguous_like(forward.q), contiguous_like(forward.k), contiguous_like(forward.v)};
+  return {dense_like(forward.q, forward.q.sizes()), dense_like(forward.k, forward.k.sizes()),
+          dense_like(forward.v, forward.v.sizes())};
 }
 
 BackwardParams make_backward_params(const BackwardArguments& arguments, const Gradients& gradients) {
@@ -181,11 +179,9 @@ std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
   if (kernels.dq == nullptr) return std::nullopt;
   const BackwardArguments operands = make_loadable(arguments, *kernels.dq);
   const bool is_padded = operands.forward.q.sizes()[3] != arguments.forward.q.sizes()[3];
-  Gradients gradients = allocate_gradients(operands.forward);
+  Gradients gradients = allocate_gradients(arguments.forward);
   if (is_padded) {
-    // Contiguous at the kernel's width; the caller gets the part that it asked for, contiguous at its own.
-    Gradients padded = std::move(gradients);
-    gradients = allocate_gradients(arguments.forward);
+    const Gradients padded = allocate_gradients(operands.forward);  // at the kernel's width
     run(make_backward_params(operands, padded), kernels, gpu);
     host::copy_unpadded(padded.dq, gradients.dq);
     host::copy_unpadded(padded.dk, gradients.dk);

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashmoe.operators.attention import shapes
+
 
 @dataclass(frozen=True)
 class BlockSize:
@@ -50,7 +52,7 @@ def backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, in the dtypes of q, k and v.
+    """(dq, dk, dv), in the dtypes and layouts of q, k and v.
 
     q, out, grad_out [B, Hq, Sq, D]; k, v [B, Hkv, Sk, D]; lse, grad_lse [B, Hq, Sq]; a missing gradient counts as zero.
     Accumulates in float32 (float64 for float64). Memory beyond the results: float32 dq and a few blocks of scores. A row
@@ -59,10 +61,9 @@ def backward(
     work = torch.promote_types(q.dtype, torch.float32)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1], k.shape[2]
-    dk = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    dk, dv = shapes.dense_like(k).zero_(), shapes.dense_like(v).zero_()
     if 0 in (q.numel(), k.numel()):
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), dk, dv
+        return shapes.dense_like(q).zero_(), dk, dv
 
     group = heads_q // heads_kv  # query head h reads key head h // group
     grouped = (batch, heads_kv, group, seq_q)
@@ -96,7 +97,7 @@ def backward(
             dq[..., rows, :] += (ds @ k_block).unflatten(1, (group, -1)).unflatten(0, (batch, heads_kv))
         dk[:, :, keys] = dk_block.unflatten(0, (batch, heads_kv)).to(k.dtype)
         dv[:, :, keys] = dv_block.unflatten(0, (batch, heads_kv)).to(v.dtype)
-    return dq.reshape(q.shape).to(q.dtype), dk, dv
+    return shapes.dense_like(q).copy_(dq.reshape(q.shape)), dk, dv
 
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -126,8 +127,13 @@ def backward_on_gpu(
             upstream, statistic, *(t.to(out.dtype) for t in (q, k, v)), out, lse.contiguous(), scale, causal
         )
         if dq is not None:
-            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            return _as(q, dq), _as(k, dk), _as(v, dv)
     return backward(grad_out, grad_lse, q, k, v, out, lse, scale, causal)
+
+
+def _as(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """In the dtype and layout of what it is the gradient of."""
+    return gradient if gradient.dtype == tensor.dtype else shapes.dense_like(tensor).copy_(gradient)
 
 
 def rows_per_block(batch_heads: int, keys: int, block: BlockSize) -> int:

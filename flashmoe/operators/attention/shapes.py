@@ -23,8 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     """(out, lse) as the compiled operator allocates them; raises the same typed errors that eager mode raises."""
     validate(q, k, v, scale, causal)
     batch, heads, rows, _ = q.shape
-    out = q.new_empty_strided(q.shape, output_strides(q.shape, q.stride()))
-    return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
+    return dense_like(q), q.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
 def inference(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
@@ -38,8 +37,13 @@ def drop_in(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, 
 
 
 def backward(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    """(dq, dk, dv), each dense in the layout of its input."""
+    return dense_like(q), dense_like(k), dense_like(v)
+
+
+def dense_like(tensor: Tensor) -> Tensor:
+    """Uninitialised, with the strides of :func:`output_strides`."""
+    return tensor.new_empty_strided(tensor.shape, output_strides(tensor.shape, tensor.stride()))
 
 
 def output_strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

@@ -101,12 +101,13 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
   int own_parity = 0;
 
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
-    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
-    const int next_number = next_tile_index(params.tile_counter, num_tiles, number);
+    int next_number = 0;
     const Tile tile = schedule.tile(number);
     const int kv_head = tile.head / heads_per_kv;
     const int last_block = key_blocks<Spec, kIsCausal>(params, (tile.index + 1) * Spec::kOwnRows) - 1;
+    const int draw_block = kIsCausal ? minimum(last_block, kDrawAhead) : last_block;
     for (int block = last_block; block >= 0; --block) {
+      if (block == draw_block) next_number = next_tile_index(params.tile_counter, num_tiles, number);
       const int row = block * Spec::kStreamRows;
       load_block<Spec>(shared, key, value, k_map, v_map, row, kv_head, tile.batch);
       key.advance();
@@ -177,17 +178,21 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
 
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
-    if (is_first_lane) next_number = next_tile_index(params.tile_counter, num_tiles, number);
     const Tile tile = schedule.tile(number);
     const int begin_block = first_query<kIsCausal>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
     const int first_head = tile.head * heads_per_kv;
     const int batch_head = tile.batch * params.heads_q;
+    const int draw_head = kIsCausal ? first_head + heads_per_kv - 1 : first_head;
+    const int draw_block = kIsCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;
     statistics.fetch(params, batch_head + head, block);
     while (head < first_head + heads_per_kv) {
       if (is_first_lane) {
+        if (block == draw_block && head == draw_head) {
+          next_number = next_tile_index(params.tile_counter, num_tiles, number);
+        }
         const int row = block * Spec::kStreamRows;
         load_block<Spec>(shared, at, at, q_map, dout_map, row, head, tile.batch);
         if (!own_is_loaded) {

@@ -69,13 +69,14 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   };
 
   for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
-    // A tile ahead: a draw's answer arrives while this tile's loads are issued.
-    const int next_index = next_tile_index(params.tile_counter, num_tiles, index);
     const Tile tile = decode_tile<Spec, kIsCausal>(params, m_blocks, section_heads, index);
     const KeyRange range = key_range<Spec, kIsCausal>(params, tile);
     const int last_block = range.end - 1;
     const int kv_head = tile.head / heads_per_kv;
     const bool has_keys = !Spec::kIsSplit || range.begin < range.end;
+    const int draw_block = kIsCausal ? range.begin + kDrawAhead : last_block;
+    int next_index = 0;
+    if (last_block <= draw_block) next_index = next_tile_index(params.tile_counter, num_tiles, index);
     if (has_keys) load_key(last_block, kv_head, tile.batch);
     load_query<Spec>(shared, q_map, query, 0, tile);
     if (has_keys) load_value(last_block, kv_head, tile.batch);
@@ -84,6 +85,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
       load_query<Spec>(shared, q_map, query, consumer, tile);
     }
     for (int block = last_block - 1; block >= range.begin; --block) {
+      if (block == draw_block) next_index = next_tile_index(params.tile_counter, num_tiles, index);
       load_key(block, kv_head, tile.batch);
       load_value(block, kv_head, tile.batch);
     }

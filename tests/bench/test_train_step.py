@@ -1,0 +1,64 @@
+"""A training step as an operation of the benchmarks: what a problem states, what its judge refuses, a run on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashmoe.__main__ import main
+from flashmoe.tools.bench.contenders import default_registry
+from flashmoe.tools.bench.suites import load_suite, parse_suite
+from flashmoe.tools.problems import problem_from_json
+from flashmoe.tools.problems.fields import SuiteError
+from flashmoe.tools.problems.train_step import TrainStepProblem
+from flashmoe.tools.report import read_report
+
+SMALL = TrainStepProblem("bf16", 2, width=64, heads=4, heads_kv=2, ffn=96, vocabulary=50, batch=2, seq=40)
+ROW = {"dtype": "f32", "layers": 1, "width": 64, "heads": 4, "heads_kv": 2, "ffn": 8, "vocabulary": 9, "batch": 1}
+
+
+def test_a_problem_is_counted_and_read_back() -> None:
+    assert problem_from_json(SMALL.to_json()) == SMALL
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3
+    assert SMALL.parameters == 2 * layer + 50 * 64
+    assert SMALL.flops == 6 * SMALL.parameters * 80 + 2 * 7 * 2 * 40 * 40 * 64
+    weights = SMALL.make_inputs("cpu", 0).model.parameters()
+    assert sum(weight.numel() for weight in weights) == SMALL.parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"heads_kv": 3}, "heads"), ({"width": 62}, "width"), ({"width": 12}, "head_dim"), ({"depth": 1}, "depth")],
+)
+def test_a_shape_that_cannot_be_is_refused(change: dict[str, int], words: str) -> None:
+    suite = {"schema": 1, "name": "mine", "operation": "train_step", "cases": [{**ROW, "seq": 16, **change}]}
+    with pytest.raises(SuiteError, match=words):
+        parse_suite(suite, "mine.toml")
+
+
+@pytest.mark.parametrize("name", ["flashmoe", "sdpa", "sdpa-flash"])
+def test_right_gradients_pass(name: str) -> None:
+    inputs = SMALL.make_inputs("cpu", 0)
+    contender = default_registry("train_step")[name]
+    with contender.context():
+        assert SMALL.make_reference(inputs).judge(contender.prepare(inputs).call()).passed
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_wrong_gradient_of_one_weight_is_refused(value: float) -> None:
+    inputs = SMALL.make_inputs("cpu", 0)
+    gradients = [one.clone() for one in default_registry("train_step")["sdpa"].prepare(inputs).call()]
+    gradients[1].fill_(value)  # of the first layer's q, k, v
+    assert not SMALL.make_reference(inputs).judge(gradients).passed
+    assert not SMALL.make_reference(inputs).judge(gradients[1:]).passed
+
+
+def test_a_quick_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
+    target = tmp_path / "a.json"
+    quick = ["bench", "--suite", "train-step", "--quick", "--device", "cpu", "--contenders", "flashmoe,sdpa"]
+    main([*quick, "--repeats", "5", "--time-budget", "60", "--json", str(target)])
+    cells = read_report(target).data["cells"]
+    assert [cell["case"]["key"] for cell in cells] == [case.key for case in load_suite("train-step").quick_only]
+    assert all(outcome["passed"] for cell in cells for outcome in cell["verification"].values())
