@@ -1,6 +1,6 @@
 """The backward operator: the rule over the forward's grid, and by name each bug that others shipped.
 
-On a GPU of compute capability 9.0 these are the kernels' tests; elsewhere those of the torch operations.
+On the CPU and on a GPU of compute capability 9.0 these are the kernels' tests; elsewhere those of the torch operations.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_grid(lengths: tuple[int, int], device: str) -> None:
 
 def _slack(dtype: torch.dtype) -> float:
     """Where a row sees one key, dS is a difference that plain PyTorch makes exactly zero."""
-    return 4e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 8
+    return 6e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 8
 
 
 @pytest.mark.gpu

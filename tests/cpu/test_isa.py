@@ -13,7 +13,8 @@ import pytest
 from .backend import ISAS, SOURCES, Backend, BackendError
 
 FLAG_OF_ISA = {"avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
-FLAG_OF_ISA["amx"] = (*FLAG_OF_ISA["avx512"], "amx_tile", "amx_bf16", "avx512_bf16", "avx512vbmi")
+FLAG_OF_ISA["avx512_bf16"] = (*FLAG_OF_ISA["avx512"], "avx512_bf16")
+FLAG_OF_ISA["amx"] = (*FLAG_OF_ISA["avx512_bf16"], "amx_tile", "amx_bf16", "avx512vbmi")
 
 
 def cpu_flags() -> set[str]:
@@ -67,7 +68,7 @@ def symbols(path: Path) -> list[tuple[str, str]]:
     return [(line[17], line[19:]) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("source", [path.stem for path in SOURCES if path.stem.startswith("forward_")])
+@pytest.mark.parametrize("source", [path.stem for path in SOURCES if path.stem.startswith(("forward_", "backward_"))])
 def test_wide_code_stays_in_its_object(built: Path, source: str) -> None:
     """A weak function compiled here could be the copy that the linker keeps for a CPU without these instructions."""
     leaving = [(kind, name) for kind, name in symbols(built / f"{source}.o") if kind not in "tbdrU"]
@@ -87,7 +88,9 @@ def test_only_the_wide_objects_have_wide_code(built: Path) -> None:
         for path in sorted(built.glob("*.o"))
     }
     assert found.pop("forward_amx") == {"ymm", "zmm", "tmm"}
-    assert found.pop("forward_avx512") == {"ymm", "zmm"}
-    assert found.pop("forward_avx2") == {"ymm"}
-    assert set(found) == {"attention", "forward_sse2", "isa", "shim"}
+    for name in ("forward_avx512", "backward_avx512", "backward_avx512_bf16"):
+        assert found.pop(name) == {"ymm", "zmm"}
+    for name in ("forward_avx2", "backward_avx2"):
+        assert found.pop(name) == {"ymm"}
+    assert set(found) == {"attention", "backward", "forward_sse2", "backward_sse2", "isa", "shim"}
     assert set().union(*found.values()) == set()
