@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ def _case(problem: Problem, dtype: torch.dtype, scale: float, *, with_lse: bool)
         seen = torch.ones(problem.seq_q, problem.seq_k, dtype=torch.bool).tril(problem.seq_k - problem.seq_q)
         scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
-    out = ((scores - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp() @ v.repeat_interleave(group, 1)).to(dtype)
+    out = (
+        (scores - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp() @ v.repeat_interleave(group, 1)
+    ).to(dtype)
     generator = torch.Generator().manual_seed(1)
     grad_out = torch.randn(out.shape, generator=generator).to(dtype)
     grad_lse = torch.randn(lse.shape, generator=generator) if with_lse else None
@@ -49,8 +52,12 @@ def _case(problem: Problem, dtype: torch.dtype, scale: float, *, with_lse: bool)
     return [grad_out, *inputs, out, lse.float(), *([] if grad_lse is None else [grad_lse])], list(expected)
 
 
-def _run(backend: Backend, given: list[Tensor], causal: bool, scale: float | None = None, threads: int = 2) -> list[Tensor]:
-    return backend.backward(*given[:6], causal, scale, grad_lse=given[6] if len(given) > 6 else None, threads=threads)
+def _run(
+    backend: Backend, given: list[Tensor], causal: bool, scale: float | None = None, threads: int = 2
+) -> list[Tensor]:
+    grad_out, q, k, v, out, lse, *rest = given
+    grad_lse = rest[0] if rest else None
+    return backend.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale, grad_lse=grad_lse, threads=threads)
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -63,10 +70,12 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_gradients(backend: Backend, dtype: torch.dtype, causal: bool) -> None:
     """Every tail, strided inputs, groups of heads, a gradient of lse, scales of either sign: what is not written stays NaN."""
     for index, sizes in enumerate(PROBLEMS):
-        problem = Problem(**{**vars(sizes), "causal": causal})
+        problem = replace(sizes, causal=causal)
         scale = problem.head_dim**-0.5 * (-0.5 if index % 2 else 1.0)
         given, expected = _case(problem, dtype, scale, with_lse=index % 3 == 1)
-        largest = max(tensor.abs().max().item() for tensor in expected)  # dq and dk can be all rounding errors (one key)
+        largest = max(
+            tensor.abs().max().item() for tensor in expected
+        )  # dq and dk can be all rounding errors (one key)
         for name, found, wanted in zip("qkv", _run(backend, given, causal, scale), expected, strict=True):
             error = (found.double() - wanted).abs().max().item()
             assert error <= LIMITS[dtype] * largest, f"d{name}: {error:.2e} of {largest:.2e}, {problem}, {dtype}"
@@ -118,9 +127,11 @@ def test_hidden_rows_and_keys_stay_apart(backend: Backend, name: str, bad: float
 
 def test_only_what_is_wanted(backend: Backend) -> None:
     given, _ = _case(Problem(140, 150, 64, 4, 2, causal=True), torch.float32, 0.125, with_lse=False)
-    whole = backend.backward(*given[:6], True)
+    grad_out, q, k, v, out, lse = given
+    run = partial(backend.backward, grad_out, q, k, v, out, lse, causal=True)
+    whole = run()
     for wanted in ((True, False, False), (False, True, True), (False, False, True), (True, True, False)):
-        for found, expected, is_wanted in zip(backend.backward(*given[:6], True, wanted=wanted), whole, wanted, strict=True):
+        for found, expected, is_wanted in zip(run(wanted=wanted), whole, wanted, strict=True):
             assert torch.equal(found, expected) if is_wanted else found.isnan().all()
 
 

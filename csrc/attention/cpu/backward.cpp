@@ -96,7 +96,8 @@ void work(int64_t begin, int64_t, void* context) noexcept {
   try {
     // No task needs more than a fused one has, or than one of dq and one of dk and dv.
     const int64_t last = plan.head_tasks - 1;
-    const size_t bytes = std::max(plan.kernel.scratch_bytes(plan.task({0, 0})), plan.kernel.scratch_bytes(plan.task({0, last})));
+    const size_t bytes =
+        std::max(plan.kernel.scratch_bytes(plan.task({0, 0})), plan.kernel.scratch_bytes(plan.task({0, last})));
     void* memory = (bytes > kKeptBytes ? once : kept).reserve(bytes);
     TaskQueues::Cursor cursor = plan.queues.cursor(begin);
     TaskQueues::Task position;

@@ -124,13 +124,15 @@ class Backward {
       store(s_.dv, keys_, 1.0f, params_.dv, params_.dv_stride, task_.head_kv, key_);
     }
     for (int32_t head = task_.head_begin; task_.with_dq && head < task_.head_end; ++head) {
-      store(dq(head, task_.row_begin), task_rows(), params_.scale, params_.dq, params_.dq_stride, head, task_.row_begin);
+      store(dq(head, task_.row_begin), task_rows(), params_.scale, params_.dq, params_.dq_stride, head,
+            task_.row_begin);
     }
   }
 
  private:
   static constexpr int kElements = kWordElements<T>;
-  using Word = std::conditional_t<kElements == 2, T, float>;  // all words of one element are multiplied by the same code
+  using Word =
+      std::conditional_t<kElements == 2, T, float>;  // all words of one element are multiplied by the same code
 
   int32_t task_rows() const { return task_.row_end - task_.row_begin; }
   float* dq(int32_t head, int64_t row) const {
@@ -188,7 +190,8 @@ class Backward {
       dout[i] = row_of(params_.dout, params_.dout_stride, head, int64_t{row} + i);
       const float lse = params_.lse[first + i];  // of a row without visible keys -inf, and then P is 0
       s_.minus_lse_log2[i] = lse == kMinusInfinity ? lse : lse * -1.44269504088896340736f;
-      const float product = dot(dout[i], row_of(params_.out, params_.out_stride, head, int64_t{row} + i), params_.head_dim);
+      const float product =
+          dot(dout[i], row_of(params_.out, params_.out_stride, head, int64_t{row} + i), params_.head_dim);
       s_.row_term[i] = params_.dlse == nullptr ? product : product - params_.dlse[first + i];
     }
     pack_rows(q, rows, 0, params_.head_dim, s_.q_rows, s_.dim_stride);
@@ -229,8 +232,9 @@ class Backward {
                              row_words, dim_columns, true, s_.dk, s_.dim_stride);
     }
     if (task_.with_dq) {
-      multiply_strided<Word>({s_.ds_rows, kScoreStride / kElements, 1}, rows, {s_.k_columns, s_.dim_stride, kPairColumns},
-                             word_count<T>(keys), dim_columns, true, dq(head, row), s_.dim_stride);
+      multiply_strided<Word>({s_.ds_rows, kScoreStride / kElements, 1}, rows,
+                             {s_.k_columns, s_.dim_stride, kPairColumns}, word_count<T>(keys), dim_columns, true,
+                             dq(head, row), s_.dim_stride);
     }
   }
 
