@@ -20,6 +20,11 @@ struct Words<BFloat16> {
     if (next == nullptr) return _mm512_castsi512_ps(low);
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(Vector::load(next))));
   }
+  static Vector::Float of_columns(Vector::Float first, Vector::Float second) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
 };
 
 }  // namespace

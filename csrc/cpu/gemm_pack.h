@@ -25,6 +25,8 @@ struct Words {
   static Vector::Float load(const T* row) { return Vector::load(row); }
   // One word of each of the next columns: of `row`, and of `next` where a word holds two elements (null: zeros).
   static Vector::Float load_columns(const T* row, const T*) { return Vector::load(row); }
+  // The same of columns that are there as fp32: `second` is the next row's.
+  static Vector::Float of_columns(Vector::Float first, Vector::Float) { return first; }
 };
 
 template <class T>

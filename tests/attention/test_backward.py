@@ -1,6 +1,6 @@
 """The backward operator: the rule over the forward's grid, and by name each bug that others shipped.
 
-On a GPU these are the kernels' tests, of the best family and of those that are forced; on the CPU those of the torch operations.
+On a GPU these are the kernels' tests, of the best family and of those that are forced; on the CPU those of the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_grid(lengths: tuple[int, int], device: str) -> None:
 
 def _slack(dtype: torch.dtype) -> float:
     """Where a row sees one key, dS is a difference that plain PyTorch makes exactly zero."""
-    return 4e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 8
+    return 6e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 8
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from flashmoe.tools.bench.suites import load_suite
 from flashmoe.tools.problems import problem_from_json, problem_type
 from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.problems.attention_backward import AttentionBackwardProblem
+from flashmoe.tools.problems.attention_training import AttentionTrainingProblem
 from flashmoe.tools.profile.resources import slowest_case
 from flashmoe.tools.report import Verdict, read_report
 
@@ -53,6 +54,18 @@ def test_right_gradients_pass(name: str) -> None:
     contender = default_registry("attention_backward")[name]
     with contender.context():
         assert SMALL.make_reference(inputs).judge(contender.prepare(inputs).call()).passed
+
+
+def test_forward_with_backward_is_an_operation_of_its_own() -> None:
+    backward = load_suite("llm-train").cases[0]
+    training = problem_type("attention_training").from_json(backward.to_json() | {"operation": "attention_training"})
+    assert training.key == backward.key.replace("backward-", "training-")
+    assert 5 * training.flops == 7 * backward.flops
+    assert problem_from_json(training.to_json()) == training
+    inputs = AttentionTrainingProblem.from_key(SMALL.key.replace("backward-", "training-")).make_inputs("cpu", 0)
+    for name in ("flashmoe", "sdpa-cpu"):
+        result = default_registry("attention_training")[name].prepare(inputs).call()
+        assert SMALL.make_reference(inputs).judge(result).passed
 
 
 @pytest.mark.parametrize("wrong", range(3), ids=["dq", "dk", "dv"])

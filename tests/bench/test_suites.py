@@ -45,6 +45,7 @@ def test_the_expected_suites_exist() -> None:
         "decode",
         "chunked-prefill",
         "cpu",
+        "cpu-train",
         "build-cost",
         "call-cost",
         "call-cost-cpu",

@@ -38,6 +38,18 @@ class Params(ctypes.Structure):
     ]
 
 
+class BackwardParams(ctypes.Structure):
+    """flashmoe::attention::BackwardParams."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "dlse", "dq", "dk", "dv")],
+        *[(name, ctypes.c_void_p) for name in ("row_dot", "tile_counter")],
+        *[(f"{name}_stride", Strides) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
+        *[(name, ctypes.c_int32) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")],
+        *[(name, ctypes.c_float) for name in ("scale", "scale_log2")],
+    ]
+
+
 class BackendError(RuntimeError):
     """A C++ exception, by its text."""
 
@@ -133,3 +145,43 @@ class Backend:
         )
         self._check(status)
         return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        grad_lse: Tensor | None = None,
+        threads: int = 2,
+        wanted: tuple[bool, bool, bool] = (True, True, True),
+    ) -> list[Tensor]:
+        """(dq, dk, dv) in contiguous memory; NaN where a gradient is not ``wanted``."""
+        batch, heads, seq_q, head_dim = q.shape
+        gradients = [torch.full(tensor.shape, torch.nan, dtype=tensor.dtype) for tensor in (q, k, v)]
+        params = BackwardParams(
+            *(tensor.data_ptr() for tensor in (q, k, v, out, grad_out, lse)),
+            None if grad_lse is None else grad_lse.data_ptr(),
+            *(tensor.data_ptr() if is_wanted else None for tensor, is_wanted in zip(gradients, wanted, strict=True)),
+            None,
+            None,
+            *(_strides(tensor) for tensor in (q, k, v, out, grad_out, *gradients)),
+            *(batch, heads, k.shape[1], seq_q, k.shape[2], head_dim),
+            scale=head_dim**-0.5 if scale is None else scale,
+        )
+        status = self._library.cpu_backward(
+            ctypes.byref(params),
+            SCALAR_TYPES[q.dtype],
+            int(causal),
+            self._parallel_for,
+            threads,
+            self._message,
+            ctypes.c_size_t(MESSAGE_BYTES),
+        )
+        self._check(status)
+        return gradients

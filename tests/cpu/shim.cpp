@@ -3,6 +3,7 @@
 #include <exception>
 
 #include "attention/cpu/attention.h"
+#include "attention/cpu/backward.h"
 #include "cpu/isa.h"
 
 namespace {
@@ -29,6 +30,17 @@ __attribute__((visibility("default"))) int cpu_forward(const flashmoe::attention
       [&] {
         flashmoe::cpu::attention_forward(*params, static_cast<flashmoe::cpu::ScalarType>(type), causal != 0,
                                          parallel_for, num_threads);
+      },
+      message, size);
+}
+
+__attribute__((visibility("default"))) int cpu_backward(const flashmoe::attention::BackwardParams* params, int type,
+                                                        int causal, flashmoe::cpu::ParallelFor parallel_for,
+                                                        int num_threads, char* message, size_t size) {
+  return guarded(
+      [&] {
+        flashmoe::cpu::attention_backward(*params, static_cast<flashmoe::cpu::ScalarType>(type), causal != 0,
+                                          parallel_for, num_threads);
       },
       message, size);
 }

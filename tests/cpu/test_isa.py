@@ -68,7 +68,9 @@ def symbols(path: Path) -> list[tuple[str, str]]:
     return [(line[17], line[19:]) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("source", [path.stem for path in SOURCES if path.stem.startswith(("forward_", "kernel_"))])
+@pytest.mark.parametrize(
+    "source", [path.stem for path in SOURCES if path.stem.startswith(("forward_", "backward_", "kernel_"))]
+)
 def test_wide_code_stays_in_its_object(built: Path, source: str) -> None:
     """A weak function compiled here could be the copy that the linker keeps for a CPU without these instructions."""
     leaving = [(kind, name) for kind, name in symbols(built / f"{source}.o") if kind not in "tbdrU"]
@@ -88,9 +90,10 @@ def test_only_the_wide_objects_have_wide_code(built: Path) -> None:
         for path in sorted(built.glob("*.o"))
     }
     assert found.pop("forward_amx") == {"ymm", "zmm", "tmm"}
-    for name in ("forward_avx512", "kernel_avx512", "kernel_avx512_bf16"):
+    for name in ("forward_avx512", "backward_avx512", "backward_avx512_bf16", "kernel_avx512", "kernel_avx512_bf16"):
         assert found.pop(name) == {"ymm", "zmm"}
-    for name in ("forward_avx2", "kernel_avx2"):
+    for name in ("forward_avx2", "backward_avx2", "kernel_avx2"):
         assert found.pop(name) == {"ymm"}
-    assert set(found) == {"attention", "forward_sse2", "isa", "kernel_sse2", "moe", "routing", "shim"}
+    plain = {"attention", "backward", "forward_sse2", "backward_sse2", "isa", "kernel_sse2", "moe", "routing", "shim"}
+    assert set(found) == plain
     assert set().union(*found.values()) == set()

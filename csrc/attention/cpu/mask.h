@@ -44,7 +44,8 @@ struct Mask {
   int64_t seq_q;
   int32_t seq_k;
 
-  explicit Mask(const Task& task) : causal(task.causal), seq_q(task.params->seq_q), seq_k(task.params->seq_k) {}
+  template <class AnyTask>
+  explicit Mask(const AnyTask& task) : causal(task.causal), seq_q(task.params->seq_q), seq_k(task.params->seq_k) {}
 
   // Rows from `row` on against keys [key, key + keys).
   BlockMask block(int64_t row, int32_t key, int32_t keys) const {

@@ -1,4 +1,4 @@
-// The backward pass on a GPU: its operator as torch knows it, which kernels, on what, and the list that is launched.
+// The backward pass: its operator as torch knows it; on a GPU which kernels, on what, and the list that is launched.
 
 #include <optional>
 #include <utility>
@@ -6,6 +6,7 @@
 
 #include "attention/backward/sm90/tensor_map.h"
 #include "attention/host/arguments.h"
+#include "attention/host/backends.h"
 #include "host/boxed.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
@@ -208,6 +209,13 @@ std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
   return gradients;
 }
 
+std::optional<Gradients> backward_on_cpu(const BackwardArguments& arguments) {
+  Gradients gradients = allocate_gradients(arguments.forward);
+  backward_cpu(make_backward_params(arguments, gradients), arguments.forward);
+  return gradients;
+}
+
+template <std::optional<Gradients> (*kBackend)(const BackwardArguments&)>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention backward", num_arguments, 9, num_outputs, 3);
   BackwardArguments arguments;
@@ -221,7 +229,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   arguments.forward.scale = host::take<double>(stack[7]);
   arguments.forward.is_causal = host::take<bool>(stack[8]);
   check_backward_arguments(arguments);
-  std::optional<Gradients> gradients = backward_cuda(arguments);
+  std::optional<Gradients> gradients = kBackend(arguments);
   if (!gradients.has_value()) {
     for (int index = 0; index < 3; ++index) stack[index] = host::give_none();
     return;
@@ -243,6 +251,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
       "float scale, bool causal) -> (Tensor?, Tensor?, Tensor?)");
 }
 
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
+  library.impl("_flash_attention_backward", &flashmoe::attention::boxed_backward<flashmoe::attention::backward_on_cpu>);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
-  library.impl("_flash_attention_backward", &flashmoe::attention::boxed_backward);
+  library.impl("_flash_attention_backward", &flashmoe::attention::boxed_backward<flashmoe::attention::backward_cuda>);
 }

@@ -26,7 +26,7 @@ OPERATORS = (
     Operator(
         "flash_attention_backward",
         schema=backward.SCHEMA,
-        layers={"CPU": backward.backward, "CUDA": backward.backward_on_gpu},
+        layers={"CPU": backward.backward_by_kernels, "CUDA": backward.backward_by_kernels},
         fake=shapes.backward,
         flops=shapes.backward_flops,
         vmap=autograd.vmap_backward,

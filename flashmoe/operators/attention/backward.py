@@ -1,5 +1,5 @@
-"""Gradients of attention, recomputed in blocks from the log-sum-exp: by the extension's kernels where the GPU has them, else
-with torch operations.
+"""Gradients of attention, recomputed in blocks from the log-sum-exp: by the extension on the CPU and where the GPU has kernels,
+else with torch operations.
 
 Nothing of size Sq x Sk is stored. The torch operations are right, bounded in memory, and no faster than their matrix products
 in float32.
@@ -100,10 +100,13 @@ def backward(
     return shapes.dense_like(q).copy_(dq.reshape(q.shape)), dk, dv
 
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = {
+    "cpu": (torch.float32, torch.float16, torch.bfloat16),
+    "cuda": (torch.float16, torch.bfloat16),
+}
 
 
-def backward_on_gpu(
+def backward_by_kernels(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -114,11 +117,11 @@ def backward_on_gpu(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`backward`, by the extension's kernels where this GPU has some. Both are the same on every run, bit for bit.
+    """As :func:`backward`, by the extension on the CPU and where this GPU has kernels. Both are the same on every run, bit for bit.
 
     Under autocast q, k and v are as the caller has them; the forward pass worked in ``out``'s dtype, and so does this.
     """
-    if out.dtype in KERNEL_DTYPES and 0 not in (q.numel(), k.numel()):
+    if out.dtype in KERNEL_DTYPES[out.device.type] and 0 not in (q.numel(), k.numel()):
         upstream = torch.zeros_like(out) if grad_out is None else grad_out
         if upstream.stride(-1) != 1:
             upstream = upstream.contiguous()

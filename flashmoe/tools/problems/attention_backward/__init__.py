@@ -12,27 +12,26 @@ if TYPE_CHECKING:  # torch: reading and comparing reports needs none
     from flashmoe.tools.problems.attention.tensors import Inputs
     from flashmoe.tools.problems.attention_backward.tensors import BackwardInputs, GradientReference
 
-PREFIX = "backward-"
-
 
 @dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionProblem):
     """The forward problem's sizes; out and lse are there, and dout [batch, heads_q, seq_q, head_dim] is given."""
 
     operation: ClassVar[str] = "attention_backward"
+    word: ClassVar[str] = "backward"
+    products: ClassVar[int] = 5  # where the forward pass has two: S again, dP, dV, dK and dQ
 
     @property
     def key(self) -> str:
-        return PREFIX + super().key
+        return f"{self.word}-{super().key}"
 
     @property
     def title(self) -> str:
-        return f"backward {super().title}"
+        return f"{self.word} {super().title}"
 
     @property
     def flops(self) -> int:
-        """Five matrix products, where the forward pass has two: S again, dP, dV, dK and dQ."""
-        return super().flops * 5 // 2
+        return super().flops * self.products // 2
 
     @property
     def bytes_moved(self) -> int:
@@ -48,7 +47,7 @@ class AttentionBackwardProblem(AttentionProblem):
 
     @classmethod
     def from_key(cls, key: str) -> AttentionBackwardProblem:
-        return cls(**asdict(AttentionProblem.from_key(key.removeprefix(PREFIX))))
+        return cls(**asdict(AttentionProblem.from_key(key.removeprefix(f"{cls.word}-"))))
 
     def make_inputs(self, device: str, seed: int) -> BackwardInputs:
         from flashmoe.tools.problems.attention_backward.tensors import make_inputs

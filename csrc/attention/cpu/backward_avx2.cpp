@@ -1,0 +1,15 @@
+// The backward kernel of avx2. The target comes before the intrinsics' header; nothing but the table entry may
+// leave the translation unit.
+#pragma GCC target("avx2,fma,f16c")
+
+#include "cpu/vector_avx2.h"
+
+#include "attention/cpu/backward_simd.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const BackwardKernel kBackwardAvx2Kernel = {backward_scratch_bytes, backward_simd};
+
+}  // namespace cpu
+}  // namespace flashmoe

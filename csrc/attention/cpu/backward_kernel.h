@@ -1,0 +1,50 @@
+// What the dispatcher of the backward pass and the per-instruction-set translation units share. Plain data and
+// declarations only: see kernel.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/params/backward.h"
+#include "cpu/scalar_types.h"
+
+namespace flashmoe {
+namespace cpu {
+
+// Query rows [row_begin, row_end) of query heads [head_begin, head_end) against keys [key_begin, key_end) of one (batch,
+// key head). With dq the keys are all keys; with dk and dv the rows are all rows of all heads that read the key head.
+struct BackwardTask {
+  const attention::BackwardParams* params;
+  ScalarType type;
+  bool causal;
+  bool with_dq;
+  bool with_dkv;
+  int32_t batch;
+  int32_t head_kv;
+  int32_t head_begin;
+  int32_t head_end;
+  int32_t row_begin;  // a multiple of kBackwardRows
+  int32_t row_end;
+  int32_t key_begin;  // a multiple of kBackwardKeys
+  int32_t key_end;
+};
+
+// A block: three of its matrices of scores and the operands of head_dim 128 take half of a 1 MiB L2 cache.
+constexpr int32_t kBackwardRows = 64;
+constexpr int32_t kBackwardKeys = 128;
+
+// One instruction set's implementation. Products and sums are those of blocks, in ascending order: no result depends on
+// how the work is cut into tasks.
+struct BackwardKernel {
+  // Bytes of scratch memory, 64-byte aligned.
+  size_t (*scratch_bytes)(const BackwardTask& task);
+  void (*run)(const BackwardTask& task, void* scratch);
+};
+
+extern const BackwardKernel kBackwardBaselineKernel;
+extern const BackwardKernel kBackwardAvx2Kernel;
+extern const BackwardKernel kBackwardAvx512Kernel;
+extern const BackwardKernel kBackwardAvx512Bf16Kernel;
+
+}  // namespace cpu
+}  // namespace flashmoe

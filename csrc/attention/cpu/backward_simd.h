@@ -1,0 +1,319 @@
+// Attention's backward pass, one task with vector instructions. Include after a vector_*.h. Internal linkage.
+//
+// For each block of keys K and V are packed once; then for each block of query rows, with keys in the lanes,
+//   S = Q K^T,   P = 2^(S * scale_log2 - lse_log2),   dP = dO V^T,   dS = P * (dP - row_term),
+//   dV += P^T dO,   dK += dS^T Q,   dQ += dS K,
+// where row_term = rowsum(dO * O) - dlse; dQ and dK are multiplied by the scale when they are stored. Left operands are read
+// element by element and may lie in either order, so that P and dS are nowhere transposed. Operands are words (gemm_pack.h):
+// fp32, or pairs of bf16 where the processor multiplies such; P and dS are then rounded to bf16, as torch rounds them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "attention/cpu/backward_kernel.h"
+#include "attention/cpu/mask.h"
+#include "cpu/exp2.h"
+#include "cpu/gemm_strided.h"
+#include "cpu/rows.h"
+
+namespace flashmoe {
+namespace cpu {
+namespace {
+
+constexpr int64_t kScoreStride = kBackwardKeys + 16;  // of scores, from row to row: no power of two
+
+// Where a task's pieces lie in its scratch memory. "rows" has words along a row, "columns" has a word for each column, of one
+// row or of two: with words of one element both are the same memory.
+template <class T>
+struct BackwardScratch {
+  int64_t dim_stride;     // of anything with head_dim columns
+  int64_t packed_words;   // of head_dim, in k_t and v_t
+  float* q_rows;          // [rows, head_dim]
+  float* q_columns;       // the same
+  float* dout_rows;       // [rows, head_dim]
+  float* dout_columns;    // the same
+  float* k_t;             // [pair of vectors of keys, words of head_dim, kPairColumns]
+  float* v_t;             // the same
+  float* k_columns;       // [keys, head_dim]
+  float* scores;          // [rows, keys]: S, and P in its place where a word is an element
+  float* dscores;         // the same: dP, dS
+  float* p_columns;       // [rows, keys]
+  float* ds_columns;      // the same
+  float* ds_rows;         // the same
+  float* dk;              // [keys, head_dim] fp32 sums
+  float* dv;              // the same
+  float* dq;              // [heads, rows, head_dim] of the task: fp32 sums
+  float* minus_lse_log2;  // [rows]
+  float* row_term;        // [rows]
+  size_t bytes;
+
+  BackwardScratch(void* base, const BackwardTask& task) {
+    constexpr bool kIsPair = kWordElements<T> == 2;
+    const int32_t head_dim = task.params->head_dim;
+    Arena arena(base);
+    dim_stride = round_up(head_dim, kPairColumns) + 16;
+    packed_words = round_up(word_count<T>(head_dim), Vector::kWidth);
+    q_rows = arena.take<float>(kBackwardRows * dim_stride);
+    q_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * dim_stride) : q_rows;
+    dout_rows = arena.take<float>(kBackwardRows * dim_stride);
+    dout_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * dim_stride) : dout_rows;
+    k_t = arena.take<float>(kBackwardKeys * packed_words);
+    v_t = arena.take<float>(kBackwardKeys * packed_words);
+    k_columns = arena.take<float>(kBackwardKeys / kWordElements<T> * dim_stride);
+    scores = arena.take<float>(kBackwardRows * kScoreStride);
+    dscores = arena.take<float>(kBackwardRows * kScoreStride);
+    p_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * kScoreStride) : scores;
+    ds_columns = kIsPair ? arena.take<float>(kBackwardRows / 2 * kScoreStride) : dscores;
+    ds_rows = kIsPair ? arena.take<float>(kBackwardRows / 2 * kScoreStride) : dscores;
+    dk = arena.take<float>(kBackwardKeys * dim_stride);
+    dv = arena.take<float>(kBackwardKeys * dim_stride);
+    minus_lse_log2 = arena.take<float>(kBackwardRows);
+    row_term = arena.take<float>(kBackwardRows);
+    const int64_t rows = int64_t{task.head_end - task.head_begin} * (task.row_end - task.row_begin);
+    dq = arena.take<float>(task.with_dq ? rows * dim_stride : 0);
+    bytes = arena.used();
+  }
+};
+
+template <class T>
+inline float dot(const T* a, const T* b, int32_t count) {
+  Vector::Float sum = Vector::zero();
+  int32_t i = 0;
+  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
+    sum = Vector::fma(Vector::load(a + i), Vector::load(b + i), sum);
+  }
+  if (i < count) {
+    T tails[2][Vector::kWidth] = {};
+    memcpy(tails[0], a + i, static_cast<size_t>(count - i) * sizeof(T));
+    memcpy(tails[1], b + i, static_cast<size_t>(count - i) * sizeof(T));
+    sum = Vector::fma(Vector::load(tails[0]), Vector::load(tails[1]), sum);
+  }
+  float lanes[Vector::kWidth];
+  Vector::store(lanes, sum);
+  float total = 0.0f;
+  for (float lane : lanes) total += lane;
+  return total;
+}
+
+template <class T>
+class Backward {
+ public:
+  Backward(const BackwardTask& task, void* memory)
+      : task_(task),
+        params_(*task.params),
+        mask_(task),
+        s_(memory, task),
+        scale_log2_(Vector::broadcast(params_.scale * 1.44269504088896340736f)) {}
+
+  void run() {
+    int32_t key_end = task_.key_end;
+    if (!task_.with_dkv) key_end = mask_.keys(task_.row_begin, task_.row_end - task_.row_begin).end;
+    if (task_.with_dq) clear(s_.dq, int64_t{task_.head_end - task_.head_begin} * task_rows());
+    for (key_ = task_.key_begin; key_ < key_end; key_ += kBackwardKeys) {
+      keys_ = clamp(int64_t{key_end} - key_, 0, kBackwardKeys);
+      pack_keys();
+      for (int32_t head = task_.head_begin; head < task_.head_end; ++head) {
+        for (int64_t row = task_.row_begin; row < task_.row_end; row += kBackwardRows) {
+          add_block(head, static_cast<int32_t>(row), clamp(task_.row_end - row, 0, kBackwardRows));
+        }
+      }
+      if (!task_.with_dkv) continue;
+      store(s_.dk, keys_, params_.scale, params_.dk, params_.dk_stride, task_.head_kv, key_);
+      store(s_.dv, keys_, 1.0f, params_.dv, params_.dv_stride, task_.head_kv, key_);
+    }
+    for (int32_t head = task_.head_begin; task_.with_dq && head < task_.head_end; ++head) {
+      store(dq(head, task_.row_begin), task_rows(), params_.scale, params_.dq, params_.dq_stride, head,
+            task_.row_begin);
+    }
+  }
+
+ private:
+  static constexpr int kElements = kWordElements<T>;
+  using Word =
+      std::conditional_t<kElements == 2, T, float>;  // all words of one element are multiplied by the same code
+
+  int32_t task_rows() const { return task_.row_end - task_.row_begin; }
+  float* dq(int32_t head, int64_t row) const {
+    return s_.dq + (int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin) * s_.dim_stride;
+  }
+  void clear(float* sums, int64_t rows) const {
+    memset(sums, 0, static_cast<size_t>(rows * s_.dim_stride) * sizeof(float));
+  }
+
+  const T* row_of(const void* tensor, attention::Strides stride, int32_t head, int64_t row) const {
+    return static_cast<const T*>(tensor) + task_.batch * stride.batch + head * stride.head + row * stride.row;
+  }
+
+  // Sums of `rows` rows to the tensor's, from `row` on; none where nobody wants them.
+  void store(const float* sums, int32_t rows, float factor, void* tensor, attention::Strides stride, int32_t head,
+             int32_t row) const {
+    if (tensor == nullptr) return;
+    T* dst = const_cast<T*>(row_of(tensor, stride, head, row));
+    for (int32_t i = 0; i < rows; ++i, dst += stride.row, sums += s_.dim_stride) {
+      store_row(sums, params_.head_dim, Vector::broadcast(factor), dst);
+    }
+  }
+
+  void pack_keys() const {
+    const int32_t head_dim = params_.head_dim;
+    const T *k[kBackwardKeys], *v[kBackwardKeys];
+    for (int32_t i = 0; i < keys_; ++i) {
+      k[i] = row_of(params_.k, params_.k_stride, task_.head_kv, int64_t{key_} + i);
+      v[i] = row_of(params_.v, params_.v_stride, task_.head_kv, int64_t{key_} + i);
+    }
+    for (int32_t i = 0; i < round_up(keys_, kPairColumns); i += Vector::kWidth) {
+      const int32_t count = clamp(keys_ - i, 0, Vector::kWidth);
+      const int64_t at = i / kPairColumns * s_.packed_words * kPairColumns + i % kPairColumns;
+      pack_transposed(k + i, count, 0, head_dim, s_.k_t + at, kPairColumns);
+      pack_transposed(v + i, count, 0, head_dim, s_.v_t + at, kPairColumns);
+    }
+    if (task_.with_dq) pack_as_columns(k, keys_, s_.k_columns);
+    if (!task_.with_dkv) return;
+    clear(s_.dk, keys_);
+    clear(s_.dv, keys_);
+  }
+
+  void pack_as_columns(const T* const* rows, int32_t count, float* dst) const {
+    for (int32_t dim = 0; dim < params_.head_dim; dim += Vector::kWidth) {
+      pack_columns(rows, count, dim, params_.head_dim - dim, dst + dim, s_.dim_stride);
+    }
+  }
+
+  // Q, dO and the two numbers of each row. A word's second row past the last is zero.
+  void pack_query_rows(int32_t head, int32_t row, int32_t rows) const {
+    const T *q[kBackwardRows], *dout[kBackwardRows];
+    const int64_t first = (int64_t{task_.batch} * params_.heads_q + head) * params_.seq_q + row;
+    for (int32_t i = 0; i < rows; ++i) {
+      q[i] = row_of(params_.q, params_.q_stride, head, int64_t{row} + i);
+      dout[i] = row_of(params_.dout, params_.dout_stride, head, int64_t{row} + i);
+      const float lse = params_.lse[first + i];  // of a row without visible keys -inf, and then P is 0
+      s_.minus_lse_log2[i] = lse == kMinusInfinity ? lse : lse * -1.44269504088896340736f;
+      const float product =
+          dot(dout[i], row_of(params_.out, params_.out_stride, head, int64_t{row} + i), params_.head_dim);
+      s_.row_term[i] = params_.dlse == nullptr ? product : product - params_.dlse[first + i];
+    }
+    pack_rows(q, rows, 0, params_.head_dim, s_.q_rows, s_.dim_stride);
+    pack_rows(dout, rows, 0, params_.head_dim, s_.dout_rows, s_.dim_stride);
+    if (kElements == 1) return;
+    if (task_.with_dkv) {
+      pack_as_columns(q, rows, s_.q_columns);
+      pack_as_columns(dout, rows, s_.dout_columns);
+    }
+    if (rows % 2 == 0) return;
+    clear(s_.q_rows + rows * s_.dim_stride, 1);
+    clear(s_.dout_rows + rows * s_.dim_stride, 1);
+    s_.minus_lse_log2[rows] = s_.row_term[rows] = 0.0f;
+  }
+
+  // The contributions of `rows` query rows and this block of keys to one another.
+  void add_block(int32_t head, int32_t row, int32_t rows) const {
+    const BlockMask mask = mask_.block(row, key_, keys_);
+    const int32_t keys = mask.keys_of_any(rows).end;
+    if (keys == 0) return;
+    pack_query_rows(head, row, rows);
+    const int32_t whole_rows = round_up(rows, kElements), columns = round_up(keys, kPairColumns);
+    const int32_t dim_words = word_count<T>(params_.head_dim), dim_columns = round_up(params_.head_dim, kPairColumns);
+    const int64_t pair_stride = s_.packed_words * kPairColumns;
+    multiply_strided<Word>({s_.q_rows, s_.dim_stride, 1}, whole_rows, {s_.k_t, kPairColumns, pair_stride}, dim_words,
+                           columns, false, s_.scores, kScoreStride);
+    multiply_strided<Word>({s_.dout_rows, s_.dim_stride, 1}, whole_rows, {s_.v_t, kPairColumns, pair_stride}, dim_words,
+                           columns, false, s_.dscores, kScoreStride);
+    if (!weigh(mask, rows, columns) && rows > 1) {  // 0 * NaN is NaN: one row sees all of its keys
+      for (int32_t i = 0; i < rows; ++i) add_block(head, row + i, 1);
+      return;
+    }
+    if (task_.with_dkv) {
+      const int32_t row_words = word_count<T>(rows);
+      multiply_strided<Word>({s_.p_columns, 1, kScoreStride}, keys, {s_.dout_columns, s_.dim_stride, kPairColumns},
+                             row_words, dim_columns, true, s_.dv, s_.dim_stride);
+      multiply_strided<Word>({s_.ds_columns, 1, kScoreStride}, keys, {s_.q_columns, s_.dim_stride, kPairColumns},
+                             row_words, dim_columns, true, s_.dk, s_.dim_stride);
+    }
+    if (task_.with_dq) {
+      multiply_strided<Word>({s_.ds_rows, kScoreStride / kElements, 1}, rows,
+                             {s_.k_columns, s_.dim_stride, kPairColumns}, word_count<T>(keys), dim_columns, true,
+                             dq(head, row), s_.dim_stride);
+    }
+  }
+
+  // S and dP to P and dS, zero where a row does not see a key. Whether all of those hidden scores were finite: else an
+  // operand holds NaN or Inf that must not be multiplied by the zero.
+  bool weigh(BlockMask mask, int32_t rows, int32_t columns) const {
+    Vector::Float hidden = Vector::zero();  // sum of 0 * x, which is not 0 for NaN and Inf
+    for (int32_t row = 0; row < rows; row += kElements) {
+      int32_t ends[2] = {mask.keys_of(row).end, row + 1 < rows ? mask.keys_of(row + 1).end : 0};
+      const int32_t seen_by_all = kElements == 2 && ends[1] < ends[0] ? ends[1] : ends[0];
+      for (int32_t column = 0; column < columns; column += kPairColumns) {
+        constexpr int kCount = kElements * kPairVectors;
+        Vector::Float p[kCount], ds[kCount];
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) {
+          const int32_t r = row + i / kPairVectors;
+          const float* score = s_.scores + r * kScoreStride + column + i % kPairVectors * Vector::kWidth;
+          p[i] = Vector::fma(Vector::load(score), scale_log2_, Vector::broadcast(s_.minus_lse_log2[r]));
+        }
+        exp2_of<ExpDegree<T>::value>(p);
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) {
+          const int32_t r = row + i / kPairVectors;
+          const float* dscore = s_.dscores + r * kScoreStride + column + i % kPairVectors * Vector::kWidth;
+          ds[i] = Vector::mul(p[i], Vector::sub(Vector::load(dscore), Vector::broadcast(s_.row_term[r])));
+        }
+        if (column + kPairColumns > seen_by_all) {
+          for (int i = 0; i < kCount; ++i) {
+            const int32_t first_lane = ends[i / kPairVectors] - column - i % kPairVectors * Vector::kWidth;
+            const int64_t at = (row + i / kPairVectors) * kScoreStride + column + i % kPairVectors * Vector::kWidth;
+            const Vector::Float either = Vector::fma(Vector::load(s_.scores + at), Vector::zero(),
+                                                     Vector::mul(Vector::load(s_.dscores + at), Vector::zero()));
+            hidden = Vector::add(Vector::from_lane(first_lane, either, Vector::zero()), hidden);
+            p[i] = Vector::from_lane(first_lane, Vector::zero(), p[i]);
+            ds[i] = Vector::from_lane(first_lane, Vector::zero(), ds[i]);
+          }
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < kPairVectors; ++v) {
+          const int64_t at = row / kElements * kScoreStride + column + v * Vector::kWidth;
+          Vector::store(s_.p_columns + at, Words<T>::of_columns(p[v], p[kCount - kPairVectors + v]));
+          Vector::store(s_.ds_columns + at, Words<T>::of_columns(ds[v], ds[kCount - kPairVectors + v]));
+        }
+        if (kElements == 1) continue;
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) {
+          T* words = reinterpret_cast<T*>(s_.ds_rows) + (row + i / kPairVectors) * kScoreStride;
+          Vector::store(words + column + i % kPairVectors * Vector::kWidth, ds[i]);
+        }
+      }
+    }
+    return !Vector::any_differs(hidden, Vector::zero());
+  }
+
+  const BackwardTask& task_;
+  const attention::BackwardParams& params_;
+  const Mask mask_;
+  const BackwardScratch<T> s_;
+  const Vector::Float scale_log2_;
+  int32_t key_ = 0;   // the block of keys: the first
+  int32_t keys_ = 0;  // and how many
+};
+
+inline void backward_simd(const BackwardTask& task, void* memory) {
+  switch (task.type) {
+    case ScalarType::kFloat32:
+      return Backward<float>(task, memory).run();
+    case ScalarType::kFloat16:
+      return Backward<Half>(task, memory).run();
+    case ScalarType::kBFloat16:
+      return Backward<BFloat16>(task, memory).run();
+  }
+}
+
+inline size_t backward_scratch_bytes(const BackwardTask& task) {
+  return task.type == ScalarType::kBFloat16 ? BackwardScratch<BFloat16>(nullptr, task).bytes
+                                            : BackwardScratch<float>(nullptr, task).bytes;
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace flashmoe

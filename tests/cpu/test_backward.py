@@ -1,0 +1,150 @@
+"""The backward pass by every instruction set: the rule, the same bits for any number of workers, NaN only where it is seen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashmoe.operators.attention import backward as by_torch
+from tests.attention.reference import Problem, make_inputs
+
+from .backend import Backend
+from .checking import DTYPES
+
+# Error of the largest gradient's size. bf16: P and dS are rounded too where pairs of bf16 are multiplied.
+LIMITS = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+PROBLEMS = (
+    Problem(128, 128, 64),  # whole blocks
+    Problem(65, 129, 59, 4, 2, batch=2),  # one past a block, one word short of a row
+    Problem(131, 70, 128, 6, 2),  # rows without keys where causal
+    Problem(1, 300, 33),
+    Problem(200, 1, 1),
+    Problem(63, 257, 255),
+    Problem(129, 130, 256, 2, 1),
+)
+WORKERS = (1, 2, 3, 64)
+
+
+@cache
+def _case(problem: Problem, dtype: torch.dtype, scale: float, *, with_lse: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The arguments of ``Backend.backward`` and the gradients in float64, by torch operations."""
+    q, k, v = (t.double() for t in make_inputs(problem, "cpu", dtype, bshd=True))
+    group = problem.heads_q // problem.heads_kv
+    scores = q @ k.repeat_interleave(group, 1).mT * scale
+    if problem.causal:
+        seen = torch.ones(problem.seq_q, problem.seq_k, dtype=torch.bool).tril(problem.seq_k - problem.seq_q)
+        scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    out = (
+        (scores - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp() @ v.repeat_interleave(group, 1)
+    ).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    grad_out = torch.randn(out.shape, generator=generator).to(dtype)
+    grad_lse = torch.randn(lse.shape, generator=generator) if with_lse else None
+    wide = (grad_out.double(), None if grad_lse is None else grad_lse.double())
+    expected = by_torch.backward(*wide, q, k, v, out.double(), lse, scale, problem.causal)
+    inputs = make_inputs(problem, "cpu", dtype, bshd=True)
+    return [grad_out, *inputs, out, lse.float(), *([] if grad_lse is None else [grad_lse])], list(expected)
+
+
+def _run(
+    backend: Backend, given: list[Tensor], causal: bool, scale: float | None = None, threads: int = 2
+) -> list[Tensor]:
+    grad_out, q, k, v, out, lse, *rest = given
+    grad_lse = rest[0] if rest else None
+    return backend.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale, grad_lse=grad_lse, threads=threads)
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Bit for bit, NaN included."""
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients(backend: Backend, dtype: torch.dtype, causal: bool) -> None:
+    """Every tail, strided inputs, groups of heads, a gradient of lse, scales of either sign: what is not written stays NaN."""
+    for index, sizes in enumerate(PROBLEMS):
+        problem = replace(sizes, causal=causal)
+        scale = problem.head_dim**-0.5 * (-0.5 if index % 2 else 1.0)
+        given, expected = _case(problem, dtype, scale, with_lse=index % 3 == 1)
+        largest = max(
+            tensor.abs().max().item() for tensor in expected
+        )  # dq and dk can be all rounding errors (one key)
+        for name, found, wanted in zip("qkv", _run(backend, given, causal, scale), expected, strict=True):
+            error = (found.double() - wanted).abs().max().item()
+            assert error <= LIMITS[dtype] * largest, f"d{name}: {error:.2e} of {largest:.2e}, {problem}, {dtype}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("spoil", [None, 1, 3, 0], ids=["nothing", "q", "v", "grad_out"])
+def test_same_bits(backend: Backend, causal: bool, spoil: int | None) -> None:
+    """One pass over a key head, or tasks that make dk and dv and others that make dq: nobody may see which."""
+    for dtype in DTYPES:
+        given, _ = _case(Problem(300, 333, 72, 4, 2, causal=causal), dtype, 0.1, with_lse=True)
+        given = [tensor.clone() for tensor in given]
+        if spoil is not None:
+            given[spoil][0, 0, 70, 3] = torch.nan
+            given[spoil][0, 1, 200, 7] = torch.inf
+        first = _run(backend, given, causal, 0.1, threads=WORKERS[0])
+        for workers in WORKERS[1:]:
+            assert _same(_run(backend, given, causal, 0.1, threads=workers), first), f"{workers} workers, {dtype}"
+
+
+def test_repetitions(backend: Backend) -> None:
+    given, _ = _case(Problem(130, 130, 64, 2, 2, causal=True), torch.bfloat16, 0.125, with_lse=False)
+    first = _run(backend, given, True)
+    assert all(_same(_run(backend, given, True), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["grad_out", "q", "k", "v"])
+def test_hidden_rows_and_keys_stay_apart(backend: Backend, name: str, bad: float) -> None:
+    """A row or key with NaN reaches what sees it, and nothing that the mask hides from it: 0 * NaN would."""
+    for dtype in DTYPES:
+        given, clean = _case(Problem(150, 150, 40, causal=True), dtype, 0.15, with_lse=False)
+        given, place = [tensor.clone() for tensor in given], 90
+        given[["grad_out", "q", "k", "v"].index(name)][0, 0, place, 5] = bad
+        dq, dk, dv = _run(backend, given, True, 0.15)
+        limit = LIMITS[dtype] * max(tensor.abs().max().item() for tensor in clean)
+        of_a_row = name in ("grad_out", "q")
+        rows = [dq[0, 0, :place], dq[0, 0, place + 1 :]] if of_a_row else [dq[0, 0, :place]]
+        wanted = [clean[0][0, 0, :place], clean[0][0, 0, place + 1 :]] if of_a_row else [clean[0][0, 0, :place]]
+        if of_a_row:  # keys after the row do not see it
+            rows += [gradient[0, 0, place + 1 :] for gradient in (dk, dv)]
+            wanted += [gradient[0, 0, place + 1 :] for gradient in clean[1:]]
+            assert not (dk[0, 0, : place + 1].isfinite() & dv[0, 0, : place + 1].isfinite()).all()
+        for found, expected in zip(rows, wanted, strict=True):
+            assert (found.double() - expected).abs().max().item() <= limit, (dtype, name)
+        assert not dq[0, 0, place:].isfinite().all()
+        assert all(dq[0, 1].isfinite().all() for dq in (dq, dk, dv))  # the other head
+
+
+def test_only_what_is_wanted(backend: Backend) -> None:
+    given, _ = _case(Problem(140, 150, 64, 4, 2, causal=True), torch.float32, 0.125, with_lse=False)
+    grad_out, q, k, v, out, lse = given
+    run = partial(backend.backward, grad_out, q, k, v, out, lse, causal=True)
+    whole = run()
+    for wanted in ((True, False, False), (False, True, True), (False, False, True), (True, True, False)):
+        for found, expected, is_wanted in zip(run(wanted=wanted), whole, wanted, strict=True):
+            assert torch.equal(found, expected) if is_wanted else found.isnan().all()
+
+
+def test_no_rows_or_no_keys(backend: Backend) -> None:
+    for seq_q, seq_k in ((0, 70), (70, 0)):
+        q, k, v = make_inputs(Problem(seq_q, seq_k, 24, 4, 2), "cpu", torch.float32)
+        gradients = backend.backward(q, q, k, v, q, torch.full(q.shape[:3], -math.inf))
+        assert not any(gradient.any() for gradient in gradients)
+
+
+def test_a_head_of_more_than_the_kept_scratch(backend: Backend) -> None:
+    """dq of 8 heads of one key head is 9 MiB in fp32: memory for this call alone; with two workers it is split."""
+    given, expected = _case(Problem(1130, 9, 255, 8, 1), torch.float32, 0.06, with_lse=False)
+    alone = _run(backend, given, False, 0.06, threads=1)
+    assert _same(_run(backend, given, False, 0.06, threads=2), alone)
+    torch.testing.assert_close(alone[0].double(), expected[0], rtol=1e-4, atol=1e-4)
