@@ -100,7 +100,7 @@ class MoE(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         """The selection bias moves to other devices, and stays float32: 16 bits would lose the steps that balance."""
         before = self.selection_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None and self.selection_bias is not None and self.selection_bias.dtype is not before.dtype:
             self.selection_bias = before.to(self.selection_bias.device)
         return self

@@ -15,7 +15,10 @@ from flashmoe.moe.module import load_balancing_loss
 
 from .composed import ComposedMoE
 
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixtral": {"scoring": "topk_softmax"},
@@ -157,7 +160,9 @@ def test_compiled_is_one_graph_and_equal(kind: str, device: str) -> None:
     assert torch.equal(found, expected)
     assert torch.equal(found_loss, loss)
     leaves = list(module.parameters())
-    (a, b) = (torch.autograd.grad(y.float().square().sum() + z, leaves) for y, z in ((found, found_loss), (expected, loss)))
+    (a, b) = (
+        torch.autograd.grad(y.float().square().sum() + z, leaves) for y, z in ((found, found_loss), (expected, loss))
+    )
     assert all(torch.equal(left, right) for left, right in zip(a, b, strict=True))
 
 
