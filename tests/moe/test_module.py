@@ -18,6 +18,7 @@ from .composed import ComposedMoE
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
