@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -95,6 +96,14 @@ class MoE(nn.Module):
         self.register_buffer("selection_bias", balance)
         self.selection_bias: Tensor | None
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """The selection bias moves to other devices, and stays float32: 16 bits would lose the steps that balance."""
+        before = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None and self.selection_bias is not None and self.selection_bias.dtype is not before.dtype:
+            self.selection_bias = before.to(self.selection_bias.device)
+        return self
 
     def reset_parameters(self) -> None:
         """As nn.Linear: uniform in +-1 / sqrt(fan in)."""

@@ -36,7 +36,7 @@ COMMON_FLAGS = (
     f"-fmacro-prefix-map={REPOSITORY}/=",
 )
 # Following variables through optimised code takes a fifth of the compile time; gdb has lines and frames without it.
-KERNEL_FLAGS = ("-O2", "-fno-var-tracking", "-fno-math-errno", "-include", "emulation/prelude.h")
+KERNEL_FLAGS = ("-fno-var-tracking", "-fno-math-errno", "-include", "emulation/prelude.h")
 # Indices of register arrays, overflow and shifts of ints trap; the machine reports them.
 TRAP_FLAGS = ("-fsanitize=bounds,signed-integer-overflow,shift", "-fsanitize-undefined-trap-on-error")
 POISON_FLAG = (
@@ -129,14 +129,15 @@ def machine_objects(options: Options) -> tuple[Path, ...]:
         return tuple(run_all(sorted((CSRC / "emulation").glob("*.cpp")), compile_one, jobs()))
 
 
-def library(name: str, text: str, arch: str, options: Options) -> Path:
-    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for."""
+def library(name: str, text: str, arch: str, options: Options, level: str = "-O2") -> Path:
+    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for; ``level``: g++'s."""
     path, version = compiler()
     roots = options.roots()
     objects = machine_objects(options)
     traps = () if options.sanitize else TRAP_FLAGS
     flags = (
         *COMMON_FLAGS,
+        level,
         *KERNEL_FLAGS,
         *poison_flags(),
         *traps,
@@ -206,4 +207,6 @@ def _encode_maps(params: str, maps: TensorMaps, tile: int) -> list[str]:
 def kernel_library(unit: Unit, options: Options) -> Path:
     """The emulated library of one unit; compiled when its content is new."""
     major, minor = unit.virtual_capability
-    return library(unit.name, unit_text(unit, options), f"sm{major}{minor}", options)
+    # The problems of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
+    level = "-O2" if unit.row.operation.startswith("attention") else "-O1"
+    return library(unit.name, unit_text(unit, options), f"sm{major}{minor}", options, level)

@@ -61,7 +61,7 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
     if arguments.shape is None:
         cases = [
             case
-            for case in suite(load_tables(), arguments.kernel, masks)
+            for case in suite(load_tables(), arguments.kernel, masks, whole=arguments.problem is not None)
             if (case.problem.huge or not arguments.huge)
             and (arguments.problem is None or case.problem_name == arguments.problem)
         ]

@@ -108,7 +108,7 @@ def overlay(mutant: Mutant) -> Path:
 
 def cases_for(mutant: Mutant) -> Iterator[Case]:
     """The suite of the mutant's kernels, then the same with further seeds."""
-    chosen = [case for case in suite(load_tables()) if case.kernel.unit.name in mutant.kernels]
+    chosen = [case for case in suite(load_tables(), whole=True) if case.kernel.unit.name in mutant.kernels]
     yield from chosen
     for extra in range(1, EXTRA_SEEDS + 1):
         yield from (replace(case, seed=case.seed + 100 * extra) for case in chosen)

@@ -15,7 +15,7 @@ from flashmoe.tools.problems.dtypes import TORCH_DTYPES
 from flashmoe.tools.problems.train_step import TrainStepProblem
 from flashmoe.tools.problems.train_step.tensors import Attention, Decoder
 
-STEPS = {"cpu": 120, "cuda": 400}
+STEPS = {"cpu": 80, "cuda": 400}
 LAST = 20  # steps whose mean loss is compared
 MODELS = {
     "cpu": TrainStepProblem("f32", 2, width=64, heads=4, heads_kv=2, ffn=128, vocabulary=128, batch=8, seq=64),

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
+import flashmoe
 from tests.moe.reference import NAMES, Case, Inputs
+
+SMALL = Case(11, dtype=torch.float16)
+FULL = replace(SMALL, biases=True, shared=True)
+
+
+def call(case: Case, inputs: Inputs, **changes: Any) -> Tensor:
+    """flashmoe.fused_moe as the case says."""
+    keywords = {
+        "b13": inputs.b13,
+        "b2": inputs.b2,
+        "activation": case.activation,
+        "layout": case.layout,
+        "transposed": case.transposed,
+        "expert_map": inputs.expert_map,
+        "shared": inputs.shared,
+    }
+    tensors = (inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+    return flashmoe.fused_moe(*tensors, **{**keywords, **changes})
 
 
 def run(case: Case, inputs: Inputs) -> Tensor:

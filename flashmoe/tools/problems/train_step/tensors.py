@@ -52,8 +52,12 @@ class Layer(nn.Module):
         v = v.view(batch, seq, p.heads_kv, p.head_dim).transpose(1, 2)
         heads = attention(q, k, v, None, is_causal=True, enable_gqa=p.heads != p.heads_kv)
         x = x + self.out(heads.transpose(1, 2).reshape(batch, seq, width))
-        gate, up = self.gate_up(rms_norm(x, (width,))).chunk(2, dim=-1)
-        return cast("Tensor", x + self.down(silu(gate) * up))
+        return x + self.feed_forward(x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What is added to x [B, S, width]."""
+        gate, up = self.gate_up(rms_norm(x, x.shape[-1:])).chunk(2, dim=-1)
+        return cast("Tensor", self.down(silu(gate) * up))
 
 
 class Decoder(nn.Module):
