@@ -14,8 +14,8 @@ namespace sm90 {
 //   kIsGated       the columns are 64 of gate and the same 64 of up in turn (kKnPairs: gate and up in turn); of kBlockN
 //                  columns come kBlockN / 2
 //   kGathersA      the rows of A are not neighbours: the producer copies them one by one
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_, bool kIsGated_,
-          bool kGathersA_>
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_,
+          bool kIsGated_, bool kGathersA_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
@@ -29,7 +29,7 @@ struct TileSpec {
 
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kNumConsumers = 2;
-  static constexpr int kProducerWarps = kGathersA ? 4 : 1;  // that work
+  static constexpr int kProducerWarps = kGathersA ? 4 : 1;                 // that work
   static constexpr int kAccumulators = kBlockN / 2;                        // of a thread
   static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;  // of a tile
   static constexpr int kNumTileSlots = 2;
