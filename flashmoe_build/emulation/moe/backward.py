@@ -181,7 +181,8 @@ def activation_gradient(activation: str, gate: torch.Tensor, up: torch.Tensor) -
     gate, up = gate.clone().requires_grad_(), up.clone().requires_grad_()
     value = FORMULAS[activation](gate, up)
     by_gate, by_up = torch.autograd.grad(value.sum(), (gate, up))
-    return value.detach(), by_gate, by_up
+    # torch gives a NaN no gradient where there is a clamp; the kernels pass it on.
+    return value.detach(), by_gate.where(~gate.isnan(), by_gate.new_tensor(float("nan"))), by_up
 
 
 def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Settings, options: Options) -> Outcome:
