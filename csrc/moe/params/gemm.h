@@ -50,9 +50,9 @@ struct GemmParams {
   float* row_dots;                // gated_backward: [ceil(n / block_n)][slots], written
   const float* row_weights;       // [slots], by row
   const int32_t* expert_offsets;  // [experts + 1]
-  const int32_t*
-      a_slots;  // by row the slot whose token (slot / top_k) is a's row, of [tokens, .]; null: a's row is the row
-                // itself, as it always is where family sm90 computes gated_backward or weight_gradient
+  // By row the slot whose token (slot / top_k) is a's row, a being [tokens, .]; null: a's row is the row itself. Family sm90
+  // gathers for the gated product alone.
+  const int32_t* a_slots;
   const int32_t* b_slots;  // weight_gradient: likewise for b
   int32_t*
       tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule
