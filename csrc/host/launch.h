@@ -34,7 +34,7 @@ class LaunchList {
   void run(const CudaCall& call) const;
 
  private:
-  static constexpr std::size_t kMaxLaunches = 8;
+  static constexpr std::size_t kMaxLaunches = 9;
   std::array<Launch, kMaxLaunches> launches_;
   std::size_t size_ = 0;
 };

@@ -22,7 +22,7 @@ BEYOND_THE_TABLE = 130  # the capability of a GPU made later, which loads the PT
 CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu for gpu in TABLES.gpus}
 PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
 MEMORIES = ("nk", "kn", "kn_pairs")
-STEPS = 7
+STEPS = 8
 EXPERTS = 128
 ROWS = (0.0625, 1, 4, 8, 16, 32, 64, 128, 512, 2048, 1 << 20)  # an expert
 

@@ -1,8 +1,9 @@
 // The parts that lists of kernels are made of: each prepares one kernel, or the sort's two, and adds it to a list. A part must
 // live until the list has run.
 //
-// Every kernel waits for the one before it before its first access to what any of the list writes, so each may be scheduled early
-// behind the one before it, whichever it depends on. One exception: a plain product for few rows reads the sort's offsets before
+// Every kernel waits for the end of the one before it before its first access to what any of the list writes, so each may be
+// scheduled early behind the one before it, whichever it depends on. As that one has waited in its turn, all of the list in front
+// has ended: a kernel may write where any of them has read. One exception: a plain product for few rows reads the sort's offsets before
 // it waits, so what stands between the two must not let it begin before the sort has ended (may_follow).
 #pragma once
 

@@ -35,7 +35,16 @@ const Kernel& select_product(const ProductInput& input);
 bool is_for_few_rows(const Kernel& kernel);
 
 // The kernels around the products. They exist in one form for all GPUs that can run them, so a forced family does not matter.
-enum class Step : int32_t { kRoute, kSortOne, kSortCount, kSortPlace, kCombine, kCombineBackward, kBiasGradient };
+enum class Step : int32_t {
+  kRoute,
+  kSortOne,
+  kSortCount,
+  kSortPlace,
+  kCombine,
+  kCombineBackward,
+  kBiasGradient,
+  kGather
+};
 
 // Throws as host::refuse() says.
 const Kernel& select_step(const host::KernelRequest& request, Step step);

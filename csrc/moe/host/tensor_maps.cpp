@@ -38,8 +38,9 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
     }
     case Product::kGatedBackward: {
       const auto from = sm90::gated_backward_tensor_maps(params, kernel.block_n);
-      maps[0] = encode(from.b_nk, "w2");
-      maps[1] = encode(from.b_kn, "w2");
+      maps[0] = encode(from.a, "rows");
+      maps[1] = encode(from.b_nk, "w2");
+      maps[2] = encode(from.b_kn, "w2");
       return;
     }
   }

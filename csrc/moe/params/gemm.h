@@ -29,7 +29,7 @@ enum class Activation : int32_t {
 //
 //   grouped_gemm                   d[row] = a[row] B_e (+ bias_e)
 //   grouped_gemm_gated             z = a[token(row)] B_e (+ bias_e);  d[row] = activation(z);  preactivation[row] = z if wanted
-//   grouped_gemm_gated_backward    s = a[token(row)] B_e;  with the activation recomputed from preactivation:
+//   grouped_gemm_gated_backward    s = a[a_row] B_e;  with the activation recomputed from preactivation:
 //                                  d[row] = gradient of z for the gradient row_weights[row] * s of the activation;
 //                                  weighted_activation[row] = row_weights[row] * activation(z);
 //                                  row_dots[n tile][row] = sum over the tile's columns of activation(z) * s
@@ -39,8 +39,8 @@ enum class Activation : int32_t {
 // of gate and up in turn. Sums are fp32, in an order that depends on k alone: a row's result is the same bits whatever the other
 // rows, the tile, or the place in the batch.
 struct GemmParams {
-  const void* a;  // gathered (gated, gated_backward): [tokens, k]; grouped_gemm: [slots, k]; weight_gradient: [., n]
-  const void* b;  // weights; weight_gradient: [., k]
+  const void* a;  // gated: [tokens, k]; grouped_gemm, gated_backward: [slots, k]; weight_gradient: [slots, n]
+  const void* b;  // weights; weight_gradient: [slots, k]
   void* d;        // [slots, n], gated: [slots, n / 2], gated_backward: [slots, 2 * n], weight_gradient: [experts, n, k]
   const void* bias;  // [experts, n]; null: none
   void*
@@ -50,7 +50,9 @@ struct GemmParams {
   float* row_dots;                // gated_backward: [ceil(n / block_n)][slots], written
   const float* row_weights;       // [slots], by row
   const int32_t* expert_offsets;  // [experts + 1]
-  const int32_t* a_slots;  // by row the slot whose token (slot / top_k) is a's row; null: a's row is the row itself
+  // By row the slot whose token (slot / top_k) is a's row, a being [tokens, .]; null: a's row is the row itself. Family sm90
+  // gathers for the gated product alone.
+  const int32_t* a_slots;
   const int32_t* b_slots;  // weight_gradient: likewise for b
   int32_t*
       tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule

@@ -85,6 +85,18 @@ struct CombineParams {
   int32_t dot_tiles;
 };
 
+// moe_gather: rows[row] = a[a_slots[row] / top_k] for the rows that experts have; those past the last are left alone. A warp a row.
+struct GatherParams {
+  const void* a;                  // [tokens, columns]
+  void* rows;                     // [slots, columns]
+  const int32_t* a_slots;         // [slots], by row
+  const int32_t* expert_offsets;  // [experts + 1]
+  int64_t a_stride;
+  int32_t experts;
+  int32_t top_k;
+  int32_t columns;  // a multiple of 8
+};
+
 // moe_bias_gradient: d[e] = sum over e's rows of row_weights[row] * a[a_row], in fp32 and in an order that depends on the number
 // of e's rows alone, rounded once. Grid: experts * ceil(columns / 64).
 struct BiasGradientParams {

@@ -38,16 +38,15 @@ from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
 
 @dataclass(frozen=True)
 class WeightGradientProblem:
-    """d[e] = a^T b over the rows of expert e. ``gather``: which of the two is read by slot ("a", "b", or "" for none)."""
+    """d[e] = a^T b over the rows of expert e."""
 
     rows: tuple[int, ...]  # by expert
     n: int
     k: int
-    gather: str
     dtype: str
     top_k: int = 2
     unrouted: int = 0  # slots without a row, at least
-    has_nan: bool = False  # in the first row of experts, and in a gathered token
+    has_nan: bool = False  # in the first row of experts
     has_counter: bool = True
     data_seed: int = 0
     causal: bool = False  # what every problem of the suite has: there is one mask
@@ -58,20 +57,20 @@ class WeightGradientProblem:
         return math.ceil((sum(self.rows) + self.unrouted) / self.top_k) * self.top_k
 
     def __str__(self) -> str:
-        words = ["r" + ".".join(map(str, self.rows)), f"n{self.n}", f"k{self.k}", f"gather{self.gather or '0'}"]
+        words = ["r" + ".".join(map(str, self.rows)), f"n{self.n}", f"k{self.k}"]
         return "-".join([*words, *(["nan"] if self.has_nan else []), *([] if self.has_counter else ["nocounter"])])
 
 
 def weight_gradient_problems(unit: Unit) -> Iterator[WeightGradientProblem]:
-    """Tails in n, k and rows; experts without rows and with most of them; either operand gathered; NaN next door."""
+    """Tails in n, k and rows; experts without rows and with most of them; NaN next door."""
     m, n = unit.row.block_m, unit.row.block_n
     make = WeightGradientProblem
-    yield make((70, 0, 129, 1), m + 8, n + 72, "a", unit.dtype, has_nan=True, data_seed=1)
-    yield make((64, 63, 128, 5, 0), m - 8, n, "b", unit.dtype, unrouted=5, has_nan=True, data_seed=2)
-    yield make((9, 450, 0), m, 72, "a", unit.dtype, top_k=1, has_counter=False, data_seed=3)  # the ring comes round
-    yield make((0, 0), 40, 2 * n + 8, "b", unit.dtype, unrouted=4, data_seed=4)  # nobody chose these experts
-    yield make((33, 100), 2 * m + 8, 136, "", unit.dtype, has_nan=True, data_seed=5)  # both in place
-    yield make((5, 3), 8 * m + 8, n + 8, "b", unit.dtype, top_k=1, data_seed=6)  # more than one section of tiles
+    yield make((70, 0, 129, 1), m + 8, n + 72, unit.dtype, has_nan=True, data_seed=1)
+    yield make((64, 63, 128, 5, 0), m - 8, n, unit.dtype, unrouted=5, has_nan=True, data_seed=2)
+    yield make((9, 450, 0), m, 72, unit.dtype, top_k=1, has_counter=False, data_seed=3)  # the ring comes round
+    yield make((0, 0), 40, 2 * n + 8, unit.dtype, unrouted=4, data_seed=4)  # nobody chose these experts
+    yield make((33, 100), 2 * m + 8, 136, unit.dtype, has_nan=True, data_seed=5)
+    yield make((5, 3), 8 * m + 8, n + 8, unit.dtype, top_k=1, data_seed=6)  # more than one section of tiles
 
 
 def run_weight_gradient(unit: Unit, problem: WeightGradientProblem, settings: Settings, options: Options) -> Outcome:
@@ -79,43 +78,35 @@ def run_weight_gradient(unit: Unit, problem: WeightGradientProblem, settings: Se
     library = load(kernel_library(unit, options))
     generator = torch.Generator().manual_seed(problem.data_seed)
     routing = route(problem.rows, problem.slots, generator)
-    tokens, experts, dtype = problem.slots // problem.top_k, len(problem.rows), DTYPES[problem.dtype]
+    experts, dtype = len(problem.rows), DTYPES[problem.dtype]
     columns = {"a": problem.n, "b": problem.k}
     tensors: dict[str, torch.Tensor] = {}
     by_row: dict[str, torch.Tensor] = {}
     starts = [int(start) for start, count in zip(routing.offsets, problem.rows, strict=False) if count][1:]
     for name, width in columns.items():
-        is_gathered = problem.gather == name
-        tensor = torch.randn((tokens if is_gathered else problem.slots, width + PADDING), generator=generator).to(dtype)
+        tensor = torch.randn((problem.slots, width + PADDING), generator=generator).to(dtype)
         tensor[:, width:] = float("nan")  # padding, which the strides skip
         if problem.has_nan:
-            tensor[[int(routing.row_slots[starts[0]]) // problem.top_k] if is_gathered else starts, 3] = float("nan")
-        if not is_gathered:
-            tensor[sum(problem.rows) :] = float("nan")  # nothing writes rows past the last
+            tensor[starts, 3] = float("nan")
+        tensor[sum(problem.rows) :] = float("nan")  # nothing writes rows past the last
         tensors[name] = tensor
-        slots = routing.row_slots[: sum(problem.rows)].long()
-        by_row[name] = (tensor[slots // problem.top_k] if is_gathered else tensor[: sum(problem.rows)])[:, :width]
+        by_row[name] = tensor[: sum(problem.rows), :width]
     out = torch.full((experts, problem.n, problem.k + PADDING), UNTOUCHED, dtype=dtype)
     out[..., : problem.k] = float("nan")
     counter = torch.zeros(1, dtype=torch.int32)
     tiles = math.ceil(problem.n / unit.row.block_m) * math.ceil(problem.k / unit.row.block_n) * experts
     with mapped(library):
         buffers = Buffers(library)
-        slots_address = buffers.add("row_slots", routing.row_slots, from_grid_in_front=True)
         params = GemmParams(
             a=buffers.add("a", tensors["a"], from_grid_in_front=True),
             b=buffers.add("b", tensors["b"], from_grid_in_front=True),
             d=buffers.add("d", out, writable=True),
             expert_offsets=buffers.add("expert_offsets", routing.offsets, from_grid_in_front=True),
-            a_slots=slots_address if problem.gather == "a" else 0,
-            b_slots=slots_address if problem.gather == "b" else 0,
             tile_counter=buffers.add("tile_counter", counter, writable=True) if problem.has_counter else 0,
             **{f"{name}_stride": tensor.stride(0) for name, tensor in tensors.items()},
             d_stride=out.stride(1),
             experts=experts,
             slots=problem.slots,
-            tokens=tokens,
-            top_k=problem.top_k,
             n=problem.n,
             k=problem.k,
         )
@@ -142,7 +133,7 @@ def run_weight_gradient(unit: Unit, problem: WeightGradientProblem, settings: Se
 
 @dataclass(frozen=True)
 class GatedBackwardProblem:
-    """a[tokens, k] times weights of n columns, and what the activation's gradient makes of it."""
+    """a[slots, k] times weights of n columns, and what the activation's gradient makes of it."""
 
     rows: tuple[int, ...]  # by expert
     n: int
@@ -153,7 +144,7 @@ class GatedBackwardProblem:
     is_interleaved: bool = False
     top_k: int = 2
     unrouted: int = 0
-    has_nan: bool = False  # in one token, and in one row of the preactivation
+    has_nan: bool = False  # in one row of a, and in one of the preactivation
     has_counter: bool = True
     data_seed: int = 0
     causal: bool = False
@@ -190,7 +181,8 @@ def activation_gradient(activation: str, gate: torch.Tensor, up: torch.Tensor) -
     gate, up = gate.clone().requires_grad_(), up.clone().requires_grad_()
     value = FORMULAS[activation](gate, up)
     by_gate, by_up = torch.autograd.grad(value.sum(), (gate, up))
-    return value.detach(), by_gate, by_up
+    # torch gives a NaN no gradient where there is a clamp; the kernels pass it on.
+    return value.detach(), by_gate.where(~gate.isnan(), by_gate.new_tensor(float("nan"))), by_up
 
 
 def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Settings, options: Options) -> Outcome:
@@ -199,13 +191,14 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
     generator = torch.Generator().manual_seed(problem.data_seed + 17)
     routing = route(problem.rows, problem.slots, generator)
     n, k, count, dtype = problem.n, problem.k, sum(problem.rows), DTYPES[problem.dtype]
-    tokens, experts, slots = problem.slots // problem.top_k, len(problem.rows), problem.slots
+    experts, slots = len(problem.rows), problem.slots
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    dout = normal(tokens, k + PADDING)
+    dout = normal(slots, k + PADDING)
     dout[:, k:] = float("nan")
+    dout[count:] = float("nan")  # nothing writes rows past the last
     weights = normal(experts, n, k) if problem.weights == "nk" else normal(experts, k, n)
     preactivation = (4.0 * normal(slots, 2 * n)).to(dtype)
     row_weights = torch.rand(slots, generator=generator) + 0.1
@@ -214,7 +207,7 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
     preactivation[1:count:3, : 2 * n : 5] = -30.0
     preactivation[count:] = float("nan")
     if problem.has_nan:
-        dout[int(routing.row_slots[3]) // problem.top_k, 5] = float("nan")
+        dout[3, 5] = float("nan")
         preactivation[4, 2] = float("nan")
         weights[1] = float("nan")  # of the expert that nobody chose
     d_stride = 2 * n + PADDING
@@ -235,7 +228,6 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
             row_dots=buffers.add("row_dots", row_dots, writable=True),
             row_weights=buffers.add("row_weights", row_weights, from_grid_in_front=True),
             expert_offsets=buffers.add("expert_offsets", routing.offsets, from_grid_in_front=True),
-            a_slots=buffers.add("a_slots", routing.row_slots, from_grid_in_front=True),
             tile_counter=buffers.add("tile_counter", counter, writable=True) if problem.has_counter else 0,
             a_stride=dout.stride(0),
             b_stride=weights.stride(1),
@@ -243,8 +235,6 @@ def run_gated_backward(unit: Unit, problem: GatedBackwardProblem, settings: Sett
             d_stride=d_stride,
             experts=experts,
             slots=slots,
-            tokens=tokens,
-            top_k=problem.top_k,
             n=n,
             k=k,
             activation=ACTIVATIONS.index(problem.activation),
@@ -288,7 +278,7 @@ class _Rows:
         self._unit = UNIT_ROUNDOFF[problem.dtype]
         self._small = 2.0**-24 if problem.dtype == "f16" else 0.0
         self._is_interleaved = problem.is_interleaved
-        a = dout[routing.row_slots[:count].long() // problem.top_k, :k].double()
+        a = dout[:count, :k].double()
         parts, sizes = [], []
         for expert in range(len(problem.rows)):
             span = slice(int(routing.offsets[expert]), int(routing.offsets[expert + 1]))

@@ -20,10 +20,12 @@ from flashmoe_build.emulation.moe.routing_problems import (
     SCORINGS,
     BiasGradientProblem,
     CombineProblem,
+    GatherProblem,
     RouteProblem,
     SortProblem,
     bias_gradient_problems,
     combine_problems,
+    gather_problems,
     route_problems,
     sort_problems,
 )
@@ -33,7 +35,7 @@ from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, NamedProblem
 HEADER = "moe/params/routing.h"
 PARAMS = {
     name: structure(Header(name, HEADER), (CSRC,))
-    for name in ("RouteParams", "SortParams", "CombineParams", "BiasGradientParams")
+    for name in ("RouteParams", "SortParams", "CombineParams", "BiasGradientParams", "GatherParams")
 }
 NAN = float("nan")
 
@@ -257,6 +259,34 @@ def run_bias_gradient(launch: Launch, problem: BiasGradientProblem) -> Outcome:
     return _outcome(launch, problem, report, worst_place("d", d, expected, bound), d)
 
 
+def run_gather(launch: Launch, problem: GatherProblem) -> Outcome:
+    inputs = problem.inputs(DTYPES[launch.unit.dtype])
+    columns, end = problem.columns, problem.huge_slots
+    rows = torch.full((problem.tokens * problem.top_k, columns), 7.0, dtype=inputs.a.dtype)
+    grid = math.ceil((end or rows.shape[0]) / launch.unit.row.warps)
+    with mapped(launch.library):
+        memory = Memory(launch.library)
+        params = PARAMS["GatherParams"](
+            a=memory.given(inputs.a, "a"),
+            rows=memory.written(rows, "rows", end=end and end * columns),
+            a_slots=memory.given(inputs.a_slots, "a_slots", end=end),
+            expert_offsets=memory.given(inputs.expert_offsets, "expert_offsets"),
+            a_stride=inputs.a.shape[1],
+            experts=len(problem.rows),
+            top_k=problem.top_k,
+            columns=columns,
+        )
+        report = launch(params, grid, only_block=grid - 1 if end else None)
+    count = sum(problem.rows)
+    first = rows.shape[0] - (rows.shape[0] % launch.unit.row.warps or launch.unit.row.warps) if end else 0
+    wrong = []
+    if not torch.equal(rows[first:count], inputs.a[inputs.sources[first:], :columns]):
+        wrong.append("rows are not those of a")
+    if not (rows[count:] == 7.0).all():
+        wrong.append("rows past the last were written")
+    return _outcome(launch, problem, report, wrong, rows)
+
+
 @dataclass(frozen=True)
 class _Operation:
     problems: Callable[[], Iterator[NamedProblem]]
@@ -268,6 +298,7 @@ OPERATIONS: Mapping[str, _Operation] = {
     "moe_sort": _Operation(sort_problems, run_sort),
     "moe_combine": _Operation(lambda: combine_problems(is_backward=False), run_combine),
     "moe_combine_backward": _Operation(lambda: combine_problems(is_backward=True), run_combine),
+    "moe_gather": _Operation(gather_problems, run_gather),
     "moe_bias_gradient": _Operation(bias_gradient_problems, run_bias_gradient),
 }
 

@@ -241,6 +241,44 @@ def combine_problems(*, is_backward: bool) -> Iterator[CombineProblem]:
 
 
 @dataclass(frozen=True)
+class GatherInputs:
+    a: torch.Tensor
+    a_slots: torch.Tensor  # [slots]; -1 past the last row
+    expert_offsets: torch.Tensor
+    sources: torch.Tensor  # by row, the row of `a`
+
+
+@dataclass(frozen=True)
+class GatherProblem(NamedProblem):
+    """The last slots have no row. `huge_slots`: there are so many, of which the last exist; expert 0 has the others."""
+
+    rows: tuple[int, ...]  # by expert
+    columns: int
+    tokens: int
+    top_k: int
+    huge_slots: int | None = None
+
+    def inputs(self, dtype: torch.dtype) -> GatherInputs:
+        generator = _random(self.columns)
+        count, slots = sum(self.rows), self.tokens * self.top_k
+        chosen = torch.randperm(slots, generator=generator)[:count]
+        a = torch.randn(self.tokens, self.columns + 8, generator=generator)
+        a[:, self.columns :] = NAN
+        a_slots = torch.full((slots,), -1, dtype=torch.int32)
+        a_slots[:count] = chosen.int()
+        offsets = torch.tensor([0, *self.rows]).cumsum(0)
+        offsets[1:] += (self.huge_slots or slots) - slots
+        return GatherInputs(a.to(dtype), a_slots, offsets.int(), chosen // self.top_k)
+
+
+def gather_problems() -> Iterator[GatherProblem]:
+    yield GatherProblem("rows", (5, 0, 9, 1), 1096, 9, 2)  # more than the columns in flight, and a tail
+    yield GatherProblem("narrow", (3,), 8, 3, 1)
+    yield GatherProblem("nobody", (0, 0), 40, 2, 2)
+    yield GatherProblem("far", (2, 7), 72, 4, 3, huge_slots=2**26)
+
+
+@dataclass(frozen=True)
 class BiasGradientInputs:
     a: torch.Tensor
     row_weights: torch.Tensor | None

@@ -218,6 +218,15 @@ void combine_backward(const CombineParams& p) {
   }
 }
 
+void gather(const GatherParams& p) {
+  for (int64_t row = 0; row < p.expert_offsets[p.experts]; ++row) {
+    const int64_t from = row_of(p.a_slots, row, p.top_k) * p.a_stride;
+    for (int64_t column = 0; column < p.columns; ++column) {
+      store(p.rows, row * p.columns + column, load(p.a, from + column));
+    }
+  }
+}
+
 void bias_gradient(const BiasGradientParams& p) {
   for (int64_t expert = 0; expert < p.experts; ++expert) {
     for (int64_t column = 0; column < p.columns; ++column) {
@@ -252,6 +261,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     operation == "moe_combine" ? combine(params) : combine_backward(params);
   } else if (operation == "moe_bias_gradient") {
     bias_gradient(params_of<BiasGradientParams>(arguments));
+  } else if (operation == "moe_gather") {
+    gather(params_of<GatherParams>(arguments));
   } else if (operation != "moe_route") {
     return "no loops for it";
   }

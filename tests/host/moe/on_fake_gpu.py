@@ -121,11 +121,13 @@ def test_the_sort_of_many_slots_takes_two_steps() -> None:
 
 
 ALL = [
+    "moe_gather",
     "grouped_gemm_gated_backward",
+    "grouped_gemm_weight_gradient",
+    "moe_gather",
     "grouped_gemm_weight_gradient",
     "grouped_gemm",
     "moe_combine_backward",
-    "grouped_gemm_weight_gradient",
     "moe_bias_gradient",
     "moe_bias_gradient",
 ]
@@ -135,12 +137,12 @@ ALL = [
     ("needs", "expected"),
     [
         (63, ALL),
-        (1, [ALL[0], ALL[2], ALL[3]]),
-        (2, [ALL[0], ALL[4]]),
-        (4, ALL[:2]),
-        (8, [ALL[0], ALL[3]]),
-        (16, [ALL[0], ALL[5]]),
-        (32, [ALL[6]]),
+        (1, [*ALL[:2], *ALL[5:7]]),
+        (2, [*ALL[:2], *ALL[3:5]]),
+        (4, ALL[:3]),
+        (8, [*ALL[:2], ALL[6]]),
+        (16, [*ALL[:2], ALL[7]]),
+        (32, [ALL[8]]),
         (0, []),
     ],
 )

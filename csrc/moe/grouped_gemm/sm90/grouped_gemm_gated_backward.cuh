@@ -1,11 +1,11 @@
-// s = a[token(row)] B_e for sm_90a, and what follows from it: with z = (g, u) read from the preactivation, w the row's weight,
+// s = a[row] B_e for sm_90a, and what follows from it: with z = (g, u) read from the preactivation, w the row's weight,
 //   d[row] = w s times the activation's derivatives by g and u, in the columns of z;  weighted_activation[row] = w activation(z);
 //   row_dots[column tile][row] = sum over the tile's columns of activation(z) s.
 //
 // The epilogue reads two and writes three elements of memory for each sum, so each consumer warpgroup has a tile of 128 rows to
 // itself, every other one of the block: while one computes its epilogue, the other one's products run.
 //   grid, counter   as grouped_gemm.cuh
-// Loads, schedule and tiles are grouped_gemm_gated.cuh's.
+// Loads, schedule and tiles are grouped_gemm.cuh's. Rows of the next expert, or past the last, are multiplied too and not stored.
 #pragma once
 
 #include "device/convert.cuh"
@@ -22,8 +22,8 @@ namespace sm90 {
 // kOutputSlabs: buffers of 64 rows and 64 columns of each consumer. 3: gate, up and activation; z is replaced by its gradient in
 // place. 5: two more for z, so that the next columns of z are on their way while these are computed.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
-struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, true> {
-  using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, true>;
+struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false> {
+  using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
   static constexpr bool kFetchesAhead = kOutputSlabs == 5;
   static constexpr int kRowBlocks = kBlockM / 64;    // of a tile
   static constexpr int kColumnSlabs = kBlockN / 64;  // likewise
@@ -46,14 +46,14 @@ __device__ __forceinline__ void init_backward_barriers(const SharedMemory<Spec>&
   constexpr int kConsumerWarps = 4;  // of the consumer whose tile it is
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-    ptx::mbarrier_init(shared.full(stage), 1 + 32 * Spec::kProducerWarps);
+    ptx::mbarrier_init(shared.full(stage), 1);
     ptx::mbarrier_init(shared.empty(stage), kConsumerWarps);
   }
 #pragma unroll
   for (int slot = 0; slot < Spec::kNumTileSlots; ++slot) {
     ptx::mbarrier_init(shared.tile_full(slot), 1);
     // Both consumers read every tile.
-    ptx::mbarrier_init(shared.tile_empty(slot), Spec::kNumConsumers * kConsumerWarps + Spec::kProducerWarps - 1);
+    ptx::mbarrier_init(shared.tile_empty(slot), Spec::kNumConsumers * kConsumerWarps);
   }
   ptx::mbarrier_init(turn(shared, 0), kConsumerWarps);
   ptx::mbarrier_init(turn(shared, 1), kConsumerWarps);
@@ -82,8 +82,6 @@ struct TileProducts {
 
   __device__ __forceinline__ void issue(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], bool is_first) const {
     ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-    // cp.async writes like ordinary stores; wgmma reads through the asynchronous proxy.
-    ptx::fence_proxy_async_shared();
     const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage), 0, 1024);
     const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
     ptx::wgmma_fence();
@@ -386,7 +384,8 @@ __device__ __forceinline__ void consume_in_turn(const GemmParams& params, const 
 }
 
 template <typename Spec, Weights kWeights>
-__device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& params, const ptx::TensorMap& b_nk_map,
+__device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& params, const ptx::TensorMap& a_map,
+                                                            const ptx::TensorMap& b_nk_map,
                                                             const ptx::TensorMap& b_kn_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   const ptx::TensorMap& b_map = kWeights == Weights::kNk ? b_nk_map : b_kn_map;
@@ -395,6 +394,7 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
   const int warpgroup = warp / 4;
 
   if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&a_map);
     ptx::prefetch_tensor_map(&b_map);
     init_backward_barriers(shared);
   }
@@ -404,7 +404,7 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, kWeights>(params, shared, warp, nullptr, b_map);
+    produce<Spec, kWeights>(params, shared, warp, &a_map, b_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     consume_in_turn<Spec, kWeights>(params, shared, warpgroup - 1);

@@ -104,12 +104,14 @@ inline GatedGemmTensorMaps gated_gemm_tensor_maps(const GemmParams& params, int 
 }
 
 struct GatedBackwardTensorMaps {
+  TensorMapArguments a;
   TensorMapArguments b_nk;
   TensorMapArguments b_kn;
 };
 
 inline GatedBackwardTensorMaps gated_backward_tensor_maps(const GemmParams& params, int block_n) {
-  return GatedBackwardTensorMaps{nk_map(params, block_n), kn_map(params)};
+  return GatedBackwardTensorMaps{slots_map(params.a, params.k, params.a_stride, params), nk_map(params, block_n),
+                                 kn_map(params)};
 }
 
 }  // namespace sm90

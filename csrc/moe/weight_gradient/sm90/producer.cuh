@@ -1,8 +1,7 @@
 // The producer warpgroup: draws tiles and brings the rows of both operands.
 //
-// Rows that lie in place come by the copy engine, gathered ones by cp.async, row by row. The last stage of an expert is not
-// full: what follows in memory are rows of the next expert, and 0 times a NaN among them would be NaN. So that stage comes by
-// cp.async for both operands, which writes zeros for rows past the end.
+// Full stages come by the copy engine. The last stage of an expert may not be full: what follows in memory are rows of the next
+// expert, and 0 times a NaN among them would be NaN. So that stage comes by cp.async, which writes zeros for rows past the end.
 #pragma once
 
 #include "moe/weight_gradient/sm90/schedule.cuh"
@@ -30,39 +29,25 @@ template <int kSlabs>
 struct RowCopies {
   const unsigned char* gmem;  // the thread's chunk of the tile's first slab, in row 0 of the tensor
   int64_t stride_bytes;
-  const int32_t* slots;  // null: rows in place
-  int columns;           // those left from the chunk on: slab s has the chunk where 64 s is less
-  int index[4];          // by row the slot, or the row itself
+  int columns;  // those left from the chunk on: slab s has the chunk where 64 s is less
 
   static __device__ __forceinline__ int row() { return ptx::thread_index() / 8; }
   static __device__ __forceinline__ int chunk() { return ptx::thread_index() % 8; }
 
-  __device__ __forceinline__ void start_tile(const void* tensor, int64_t stride, const int32_t* slots_,
-                                             int first_column, int num_columns) {
+  __device__ __forceinline__ RowCopies(const void* tensor, int64_t stride, int first_column, int num_columns) {
     const int column = first_column + chunk() * 8;
     gmem = static_cast<const unsigned char*>(tensor) + static_cast<int64_t>(column) * 2;
     stride_bytes = stride * 2;
-    slots = slots_;
     columns = num_columns - column;
   }
 
-  // Which rows the stage at `first` has, of which `left` are the expert's.
-  __device__ __forceinline__ void fetch(int first, int left) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = row() + 16 * i;
-      index[i] = first + at;
-      if (slots != nullptr) index[i] = at < left ? static_cast<int>(ptx::ld_global_32(slots + first + at)) : 0;
-    }
-  }
-
-  __device__ __forceinline__ void copy(unsigned char* smem, int left, int top_k) const {
+  // The stage of the `left` rows at `first`.
+  __device__ __forceinline__ void copy(unsigned char* smem, int first, int left) const {
     ptx::SmemPointer to = ptx::SmemPointer(smem) + (row() * 128 + (chunk() ^ (row() % 8)) * 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool is_inside = row() + 16 * i < left;
-      const int from_row = slots != nullptr ? index[i] / top_k : index[i];
-      const unsigned char* from = gmem + from_row * stride_bytes;
+      const unsigned char* from = gmem + (first + row() + 16 * i) * stride_bytes;
 #pragma unroll
       for (int slab = 0; slab < kSlabs; ++slab) {
         ptx::cp_async_16(to + (i * 16 * 128 + slab * 64 * 128), from + slab * 128,
@@ -109,32 +94,25 @@ struct Producer {
   __device__ __forceinline__ void load_tile(const Tile& tile, Draw draw) {
     const int a_column = tile.m_tile() * Spec::kBlockM;
     const int b_column = tile.n_tile() * Spec::kBlockN;
-    RowCopies<kASlabs> a_rows;
-    RowCopies<kBSlabs> b_rows;
-    a_rows.start_tile(params.a, params.a_stride, params.a_slots, a_column, params.n);
-    b_rows.start_tile(params.b, params.b_stride, params.b_slots, b_column, params.k);
-    a_rows.fetch(tile.first_row, tile.rows);
-    b_rows.fetch(tile.first_row, tile.rows);
     for (int done = 0; done < tile.rows; done += Spec::kStageRows) {
       const int first = tile.first_row + done;
       const int left = tile.rows - done;
+      const bool is_full = left >= Spec::kStageRows;
       draw(left);
-      const bool a_by_engine = a_rows.slots == nullptr && left >= Spec::kStageRows;
-      const bool b_by_engine = b_rows.slots == nullptr && left >= Spec::kStageRows;
       ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       if (ptx::thread_index() == 0) {
-        ptx::mbarrier_arrive_expect_tx(shared.full(at.stage),
-                                       (a_by_engine ? Spec::kABytes : 0) + (b_by_engine ? Spec::kBBytes : 0));
-        if (a_by_engine) copy_boxes<kASlabs>(shared.a(at.stage), a_map, a_column, first);
-        if (b_by_engine) copy_boxes<kBSlabs>(shared.b(at.stage), b_map, b_column, first);
+        ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), is_full ? Spec::kStageBytes : 0);
+        if (is_full) {
+          copy_boxes<kASlabs>(shared.a(at.stage), a_map, a_column, first);
+          copy_boxes<kBSlabs>(shared.b(at.stage), b_map, b_column, first);
+        }
       }
-      if (!a_by_engine) a_rows.copy(shared.a(at.stage), left, params.top_k);
-      if (!b_by_engine) b_rows.copy(shared.b(at.stage), left, params.top_k);
+      if (!is_full) {
+        RowCopies<kASlabs>(params.a, params.a_stride, a_column, params.n).copy(shared.a(at.stage), first, left);
+        RowCopies<kBSlabs>(params.b, params.b_stride, b_column, params.k).copy(shared.b(at.stage), first, left);
+      }
       ptx::mbarrier_arrive_cp_async(shared.full(at.stage));
       at.advance();
-      // The next stage's rows, while this stage's are on their way.
-      a_rows.fetch(first + Spec::kStageRows, left - Spec::kStageRows);
-      b_rows.fetch(first + Spec::kStageRows, left - Spec::kStageRows);
     }
   }
 

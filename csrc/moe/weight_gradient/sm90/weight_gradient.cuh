@@ -1,4 +1,4 @@
-// d[e] = sum over e's rows of a[a_row]^T b[b_row], [n, k]; zeros for an expert without rows.
+// d[e] = sum over e's rows of a[row]^T b[row], [n, k]; zeros for an expert without rows.
 //   grid     min(tiles, multiprocessors) blocks; tiles = experts * ceil(n / kBlockM) * ceil(k / kBlockN), of which each block
 //            draws one after another
 //   maps     tensor_map.h says how the host builds them
