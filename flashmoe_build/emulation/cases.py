@@ -9,7 +9,7 @@ from typing import Any
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.emulation import backward, huge
-from flashmoe_build.emulation.attention import Outcome, run_forward
+from flashmoe_build.emulation.attention import run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
