@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flashmoe.tools.bench.contenders import default_registry
 from flashmoe.tools.bench.presets import apply_preset, find_preset, load_presets
 from flashmoe.tools.bench.suites import load_suite, parse_suite, suite_names
 from flashmoe.tools.problems.fields import SuiteError
@@ -156,3 +157,12 @@ def test_presets_fit_a_suite_to_a_gpu() -> None:
     assert "sdpa-flash" not in small.contenders
     assert small.baseline == "sdpa-efficient"
     assert small.baseline in small.contenders
+
+
+@pytest.mark.parametrize("preset", [preset.name for preset in load_presets()])
+@pytest.mark.parametrize("name", suite_names())
+def test_a_preset_adds_no_contender_that_the_operation_lacks(name: str, preset: str) -> None:
+    suite = load_suite(name)
+    fitted = apply_preset(suite, find_preset(preset, ""))
+    if suite.kind == "operation":
+        assert {*fitted.contenders, fitted.baseline} <= set(default_registry(suite.operation))

@@ -68,9 +68,9 @@ def apply_preset(suite: Suite, preset: Preset | None) -> Suite:
         if case.key in suite.quick_keys:
             quick.add(fitted.key)
     contenders = tuple(one for one in suite.contenders if one not in preset.without)
-    if preset.baseline not in contenders:
-        contenders = (*contenders, preset.baseline)
-    baseline = suite.baseline if suite.baseline in contenders else preset.baseline
+    baseline = preset.baseline if suite.baseline in preset.without else suite.baseline
+    if baseline not in contenders:
+        contenders = (*contenders, baseline)
     only = {case.key: case for case in (one.fit(preset.dtypes, preset.max_tokens) for one in suite.quick_only)}
     return replace(
         suite,
