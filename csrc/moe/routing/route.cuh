@@ -7,6 +7,7 @@
 
 #include "device/math.cuh"
 #include "device/reduce.cuh"
+#include "moe/grouped_gemm/activation.cuh"
 #include "moe/params/routing.h"
 #include "moe/routing/scalars.cuh"
 #include "ptx/atomics.cuh"
@@ -124,8 +125,6 @@ __device__ __forceinline__ void drop_groups(const RouteParams& params, uint32_t 
     }
   }
 }
-
-__device__ __forceinline__ float sigmoid(float x) { return ptx::rcp_approx(1.0f + ptx::exp2_approx(-x * kLog2e)); }
 
 // exp(logit - largest) / sum is a softmax score.
 struct Softmax {

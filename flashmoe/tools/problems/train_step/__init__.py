@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flashmoe.errors import ArgumentError
 from flashmoe.tools.problems import DTYPE_BYTES, fields
 
 if TYPE_CHECKING:  # torch: reading and comparing reports needs none
     from flashmoe.tools.problems.train_step.tensors import StepInputs, StepReference
 
 _SIZES = ("layers", "width", "heads", "heads_kv", "ffn", "vocabulary", "batch", "seq")
+
+_KEY = re.compile(
+    r"step-(?P<dtype>\w+)-l(?P<layers>\d+)-w(?P<width>\d+)-h(?P<heads>\d+)kv(?P<heads_kv>\d+)-f(?P<ffn>\d+)-"
+    r"v(?P<vocabulary>\d+)-b(?P<batch>\d+)-s(?P<seq>\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,15 @@ class TrainStepProblem:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> TrainStepProblem:
         return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
+
+    @classmethod
+    def from_key(cls, key: str) -> TrainStepProblem:
+        """The problem that a report calls ``key``, such as step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096."""
+        match = _KEY.fullmatch(key)
+        if match is None or match["dtype"] not in DTYPE_BYTES:
+            msg = f"{key!r} names no case; one is written as step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096"
+            raise ArgumentError(msg)
+        return cls(match["dtype"], **{name: int(match[name]) for name in _SIZES})
 
     @classmethod
     def smallest(cls) -> TrainStepProblem:
