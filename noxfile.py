@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from flashmoe._version import WHEEL_PREFIX  # noqa: E402
 from flashmoe.errors import LockError  # noqa: E402
 from flashmoe_build.environments import environment  # noqa: E402
 
@@ -57,7 +58,7 @@ def wheel_file(session: nox.Session) -> Path:
 
 
 def newest_wheel(session: nox.Session) -> Path:
-    wheels = sorted((ROOT / "dist").glob("flashmoe-*.whl"), key=lambda path: path.stat().st_mtime)
+    wheels = sorted((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         session.error("dist/ holds no wheel; run `nox -s build`")
     return wheels[-1]
@@ -215,7 +216,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def doctor(session: nox.Session) -> None:
     """List what this machine has, what it lacks, and how to fix it."""
-    wheels = list((ROOT / "dist").glob("flashmoe-*.whl"))
+    wheels = list((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"))
     python = installed(session, newest_wheel(session)) if wheels else locked(session, "test")
     with session.chdir(outside("doctor") if wheels else ROOT):
         program(session, python, "flashmoe", "doctor", *session.posargs)

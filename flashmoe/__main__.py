@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import import_module
 
-from flashmoe._version import __version__
+from flashmoe._version import DISTRIBUTION, __version__
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
 
 COMMANDS = {
@@ -24,10 +24,10 @@ COMMANDS = {
 
 CHECKOUT_PACKAGE = "flashmoe_build"  # not in the wheel
 
-# What a plain `pip install flashmoe` leaves out: module -> what to install for it.
+# What a plain install leaves out: module -> what to install for it.
 OPTIONAL = {
-    **dict.fromkeys(("auditwheel", "elftools", "packaging"), "flashmoe[tools]"),
-    **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), "flashmoe[bench]"),
+    **dict.fromkeys(("auditwheel", "elftools", "packaging"), f"{DISTRIBUTION}[tools]"),
+    **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), f"{DISTRIBUTION}[bench]"),
     "torch": "torch>=2.10",
     "tomli": "tomli>=2.0",
 }

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from flashmoe._version import DISTRIBUTION
 from flashmoe.errors import FlashmoeError, LockError, explain_os_error
 from flashmoe.tools.progress import Progress
 from flashmoe_build.environments.exclusive import exclusive
@@ -339,7 +340,7 @@ def install_wheel(python: Path, wheel: Path) -> None:
     digest = sha256(wheel.read_bytes()).hexdigest()
     folder = python.parent.parent
     requirement = folder / "flashmoe-wheel.txt"
-    text = f"flashmoe @ {wheel.resolve().as_uri()} --hash=sha256:{digest}\n"
+    text = f"{DISTRIBUTION} @ {wheel.resolve().as_uri()} --hash=sha256:{digest}\n"
     with exclusive(folder.with_name(f"{folder.name}.lock")):
         if requirement.is_file() and requirement.read_text(encoding="utf-8") == text:
             return
@@ -347,7 +348,7 @@ def install_wheel(python: Path, wheel: Path) -> None:
         remove_bytecode(folder)
         pending = folder / "flashmoe-wheel.pending.txt"
         pending.write_text(text, encoding="utf-8")
-        extra = ["--no-deps", "--no-index", "--reinstall-package", "flashmoe"]
+        extra = ["--no-deps", "--no-index", "--reinstall-package", DISTRIBUTION]
         uv_install(python, pending, what=f"installing {wheel.name}", shown=wheel.name, extra=extra)
         pending.replace(requirement)
 

@@ -24,6 +24,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from flashmoe._version import DISTRIBUTION
 from flashmoe.errors import LockError
 
 HASH = re.compile(r"--hash[= ](?P<hash>\S+)")
@@ -31,7 +32,6 @@ SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 COMMENT = re.compile(r"(^|\s+)#.*$")
 INPUT_DIGEST = re.compile(r"^# inputs sha256:([0-9a-f]{64})$", re.MULTILINE)
 REWRITE = "run `nox -s lock` to rewrite it"
-OWN_NAME = "flashmoe"
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def find_drift(
         elif Version(found[0]).public != Version(version).public:
             drift.append(Drift(DriftKind.VERSION, name, found[0], version))
     if names is None:
-        extra = sorted(set(by_name) - set(expected) - {OWN_NAME})
+        extra = sorted(set(by_name) - set(expected) - {DISTRIBUTION})
         drift += [Drift(DriftKind.UNLOCKED, name, by_name[name][0], "") for name in extra]
     return tuple(drift)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import ArgumentError
 
 if sys.version_info >= (3, 11):
@@ -65,7 +66,7 @@ class Places:
     @property
     def artifact(self) -> Path:
         """The checkout's newest wheel; the library where no wheel was made, or the caller named one."""
-        wheels = [] if self.given or not self.checkout else list((self.root / "dist").glob("flashmoe-*.whl"))
+        wheels = [] if self.given or not self.checkout else list((self.root / "dist").glob(f"{WHEEL_PREFIX}*.whl"))
         return max(wheels, key=lambda path: path.stat().st_mtime, default=self.library)
 
     def fill(self, words: Sequence[str], rung: Rung, python: str, budget: float) -> list[str]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from flashmoe._version import DISTRIBUTION
+
 NAME = "flashmoe.cdx.json"
 SPEC = "1.6"
 NAMESPACE = uuid.UUID("6f2f4f0a-54a3-5d3c-9d0f-5f0b6a1f8e55")  # of serial numbers: the same wheel has the same one
@@ -19,7 +21,7 @@ NAMESPACE = uuid.UUID("6f2f4f0a-54a3-5d3c-9d0f-5f0b6a1f8e55")  # of serial numbe
 def bill(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The bill of a wheel with this provenance: compilers as tools, headers and device binaries as components."""
     version, compilers = str(provenance["version"]), provenance["compilers"]
-    own = f"pkg:pypi/flashmoe@{version}"
+    own = f"pkg:pypi/{DISTRIBUTION}@{version}"
     parts = [
         _headers("nvidia-cuda-runtime-cu12", compilers["cuda_headers"]),
         _headers("torch", compilers["torch_headers"]),
@@ -38,7 +40,7 @@ def bill(provenance: Mapping[str, Any]) -> dict[str, Any]:
             "component": {
                 "type": "library",
                 "bom-ref": own,
-                "name": "flashmoe",
+                "name": DISTRIBUTION,
                 "version": version,
                 "purl": own,
                 "licenses": [{"license": {"id": "Apache-2.0"}}],

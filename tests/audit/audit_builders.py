@@ -261,7 +261,7 @@ class Workshop:
         self,
         files: Mapping[str, bytes | str],
         *,
-        name: str = "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl",
+        name: str = "flashmoe_kernels-0.1.0-py3-none-manylinux_2_28_x86_64.whl",
         tag: str | None = None,
         pure: bool = False,
         record: Callable[[str], str] | None = None,

@@ -115,9 +115,9 @@ def test_output_onto_a_full_disk_is_said_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("module", "words", "says"),
     [
-        ("packaging", ("audit", "{wheel}"), "flashmoe audit needs packaging, which is not installed; pip install 'flashmoe[tools]'"),
+        ("packaging", ("audit", "{wheel}"), "flashmoe audit needs packaging, which is not installed; pip install 'flashmoe-kernels[tools]'"),
         ("torch", ("bench", "--quick"), "flashmoe bench needs torch, which is not installed; pip install 'torch>=2.10'"),
-        ("scipy", ("bench", "--compare", "a", "b"), "flashmoe bench needs scipy, which is not installed; pip install 'flashmoe[bench]'"),
+        ("scipy", ("bench", "--compare", "a", "b"), "flashmoe bench needs scipy, which is not installed; pip install 'flashmoe-kernels[bench]'"),
     ],
 )  # fmt: skip
 def test_a_plain_install_says_what_a_command_needs_beside_it(

@@ -174,7 +174,7 @@ def test_damaged_cubin_is_typed(rows: tuple, data: st.DataObject) -> None:  # ty
 
 
 def bad_wheel(tmp_path: Path, *, change: str) -> Path:
-    path = tmp_path / "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    path = tmp_path / "flashmoe_kernels-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("flashmoe/libflashmoe.so", b"\x7fELF")
         if change == "outside":
@@ -217,7 +217,7 @@ def test_encrypted_wheel(tmp_path: Path) -> None:
 
 
 def test_text_file_named_whl(tmp_path: Path) -> None:
-    path = tmp_path / "flashmoe-0.1.0-py3-none-any.whl"
+    path = tmp_path / "flashmoe_kernels-0.1.0-py3-none-any.whl"
     path.write_text("no zip")
     assert "BadZipFile" in refused(path, "damaged-wheel").found
 

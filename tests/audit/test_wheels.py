@@ -102,7 +102,8 @@ def test_tag_below_the_content(workshop: Workshop, rows: tuple[Row, ...], tables
         HOST + 'extern "C" int copy_new();\n__asm__(".symver copy_new, memcpy@GLIBC_2.14");\nint keep = copy_new();\n'
     )
     path = workshop.wheel(
-        package_files(workshop.library(rows, host=host)), name="flashmoe-0.1.0-py3-none-manylinux_2_5_x86_64.whl"
+        package_files(workshop.library(rows, host=host)),
+        name="flashmoe_kernels-0.1.0-py3-none-manylinux_2_5_x86_64.whl",
     )
     report = audit(path, tables=tables)
     assert named(report, "auditwheel").expected == "manylinux_2_5_x86_64, as the file name says"
@@ -117,7 +118,7 @@ def test_glibc_bump_makes_the_tag_false(workshop: Workshop, rows: tuple[Row, ...
 
 
 def test_tag_for_any_platform(workshop: Workshop, sound: Path, tables: Tables) -> None:
-    path = workshop.wheel(package_files(sound), name="flashmoe-0.1.0-py3-none-any.whl", pure=True)
+    path = workshop.wheel(package_files(sound), name="flashmoe_kernels-0.1.0-py3-none-any.whl", pure=True)
     assert "took it for a pure Python wheel" in named(audit(path, tables=tables), "wheel tag").why
 
 

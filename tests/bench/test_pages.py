@@ -119,7 +119,7 @@ def test_a_page_without_the_plotting_library_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     words = ["bench", "--render", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
     assert main(words) == ExitCode.FAILED
-    assert "needs matplotlib, which is not installed; pip install 'flashmoe[bench]'" in capsys.readouterr().err
+    assert "needs matplotlib, which is not installed; pip install 'flashmoe-kernels[bench]'" in capsys.readouterr().err
 
 
 def test_every_heat_cell_carries_its_verdict_as_a_sign() -> None:

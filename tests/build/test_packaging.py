@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe._version import DISTRIBUTION, WHEEL_PREFIX
+
 pytestmark = pytest.mark.slow
 
 CPU_ONLY = {"FLASHMOE_ARCHS": "none"}
@@ -63,14 +65,14 @@ def sha256(path: Path) -> str:
 
 
 def test_wheel_name_and_content(wheel: Path) -> None:
-    assert wheel.name == "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    assert wheel.name == f"{WHEEL_PREFIX}0.1.0-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        metadata = Parser().parsestr(archive.read("flashmoe-0.1.0.dist-info/METADATA").decode())
+        metadata = Parser().parsestr(archive.read(f"{WHEEL_PREFIX}0.1.0.dist-info/METADATA").decode())
     assert {"flashmoe/libflashmoe.so", "flashmoe/provenance.json", "flashmoe/_tables/attention/kernels.toml"} <= names
     assert not [name for name in names if name.startswith(("flashmoe_build/", "tests/", "csrc/"))]
     assert [name for name in names if name.endswith(".so")] == ["flashmoe/libflashmoe.so"]
-    assert metadata["Name"] == "flashmoe"
+    assert metadata["Name"] == DISTRIBUTION
     assert metadata["Requires-Python"] == ">=3.10"
     assert "torch>=2.10" in metadata.get_all("Requires-Dist", [])
 

@@ -14,6 +14,7 @@ import pytest
 from flashmoe.tools.doctor import cli, collect
 from flashmoe.tools.doctor.driver import read_driver
 from flashmoe.tools.doctor.facts import Driver, Gpu
+from flashmoe.tools.doctor.shadow import find_shadows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -163,6 +164,18 @@ def test_the_program_says_why_a_library_does_not_load(tmp_path: Path) -> None:
     assert "libflashmoe.so cannot be loaded" in loads["found"]
     extension = next(check for check in report["checks"] if check["name"] == "extension")
     assert (extension["verdict"], extension["found"].endswith("it is not an ELF file")) == ("FAIL", True)
+
+
+def test_a_strangers_package_is_found_by_its_name_and_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_shadows() == ()
+    info = tmp_path / "flashmoe_py-0.1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flashmoe-py\nVersion: 0.1.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("flashmoe.__version__", "0.0.1")
+    assert find_shadows() == ("flashmoe-py 0.1.2", "a flashmoe/__init__.py that is not ours, or none")
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "abc", "nan", "inf"])

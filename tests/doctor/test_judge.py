@@ -45,7 +45,7 @@ def gpu_with(*targets: str) -> dict[str, object]:
 def test_a_good_machine_passes_throughout() -> None:
     checks = judge(GOOD, TABLES)
     assert {check.verdict for check in checks} == {Verdict.PASS}
-    assert len({check.name for check in checks}) == len(checks) == 12
+    assert len({check.name for check in checks}) == len(checks) == 13
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,15 @@ def test_a_wrong_answer_fails() -> None:
 def test_nothing_tried_is_not_a_pass() -> None:
     assert look("loads", probe=Probe()).verdict is Verdict.SKIP
     assert look("smoke", probe=Probe()).verdict is Verdict.SKIP
+
+
+def test_a_package_of_another_project_in_our_folder_fails() -> None:
+    check = look("name", shadows=("flashmoe 0.0.1.dev0",))
+    assert check.verdict is Verdict.FAIL
+    assert "another project" in check.why
+    assert check.next_step == (
+        "pip uninstall flashmoe flashmoe-py; pip install --force-reinstall --no-deps flashmoe-kernels"
+    )
 
 
 def test_exit_code_and_text() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from flashmoe.__main__ import main
+from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import ExitCode, ExtensionError
 from flashmoe.tools.report import Report, ReportError, Verdict, read_report, write_report
 from flashmoe_build.gate import history
@@ -191,13 +192,13 @@ def test_the_newest_wheel_is_what_a_checkout_is_judged_by(tmp_path: Path) -> Non
     words = ["{artifact}", "{objects}", ""]
     (one,) = read_ladder(ladder(tmp_path, rung("one")))
     assert places.fill(words, one, "", 0.0) == [str(tmp_path / "build" / "lib" / "libflashmoe.so"), ""]
-    for age, name in ((10, "flashmoe-1-a.whl"), (20, "flashmoe-0-a.whl")):
+    for age, name in ((10, f"{WHEEL_PREFIX}1-a.whl"), (20, f"{WHEEL_PREFIX}0-a.whl")):
         path = tmp_path / "dist" / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
         os.utime(path, (1e9 - age, 1e9 - age))
     (tmp_path / "build" / "objects").mkdir(parents=True)
-    wheel = str(tmp_path / "dist" / "flashmoe-1-a.whl")
+    wheel = str(tmp_path / "dist" / f"{WHEEL_PREFIX}1-a.whl")
     assert places.fill(words, one, "", 0.0) == [wheel, f"--objects={tmp_path / 'build' / 'objects'}", ""]
     given = replace(places, given=True)
     assert given.fill(words, one, "", 0.0) == [str(given.library), ""]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe._version import DISTRIBUTION
 from flashmoe.errors import LockError
 from flashmoe_build.environments import environment
 from flashmoe_build.environments.environment import Interpreter, choose_python, explain_failure, judge_python, prepare
@@ -132,19 +133,19 @@ def test_two_at_once_end_with_one_good_environment(project: Project) -> None:
 
 
 def test_a_wheel_replaces_the_installed_one_by_its_hash(project: Project) -> None:
-    python = project.prepare()
+    python, module = project.prepare(), DISTRIBUTION.replace("-", "_")
 
     def version() -> str:
         # -B: both modules have the same size and may come within one second, so that bytecode of one would do for the other.
-        command = [str(python), "-B", "-c", "import flashmoe; print(flashmoe.VERSION)"]
+        command = [str(python), "-B", "-c", f"import {module}; print({module}.VERSION)"]
         return subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=True).stdout.strip()
 
     for number in ("0.1", "0.2"):
-        make_wheel(project.root, "flashmoe", number)
-        environment.install_wheel(python, project.root / f"flashmoe-{number}-py3-none-any.whl")
+        make_wheel(project.root, module, number)
+        environment.install_wheel(python, project.root / f"{module}-{number}-py3-none-any.whl")
         assert version() == number
-    make_wheel(project.root, "flashmoe", "0.2", "VERSION = 'rebuilt'\n")
-    environment.install_wheel(python, project.root / "flashmoe-0.2-py3-none-any.whl")
+    make_wheel(project.root, module, "0.2", "VERSION = 'rebuilt'\n")
+    environment.install_wheel(python, project.root / f"{module}-0.2-py3-none-any.whl")
     assert version() == "rebuilt"
     assert project.prepare() == python
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from flashmoe._version import DISTRIBUTION
 from flashmoe_build.environments.lock import logical_lines, marker_environment, parse_lock, read_inputs, read_lock
 from flashmoe_build.environments.relock import ORDER, Change, check, diff, main
 
@@ -58,6 +59,13 @@ def test_the_versions_that_the_design_names(python: str) -> None:
     assert pins["numpy"].startswith("1.26.")
     assert pins["nvidia-cuda-nvrtc-cu12"] == "12.8.93"
     assert pins["nvidia-cuda-runtime-cu12"] == "12.8.90"
+
+
+def test_the_code_and_the_project_file_name_the_same_distribution() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as stream:
+        project = tomllib.load(stream)["project"]
+    assert project["name"] == DISTRIBUTION
+    assert project["scripts"].keys() == {"flashmoe", DISTRIBUTION}  # the second, so that `uvx` finds it by that name
 
 
 def test_pip_wheel_builds_with_the_locked_versions() -> None:

@@ -95,7 +95,7 @@ def test_drift_of_every_kind() -> None:
         Installed("torch", "2.10.0+cu128", "/a"),
         Installed("rich", "14.0", "/a"),
         Installed("stray", "3", "/a"),
-        Installed("flashmoe", "0.1.0", "/a"),
+        Installed("flashmoe-kernels", "0.1.0", "/a"),
     ]
     drift = find_drift(pins, installed, ENVIRONMENT)
     assert [(item.kind, item.name) for item in drift] == [

@@ -46,7 +46,7 @@ def test_an_edited_host_part(make_wheel: WheelMaker, library: bytes, clone: Path
 
 
 def test_an_edited_member_whose_record_was_not_edited(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
-    good, bad = make_wheel(), tmp_path / "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    good, bad = make_wheel(), tmp_path / "flashmoe_kernels-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w") as target:
         for name in source.namelist():
             target.writestr(name, source.read(name) + (b"import os\n" if name == "flashmoe/__init__.py" else b""))
@@ -93,7 +93,7 @@ def test_another_projects_wheel(workshop: Workshop, library: bytes, capsys: pyte
 
 @pytest.mark.parametrize("content", [b"", b"no zip at all"])
 def test_no_wheel_at_all(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "flashmoe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    path = tmp_path / "flashmoe_kernels-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
     path.write_bytes(content)
     assert main(["verify", str(path)]) == 1
     assert "is not a valid wheel" in capsys.readouterr().err

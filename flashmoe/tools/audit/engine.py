@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from flashmoe._version import WHEEL_PREFIX
 from flashmoe.tools.audit.context import Context, failed, skipped, warned
 from flashmoe.tools.audit.elf import ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe.tools.audit.embedded import INDEX_SECTION, Binary, read_embedded
@@ -129,7 +130,7 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
 
 
 def _is_our_wheel(wheel: Wheel) -> bool:
-    return wheel.path.name.startswith("flashmoe-")
+    return wheel.path.name.startswith(WHEEL_PREFIX)
 
 
 def _guarded(

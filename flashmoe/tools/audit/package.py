@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from flashmoe._version import WHEEL_PREFIX
 from flashmoe.tools.audit.context import failed, listing, passed, warned
 from flashmoe.tools.audit.elf import ElfFacts
 from flashmoe.tools.audit.inputs import OUR_LIBRARY, Wheel
@@ -40,7 +41,7 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     lost = [load for load in loads if load.satisfied_by is None]
     checks = [_lost_check(name, load, idle) for load in lost if idle or not load.optional]
     checks += _init_checks(wheel, facts)
-    if OUR_LIBRARY in {PurePosixPath(e).name for e in wheel.extensions} or wheel.path.name.startswith("flashmoe-"):
+    if OUR_LIBRARY in {PurePosixPath(e).name for e in wheel.extensions} or wheel.path.name.startswith(WHEEL_PREFIX):
         extra = [e for e in wheel.extensions if e != f"flashmoe/{OUR_LIBRARY}"]
         if extra or not wheel.extensions:
             checks.append(

@@ -18,6 +18,7 @@ from pathlib import Path
 from flashmoe._version import __version__
 from flashmoe.tools.doctor.driver import read_driver
 from flashmoe.tools.doctor.facts import Compiler, Extension, Facts, Lock, Package, Probe, Python
+from flashmoe.tools.doctor.shadow import find_shadows
 
 PACKAGE = Path(__file__).resolve().parents[2]
 LIBRARY = "libflashmoe.so"
@@ -50,6 +51,7 @@ def collect(environ: Mapping[str, str], probe_timeout_s: float = DEFAULT_PROBE_T
             extension=read_extension(library, checkout),
             probe=probing.result(),
             variables={name: environ[name] for name in (*FOREIGN_VARIABLES, *OWN_VARIABLES) if environ.get(name)},
+            shadows=find_shadows(),
             nvcc=shutil.which("nvcc", path=environ.get("PATH")) is not None,
         )
 

@@ -98,3 +98,4 @@ class Facts:
     probe: Probe
     variables: dict[str, str] = field(default_factory=dict)  # those that are set, of VARIABLES in collect
     nvcc: bool = False
+    shadows: tuple[str, ...] = ()  # what else holds the import name, in words

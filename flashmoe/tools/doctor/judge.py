@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from flashmoe._version import DISTRIBUTION
 from flashmoe.tools.doctor.facts import Facts, Gpu
+from flashmoe.tools.doctor.shadow import shadow
 from flashmoe.tools.report import Check, Verdict
 
 if TYPE_CHECKING:  # on Python 3.10 the tables need tomli, and its absence is one of the findings
@@ -18,6 +20,7 @@ GXX_FLOOR = 11
 LOCKED_PYTHONS = ((3, 10), (3, 11), (3, 12))
 DRIVER_FLOOR = 12000  # CUDA 12.x drivers load the machine code of any 12.y compiler
 DRIVER_OF_COMPILER = 12080  # PTX of CUDA 12.8, and Blackwell's machine code, need this
+REINSTALL = f"pip install --force-reinstall {DISTRIBUTION}"
 NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 
 
@@ -31,6 +34,7 @@ def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
     """One check per topic, in the order to fix them. ``tables`` is a text, the reason, if they could not be read."""
     return (
         python(facts),
+        shadow(facts.shadows),
         package(tables),
         torch(facts),
         numpy(facts),
@@ -70,7 +74,7 @@ def package(tables: Tables | str) -> Check:
     """Whether flashmoe itself is complete: its tables, and on Python 3.10 the module that reads them."""
     expected = "the GPU and kernel tables"
     if isinstance(tables, str):
-        fix = "pip install tomli" if "tomli" in tables else "pip install --force-reinstall flashmoe"
+        fix = "pip install tomli" if "tomli" in tables else REINSTALL
         return Check(
             "package", Verdict.FAIL, tables, expected, "it was installed without its dependencies, or is damaged", fix
         )
@@ -297,10 +301,10 @@ def extension(facts: Facts) -> Check:
             have.shown or "not there",
             expected,
             "the wheel is damaged, or this was not installed from a wheel",
-            "pip install --force-reinstall flashmoe",
+            REINSTALL,
         )
     if have.damaged:
-        fix = "./nox -s build" if facts.lock.checkout else "pip install --force-reinstall flashmoe"
+        fix = "./nox -s build" if facts.lock.checkout else REINSTALL
         why = "a truncated download, a Git LFS pointer, or another file of this name"
         return Check("extension", Verdict.FAIL, f"{have.shown}; it is not an ELF file", expected, why, fix)
     if have.error:
