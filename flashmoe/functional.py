@@ -5,7 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.overrides import handle_torch_function
 
-from flashmoe import _extension, routing
+from flashmoe import _extension, keywords, routing
 from flashmoe.checks import are_stand_ins
 from flashmoe.errors import DifferentiationError
 from flashmoe.operators.attention import arguments, autograd
@@ -49,6 +49,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
+    **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v, never falling back to another implementation.
 
@@ -70,6 +71,8 @@ def attention(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
+    if misspelt:
+        keywords.refuse("attention", misspelt, ("q", "k", "v", "causal", "scale", "return_lse"))
     if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
     if is_compiling():
@@ -135,6 +138,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **misspelt: NoReturn,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` with the same signature, meaning and errors.
 
@@ -152,6 +156,8 @@ def scaled_dot_product_attention(
     Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does; and ShapeError where key and value
     differ in length, for which torch's fused CPU kernel has no check: it reads past the end of the shorter.
     """
+    if misspelt:
+        keywords.refuse("scaled_dot_product_attention", misspelt, routing.ARGUMENTS)
     if attn_mask is None and dropout_p == 0.0 and not is_compiling():
         out = _plain_call(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from flashmoe import keywords
 from flashmoe.checks import has_names
 from flashmoe.errors import ArgumentError, ShapeError
 from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM, is_finite_number
@@ -24,6 +25,7 @@ from flashmoe.transforms import autocast_dtype, has_tangent
 
 FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
 BF16_CAPABILITY = (8, 0)
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 class Path(str, Enum):
@@ -53,8 +55,11 @@ def explain(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **misspelt: NoReturn,
 ) -> Route:
     """Say where ``flashmoe.scaled_dot_product_attention`` would run these arguments; computes nothing."""
+    if misspelt:
+        keywords.refuse("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
     obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if obstacle is None:
         return Route(Path.FLASHMOE, "everything asked for is supported")

@@ -43,6 +43,28 @@ def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Te
     return make_inputs(Problem(5, 7, 16, 4, 2, batch=2), device, dtype)
 
 
+MISSPELT: list[tuple[Any, str, str]] = [
+    (flashmoe.attention, "is_causal", "write causal=, whose mask ends bottom-right"),
+    (flashmoe.attention, "softmax_scale", "write scale="),
+    (flashmoe.attention, "return_softmax_lse", "write return_lse=True"),
+    (flashmoe.attention, "attn_mask", "as attn_mask flashmoe.scaled_dot_product_attention takes it"),
+    (flashmoe.attention, "causl", "write causal="),
+    (flashmoe.attention, "window", "it has q, k, v, causal, scale, return_lse"),
+    (flashmoe.scaled_dot_product_attention, "causal", "write is_causal=, whose mask begins top-left"),
+    (flashmoe.scaled_dot_product_attention, "return_lse", "flashmoe.attention takes it"),
+    (flashmoe.scaled_dot_product_attention, "enable_gqua", "write enable_gqa="),
+    (flashmoe.explain, "causal", "write is_causal="),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "hint"), MISSPELT, ids=lambda value: getattr(value, "__name__", value))
+def test_a_misspelt_keyword_is_told_the_right_one(function: Any, name: str, hint: str) -> None:
+    q, k, v = _inputs()
+    with pytest.raises(ArgumentTypeError, match=re.escape(hint)) as caught:
+        function(q, k, v, **{name: True})
+    assert str(caught.value).startswith(f"{function.__name__}() has no argument {name!r}: ")
+
+
 UNFIT: dict[str, tuple[Any, type[FlashmoeError], str]] = {
     "quantized": (lambda q: torch.quantize_per_tensor(q, 0.1, 0, torch.qint8), DtypeError, "qint8"),
     "float8": (lambda q: q.to(torch.float8_e4m3fn), DtypeError, "float8_e4m3fn"),

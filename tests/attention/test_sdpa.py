@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
-from flashmoe import _extension
+from flashmoe import _extension, routing
 from flashmoe.errors import ArgumentError, DtypeError
 from flashmoe.routing import Path
 
@@ -66,7 +66,9 @@ def _tensors(query: tuple[int, ...], key: tuple[int, ...], device: str, dtype: t
 def test_signature_is_torchs() -> None:
     ours = inspect.signature(flashmoe.scaled_dot_product_attention).parameters
     documented = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)"
-    stated = [f"{p.name}={p.default}" if p.default is not p.empty else p.name for p in ours.values()]
+    known = [p for p in ours.values() if p.kind is not p.VAR_KEYWORD]  # that one is there to refuse a misspelt keyword
+    assert tuple(p.name for p in known) == routing.ARGUMENTS
+    stated = [f"{p.name}={p.default}" if p.default is not p.empty else p.name for p in known]
     assert f"({', '.join(stated)})" == documented
     assert documented.replace(" ", "") in (torch_attention.__doc__ or "").replace(" ", "").replace("\n", "")
 

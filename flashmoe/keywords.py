@@ -1,0 +1,49 @@
+"""The error for a keyword that an attention function does not have: it names the one that was meant.
+
+There are two signatures, and other libraries' names differ from both. The two causal masks differ where the lengths do, so a
+message that only said "unexpected keyword" would invite the wrong correction.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+
+from flashmoe.errors import ArgumentTypeError
+
+_SCALE = dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "write scale=")
+_LSE = dict.fromkeys(("return_softmax_lse", "return_attn_probs", "need_lse"), "write return_lse=True")
+_SDPA = "flashmoe.scaled_dot_product_attention takes it"
+_ATTENTION = "flashmoe.attention takes it"
+
+HINTS: Mapping[str, Mapping[str, str]] = {
+    "attention": {
+        **_SCALE,
+        **_LSE,
+        "is_causal": "write causal=, whose mask ends bottom-right; is_causal, which begins top-left, belongs to "
+        "flashmoe.scaled_dot_product_attention; they differ where Sq != Sk",
+        **{name: f"write {ours}=" for name, ours in (("query", "q"), ("key", "k"), ("value", "v"))},
+        **dict.fromkeys(("attn_mask", "mask", "attention_mask"), f"there are causal masks only; as attn_mask {_SDPA}"),
+        **dict.fromkeys(("dropout_p", "dropout"), f"there is no dropout; as dropout_p {_SDPA}"),
+        "enable_gqa": "leave it out: grouped heads are seen from the shapes",
+    },
+    "scaled_dot_product_attention": {
+        **_SCALE,
+        **dict.fromkeys((*_LSE, "return_lse"), f"as return_lse {_ATTENTION}"),
+        "causal": "write is_causal=, whose mask begins top-left; causal, which ends bottom-right, belongs to "
+        "flashmoe.attention; they differ where Sq != Sk",
+        **{name: f"write {ours}=" for name, ours in (("q", "query"), ("k", "key"), ("v", "value"))},
+        **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
+        "dropout": "write dropout_p=",
+    },
+}
+
+
+def refuse(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:
+    """Raise for the first keyword of ``given``; ``like`` is the function of ``HINTS`` whose arguments ``function`` takes."""
+    name, known = next(iter(given)), tuple(known)
+    near = difflib.get_close_matches(name, known, 1)
+    hint = HINTS[like or function].get(name) or (f"write {near[0]}=" if near else f"it has {', '.join(known)}")
+    msg = f"{function}() has no argument {name!r}: {hint}"
+    raise ArgumentTypeError(msg)
