@@ -1,16 +1,18 @@
-"""``python -m flashmoe COMMAND``: the programs that come with the package."""
+"""``flashmoe COMMAND``, or ``python -m flashmoe COMMAND``: the programs that come with the package."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Container
 from importlib import import_module
 
 from flashmoe._version import DISTRIBUTION, __version__
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
 
 COMMANDS = {
+    "demo": ("flashmoe.tools.demo", "half a minute: our attention against torch's on this machine, errors and times"),
     "doctor": ("flashmoe.tools.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
     "audit": ("flashmoe.tools.audit.cli", "prove the symbols and resources of an extension or a wheel"),
     "verify": ("flashmoe.tools.verify", "hold a wheel against its provenance, or against a rebuild of its commit"),
@@ -20,13 +22,14 @@ COMMANDS = {
     "profile": ("flashmoe.tools.profile.cli", "where the time of a kernel goes, and the rule that says so"),
     "history": ("flashmoe_build.gate.history", "what the gate found for each commit; the last known good"),
     "bisect": ("flashmoe_build.gate.bisect", "find the first commit that fails a gate"),
+    "completion": ("flashmoe.tools.completion", "print the completion of this command for a shell"),
 }
 
 CHECKOUT_PACKAGE = "flashmoe_build"  # not in the wheel
 
 # What a plain install leaves out: module -> what to install for it.
 OPTIONAL = {
-    **dict.fromkeys(("auditwheel", "elftools", "packaging"), f"{DISTRIBUTION}[tools]"),
+    **dict.fromkeys(("auditwheel", "elftools", "packaging", "shtab"), f"{DISTRIBUTION}[tools]"),
     **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), f"{DISTRIBUTION}[bench]"),
     "torch": "torch>=2.10",
     "tomli": "tomli>=2.0",
@@ -53,17 +56,22 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.FAILED
 
 
-def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashmoe", description=__doc__)
+def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
+    """The command line; with their options only the commands in ``complete``, whose imports are paid for here."""
+    parser = argparse.ArgumentParser(prog="flashmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
-        if name in arguments[:1]:  # a command's imports are paid for by that command alone
+        if name in complete:
             module = import_module(module_name)
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    namespace = parser.parse_args(arguments)
+    return parser
+
+
+def _run(arguments: list[str]) -> int:
+    namespace = make_parser(arguments[:1]).parse_args(arguments)
     try:
         status = int(namespace.run(namespace))
         sys.stdout.flush()
