@@ -1,6 +1,6 @@
 """The sessions. Each prepares an environment and calls one program, which does the work.
 
-./nox                    build, symbols, smoke, baseline; ends with one table
+./nox                    build, symbols, smoke, emulation of what changed, baseline; ends with one table
 ./nox -s test            build, install the wheel, run the tests against it
 ./nox -s SESSION -- ...  arguments after -- go to the program (-- --help)
 """
@@ -29,7 +29,7 @@ nox.options.error_on_missing_interpreters = True
 
 REPORTS = ROOT / "build" / "reports"
 WHEEL_VARIABLE = "FLASHMOE_WHEEL"
-MAIN = "build,symbols,smoke,baseline"  # rungs of flashmoe_build/gate/ladder.toml
+MAIN = "build,symbols,smoke,emulation,baseline"  # rungs of flashmoe_build/gate/ladder.toml
 
 
 def locked(session: nox.Session, name: str) -> str:
@@ -99,7 +99,7 @@ def absolute_paths(arguments: Sequence[str]) -> list[str]:
 
 @nox.session
 def main(session: nox.Session) -> None:
-    """Build, audit, smoke test and time it; one table at the end."""
+    """Build, audit, smoke test, emulate what changed and time it; one table at the end."""
     program(session, locked(session, "test"), "flashmoe", "gate", "--only", MAIN, "--budget-minutes", "120")
 
 

@@ -2,6 +2,7 @@
 # A test holds targets, arguments and default bases against the Dockerfile.
 
 variable "FLASHMOE_ARCHS" { default = "all" }
+variable "ENVIRONMENTS" { default = "build test bench" }
 variable "REVISION" { default = "unknown" }
 variable "VERSION" { default = "unknown" }
 variable "SOURCE" { default = "unknown" }
@@ -15,6 +16,7 @@ target "common" {
   secret = ["id=ca,env=FLASHMOE_CA", "id=index,env=FLASHMOE_INDEX"]
   args = {
     FLASHMOE_ARCHS = FLASHMOE_ARCHS
+    ENVIRONMENTS = ENVIRONMENTS
     REVISION = REVISION
     VERSION = VERSION
     SOURCE = SOURCE

@@ -29,6 +29,8 @@ class Axis:
     prefix: str  # of a number in names: d64
     argument: str  # of words: the entry function's template parameter
     words: Mapping[str, str]  # and what each gives for it; empty for a number
+    allowed: tuple[int, ...] = ()  # numbers that the kernels can be compiled for; empty: any
+    why: str = ""  # no others
 
     @property
     def is_number(self) -> bool:
@@ -194,7 +196,11 @@ def _axis(name: str, fields: Fields) -> Axis:
     if "words" in fields:
         axis = Axis(name, "", fields.take("argument", str), fields.table("words").every(str))
     else:
-        axis = Axis(name, fields.take("prefix", str), "", MappingProxyType({}))
+        allowed = tuple(fields.take("allowed", list, []))
+        for value in allowed:
+            if type(value) is not int:
+                fields.fail("allowed", value, "int is needed")
+        axis = Axis(name, fields.take("prefix", str), "", MappingProxyType({}), allowed, fields.take("why", str, ""))
     fields.done()
     return axis
 
@@ -234,6 +240,9 @@ def _row(fields: Fields, descriptors: Mapping[tuple[str, str], Descriptor]) -> K
     axes = {axis.name: fields.take(axis.name, int) for axis in kind.numbers}
     names = [operation, family, *(f"{axis.prefix}{axes[axis.name]}" for axis in kind.numbers), variant]
     fields.where += f" ({' '.join(filter(None, names))})"
+    for axis in kind.numbers:
+        if axis.allowed and axes[axis.name] not in axis.allowed:
+            fields.fail(axis.name, axes[axis.name], f"known: {', '.join(map(str, axis.allowed))}; {axis.why}")
     options, cost = fields.table("options", optional=True), fields.table("cost", optional=True)
     tile = {name: fields.take(name, int) if name in kind.tile else 1 for name in TILE}
     row = KernelRow(

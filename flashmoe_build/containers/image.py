@@ -22,6 +22,7 @@ from flashmoe_build.release.provenance import find_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"test": "flashmoe-test", "bench": "flashmoe-bench"}
+ENVIRONMENTS = {"test": "build test bench", "bench": "build bench"}  # that a target needs; test's layer serves both
 TIME_LIMIT = 3600  # seconds, a stage with nothing cached
 SPACE = 20e9  # bytes that both images need while they are built: 16 GB of layers, measured, plus headroom
 # Settings of this machine's pip, uv and network that a build needs to reach the same packages.
@@ -39,11 +40,20 @@ def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def build_command(
-    docker: str, target: str, context: Path, *, base: str | None, archs: str, secrets: Mapping[str, Path], network: str
+    docker: str,
+    target: str,
+    context: Path,
+    *,
+    base: str | None,
+    archs: str,
+    secrets: Mapping[str, Path],
+    network: str,
+    environments: str = ENVIRONMENTS["test"],
 ) -> list[str]:
     """The `docker build` call of one target."""
     commit = find_commit(ROOT)
-    arguments = {"FLASHMOE_ARCHS": archs, "REVISION": commit.commit, "VERSION": __version__, "SOURCE": _origin()}
+    arguments = {"FLASHMOE_ARCHS": archs, "ENVIRONMENTS": environments}
+    arguments |= {"REVISION": commit.commit, "VERSION": __version__, "SOURCE": _origin()}
     if base is not None:
         arguments |= {"BASE_BUILD": base, "BASE_RUN": base}
     command = [docker, "build", "--target", target, "--tag", f"{TARGETS[target]}:latest"]
@@ -106,7 +116,10 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Rep
         context, secrets, network = make_context(folder), _secrets(folder), _network(os.environ)
         for target in targets:
             begun = time.monotonic()
-            command = build_command(docker, target, context, base=base, archs=archs, secrets=secrets, network=network)
+            command = build_command(
+                docker, target, context, base=base, archs=archs, secrets=secrets, network=network,
+                environments=ENVIRONMENTS["test" if "test" in targets else target],
+            )  # fmt: skip
             log = run(command, f"image {target}", time_limit=TIME_LIMIT, cwd=ROOT)
             tag = f"{TARGETS[target]}:latest"
             size = int(subprocess.check_output([docker, "image", "inspect", "-f", "{{.Size}}", tag], text=True))

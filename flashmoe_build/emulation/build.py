@@ -129,8 +129,17 @@ def machine_objects(options: Options) -> tuple[Path, ...]:
         return tuple(run_all(sorted((CSRC / "emulation").glob("*.cpp")), compile_one, jobs()))
 
 
-def library(name: str, text: str, arch: str, options: Options, level: str = "-O2") -> Path:
-    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for; ``level``: g++'s."""
+@dataclass(frozen=True)
+class _Job:
+    """One library to be: its file, named by the content of all that goes into it, and how it is compiled."""
+
+    name: str
+    text: str
+    command: tuple[str, ...]
+    output: Path
+
+
+def _job(name: str, text: str, arch: str, options: Options, level: str) -> _Job:
     path, version = compiler()
     roots = options.roots()
     objects = machine_objects(options)
@@ -149,15 +158,24 @@ def library(name: str, text: str, arch: str, options: Options, level: str = "-O2
     named = '#include "emulation/prelude.h"\n' + text
     files = include_closure(named, roots)
     key = content_key(text, files, options.overlay or CSRC, facts)
-    output = CACHE / "kernels" / f"{name}-{key[:16]}.so"
-    if output.is_file():
-        return output
     source = CACHE / "sources" / f"{name}-{key[:16]}.cpp"
-    source.parent.mkdir(parents=True, exist_ok=True)
-    source.write_text(text, encoding="utf-8")
     includes = [f"-I{root}" for root in roots]
-    command = [path, *flags, *includes, "-shared", str(source), *map(str, objects), "-Wl,-Bsymbolic"]
-    return _publish(command, output, name)
+    command = (path, *flags, *includes, "-shared", str(source), *map(str, objects), "-Wl,-Bsymbolic")
+    return _Job(name, text, command, CACHE / "kernels" / f"{name}-{key[:16]}.so")
+
+
+def library(name: str, text: str, arch: str, options: Options, level: str = "-O2") -> Path:
+    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for; ``level``: g++'s."""
+    return _compiled(_job(name, text, arch, options, level))
+
+
+def _compiled(job: _Job) -> Path:
+    if job.output.is_file():
+        return job.output
+    source = CACHE / "sources" / f"{job.output.stem}.cpp"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(job.text, encoding="utf-8")
+    return _publish([*job.command], job.output, job.name)
 
 
 def unit_text(unit: Unit, options: Options) -> str:
@@ -206,7 +224,16 @@ def _encode_maps(params: str, maps: TensorMaps, tile: int) -> list[str]:
 
 def kernel_library(unit: Unit, options: Options) -> Path:
     """The emulated library of one unit; compiled when its content is new."""
+    return _compiled(_unit_job(unit, options))
+
+
+def library_file(unit: Unit, options: Options) -> Path:
+    """Where ``kernel_library`` has put it, or will."""
+    return _unit_job(unit, options).output
+
+
+def _unit_job(unit: Unit, options: Options) -> _Job:
     major, minor = unit.virtual_capability
     # The problems of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
     level = "-O2" if unit.row.operation.startswith("attention") else "-O1"
-    return library(unit.name, unit_text(unit, options), f"sm{major}{minor}", options, level)
+    return _job(unit.name, unit_text(unit, options), f"sm{major}{minor}", options, level)

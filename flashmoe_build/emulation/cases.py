@@ -57,7 +57,7 @@ class Case:
         return f"{self.kernel.label}-{mask}-{p.shape}-{layout}-{p.values.value}{splits}{without}-seed{self.seed}"
 
     def command(self) -> str:
-        """The command that repeats the case."""
+        """The command that repeats the case, for reports; ``runnable`` names the interpreter in what is printed."""
         p = self.problem
         if not isinstance(p, Problem):
             name = self.problem_name

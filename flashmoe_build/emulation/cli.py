@@ -7,20 +7,19 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError
-from flashmoe.tools.progress import Progress
+from flashmoe.tools.bench.stopping import stop_signals
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe.tools.tables import load_tables
-from flashmoe_build.emulation.attention import Outcome
-from flashmoe_build.emulation.build import Options, compiler, jobs, kernel_library
-from flashmoe_build.emulation.cases import Case, kernels, matching, run_case, suite
+from flashmoe_build.emulation.build import Options, compiler
+from flashmoe_build.emulation.cases import Case, kernels, matching, suite
+from flashmoe_build.emulation.changed import find_changes, quick_cases, stamp, variants
 from flashmoe_build.emulation.machine import TENSOR_CORES, AsyncPolicy
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
+from flashmoe_build.emulation.runs import Runs, run_cases, summarised
 
 POLICIES = {
     "seed": AsyncPolicy.FROM_SEED,
@@ -51,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--blocks", type=int, default=2, metavar="N", help="thread blocks that run interleaved")
     made.add_argument("--no-races", action="store_true", help="no race reports: see what the wrong result would be")
     made.add_argument("--sanitize", default="", metavar="WORDS", help="address, undefined or address,undefined")
+    made.add_argument(
+        "--changed", nargs="?", const="", metavar="COMMIT", help="kernels that differ from COMMIT (the upstream branch)"
+    )
+    made.add_argument("--quick", action="store_true", help="every second problem, on one kernel of each variant")
+    made.add_argument("--seconds", type=float, metavar="S", help="start no run after this long; say what was left out")
     made.add_argument("--json", type=Path, help="write a report")
     return made
 
@@ -95,53 +99,6 @@ def _problem(arguments: argparse.Namespace, dtype: str, causal: bool, is_split: 
     )
 
 
-def check_of(case: Case, outcome: Outcome) -> Check:
-    if outcome.passed:
-        return Check(case.identity, Verdict.PASS)
-    return Check(
-        case.identity,
-        Verdict.FAIL,
-        found=outcome.explain(),
-        expected="no failure of the machine, and results within the fp64 bounds",
-        why="the kernel is wrong, or correct only by luck of timing",
-        next_step=case.command(),
-    )
-
-
-def summarised(cases: Sequence[Case], checks: Sequence[Check]) -> list[Check]:
-    """Of many seeds: one check for all runs of a kernel that passed, and every run that failed."""
-    runs = Counter(
-        case.kernel.label for case, check in zip(cases, checks, strict=True) if check.verdict is Verdict.PASS
-    )
-    passed = [Check(label, Verdict.PASS, found=f"{count} runs without a failure") for label, count in runs.items()]
-    return passed + [check for check in checks if check.verdict is not Verdict.PASS]
-
-
-def run_cases(
-    cases: Sequence[Case], options: Options, changes: dict[str, object]
-) -> tuple[list[Check], dict[str, int]]:
-    """Compiles what is new, ``jobs()`` at a time, then runs the cases one after another."""
-    units = {case.kernel.label: case.kernel.unit for case in cases}
-    with Progress("compiling for the CPU", len(units)) as progress, ThreadPoolExecutor(jobs()) as pool:
-        futures = {pool.submit(kernel_library, unit, options): label for label, unit in units.items()}
-        for future in as_completed(futures):
-            future.result()
-            progress.advance(futures[future])
-    checks: list[Check] = []
-    totals = {"matrix_products": 0, "warpgroup_products": 0, "multiply_adds": 0, "launch_microseconds": 0}
-    with Progress("emulating", len(cases)) as progress:
-        for case in cases:
-            outcome = run_case(case, options, **changes)
-            checks.append(check_of(case, outcome))
-            for name in totals:
-                totals[name] += outcome.report.statistics.get(name, 0)
-            totals["launch_microseconds"] += int(outcome.report.seconds * 1e6)
-            progress.advance(case.kernel.label)
-            if not outcome.passed:
-                print(f"FAIL {case.identity}\n{outcome.explain()}\nrepeat: {case.command()}", flush=True)
-    return checks, totals
-
-
 def with_sanitizer(words: str) -> None:
     """AddressSanitizer's runtime must be loaded before everything else: starts this program again with it."""
     if "address" not in words or os.environ.get("FLASHMOE_EMULATION_ASAN"):
@@ -163,6 +120,55 @@ def with_sanitizer(words: str) -> None:
     os.execve(sys.executable, command, environment)
 
 
+def chosen_cases(arguments: argparse.Namespace) -> tuple[list[Case], Check | None]:
+    """The cases to run, and with --changed what they were chosen by. No case with a check: nothing differs, or it has passed."""
+    if arguments.changed is None and not arguments.quick:
+        return selected_cases(arguments), None
+    named = matching(load_tables(), arguments.kernel)
+    if arguments.changed is None:
+        return list(quick_cases(variants(named))), None
+    changes = find_changes(arguments.changed)
+    chosen = tuple(kernel for kernel in changes.kernels if kernel in named)
+    than = (
+        f"from commit {changes.base}"
+        if changes.base
+        else "as far as is known: there is no upstream commit to compare with"
+    )
+    check = Check("changed kernels", Verdict.PASS, f"{len(chosen)} of {len(named)} differ {than}")
+    if not arguments.quick:
+        labels = {kernel.label for kernel in chosen}
+        return [case for case in selected_cases(arguments) if case.kernel.label in labels], check
+    new = [kernel for kernel in variants(chosen) if not stamp(kernel.unit, Options()).exists()]
+    return list(quick_cases(new)), check
+
+
+def checks_of(arguments: argparse.Namespace, runs: Runs, chosen: Check | None) -> tuple[Check, ...]:
+    """What the report holds: each run, or each kernel where there are many runs of one; then what was not reached."""
+    many = arguments.seeds > 1 or arguments.quick or arguments.changed is not None
+    checks = summarised(runs.cases, runs.checks) if many else list(runs.checks)
+    if chosen is not None:
+        checks.insert(0, chosen)
+    left = len(runs.cases) - len(runs.checks)
+    if left:
+        found = f"{left} of {len(runs.cases)} runs, {len(runs.not_reached)} kernels not at all: {runs.stopped}"
+        verdict = Verdict.FAIL if runs.interrupted else Verdict.WARN
+        step = "./nox -s emulate" + ("" if arguments.changed is None else " -- --changed")
+        checks.append(Check("not run", verdict, found, "all of them", next_step=step))
+    return tuple(checks)
+
+
+def print_summary(runs: Runs, seconds: float) -> None:
+    for line in runs.summary():
+        print(line)
+    failed = sum(check.verdict is Verdict.FAIL for check in runs.checks)
+    rate = runs.totals["multiply_adds"] / max(1, runs.totals["launch_microseconds"])
+    left = f" of {len(runs.cases)}: {runs.stopped}" if runs.stopped else ""
+    print(
+        f"{len(runs.checks)} runs{left}, {failed} failed, {seconds:.0f} s; "
+        f"{rate:.0f} million emulated multiply-adds a second and core"
+    )
+
+
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(words)
     if arguments.list:
@@ -178,24 +184,32 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.core is not None:
         changes["core"] = TENSOR_CORES[arguments.core]
     try:
-        cases = selected_cases(arguments)
-        if not cases:
+        cases, chosen = chosen_cases(arguments)
+        if not cases and chosen is None:
             print(f"no kernel matches {arguments.kernel!r}; --list prints the labels", file=sys.stderr)
             return ExitCode.NOTHING_CHECKED
-        checks, totals = run_cases(cases, Options(sanitize=arguments.sanitize), changes)
+        with stop_signals():
+            until = None if arguments.seconds is None else begin + arguments.seconds
+            runs = run_cases(cases, Options(sanitize=arguments.sanitize), changes, until)
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED
+    if arguments.quick and not arguments.no_races:
+        for case in runs.passed_kernels:
+            stamp(case.kernel.unit, Options()).touch()
     seconds = time.monotonic() - begin
-    failed = sum(check.verdict is Verdict.FAIL for check in checks)
-    rate = totals["multiply_adds"] / max(1, totals["launch_microseconds"])
-    print(
-        f"{len(checks)} runs, {failed} failed, {seconds:.0f} s; {rate:.0f} million emulated multiply-adds a second and core"
-    )
+    if chosen is not None:
+        print(f"changed kernels: {chosen.found}")
+    print_summary(runs, seconds)
     report = Report(
         "emulation",
-        tuple(checks if arguments.seeds == 1 else summarised(cases, checks)),
-        data={"runs": len(checks), "totals": totals, "compiler": compiler()[1], "sanitize": arguments.sanitize},
+        checks_of(arguments, runs, chosen),
+        data={
+            "runs": len(runs.checks),
+            "totals": runs.totals,
+            "compiler": compiler()[1],
+            "sanitize": arguments.sanitize,
+        },
         environment=host_environment(),
         command=tuple(Path(word).name if os.sep in word else word for word in sys.argv),
         started=started,
@@ -203,4 +217,4 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     if arguments.json is not None:
         write_report(arguments.json, report)
-    return report.exit_code
+    return ExitCode.INTERRUPTED if runs.interrupted else report.exit_code

@@ -8,6 +8,7 @@ from pathlib import Path
 from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe.tools.bench.cli import typed_command
 from flashmoe.tools.bench.stopping import stop_signals
+from flashmoe.tools.interpreter import runnable
 from flashmoe.tools.report import Report, Verdict, write_report
 from flashmoe_build.gate.climb import Budget, Climb, find_places
 from flashmoe_build.gate.history import append_record, record_of
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         msg = f"--budget-minutes {args.budget_minutes:g} --rate {args.rate:g}: a positive time and a rate of at least 0"
         raise ArgumentError(msg)
     root = args.root.resolve()
-    rungs = select(read_ladder(args.ladder), args.only.split(",") if args.only else ())
+    ladder = read_ladder(args.ladder)
+    rungs = select(ladder, args.only.split(",") if args.only else ())
     path = args.json or root / "build" / "reports" / "gate.json"
     library = args.library.resolve() if args.library else None
     places = find_places(root, library, None)
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         places,
         Budget(60.0 * args.budget_minutes, args.rate),
         command=typed_command(),
+        ladder=ladder,
     )
     with stop_signals():
         report = climb.run()
@@ -66,8 +69,10 @@ def render(report: Report) -> str:
         lines.append(f"{row['name']:<{width}}  {row['verdict']:<7}  {row['seconds']:7.1f}{cost}  {row['found'][:160]}")
     total = f", cost {data['cost']:.4f}" if priced else ""
     lines.append(f"gate {report.verdict}: {report.seconds:.0f} of {data['budget_seconds']:.0f} s{total}")
-    lines.append(f"known good: {', '.join(data['known_good']) or 'nothing'}")
+    missing = f" (without a PASS of {', '.join(data['unproven'])} nothing is)" if data["unproven"] else ""
+    lines.append(f"known good: {', '.join(data['known_good']) or 'nothing'}{missing}")
+    lines += [f"not checked: {words}" for words in data["not_checked"]]
     for check in report.checks:
         if check.verdict is Verdict.FAIL:
             lines += [f"stopped at {check.name}: {check.found}", f"why: {check.why}", f"next: {check.next_step}"]
-    return "\n".join(lines)
+    return runnable("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class Climb:
     budget: Budget
     python: str = sys.executable
     command: tuple[str, ...] = ()
+    ladder: Sequence[Rung] = ()  # that the rungs were chosen from
     clock: Callable[[], float] = time.monotonic
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     stopped_at: str = ""
@@ -72,8 +74,10 @@ class Climb:
         return self.report()
 
     def _climb(self, rung: Rung) -> Outcome:
-        if rung.needs == "checkout" and not self.places.checkout:
+        if rung.needs and not self.places.checkout:
             return Outcome(Verdict.SKIP, "only installed files here; this rung needs a checkout", 0.0)
+        if rung.needs == "compiler" and shutil.which(os.environ.get("CXX", "g++")) is None:
+            return Outcome(Verdict.SKIP, "no C++ compiler here: install g++, or set CXX", 0.0)
         if rung.makes == "library" and self.places.given:
             return Outcome(Verdict.SKIP, f"built elsewhere: {self.places.library.name} was given", 0.0)
         if rung.decision_of:
@@ -129,7 +133,29 @@ class Climb:
 
     @property
     def known_good(self) -> list[str]:
+        """The rungs that hold; none while a proof is missing."""
+        if self._unproven:
+            return []
         return [name for name, one in self.outcomes.items() if one.verdict in (Verdict.PASS, Verdict.WARN)]
+
+    @property
+    def _unproven(self) -> list[str]:
+        proofs = [rung.name for rung in self.ladder or self.rungs if rung.proof]
+        passed = [name for name, one in self.outcomes.items() if one.verdict is Verdict.PASS]
+        return [name for name in proofs if name not in passed]
+
+    @property
+    def not_checked(self) -> list[str]:
+        """What this climb says nothing about, in words."""
+        here = [rung.name for rung in self.rungs]
+        others = [rung.name for rung in self.ladder if rung.name not in here and not rung.after_failed]
+        words = [f"{', '.join(others)} (./nox -s gate)"] if others else []
+        for name, one in self.outcomes.items():
+            if one.verdict is Verdict.SKIP or (name in self._unproven and one.verdict is Verdict.WARN):
+                words.append(f"{name}: {one.found}")
+        if self._gpu() is None and self.outcomes:
+            words.append("any kernel on a GPU: there is none here")
+        return words
 
     def report(self) -> Report:
         checks = tuple(self._check(rung) for rung in self.rungs)
@@ -140,6 +166,8 @@ class Climb:
             "rungs": [self._row(rung) for rung in self.rungs],
             "stopped_at": self.stopped_at,
             "known_good": self.known_good,
+            "unproven": self._unproven,
+            "not_checked": self.not_checked,
             "budget_seconds": self.budget.seconds,
             "rate_per_hour": self.budget.rate_per_hour,
             "cost": self.budget.cost(self.elapsed),

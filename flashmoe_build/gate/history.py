@@ -77,28 +77,38 @@ def read_history(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def last_known_good(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest record that failed nowhere and was taken on files as committed."""
-    good = [
-        record
-        for record in records
-        if record["verdict"] in (Verdict.PASS.value, Verdict.WARN.value)
-        and record["commit"]
-        and record["commit"][-1] != "+"
-    ]
+    """The newest record that failed nowhere, called something known good and was taken on files as committed."""
+    good = [record for record in records if not why_not_good(record)]
     return max(good, key=lambda record: str(record["started"]), default=None)
+
+
+def why_not_good(record: Mapping[str, Any]) -> str:
+    """Why this climb makes no commit known good; empty when it does."""
+    if record["verdict"] not in (Verdict.PASS.value, Verdict.WARN.value):
+        return f"stopped at {record['stopped_at']}" if record["stopped_at"] else "failed"
+    if not record["known_good"]:
+        return "without a PASS of the emulation"
+    if not record["commit"]:
+        return "of no known commit"
+    return "files differed from the commit (+)" if record["commit"].endswith("+") else ""
 
 
 def render(history: Mapping[str, Sequence[Mapping[str, Any]]], limit: int) -> str:
     lines = []
     for architecture, records in history.items():
         good = last_known_good(records)
-        words = f"{good['commit'][:12]} of {good['started']}" if good else "none"
+        words = f"{good['commit'][:12]} of {good['started']}" if good else "none, see the right-hand column"
         lines.append(f"{architecture}: last known good {words}")
         for record in records[-limit:]:
             ratios = ", ".join(f"{name} {value:.3f}x" for name, value in record["ratios"].items())
             mark = "*" if record is good else " "
+            commit = record["commit"][:12] + ("+" if record["commit"].endswith("+") else "")
             where = f"stopped at {record['stopped_at']}" if record["stopped_at"] else ratios or "no ratio"
-            lines.append(f" {mark} {record['commit'][:13]:<13}  {record['started']}  {record['verdict']:<4}  {where}")
+            reason = "" if record["stopped_at"] else why_not_good(record)
+            lines.append(
+                f" {mark} {commit:<13}  {record['started']}  {record['verdict']:<4}  {where}"
+                + (f"; not known good: {reason}" if reason else "")
+            )
     return "\n".join(lines)
 
 

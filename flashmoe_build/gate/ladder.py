@@ -29,7 +29,8 @@ class LadderError(ArgumentError):
 class Rung:
     """One step: either a ``command`` that leaves a report, or the decision over an earlier rung's report.
 
-    ``after_failed`` names a rung whose failure does not keep this one from being climbed.
+    ``after_failed`` names a rung whose failure does not keep this one from being climbed. Unless a rung with ``proof``
+    passes, nothing is known good.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Rung:
     limit_seconds: float = 300.0
     budget_seconds: float = 120.0
     needs: str = ""
+    proof: bool = False
     makes: str = ""
     ignore: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

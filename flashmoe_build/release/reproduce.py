@@ -21,8 +21,10 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.tools.bench.stopping import stop_signals
 from flashmoe.tools.progress import Progress
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.compile.archs import VARIABLES
@@ -31,6 +33,7 @@ from flashmoe_build.release.provenance import find_commit
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 3600  # seconds of one build
 OTHER_USER = "nobody"
+INTERRUPTED = "interrupted"
 MEMORY_NEEDED = 1e9  # bytes of a build folder with every target, and room
 
 
@@ -140,9 +143,13 @@ def build_in(world: World, archs: str) -> Path:
         ) as process,
     ):  # fmt: skip
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            progress.note(line.strip())
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                progress.note(line.strip())
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
     if process.returncode != 0:
         msg = f"world {world.name}: the build failed with exit status {process.returncode}:\n{''.join(lines[-20:])}"
         raise BuildError(msg)
@@ -193,7 +200,7 @@ def _run(command: Sequence[str], cwd: Path) -> str:
 
 
 def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: Path | None = None) -> Report:
-    """Build in every world and compare each with the first."""
+    """Build in every world and compare each with the first. Ctrl-C leaves what was compared until then."""
     started, clock = utc_now(), time.monotonic()
     commit, machine = find_commit(root), look_around()
     scratch.chmod(0o755)
@@ -204,30 +211,29 @@ def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: 
         if commit.dirty:
             found = "uncommitted changes were not built"
             checks.append(Check("clean checkout", Verdict.WARN, found=found))
-        wheels, seconds = {}, {}
-        for world in worlds:
-            begun = time.monotonic()
-            check_out(world, root)
-            wheels[world.name] = build_in(world, archs)
-            seconds[world.name] = round(time.monotonic() - begun, 1)
-            if keep is not None:
-                (keep / world.name).mkdir(parents=True, exist_ok=True)
-                shutil.copy(wheels[world.name], keep / world.name)
-        first, explanations = worlds[0], {}
-        for world in worlds[1:]:
-            pair = f"{first.name} and {world.name}"
-            found_checks = compare(members(wheels[first.name]), members(wheels[world.name]), pair)
-            if any(check.verdict is Verdict.FAIL for check in found_checks):
-                explanations[pair] = _explain(wheels[first.name], wheels[world.name])
-            checks += found_checks + compare(binaries(first.folder), binaries(world.folder), pair)
-        data = {
-            "commit": commit.commit,
-            "archs": archs,
-            "wheel_sha256": members(wheels[first.name])[wheels[first.name].name],
-            "binaries": len(binaries(first.folder)),
-            "seconds": seconds,
-            "explanations": explanations,
-        }
+        data: dict[str, Any] = {"commit": commit.commit, "archs": archs, "seconds": {}, "explanations": {}}
+        try:
+            for world in worlds:
+                begun = time.monotonic()
+                check_out(world, root)
+                wheel = build_in(world, archs)
+                data["seconds"][world.name] = round(time.monotonic() - begun, 1)
+                if keep is not None:
+                    (keep / world.name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(wheel, keep / world.name)
+                if world is worlds[0]:
+                    first = wheel
+                    data["wheel_sha256"] = members(wheel)[wheel.name]
+                    data["binaries"] = len(binaries(world.folder))
+                    continue
+                pair = f"{worlds[0].name} and {world.name}"
+                found_checks = compare(members(first), members(wheel), pair)
+                if any(check.verdict is Verdict.FAIL for check in found_checks):
+                    data["explanations"][pair] = _explain(first, wheel)
+                checks += found_checks + compare(binaries(worlds[0].folder), binaries(world.folder), pair)
+        except KeyboardInterrupt:
+            built = f"{len(data['seconds'])} of {len(worlds)} builds were done"
+            checks.append(Check(INTERRUPTED, Verdict.FAIL, built, "all of them, compared with the first"))
     finally:
         shutil.rmtree(strange, ignore_errors=True)
     spent = round(time.monotonic() - clock, 1)
@@ -242,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each world's wheel there")
     options = parser.parse_args(arguments)
     try:
-        with tempfile.TemporaryDirectory(prefix="flashmoe-reproduce-") as scratch:
+        with stop_signals(), tempfile.TemporaryDirectory(prefix="flashmoe-reproduce-") as scratch:
             report = reproduce(options.archs, options.jobs, Path(scratch), keep=options.keep)
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -257,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"reproduce {report.verdict}: {same} comparisons of files and device binaries identical, {report.seconds:.0f} s"
     )
-    return report.exit_code
+    return ExitCode.INTERRUPTED if any(check.name == INTERRUPTED for check in report.checks) else report.exit_code
 
 
 if __name__ == "__main__":

@@ -322,3 +322,28 @@ def test_a_machine_that_does_other_work_is_said_to(
     if check is not None:
         assert check.verdict is Verdict.WARN
         assert words in check.found
+
+
+def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without a fast product of f16: the ceiling of its kernels is a product that they could be as fast as."""
+    rates = {("f32", 64): 100, ("f32", 128): 200, ("bf16", 64): 300, ("bf16", 128): 250, ("f16", 64): 1}
+    tried = []
+
+    def times(device: str, product: ceilings.Product) -> list[int]:
+        tried.append(product)
+        time = product.flops / rates[product.dtype, product.size] * (0.5 if product.transposed else 1.0)
+        return [round(time) + 100, round(time)] if product.dtype != "f16" else [round(2 * ceilings.SLOW)]
+
+    monkeypatch.setattr(ceilings, "_product", times)
+    found = ceilings.measure_ceilings("cpu", ["f16", "f32", "f16"])
+    assert found.matmul_of == {"f16": "bf16 64 x 64 x 64, B transposed", "f32": "f32 128 x 128 x 128, B transposed"}
+    assert found.matmul_tflops == {"f16": pytest.approx(0.6, rel=1e-3), "f32": pytest.approx(0.4, rel=1e-3)}
+    assert [(one.size, one.transposed) for one in tried if one.dtype == "f16"] == [(64, False)]
+    assert ceilings.stand_ins("cuda", "f16") == ("f16",)
+    monkeypatch.undo()
+    monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 64})
+    monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
+    real = ceilings.measure_ceilings("cpu", ["f32"])
+    assert real.matmul_tflops["f32"] > 0.0
+    assert len(real.samples) == 5

@@ -18,6 +18,7 @@ from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import ExitCode, ExtensionError
 from flashmoe.tools.report import Report, ReportError, Verdict, read_report, write_report
 from flashmoe_build.gate import history
+from flashmoe_build.gate.cli import render as render_gate
 from flashmoe_build.gate.climb import Budget, Climb, find_places
 from flashmoe_build.gate.decide import decide
 from flashmoe_build.gate.execute import execute
@@ -170,6 +171,33 @@ def test_the_checkouts_rungs_are_skipped_without_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("proof", "good"),
+    [("PASS", ["one", "proof"]), ("WARN", []), ("FAIL", []), ("left out", []), ("no compiler", [])],
+)
+def test_nothing_is_known_good_without_the_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: str, good: list[str]
+) -> None:
+    (tmp_path / "write.py").write_text(WRITE)
+    (tmp_path / ".git").mkdir()
+    verdict = proof if proof in ("PASS", "WARN", "FAIL") else "PASS"
+    monkeypatch.setenv("CXX", "no-such-compiler" if proof == "no compiler" else "sh")
+    more = 'proof = true\nneeds = "compiler"'
+    whole = read_ladder(
+        ladder(tmp_path, rung("one"), rung("proof", verdict, int(verdict == "FAIL"), more), rung("two"))
+    )
+    rungs = select(whole, ["one"] if proof == "left out" else ["one", "proof"])
+    report = Climb(rungs, find_places(tmp_path, None, None), Budget(60.0, 0.0), ladder=whole).run()
+    assert report.data["known_good"] == good
+    told = "\n".join(report.data["not_checked"])
+    assert "two (./nox -s gate)" in told
+    assert ("proof" in told) == (proof in ("WARN", "left out", "no compiler"))
+    assert "any kernel on a GPU: there is none here" in told
+    text = render_gate(report)
+    assert ("known good: one, proof\n" in text) == bool(good)
+    assert ("known good: nothing (without a PASS of proof nothing is)\n" in text) != bool(good)
+
+
+@pytest.mark.parametrize(
     ("rows", "words"),
     [
         ((), "no [[rung]]"),
@@ -214,7 +242,7 @@ def test_our_own_ladder() -> None:
     rungs = read_ladder()
     names = [one.name for one in rungs]
     assert names == [
-        "environment", "build", "symbols", "import", "smoke", "correctness", "baseline", "decision", "profile",
+        "environment", "build", "symbols", "import", "smoke", "emulation", "correctness", "baseline", "decision", "profile",
     ]  # fmt: skip
     assert [one.name for one in select(rungs, ["smoke", "build"])] == ["build", "smoke"]
     with pytest.raises(LadderError, match="no rung 'speed'"):
@@ -272,16 +300,19 @@ def test_history_keeps_the_last_known_good(tmp_path: Path) -> None:
         {**base, "commit": "b" * 40, "started": "2030-01-02", "verdict": "WARN", "ratios": {"flashmoe / x": 1.5}},
         {**base, "commit": "c" * 40, "started": "2030-01-03", "verdict": "FAIL", "stopped_at": "smoke"},
         {**base, "commit": "d" * 40 + "+", "started": "2030-01-04"},
+        {**base, "commit": "e" * 40, "started": "2030-01-05", "known_good": []},
     ]
     for row in rows:
         append_record(tmp_path / "history", row)
     history = read_history(tmp_path / "history")
     assert history == {"sm90": rows}
     assert last_known_good(history["sm90"])["commit"] == "b" * 40  # type: ignore[index]
-    text = render(history, limit=3)
+    text = render(history, limit=4)
     assert "last known good bbbbbbbbbbbb of 2030-01-02" in text
     assert "stopped at smoke" in text
     assert "aaaaaaaa" not in text
+    assert "dddddddddddd+  2030-01-04  PASS  no ratio; not known good: files differed from the commit (+)" in text
+    assert "not known good: without a PASS of the emulation" in text
     (tmp_path / "history" / "sm90.jsonl").write_text("{}\n")
     with pytest.raises(ReportError, match=r"sm90\.jsonl line 1"):
         read_history(tmp_path / "history")

@@ -12,6 +12,7 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DriverError, ReportError
 from flashmoe.tools.bench.suites import load_suite, suite_names
+from flashmoe.tools.problems import problem_from_key
 from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.profile.collect import collect, find_ncu, last_call, ncu_command
 from flashmoe.tools.profile.diagnose import diagnose, load_rules, parse_rules
@@ -48,13 +49,18 @@ TABLE = {
 KERNEL = "flashmoe_attention_forward_sm80_bf16_d128_full"
 
 
-def table(launches: int = 1, **changes: str) -> str:
+def table(launches: int = 1, kernels: tuple[str, ...] = (KERNEL,), **changes: str) -> str:
+    """``launches`` of the kernels in turn; each takes half of the time of the one before it."""
     rows = {name: (unit, changes.get(name, value)) for name, (unit, value) in TABLE.items()}
     quote = lambda words: ",".join(f'"{word}"' for word in words)  # noqa: E731
     lines = ["==PROF== Connected to process 7", '==PROF== Profiling "x": 0%....100% - 20 passes']
     lines.append(quote(["ID", "Kernel Name", *rows]))
     lines.append(quote(["", "", *(unit for unit, _ in rows.values())]))
-    lines += [quote([str(number), KERNEL, *(value for _, value in rows.values())]) for number in range(launches)]
+    for number in range(launches):
+        at = number % len(kernels)
+        whole = float(rows["gpu__time_duration.sum"][1].replace(",", ""))
+        values = {name: value for name, (_, value) in rows.items()} | {"gpu__time_duration.sum": f"{whole / 2**at}"}
+        lines.append(quote([str(number), kernels[at], *values.values()]))
     return "\n".join(lines) + "\n"
 
 
@@ -120,6 +126,7 @@ def test_the_diagnosis_names_its_rule_and_its_numbers() -> None:
         ({"share_of_matmul": 0.2, "share_of_copy": 0.1, "on_gpu": 1.0}, "far-from-both-ceilings"),
         ({"share_of_matmul": 0.2, "share_of_copy": 0.1, "on_gpu": 0.0}, "far-from-both-ceilings-cpu"),
         ({"share_of_matmul": 0.9, "share_of_copy": 0.1}, "near-the-product"),
+        ({"share_of_matmul": 1.57, "share_of_copy": 0.1}, "past-the-product"),
         ({"share_of_matmul": 0.1, "share_of_copy": 0.8}, "near-the-copy"),
     ],
 )
@@ -195,6 +202,7 @@ def test_ncu_is_asked_to_leave_the_clocks_alone() -> None:
 def test_every_case_is_found_by_its_name(suite: str) -> None:
     for case in load_suite(suite).cases:
         assert type(case).from_key(case.key) == case
+        assert problem_from_key(case.key) == case
 
 
 @pytest.mark.parametrize("key", ["", "bf16", "fp8-d64-full-b1-h8-s128", "bf16-d64-maybe-b1-h8-s128"])
@@ -272,6 +280,75 @@ def test_the_program_with_and_without_a_profiler(
     text = capsys.readouterr().out
     assert "new: load-latency" in text
     assert "tensor_percent" in text
+
+
+BACKWARD = (
+    "flashmoe_attention_backward_dkv_sm90_bf16_d128_causal",
+    "flashmoe_attention_backward_dq_sm90_bf16_d128_causal",
+)
+MOE = (
+    "flashmoe_grouped_gemm_gated_sm90_bf16", "flashmoe_grouped_gemm_sm90_bf16", "flashmoe_moe_sort_sm80",
+    "flashmoe_moe_combine_sm80_bf16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "kernels", "operation"),
+    [
+        ("backward-bf16-d128-causal-b4-h16-s4096", BACKWARD, "attention_backward"),
+        ("training-bf16-d64-full-b1-h8-s128", (KERNEL, *BACKWARD), "attention_training"),
+        ("bf16-e128k8-h2048i768-t512", MOE, "moe"),
+        ("backward-bf16-e128k8-h2048i768-t8192", MOE[::-1], "moe_backward"),
+    ],
+)
+def test_an_operation_of_several_kernels(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fake_ncu: Callable[[str], str],
+    key: str,
+    kernels: tuple[str, ...],
+    operation: str,
+) -> None:
+    ncu = fake_ncu(f"assert sys.argv[-1] == {key!r}\nprint({table(len(kernels) * (WARM_UP_CALLS + 1), kernels)!r})")
+    path = tmp_path / "p.json"
+    assert profile(tmp_path, "--ncu", ncu, "--case", key, "--json", str(path)) == 0
+    data = read_report(path).data
+    assert data["case"]["operation"] == operation
+    assert [row["kernel"] for row in data["launches"]] == list(kernels)
+    assert data["kernel"] == kernels[0]
+    assert data["values"]["duration_us"] == pytest.approx(1234.5)
+    assert data["values"]["call_us"] == pytest.approx(sum(1234.5 / 2**at for at in range(len(kernels))))
+    text = capsys.readouterr().out
+    assert f"{len(kernels)} kernels in a call" in text
+    assert all(f"{kernel}  load-latency" in text for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("key", "symbol"),
+    [
+        ("backward-bf16-d80-causal-b1-h8-s128", "flashmoe_attention_backward_dkv_sm80_bf16_d128_causal"),
+        ("bf16-e4k2-h64i64-t16", "flashmoe_grouped_gemm_gated_sm80_bf16"),
+        ("backward-bf16-e4k2-h64i64-t16", "flashmoe_grouped_gemm_weight_gradient_sm80_bf16"),
+        ("step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096", ""),
+    ],
+)
+def test_the_resource_table_gives_the_heaviest_kernel_of_an_operation(key: str, symbol: str) -> None:
+    (first, *_) = BUILD["units"]
+    numbers = {name: value for name, value in first["kernels"][0].items() if name != "symbol"}  # type: ignore[index]
+    symbols = [
+        *(f"attention_backward_{one}_sm80_bf16_d{dim}_{mask}" for one in ("dq", "dkv") for dim in (64, 128) for mask in ("full", "causal")),
+        *(f"grouped_gemm{kind}_sm80_bf16" for kind in ("", "_gated", "_gated_backward", "_gated_few_rows", "_weight_gradient")),
+    ]  # fmt: skip
+    build = {"units": [{"target": "sm_80", "kernels": [{**numbers, "symbol": f"flashmoe_{name}"} for name in symbols]}]}
+    assert build_facts(build, problem_from_key(key))[0] == symbol
+
+
+def test_the_slowest_case_may_be_of_any_operation() -> None:
+    case = slowest_case(synthetic_report("llm-train", speeds={"flashmoe": 0.2, "sdpa-flash": 0.5}).data)
+    assert case.operation == "attention_backward"
+    assert problem_from_key(case.key) == case
+    with pytest.raises(ArgumentError, match=r"'x' names no case; of each operation .*backward-.*step-"):
+        problem_from_key("x")
 
 
 def test_nothing_to_look_at_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

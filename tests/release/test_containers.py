@@ -72,6 +72,8 @@ def test_the_build_command_carries_secrets_as_secrets(tmp_path: Path) -> None:
     assert command[:6] == ["docker", "build", "--target", "bench", "--tag", "flashmoe-bench:latest"]
     arguments = [command[at + 1] for at, word in enumerate(command) if word == "--build-arg"]
     assert {"FLASHMOE_ARCHS=90a", "BASE_BUILD=b:1", "BASE_RUN=b:1"} <= set(arguments)
+    assert f'ARG ENVIRONMENTS="{image.ENVIRONMENTS["test"]}"' in DOCKERFILE
+    assert "ENVIRONMENTS=build test bench" in arguments
     assert not [word for word in arguments if "INDEX" in word or "PROXY" in word]
     assert command[-4:] == [f"id=index,src={tmp_path / 'index'}", "--network", "host", str(tmp_path)]
 

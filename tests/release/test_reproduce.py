@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 from release_builders import git
 
-from flashmoe.errors import BuildError
-from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe.errors import BuildError, ExitCode
+from flashmoe.tools.report import Check, Report, Verdict, read_report
 from flashmoe_build.release import reproduce as program
-from flashmoe_build.release.reproduce import Machine, compare, plan, reproduce
+from flashmoe_build.release.reproduce import Machine, World, compare, plan, reproduce
 
 # A build as the sessions call it, that writes into its wheel what each world varies.
 LEAKY = """
@@ -110,6 +111,28 @@ def test_a_file_on_one_side_only_is_a_difference() -> None:
     assert checks[1] == Check(
         "same bytes, plain and strange: b", Verdict.FAIL, "not there", "2", next_step=checks[1].next_step
     )
+
+
+def test_an_interruption_leaves_what_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, build_in, worlds = repository(tmp_path / "root", ("umask",)), program.build_in, []
+
+    def build(world: World, archs: str) -> Path:
+        worlds.append(world.name)
+        if len(worlds) == 3:
+            raise KeyboardInterrupt
+        return build_in(world, archs)
+
+    monkeypatch.setattr(program, "build_in", build)
+    monkeypatch.setattr(program, "reproduce", functools.partial(reproduce, root=root))
+    monkeypatch.setattr(program, "ROOT", root)
+    assert program.main(["--archs", "80"]) == ExitCode.INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "FAIL interrupted 2 of 3 builds were done" in printed
+    assert "FAIL same bytes, plain and strange: umask" in printed
+    assert "reproduce FAIL: 2 comparisons" in printed
+    assert read_report(root / "build" / "reports" / "reproduce.json").data["seconds"].keys() == {"plain", "strange"}
 
 
 def test_a_build_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:

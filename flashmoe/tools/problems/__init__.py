@@ -78,6 +78,8 @@ class Problem(Protocol):
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Problem: ...
     @classmethod
+    def from_key(cls, key: str) -> Problem: ...
+    @classmethod
     def smallest(cls) -> Problem:
         """Checked before anything is timed: if this is wrong or hangs, nothing larger is worth the time."""
 
@@ -97,6 +99,22 @@ def problem_type(operation: str) -> type[Problem]:
         msg = f"no operation {operation!r}; known: {', '.join(operations())}"
         raise ArgumentError(msg)
     return cast("type[Problem]", import_module(f"{__name__}.{operation}").PROBLEM)
+
+
+def problem_from_key(key: str) -> Problem:
+    """The problem of any operation that reports call ``key``; an ArgumentError with a key of each when there is none."""
+    kinds = [problem_type(operation) for operation in operations()]
+    for kind in kinds:
+        try:
+            problem = kind.from_key(key)
+        except ArgumentError:
+            continue
+        if problem.key == key:
+            return problem
+    msg = (
+        f"{key!r} names no case; of each operation one is written as {', '.join(kind.smallest().key for kind in kinds)}"
+    )
+    raise ArgumentError(msg)
 
 
 def problem_from_json(row: Mapping[str, Any]) -> Problem:

@@ -11,7 +11,8 @@ from typing import Any
 
 from flashmoe.errors import DriverError, ExitCode, ReportError
 from flashmoe.tools.bench.cli import typed_command
-from flashmoe.tools.problems.attention import AttentionProblem
+from flashmoe.tools.interpreter import runnable
+from flashmoe.tools.problems import Problem, problem_from_key
 from flashmoe.tools.profile.collect import collect, find_ncu
 from flashmoe.tools.profile.diagnose import Finding, diagnose
 from flashmoe.tools.profile.difference import render as render_difference
@@ -25,7 +26,12 @@ REPORTS = Path("build") / "reports"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", metavar="KEY", help="default: the slowest of --bench, else " + DEFAULT_CASE)
+    parser.add_argument(
+        "--case",
+        metavar="KEY",
+        help="of any operation, as reports name it (backward-bf16-d128-..., bf16-e128k8-h2048i768-t512); "
+        "default: the slowest of --bench, else " + DEFAULT_CASE,
+    )
     parser.add_argument("--bench", type=Path, default=REPORTS / "bench.json", metavar="FILE", help="a bench report")
     parser.add_argument("--build", type=Path, default=REPORTS / "build.json", metavar="FILE", help="the build's report")
     parser.add_argument("--target", default="", metavar="sm_XX", help="which target's row of the build report to use")
@@ -53,16 +59,16 @@ def run(args: argparse.Namespace) -> int:
     return int(report.exit_code)
 
 
-def _case(key: str | None, bench: Mapping[str, Any]) -> AttentionProblem:
+def _case(key: str | None, bench: Mapping[str, Any]) -> Problem:
     if key:
-        return AttentionProblem.from_key(key)
+        return problem_from_key(key)
     try:
-        return slowest_case(bench) if bench else AttentionProblem.from_key(DEFAULT_CASE)
+        return slowest_case(bench) if bench else problem_from_key(DEFAULT_CASE)
     except ReportError:
-        return AttentionProblem.from_key(DEFAULT_CASE)
+        return problem_from_key(DEFAULT_CASE)
 
 
-def _launches(args: argparse.Namespace, case: AttentionProblem) -> tuple[tuple[Launch, ...], str, str]:
+def _launches(args: argparse.Namespace, case: Problem) -> tuple[tuple[Launch, ...], str, str]:
     """(launches, where from, why there are none)."""
     if args.csv:
         return parse_csv(args.csv.read_text(encoding="utf-8")), f"csv {args.csv.name}", ""
@@ -76,7 +82,7 @@ def _launches(args: argparse.Namespace, case: AttentionProblem) -> tuple[tuple[L
 
 
 def make_report(
-    case: AttentionProblem,
+    case: Problem,
     launches: Sequence[Launch],
     bench: Mapping[str, Any],
     build: Mapping[str, Any],
@@ -86,12 +92,18 @@ def make_report(
     started: str,
     seconds: float,
 ) -> Report:
-    """The numbers of the longest launch, completed from the build and benchmark reports, and the rules that fire on them."""
+    """The numbers of the longest launch, completed from the build and benchmark reports, and the rules that fire on them.
+
+    An operation of several kernels has a row for each launch of one call, with the first rule that fires on it.
+    """
     on_cpu = bool(bench) and bench["settings"]["device"] == "cpu" and not launches
     symbol, values = build_facts(build, case, target) if build and not on_cpu else ("", {})
     values = {**values, **(timing_facts(bench, case) if bench else {})}
     longest = max(launches, key=lambda one: one.values.get("duration_us", 0.0), default=None)
     if longest is not None:
+        if len(launches) > 1:  # a benchmark's time is of the whole call
+            values = {name: value for name, value in values.items() if name != "duration_us"}
+            values["call_us"] = sum(one.values.get("duration_us", 0.0) for one in launches)
         values |= longest.values
         symbol = longest.kernel
     findings = diagnose({**values, "on_gpu": float(not on_cpu)})
@@ -108,11 +120,28 @@ def make_report(
         "source": source,
         "values": values,
         "stalls": dict(longest.stalls) if longest else {},
-        "launches": [{"kernel": one.kernel, "values": dict(one.values)} for one in launches],
+        "launches": [_launch_row(one) for one in launches],
         "findings": [asdict(finding) for finding in findings],
     }
     command = typed_command()
     return Report("profile", tuple(checks), data, host_environment(), command, started, seconds)
+
+
+def _launch_row(launch: Launch) -> dict[str, Any]:
+    found = diagnose({**launch.values, "on_gpu": 1.0})
+    return {"kernel": launch.kernel, "values": dict(launch.values), "rule": found[0].rule if found else ""}
+
+
+def _launch_lines(launches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each launch of a call, when there are several: its time, its share of the call's, its first rule."""
+    if len(launches) < 2:
+        return []
+    times = [row["values"].get("duration_us", 0.0) for row in launches]
+    whole = sum(times) or 1.0
+    lines = [f"{len(launches)} kernels in a call, {sum(times):.1f} us in all; the numbers below are of the longest"]
+    for row, time_us in zip(launches, times, strict=True):
+        lines.append(f"  {time_us:>9.1f} us {time_us / whole:>4.0%}  {row['kernel']}  {row.get('rule', '')}".rstrip())
+    return lines
 
 
 def _source_check(source: str, reason: str) -> Check:
@@ -140,6 +169,7 @@ def render(report: Report) -> str:
     says = {field.name: field.says for field in fields()}
     lines = [
         f"profile of {data['case']['key']} from {data['source']}",
+        *_launch_lines(data["launches"]),
         *([f"kernel {data['kernel']}"] if data["kernel"] else []),
     ]
     lines += [f"  {name:<28} {value:>12.4g}  {says.get(name, '')}".rstrip() for name, value in data["values"].items()]
@@ -154,4 +184,4 @@ def render(report: Report) -> str:
     lines += [
         f"{check.verdict} {check.name}: {check.found}" for check in report.checks if check.verdict is not Verdict.PASS
     ]
-    return "\n".join(lines)
+    return runnable("\n".join(lines))

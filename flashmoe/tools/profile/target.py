@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flashmoe.errors import DeviceError
-from flashmoe.tools.problems.attention import AttentionProblem
+from flashmoe.tools.problems import problem_from_key
 
 WARM_UP_CALLS = 3
 
@@ -14,7 +14,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("key")
     arguments = parser.parse_args()
-    case = AttentionProblem.from_key(arguments.key)
+    case = problem_from_key(arguments.key)
     import torch
 
     from flashmoe.tools.bench.contenders import default_registry
@@ -22,7 +22,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         msg = "a kernel is profiled on a CUDA GPU; there is none here"
         raise DeviceError(msg)
-    call = default_registry()["flashmoe"].prepare(case.make_inputs("cuda", seed=0)).call
+    ours = next(one for one in default_registry(case.operation).values() if one.ours)
+    call = ours.prepare(case.make_inputs("cuda", seed=0)).call
     for _ in range(WARM_UP_CALLS + 1):
         call()
     torch.cuda.synchronize()

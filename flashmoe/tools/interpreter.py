@@ -1,0 +1,24 @@
+"""Commands as they can be typed: ``python`` of a report becomes the interpreter that runs this program."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+COMMAND = re.compile(r"(?<![\w/.-])python(?= -m flashmoe)")
+
+
+def interpreter() -> str:
+    """``python`` where that is this interpreter, else its path; relative to the current folder when it lies below it."""
+    found, path = shutil.which("python"), Path(sys.executable)  # links are kept: they tell environments apart
+    if found and Path(found).absolute() == path.absolute():
+        return "python"
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def runnable(text: str) -> str:
+    """``text`` with ``python -m flashmoe...`` as a command that works in this terminal. Reports keep the plain word."""
+    return COMMAND.sub(lambda _: interpreter(), text)
