@@ -276,7 +276,8 @@ class Workshop:
             content[f"{info}/WHEEL"] = (
                 f"Wheel-Version: 1.0\nRoot-Is-Purelib: {str(pure).lower()}\nTag: {stated}\n".encode()
             )
-            content[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: flashmoe\nVersion: 0.1.0\n"
+            stated_name, version = name.split("-")[:2]
+            content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {stated_name}\nVersion: {version}\n".encode()
             lines = [f"{key},sha256={_digest(value)},{len(value)}" for key, value in content.items()] + [
                 f"{info}/RECORD,,"
             ]

@@ -268,13 +268,18 @@ def shifted(payload: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda payload: "{", "cannot be read (JSONDecodeError"),
+        (lambda payload: "{", "JSONDecodeError"),
         (lambda payload: {**payload, "schema": "flashmoe.index/9"}, "schema 'flashmoe.index/9'"),
-        (lambda payload: {"schema": payload["schema"]}, "KeyError: 'binaries'"),
+        (lambda payload: {"schema": payload["schema"]}, "binaries is missing"),
         (lambda payload: {**payload, "binaries": []}, "the index of embedded binaries is empty"),
-        (lambda payload: {**payload, "binaries": [{}]}, "cannot be read (KeyError"),
+        (lambda payload: {**payload, "binaries": [{}]}, "offset is missing"),
+        (lambda payload: "[" * 100_000, "RecursionError"),
+        (lambda payload: [payload], "a table is needed"),
+        (lambda payload: {**payload, "binaries": {"offset": 0}}, "list is needed"),
+        (lambda payload: {**payload, "binaries": [{**payload["binaries"][0], "offset": 1e999}]}, "int is needed"),
+        (lambda payload: {**payload, "binaries": [{**payload["binaries"][0], "entries": [[]]}]}, "str is needed"),
     ],
-    ids=["json", "schema", "no list", "empty", "fields"],
+    ids=["json", "schema", "no list", "empty", "fields", "deep", "no object", "object", "infinite", "nested"],
 )
 def test_damaged_index(workshop: Workshop, rows: tuple[Row, ...], tables: Tables, change: Any, message: str) -> None:
     assert (

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from audit_builders import EXPORTS, HOST, Options, Row, Workshop, audit, named, only_failure, run
+from audit_builders import EXPORTS, HOST, Options, Row, Workshop, audit, failures, named, only_failure, run
 
 from flashmoe.tools.report import Verdict
 from flashmoe.tools.tables import Tables
@@ -234,8 +234,10 @@ def test_stripped(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> 
 
 
 def test_stripped_foreign_says_what_needs_the_table(workshop: Workshop) -> None:
-    path = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'}, link=["-s"])
-    assert "nearly matches an undefined one" in only_failure(audit(path), "symbol table").why
+    """Released wheels are stripped, and they import: a warning."""
+    report = audit(workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'}, link=["-s"]))
+    assert not failures(report)
+    assert "nearly matches an undefined one" in next(c.why for c in report.checks if c.name == "symbol table")
 
 
 def test_nm_missing_is_a_failure_with_the_fix(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flashmoe.tools.audit.elf import ElfFacts, Symbol
 from flashmoe.tools.audit.policy import Policy
-from flashmoe.tools.audit.resolve import Resolver
+from flashmoe.tools.audit.resolve import Closure, Resolver
 from flashmoe.tools.audit.torch_libraries import InstalledTorch
 from flashmoe.tools.report import Check, Verdict
 
@@ -24,10 +24,12 @@ class Context:
     ours: bool
     policy: Policy
     resolver: Resolver
+    closure: Closure
     torch: InstalledTorch | None
     torch_version: str
     source: Path | None = None
     objects: tuple[ElfFacts, ...] = ()
+    wheel_name: str = ""  # of the wheel that carries it; its tags promise a Python and a platform
 
 
 def passed(name: str, found: str, expected: str = "") -> Check:

@@ -30,11 +30,18 @@ _BINDINGS = {0: "local", 1: "global", 2: "weak", 10: "unique"}
 _SECTION, _FILE = 3, 4  # symbol types that do not name a function or object
 _UNDEFINED = 0
 _DT_FLAGS_TEXTREL = 0x4
+_DF_1_PIE = 0x0800_0000
+_HIDDEN_VERSION = 0x8000  # set in .gnu.version for a version that is not the default one
+_X86_64 = b"\x7fELF\x02\x01"  # magic, 64 bits, little-endian
+_MACHINE = (62).to_bytes(2, "little")  # EM_X86_64, at byte 18
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """One symbol. ``binding`` is local, global, weak or unique; ``version`` is what a dynamic symbol is bound to."""
+    """One symbol. ``binding`` is local, global, weak or unique.
+
+    An undefined dynamic symbol may be bound to a ``version``, which the file expects of ``library``.
+    """
 
     name: str
     defined: bool
@@ -42,6 +49,7 @@ class Symbol:
     hidden: bool
     size: int
     version: str = ""
+    library: str = ""
 
     @property
     def is_weak(self) -> bool:
@@ -183,7 +191,7 @@ def read_elf(path: Path) -> ElfFacts:
         raise ForeignMachineError(msg, "audit the x86-64 shared object")
     try:
         return _facts(path, elf, sha256=hashlib.sha256(content).hexdigest(), is_shared=kind == "ET_DYN")
-    except (NoDynamicSymbolsError, DamagedElfError):
+    except (NoDynamicSymbolsError, DamagedElfError, ForeignMachineError):
         raise
     except Exception as error:  # the same: whatever pyelftools meets in a damaged table
         msg = f"{path.name}: a table inside cannot be read ({type(error).__name__}: {error})"
@@ -200,6 +208,9 @@ def _facts(path: Path, elf: ELFFile, *, sha256: str, is_shared: bool) -> ElfFact
         raise NoDynamicSymbolsError(msg, "audit the file as the linker wrote it, before anything strips its sections")
     versions = _versions_needed(elf)
     tags = _dynamic_tags(elf) if is_shared else {}
+    if "DF_1_PIE" in tags:
+        msg = f"{path.name} is a position-independent executable (PIE), not a shared object: the loader refuses to import it"
+        raise ForeignMachineError(msg, "link it with -shared")
     symtab = elf.get_section_by_name(".symtab")
     return ElfFacts(
         path=path,
@@ -227,6 +238,8 @@ def _dynamic_tags(elf: ELFFile) -> dict[str, list[str]]:
         name = str(tag.entry.d_tag)
         if name == "DT_FLAGS" and tag.entry.d_val & _DT_FLAGS_TEXTREL:
             tags.setdefault("DT_TEXTREL", []).append("")
+        if name == "DT_FLAGS_1" and tag.entry.d_val & _DF_1_PIE:
+            tags.setdefault("DF_1_PIE", []).append("")
         value = next((getattr(tag, a) for a in ("needed", "soname", "rpath", "runpath") if hasattr(tag, a)), "")
         tags.setdefault(name, []).append(value)
     return tags
@@ -262,7 +275,7 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
         if number == 0 or info & 0xF in (_SECTION, _FILE):
             continue
         name = strings[offset : strings.index(b"\0", offset)].decode("utf-8", "backslashreplace")
-        version = versions.get(indices[number] & 0x7FFF, ("", ""))[1] if indices is not None else ""
+        library, version = versions.get(indices[number] & 0x7FFF, ("", "")) if indices is not None else ("", "")
         yield Symbol(
             name=name,
             defined=place != _UNDEFINED,
@@ -270,15 +283,33 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
             hidden=other & 3 in (1, 2),
             size=size,
             version=version,
+            library=library,
         )
 
 
 @dataclass(frozen=True)
 class Provided:
-    """What the loader needs to know of a library: the names it exports, and the libraries that it needs in turn."""
+    """What the loader needs to know of a library: the names it exports, and the libraries that it needs in turn.
+
+    ``versions``: name -> the versions under which it is exported, where the library defines versions at all.
+    """
 
     exports: frozenset[str]
     needed: tuple[str, ...]
+    versions: Mapping[str, frozenset[str]]
+    defined_versions: frozenset[str]
+
+    def gives(self, symbol: Symbol) -> bool:
+        """Whether the loader would take this library's definition for an undefined symbol of another file."""
+        if symbol.name not in self.exports:
+            return False
+        return not (symbol.version and self.defined_versions) or symbol.version in self.versions.get(symbol.name, ())
+
+
+def fits_this_machine(path: Path) -> bool:
+    """False for an ELF file of another machine or word size: the loader passes over it and searches on."""
+    start = read_bytes(path, limit=20)
+    return not start.startswith(MAGIC) or (start.startswith(_X86_64) and start[18:20] == _MACHINE)
 
 
 def provided(path: Path) -> Provided:
@@ -295,17 +326,34 @@ def _provided(path: Path, _changed: int, _size: int) -> Provided:
             section = elf.get_section_by_name(".dynsym")
             table, strings = section.data(), elf.get_section(section["sh_link"]).data()
             needed = tuple(_dynamic_tags(elf).get("DT_NEEDED", ()))
+            defined = _versions_defined(elf)
+            bound = elf.get_section_by_name(".gnu.version") if defined else None
+            indices = struct.unpack(f"<{len(table) // _SYMBOL.size}H", bound.data()) if bound is not None else ()
+        names: set[str] = set()
+        versions: dict[str, set[str]] = {}
+        for number, (offset, info, _, place, _, _) in enumerate(_SYMBOL.iter_unpack(table)):
+            if place == _UNDEFINED or info >> 4 == 0:
+                continue
+            name = strings[offset : strings.index(b"\0", offset)].decode("utf-8", "backslashreplace")
+            names.add(name)
+            if defined:
+                versions.setdefault(name, set()).add(defined.get(indices[number] & ~_HIDDEN_VERSION, ""))
     except ToolMissingError:
         raise
     except Exception as error:  # as in read_elf
         msg = f"cannot read the dynamic symbols of {path.name} ({type(error).__name__}: {error})"
         raise DamagedElfError(msg, "install that library again") from error
-    names = (
-        strings[offset : strings.index(b"\0", offset)].decode("utf-8", "backslashreplace")
-        for offset, info, _, place, _, _ in _SYMBOL.iter_unpack(table)
-        if place != _UNDEFINED and info >> 4 != 0
-    )
-    return Provided(frozenset(names), needed)
+    frozen = {name: frozenset(found) for name, found in versions.items()}
+    return Provided(frozenset(names), needed, frozen, frozenset(defined.values()))
+
+
+def _versions_defined(elf: ELFFile) -> dict[int, str]:
+    """Version index -> version name, from .gnu.version_d; without the base version, which names the file."""
+    section = elf.get_section_by_name(".gnu.version_d")
+    if section is None:
+        return {}
+    rows = ((definition, next(iter(auxiliaries)).name) for definition, auxiliaries in section.iter_versions())
+    return {row["vd_ndx"]: name for row, name in rows if not row["vd_flags"] & 1}
 
 
 def exported_names(path: Path) -> frozenset[str]:

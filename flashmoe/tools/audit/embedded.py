@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from flashmoe.errors import TableError
 from flashmoe.tools.audit.cubin import CubinFacts, read_cubin
 from flashmoe.tools.audit.elf import open_elf, read_bytes, section_data
-from flashmoe.tools.audit.errors import AuditError, EmbeddedError
+from flashmoe.tools.audit.errors import AuditError, DamagedWheelError, EmbeddedError
+from flashmoe.tools.audit.guard import parse_json
 from flashmoe.tools.audit.ptx import PtxFacts, read_ptx
+from flashmoe.tools.fields import Fields
 
 INDEX_SECTION, BINARY_SECTION = ".flashmoe.index", ".flashmoe.cubins"
 SCHEMA = "flashmoe.index/1"
@@ -58,13 +58,14 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
         msg = f"{path.name} has no section {lost}: it holds no device code that the package could find"
         raise EmbeddedError(msg, again)
     try:
-        payload = json.loads(index.rstrip(b"\0"))
-        if payload["schema"] != SCHEMA:
-            msg = f"the index has schema {payload['schema']!r}; this audit reads {SCHEMA!r}"
+        payload = Fields(parse_json(index.rstrip(b"\0"), "the index of embedded binaries"), "the index")
+        schema = payload.take("schema", str)
+        if schema != SCHEMA:
+            msg = f"the index has schema {schema!r}; this audit reads {SCHEMA!r}"
             raise EmbeddedError(msg, "audit with the flashmoe version that built the file")
-        rows = [_binary(row, blob) for row in payload["binaries"]]
-    except (ValueError, KeyError, TypeError) as error:
-        msg = f"the index of embedded binaries cannot be read ({type(error).__name__}: {error})"
+        rows = [_binary(Fields(row, "the index, binaries"), blob) for row in payload.take("binaries", list)]
+    except (TableError, DamagedWheelError) as error:
+        msg = f"the index of embedded binaries cannot be read ({error})"
         raise EmbeddedError(msg, again) from error
     if not rows:
         msg = "the index of embedded binaries is empty: this file holds no kernel"
@@ -72,27 +73,28 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
     return tuple(rows)
 
 
-def _binary(row: Mapping[str, Any], blob: bytes) -> Binary:
-    offset, size, kind = int(row["offset"]), int(row["size"]), str(row["kind"])
+def _binary(row: Fields, blob: bytes) -> Binary:
+    offset, size = row.take("offset", int), row.take("size", int)
+    name, target, kind = (row.take(key, str) for key in ("name", "target", "kind"))
     content = blob[offset : offset + size]
     facts: CubinFacts | PtxFacts | None = None
     error: AuditError | None = None
-    label = f"{row['name']}.{row['target']}"
+    label = f"{name}.{target}"
     try:
         _check_place(label, kind, offset, size, content)
         facts = read_ptx(content, label) if kind == "ptx" else read_cubin(content, label)
     except AuditError as raised:
         error = raised
     return Binary(
-        name=str(row["name"]),
-        target=str(row["target"]),
+        name=name,
+        target=target,
         kind=kind,
         offset=offset,
         size=size,
-        sha256=str(row["sha256"]),
-        entries=tuple(row["entries"]),
-        smem_dynamic=int(row["smem_dynamic"]),
-        threads=int(row["threads"]),
+        sha256=row.take("sha256", str),
+        entries=row.words("entries"),
+        smem_dynamic=row.take("smem_dynamic", int),
+        threads=row.take("threads", int),
         actual_sha256=hashlib.sha256(content).hexdigest(),
         facts=facts,
         error=error,

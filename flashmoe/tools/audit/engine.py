@@ -1,4 +1,7 @@
-"""The audit itself: a path in, one report out. Nothing is imported, loaded or executed from what is under audit."""
+"""The audit itself: a path in, one report out. Nothing of what is under audit is imported or executed.
+
+With ``Options.load`` the last rung maps each library in a child that may only read (loader.py); no code of it runs.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashmoe._version import WHEEL_PREFIX
 from flashmoe.tools.audit.context import Context, failed, skipped, warned
 from flashmoe.tools.audit.elf import ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe.tools.audit.embedded import INDEX_SECTION, Binary, read_embedded
 from flashmoe.tools.audit.errors import AuditError, EmptyInputError, UnreadableError
+from flashmoe.tools.audit.guard import guarded
 from flashmoe.tools.audit.inputs import OUR_LIBRARY, Wheel, collect, unpack
 from flashmoe.tools.audit.kernels import KernelAudit, audit_kernels
 from flashmoe.tools.audit.launch import Launch
+from flashmoe.tools.audit.loader import check_loader
 from flashmoe.tools.audit.loading import check_loading
 from flashmoe.tools.audit.package import check_loads
 from flashmoe.tools.audit.policy import load_policy
@@ -43,6 +47,7 @@ class Options:
     objects: Path | None = None
     source: Path | None = None
     targets: tuple[str, ...] | None = None
+    load: bool = False  # the last rung: ask this machine's loader, in a child that may only read
 
 
 @dataclass(frozen=True)
@@ -123,14 +128,11 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
             subjects.append(subject)
             if subject.facts is not None:
                 facts[member] = subject.facts
-        whole = [*check_wheel(wheel, facts), *check_loads(wheel, facts)]
-        if _is_our_wheel(wheel) and not options.foreign:
-            whole += check_tables(wheel, tables or load_tables())
-        return [Subject(path.name, ours=_is_our_wheel(wheel) and not options.foreign, checks=tuple(whole)), *subjects]
-
-
-def _is_our_wheel(wheel: Wheel) -> bool:
-    return wheel.path.name.startswith(WHEEL_PREFIX)
+        whole = [*check_wheel(wheel, facts), *guarded("sources", lambda: check_loads(wheel, facts))]
+        ours = wheel.is_ours and not options.foreign
+        if ours:
+            whole += guarded("tables", lambda: check_tables(wheel, tables or load_tables()))
+        return [Subject(path.name, ours=ours, checks=tuple(whole)), *subjects]
 
 
 def _guarded(
@@ -175,22 +177,38 @@ def audit_library(
     ours = not options.foreign and (path.name == OUR_LIBRARY or INDEX_SECTION in facts.sections)
     torch = installed_torch()
     version = options.torch_version or (OUR_TORCH_VERSION if ours or torch is None else torch.version)
+    resolver = Resolver(near_folders(path, facts.run_paths, wheel), torch)
     context = Context(
         label=label,
         facts=facts,
         ours=ours,
         policy=load_policy(),
-        resolver=Resolver(near_folders(path, facts.run_paths, wheel), torch),
+        resolver=resolver,
+        closure=resolver.closure(path.name, facts.needed),
         torch=torch,
         torch_version=version,
         source=options.source if options.source is not None else (default_source(Path.cwd()) if ours else None),
         objects=tuple(objects),
+        wheel_name=wheel.path.name if wheel is not None else "",
     )
-    checks = [*check_symbols(context), *check_run_time_names(context, read_only_strings(path)), *check_loading(context)]
+    checks = [
+        *guarded("symbols", lambda: check_symbols(context)),
+        *guarded("constants", lambda: check_run_time_names(context, read_only_strings(path))),
+        *guarded("dynamic section", lambda: check_loading(context)),
+        *(guarded("the loader's answer", lambda: check_loader(context)) if options.load else ()),
+    ]
     if not ours:
         return Subject(label, ours, tuple(checks), facts)
-    found, binaries = audit_embedded(path, options, tables or load_tables(), wheel)
-    return Subject(label, ours, (*checks, *found.checks), facts, found.launches, binaries)
+    found = KernelAudit((), ())
+    binaries: tuple[Binary, ...] = ()
+
+    def embedded() -> tuple[Check, ...]:
+        nonlocal found, binaries
+        found, binaries = audit_embedded(path, options, tables or load_tables(), wheel)
+        return found.checks
+
+    checks += guarded("embedded binaries", embedded)
+    return Subject(label, ours, tuple(checks), facts, found.launches, binaries)
 
 
 def near_folders(path: Path, run_paths: Sequence[str], wheel: Wheel | None) -> tuple[Path, ...]:

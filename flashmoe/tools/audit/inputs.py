@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import re
 import stat
 import zipfile
@@ -9,14 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from flashmoe._version import WHEEL_PREFIX
 from flashmoe.tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
 
 EXTENSION = re.compile(r".+\.so(?:\.\d+)*$")
 OUR_LIBRARY = "libflashmoe.so"
 MAX_UNPACKED = 8 << 30  # bytes of all members together; torch's own wheel unpacks to 3 GB
-MAX_RATIO = 200  # unpacked to packed, of one member above RATIO_FROM bytes; machine code reaches about 10
+MAX_RATIO = 200  # unpacked to packed, of one member or of all, above RATIO_FROM bytes; machine code reaches about 10
 RATIO_FROM = 16 << 20
 MAX_MEMBERS = 100_000
+MAX_TEXT = 128 << 20  # bytes of text kept in memory, of all members together; torch's own wheel has 45 MB of Python
+MAX_SOURCE = 2 << 20  # bytes of one such text; parsing takes about 150 times as much memory
+PIECE = 1 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -27,9 +34,14 @@ class Wheel:
     root: Path
     names: tuple[str, ...]
     extensions: tuple[str, ...]
-    sources: Mapping[str, str] = field(repr=False)
+    sources: Mapping[str, str | None] = field(repr=False)  # None: larger than MAX_SOURCE, not read
     metadata: Mapping[str, str] = field(repr=False)  # the text files of .dist-info, by file name
     other: Mapping[str, bytes] = field(repr=False)  # JSON and TOML data files, by member name
+    digests: Mapping[str, str] = field(repr=False)  # sha256 of each member, as RECORD writes it
+
+    @property
+    def is_ours(self) -> bool:
+        return self.path.name.startswith(WHEEL_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -88,10 +100,13 @@ def unpack(path: Path, root: Path) -> Wheel:
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     problem = ""
+    unpacked, packed = sum(m.file_size for m in members), sum(m.compress_size for m in members)
     if len(members) > MAX_MEMBERS:
         problem = f"it has {len(members)} members, more than {MAX_MEMBERS}"
-    elif sum(m.file_size for m in members) > MAX_UNPACKED:
-        problem = f"it unpacks to {sum(m.file_size for m in members)} bytes, more than {MAX_UNPACKED}"
+    elif unpacked > MAX_UNPACKED:
+        problem = f"it unpacks to {unpacked} bytes, more than {MAX_UNPACKED}"
+    elif len({m.filename.split("/", 1)[0] for m in members if _is_metadata(PurePosixPath(m.filename))}) > 1:
+        problem = "it has several .dist-info folders, so it is unclear which of them counts"
     seen: set[str] = set()
     for member in members:
         where = PurePosixPath(member.filename)
@@ -108,32 +123,64 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
         seen.add(member.filename)
         if problem:
             break
+    if not problem and unpacked > RATIO_FROM and unpacked > MAX_RATIO * packed:
+        problem = f"its members unpack from {packed} to {unpacked} bytes"
     if problem:
         msg = f"{path.name} is not a valid wheel: {problem}"
         raise DamagedWheelError(msg, "do not install it; build or download the wheel again")
 
 
 def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], root: Path) -> Wheel:
+    """Shared objects go to the disk, small texts into memory, everything through its hash and CRC, a piece at a time."""
     names = tuple(m.filename for m in members)
     extensions = tuple(n for n in names if EXTENSION.fullmatch(PurePosixPath(n).name))
     if not extensions:
         msg = f"{path.name} holds no extension: none of its {len(names)} files is a shared object"
         raise EmptyInputError(msg, "the build did not put the library into the wheel; look at the wheel hook")
-    sources, metadata, other = {}, {}, {}
-    for name in names:
-        data = archive.read(name)  # checks the CRC of every member
-        place = PurePosixPath(name)
-        if name in extensions:
-            target = root / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-        elif place.suffix == ".py":
-            sources[name] = data.decode("utf-8", "replace")
-        elif place.parent.name.endswith(".dist-info") and len(place.parts) == 2:
+    sources, metadata, other, digests = {}, {}, {}, {}
+    budget = MAX_TEXT
+    for member in members:
+        name, place = member.filename, PurePosixPath(member.filename)
+        is_read = _is_metadata(place) or (_is_text(place) and member.file_size <= MAX_SOURCE)
+        kept = io.BytesIO() if is_read else None
+        if kept is not None:
+            budget -= member.file_size
+        if budget < 0:
+            msg = f"{path.name} holds more than {MAX_TEXT} bytes of Python, JSON and TOML, more than an audit reads"
+            raise DamagedWheelError(msg, "audit the shared objects in it, unpacked")
+        digests[name] = _copy(archive, member, root / name if name in extensions else None, kept)
+        data = kept.getvalue() if kept is not None else b""
+        if place.suffix == ".py":
+            sources[name] = data.decode("utf-8", "replace") if kept is not None else None
+        elif _is_metadata(place):
             metadata[place.name] = data.decode("utf-8", "replace")
-        if place.suffix in (".json", ".toml"):
+        if place.suffix in (".json", ".toml") and kept is not None:
             other[name] = data
-    if "WHEEL" not in metadata or "RECORD" not in metadata:
-        msg = f"{path.name} is not a valid wheel: .dist-info/{'WHEEL' if 'WHEEL' not in metadata else 'RECORD'} is missing"
-        raise DamagedWheelError(msg, "build it with a wheel builder (pip wheel, hatchling), not with zip")
-    return Wheel(path, root, names, extensions, sources, metadata, other)
+    for needed in ("WHEEL", "METADATA", "RECORD"):
+        if needed not in metadata:
+            msg = f"{path.name} is not a valid wheel: .dist-info/{needed} is missing"
+            raise DamagedWheelError(msg, "build it with a wheel builder (pip wheel, hatchling), not with zip")
+    return Wheel(path, root, names, extensions, sources, metadata, other, digests)
+
+
+def _is_metadata(place: PurePosixPath) -> bool:
+    return len(place.parts) == 2 and place.parent.name.endswith(".dist-info")
+
+
+def _is_text(place: PurePosixPath) -> bool:
+    return place.suffix in (".py", ".json", ".toml")
+
+
+def _copy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path | None, kept: io.BytesIO | None) -> str:
+    """Read one member to its end, which checks its CRC; returns its sha256 as RECORD writes it."""
+    digest = hashlib.sha256()
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(member) as stream, target.open("wb") if target is not None else io.BytesIO() as copy:
+        while piece := stream.read(PIECE):
+            digest.update(piece)
+            if target is not None:
+                copy.write(piece)
+            if kept is not None:
+                kept.write(piece)
+    return base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()

@@ -23,18 +23,10 @@ def check_loading(context: Context) -> list[Check]:
 def check_needed(context: Context) -> list[Check]:
     name, policy, needed = "needed libraries", context.policy, context.facts.needed
     if not context.ours:
-        unread = context.resolver.unread(needed)
-        if unread:
-            return [
-                warned(
-                    name,
-                    f"not on this machine: {listing(unread)}",
-                    "every needed library found",
-                    "Their symbols could not be looked up.",
-                    "audit where they are installed",
-                )
-            ]
-        return [passed(name, listing(needed) or "none")]
+        absent = context.closure.absent
+        return [_absent_check(context, soname, user) for soname, user in absent.items()] or [
+            passed(name, listing(needed) or "none")
+        ]
     extra = [soname for soname in needed if soname not in policy.needed]
     checks = [
         failed(
@@ -61,6 +53,18 @@ def check_needed(context: Context) -> list[Check]:
     return checks or [passed(name, listing(needed), "the allow-list of policy.toml")]
 
 
+def _absent_check(context: Context, soname: str, user: str) -> Check:
+    reason = context.policy.refused.get(soname)
+    return failed(
+        f"needed libraries: {soname}",
+        found=f"{soname}, needed by {user}, is nowhere: not beside the file, in torch, in the CUDA packages or the system",
+        expected="every needed library found",
+        why="The loader stops at it, and what it exports could not be looked up.",
+        cause=f"not installed here ({reason})" if reason else "not installed here, or left out of the wheel",
+        next_step="install what provides it and audit again, or put it into the wheel (`auditwheel repair`)",
+    )
+
+
 def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
     """(library, version name, highest allowed) of every version newer than the floor."""
     for library, versions in context.facts.versions.items():
@@ -74,7 +78,10 @@ def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
 
 
 def check_versions(context: Context) -> list[Check]:
+    """Against the floor of policy.toml; a foreign wheel is held to the floor that its own tag promises, by its own checks."""
     name = "version floor"
+    if not context.ours and "manylinux" in context.wheel_name:
+        return [skipped(name, "judged by the wheel's own tag")]
     checks = []
     for library, version, highest in _above_floor(context):
         symbols = [s.name for s in context.facts.undefined if s.version == version]

@@ -41,19 +41,24 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{max(registers) if registers else '-'}: {' '.join(str(count) for count in blocks.values())}"
 
 
+def printable(text: str) -> str:
+    """``text`` with what would move the cursor or start a line as escapes: names come from the file under audit."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def details(check: Check) -> list[tuple[str, str]]:
     """The details of a check that did not pass."""
     rows = (("found", check.found), ("expected", check.expected), ("why", check.why), ("next", check.next_step))
-    return [(word, text) for word, text in rows if text]
+    return [(word, printable(text)) for word, text in rows if text]
 
 
 def plain(report: Report) -> Iterable[str]:
     """Lines for a log."""
     for check in report.checks:
         if check.verdict is Verdict.PASS:
-            yield f"{check.verdict}  {check.name}: {check.found}"
+            yield f"{check.verdict}  {printable(check.name)}: {printable(check.found)}"
             continue
-        yield f"{check.verdict}  {check.name}"
+        yield f"{check.verdict}  {printable(check.name)}"
         yield from (f"        {word:9}{text}" for word, text in details(check))
     table = kernel_table(report.data)
     if table:
@@ -69,7 +74,8 @@ def plain(report: Report) -> Iterable[str]:
 def summary(report: Report) -> str:
     counts = {verdict: sum(c.verdict is verdict for c in report.checks) for verdict in Verdict}
     numbers = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return f"audit of {report.data.get('path', '')}: {report.verdict} ({numbers or 'nothing checked'}; {report.seconds:.1f} s)"
+    what = printable(str(report.data.get("path", "")))
+    return f"audit of {what}: {report.verdict} ({numbers or 'nothing checked'}; {report.seconds:.1f} s)"
 
 
 def show(report: Report, stream: TextIO | None = None) -> None:
@@ -82,7 +88,9 @@ def show(report: Report, stream: TextIO | None = None) -> None:
             pass
         else:
             return
-    out.write("\n".join(plain(report)) + "\n")
+    text = "\n".join(plain(report)) + "\n"
+    encoding = getattr(out, "encoding", None) or "utf-8"  # an ASCII log still gets every line
+    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _show_rich(report: Report, out: TextIO) -> None:
@@ -91,19 +99,20 @@ def _show_rich(report: Report, out: TextIO) -> None:
     from rich.text import Text
 
     console = Console(file=out)
-    table = Table(title=f"audit of {report.data.get('path', '')}", show_lines=False)
+    table = Table(title=Text(f"audit of {printable(str(report.data.get('path', '')))}"), show_lines=False)
     for column in ("verdict", "check", "result"):
         table.add_column(column, overflow="fold")
     for check in report.checks:
-        text = check.found if check.verdict is Verdict.PASS else "\n".join(f"{word}: {t}" for word, t in details(check))
-        table.add_row(Text(str(check.verdict), style=_COLOURS[check.verdict]), Text(check.name), Text(text))
+        rows = (f"{word}: {t}" for word, t in details(check))
+        text = printable(check.found) if check.verdict is Verdict.PASS else "\n".join(rows)
+        table.add_row(Text(str(check.verdict), style=_COLOURS[check.verdict]), Text(printable(check.name)), Text(text))
     console.print(table)
-    rows = kernel_table(report.data)
-    if rows:
+    launchable = kernel_table(report.data)
+    if launchable:
         kernels = Table(title="launchability", caption=LEGEND)
-        for column in rows[0]:
+        for column in launchable[0]:
             kernels.add_column(column, overflow="fold")
-        for row in rows[1:]:
+        for row in launchable[1:]:
             kernels.add_row(*(Text(cell) for cell in row))
         console.print(kernels)
     console.print(Text(summary(report), style=_COLOURS[report.verdict]))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashmoe.tools.audit.elf import exported_names, provided
+from flashmoe.tools.audit.elf import Symbol, exported_names, fits_this_machine, provided
 from flashmoe.tools.audit.torch_libraries import InstalledTorch
 
 SYSTEM_FOLDERS = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
+
+
+@dataclass(frozen=True)
+class Closure:
+    """Every library that the loader would bring in, in the order of its search, and those that are nowhere."""
+
+    libraries: Mapping[str, Path]
+    absent: Mapping[str, str]  # soname -> the file that needs it
+
+    def gives(self, symbol: Symbol) -> bool:
+        return any(provided(path).gives(symbol) for path in self.libraries.values())
 
 
 @dataclass(frozen=True)
@@ -25,35 +37,53 @@ class Resolver:
         """The file that the loader would most likely take, or None."""
         if self.torch is not None and soname in self.torch.libraries:
             return self.torch.libraries[soname]
-        return next((path for path in (f / soname for f in self._folders()) if path.is_file()), None)
+        places = (folder / soname for folder in (*self.folders(), *map(Path, SYSTEM_FOLDERS)))
+        return next((path for path in places if path.is_file() and fits_this_machine(path)), None)
 
-    def provider(self, symbol: str, needed: tuple[str, ...]) -> str | None:
-        """The library among ``needed``, or among what those need in turn, that exports ``symbol``."""
-        return next((name for name, path in self.closure(needed).items() if symbol in exported_names(path)), None)
-
-    def closure(self, needed: tuple[str, ...]) -> dict[str, Path]:
-        """Every library that the loader would bring in, breadth first as it searches them."""
+    def closure(self, name: str, needed: tuple[str, ...]) -> Closure:
+        """What the file ``name`` brings in, breadth first as the loader searches."""
         found: dict[str, Path] = {}
-        waiting = list(needed)
+        absent: dict[str, str] = {}
+        waiting = [(soname, name) for soname in needed]
         while waiting:
-            soname = waiting.pop(0)
-            path = self.find(soname) if soname not in found else None
-            if path is not None:
-                found[soname] = path
-                waiting += provided(path).needed
-        return found
+            soname, user = waiting.pop(0)
+            if soname in found or soname in absent:
+                continue
+            path = self.find(soname)
+            if path is None:
+                absent[soname] = user
+                continue
+            found[soname] = path
+            waiting += [(each, soname) for each in provided(path).needed]
+        return Closure(found, absent)
 
-    def unread(self, needed: tuple[str, ...]) -> tuple[str, ...]:
-        """The needed libraries that are not on this machine."""
-        return tuple(soname for soname in needed if self.find(soname) is None)
+    def elsewhere(self, symbol: str, closure: Closure) -> str | None:
+        """A library of torch that exports ``symbol`` but is not brought in."""
+        libraries = self.torch.libraries if self.torch is not None else {}
+        outside = ((name, path) for name, path in libraries.items() if name not in closure.libraries)
+        return next((name for name, path in outside if symbol in exported_names(path)), None)
 
-    def _folders(self) -> Iterator[Path]:
+    def folders(self) -> Iterator[Path]:
+        """The folders that are searched before the system's."""
         yield from self.near
         yield from cuda_folders()
-        yield from (Path(folder) for folder in SYSTEM_FOLDERS)
 
 
 @lru_cache(maxsize=1)
 def cuda_folders() -> tuple[Path, ...]:
     """The library folders of the nvidia-* packages in this environment."""
     return tuple(sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/lib")))
+
+
+@lru_cache(maxsize=1)
+def python_exports() -> frozenset[str]:
+    """What every extension module finds in the process of this interpreter: its own names, and its libraries'.
+
+    Empty where neither its program nor its library can be read.
+    """
+    library = Path(sysconfig.get_config_var("LIBDIR") or "") / (sysconfig.get_config_var("INSTSONAME") or "")
+    program = Path(sys.executable).resolve()
+    brought = Resolver((library.parent,), None).closure(program.name, provided(program).needed)
+    files = {program, *brought.libraries.values(), *([library] if library.is_file() else ())}
+    names = frozenset().union(*(exported_names(path) for path in files))
+    return names if "Py_Initialize" in names else frozenset()

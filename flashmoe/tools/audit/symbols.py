@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from flashmoe.tools.audit.binutils import compare, demangle
-from flashmoe.tools.audit.context import Context, failed, limited, listing, may_stay_open, passed, warned
-from flashmoe.tools.audit.elf import ElfFacts, Symbol
+from flashmoe.tools.audit.context import Context, failed, limited, listing, passed, warned
+from flashmoe.tools.audit.elf import ElfFacts, Symbol, provided
 from flashmoe.tools.audit.errors import ToolMissingError
-from flashmoe.tools.audit.names import explain, is_torch, qualified_name
+from flashmoe.tools.audit.lookup import Lookup, built_for, here, look_up
+from flashmoe.tools.audit.names import explain, qualified_name
 from flashmoe.tools.audit.sources import find_mentions
-from flashmoe.tools.audit.torch_libraries import SHIM
 from flashmoe.tools.audit.torch_symbols import check_shims, check_torch_symbols
 from flashmoe.tools.report import Check
 
@@ -65,59 +65,69 @@ def check_symbol_table(context: Context) -> list[Check]:
     name = "symbol table"
     if context.facts.static is not None:
         return [passed(name, f".symtab with {len(context.facts.static)} symbols")]
-    return [
-        failed(
-            name,
-            found="stripped: there is no .symtab",
-            expected="the file as the linker wrote it",
-            why="Hidden definitions cannot be seen: it is unknown whether header-only templates of torch stayed local, and "
-            "which function nearly matches an undefined one.",
-            cause="strip, -s or -Wl,-s removed it",
-            next_step="build without stripping and audit that file; strip a copy later",
-        )
-    ]
+    found, expected = "stripped: there is no .symtab", "the file as the linker wrote it"
+    why = (
+        "Hidden definitions cannot be seen: it is unknown whether header-only templates of torch stayed local, and "
+        "which function nearly matches an undefined one."
+    )
+    next_step = "build without stripping and audit that file; strip a copy later"
+    if not context.ours:  # released wheels are stripped, and what they import is in .dynsym
+        return [warned(name, found, expected, why, next_step)]
+    cause = "strip, -s or -Wl,-s removed it"
+    return [failed(name, found=found, expected=expected, why=why, cause=cause, next_step=next_step)]
 
 
 def check_undefined(context: Context) -> list[Check]:
     """Names that neither this file nor anything it needs defines: they fail at import, one by one."""
-    missing = [s for s in context.facts.undefined if _is_missing(context, s)]
-    if not missing:
-        return [
-            passed("undefined symbols", f"{len(context.facts.undefined)} undefined, each defined by a library it needs")
-        ]
+    name, looked = "undefined symbols", look_up(context)
+    if not looked.missing:
+        return [passed(name, _said(context, looked)), *_not_looked_up(context, looked)]
+    names = demangle([s.name for s in looked.missing])
+    if context.closure.absent:  # the names may be there, so no other cause is proved
+        unread = [names[s.name] for s in looked.missing]
+        return [_unread_check(unread, tuple(context.closure.absent))]
     candidates = _defined_names(context)
-    names = demangle([s.name for s in missing])
-    unread = context.resolver.unread(context.facts.needed)
-    if unread:  # missing names may be in the unread libraries: one failure for all, and only near misses are listed
-        near = [s for s in missing if explain(names[s.name], candidates) is not None]
-        rest = [names[s.name] for s in missing if s not in near]
-        head = [_unread_check(rest, unread)] if rest else []
-        return [*head, *limited([_undefined_check(context, s.name, names[s.name], candidates) for s in near])]
-    return limited([_undefined_check(context, s.name, names[s.name], candidates) for s in missing])
+    return limited([_undefined_check(context, s, names[s.name], candidates) for s in looked.missing])
 
 
-def _unread_check(names: Sequence[str], unread: Sequence[str]) -> Check:
+def _said(context: Context, looked: Lookup) -> str:
+    """How each undefined symbol was judged, with how many are only under the floor."""
+    newer = sorted({s.version for s in looked.floor})
+    counts = (
+        (looked.found, "found by name and version in the libraries that it needs"),
+        (len(looked.python), f"exported by Python {here()}"),
+        (looked.torch, "of torch, judged by its own checks"),
+        (len(looked.floor), f"newer than this machine's libraries, so only held to the floor: {listing(newer)}"),
+        (looked.open, "weak, and may stay open"),
+    )
+    judged = "; ".join(f"{count} {words}" for count, words in counts if count)
+    return f"{len(context.facts.undefined)} undefined" + (f": {judged}" if judged else "")
+
+
+def _not_looked_up(context: Context, looked: Lookup) -> list[Check]:
+    if not looked.other_python:
+        return []
+    found = f"{len(looked.other_python)} not known to Python {here()}: {listing(looked.other_python)}"
+    return [
+        warned(
+            "Python names",
+            found,
+            f"names that Python {built_for(context) or here()} exports",
+            "They could not be looked up: that Python is not this one.",
+            f"audit with Python {built_for(context)}" if built_for(context) else "audit with a complete Python",
+        )
+    ]
+
+
+def _unread_check(names: Sequence[str], absent: Sequence[str]) -> Check:
     return failed(
         "undefined symbols",
         found=f"{len(names)} could not be looked up: {listing(names)}",
         expected="every name found in a needed library",
         why="It is not proved that the file can be imported.",
-        cause=f"not on this machine: {', '.join(unread)}",
+        cause=f"not on this machine: {', '.join(absent)}",
         next_step="install the packages that provide these libraries, or audit the wheel that carries them",
     )
-
-
-def _is_missing(context: Context, symbol: Symbol) -> bool:
-    facts = context.facts
-    if may_stay_open(context, symbol):
-        return False
-    if symbol.version or is_torch(symbol.name) or SHIM.fullmatch(symbol.name):
-        return False  # the version, torch and shim checks judge those
-    if symbol.name.startswith(("Py", "_Py")) and not context.ours:
-        return False  # the interpreter exports them
-    if symbol.name in facts.defined_names:
-        return False
-    return context.resolver.provider(symbol.name, facts.needed) is None
 
 
 def _defined_names(context: Context) -> tuple[str, ...]:
@@ -127,21 +137,42 @@ def _defined_names(context: Context) -> tuple[str, ...]:
     return tuple(sorted(demangle(n for n in names if n.startswith("_Z")).values()))
 
 
-def _undefined_check(context: Context, mangled: str, name: str, candidates: Sequence[str]) -> Check:
-    near = explain(name, candidates)
-    if near is not None:
-        cause = near.cause
-        next_step = f"instantiate or rename so that both sides say `{name}`; defined now: {listing(near.defined, 4)}"
-    else:
-        cause, next_step = _nobody_defines(context, name)
+def _undefined_check(context: Context, symbol: Symbol, name: str, candidates: Sequence[str]) -> Check:
+    cause, next_step = _cause(context, symbol, name, candidates)
+    wanted = f"{name}, version {symbol.version}" if symbol.version else name
     return failed(
         f"undefined symbol: {name}",
-        found=f"{name} is undefined" + (f" [{mangled}]" if mangled != name else ""),
+        found=f"{wanted} is undefined" + (f" [{symbol.name}]" if symbol.name != name else ""),
         expected="every name defined here or exported by a needed library",
         why="The loader stops at it: `undefined symbol` at import.",
         cause=cause,
         next_step=next_step,
     )
+
+
+def _cause(context: Context, symbol: Symbol, name: str, candidates: Sequence[str]) -> tuple[str, str]:
+    """Why the name is missing, and what to do: the nearest explanation first."""
+    if symbol.version:
+        there = context.closure.libraries.get(symbol.library)
+        known = there is not None and symbol.version in provided(there).defined_versions
+        lacks = f"has {symbol.version} but no `{symbol.name}` in it" if known else f"does not define {symbol.version}"
+        return (
+            f"linked against another {symbol.library}: the one found here {lacks}",
+            f"link against the {symbol.library} that it will be loaded with, or ship the one it was linked against",
+        )
+    library = context.resolver.elsewhere(symbol.name, context.closure)
+    if library is not None:
+        return f"{library} exports it, but nothing that is needed brings that library in", f"link with {library}"
+    if not context.ours and symbol.name.startswith(("Py", "_Py")):
+        return (
+            f"Python {here()} does not export it: a misspelt name, or one of another version",
+            "build it again with the headers of this Python",
+        )
+    near = explain(name, candidates)
+    if near is not None:
+        where = f"so that both sides say `{name}`; defined now: {listing(near.defined, 4)}"
+        return near.cause, f"instantiate or rename {where}"
+    return _nobody_defines(context, name)
 
 
 def _nobody_defines(context: Context, name: str) -> tuple[str, str]:

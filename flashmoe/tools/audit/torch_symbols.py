@@ -53,29 +53,40 @@ def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
     name, torch = "resolves against the installed torch", context.torch
     if not wanted or torch is None:
         return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []
-    weak = {s.name for s in context.facts.undefined if may_stay_open(context, s)}
-    lost = [n for n in wanted if n not in weak and not torch.providers(n)]
+    symbols = {s.name: s for s in context.facts.undefined}
+    lost = [n for n in wanted if not may_stay_open(context, symbols[n]) and not context.closure.gives(symbols[n])]
     if not lost:
         return [passed(name, f"all {len(wanted)} are exported by torch {torch.version}: it imports with this one")]
     names = demangle(lost)
     checks = []
     for mangled in lost:
-        near = explain(names[mangled], _torch_candidates(context, names[mangled]))
+        cause, next_step = _why_lost(context, torch.version, mangled, names[mangled])
         checks.append(
             failed(
                 f"not in torch {torch.version}: {names[mangled]}",
                 found=f"{names[mangled]} is undefined [{mangled}]",
-                expected=f"exported by a library of torch {torch.version}",
+                expected=f"exported by a library of torch {torch.version} that the file brings in",
                 why="The loader stops at it: `undefined symbol` at import.",
-                cause=(
-                    f"built against another torch than {torch.version}: here {near.cause}"
-                    if near is not None
-                    else f"built against another torch than {torch.version}, which has no symbol of that name"
-                ),
-                next_step="build it again with this torch, install the torch it was built for, or move it to the stable ABI",
+                cause=cause,
+                next_step=next_step,
             )
         )
     return limited(checks)
+
+
+def _why_lost(context: Context, version: str, mangled: str, demangled: str) -> tuple[str, str]:
+    """Why a C++ name of torch is not found, and what to do. Another signature is only the cause where nothing else is."""
+    library = context.resolver.elsewhere(mangled, context.closure)
+    if library is not None:
+        return f"{library} exports it, but nothing that is needed brings that library in", f"link with {library}"
+    if context.closure.absent:
+        absent = listing(context.closure.absent)
+        return f"not on this machine: {absent}", "install the packages that provide these libraries"
+    remedy = "build it again with this torch, install the torch it was built for, or move it to the stable ABI"
+    near = explain(demangled, _torch_candidates(context, demangled))
+    if near is not None:
+        return f"built against another torch than {version}: here {near.cause}", remedy
+    return f"built against another torch than {version}, which has no symbol of that name", remedy
 
 
 def _torch_candidates(context: Context, demangled: str) -> tuple[str, ...]:

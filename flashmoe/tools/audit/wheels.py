@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
-import json
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from email.parser import Parser
 from pathlib import Path, PurePosixPath
@@ -17,8 +14,11 @@ from flashmoe.errors import TableError
 from flashmoe.tools.audit.context import failed, limited, listing, passed
 from flashmoe.tools.audit.elf import ElfFacts
 from flashmoe.tools.audit.embedded import Binary
+from flashmoe.tools.audit.errors import AuditError
+from flashmoe.tools.audit.guard import guarded, parse_json
 from flashmoe.tools.audit.inputs import Wheel
 from flashmoe.tools.audit.policy import version_key
+from flashmoe.tools.fields import Fields
 from flashmoe.tools.report import Check
 from flashmoe.tools.tables import Tables, load_tables, table_directory, table_files
 
@@ -32,12 +32,44 @@ OUTSIDE = (
     "libnccl*.so*",
     "libcusparse*.so*",
 )
+_LEGACY = {"manylinux1": "manylinux_2_5", "manylinux2010": "manylinux_2_12", "manylinux2014": "manylinux_2_17"}
 _PYTHON_API = re.compile(r"_?Py[A-Z_]\w*")
 
 
 def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     """The checks that need nothing but the wheel; ``facts`` by member name."""
-    return [*check_tag(wheel, facts), *check_auditwheel(wheel), *check_record(wheel)]
+    return [
+        *guarded("METADATA", lambda: check_name(wheel)),
+        *guarded("WHEEL", lambda: check_tag(wheel, facts)),
+        *check_auditwheel(wheel),
+        *guarded("RECORD", lambda: check_record(wheel)),
+    ]
+
+
+def check_name(wheel: Wheel) -> list[Check]:
+    """The distribution and version in the file name, in METADATA and in the name of .dist-info."""
+    from packaging.utils import canonicalize_name, canonicalize_version
+
+    stated = Parser().parsestr(wheel.metadata["METADATA"])
+    folder = next(n for n in wheel.names if n.endswith(".dist-info/METADATA") and n.count("/") == 1)
+    places = {
+        "file name": wheel.path.name.split("-")[:2],
+        "METADATA": [str(stated.get("Name", "")), str(stated.get("Version", ""))],
+        ".dist-info": folder.rsplit(".dist-info", 1)[0].split("-"),
+    }
+    meant = {place: (canonicalize_name(n), canonicalize_version(v)) for place, (n, v, *_) in places.items() if len(places[place]) > 1}
+    if len(meant) == len(places) and len(set(meant.values())) == 1:
+        return [passed("wheel name", f"{places['METADATA'][0]} {places['METADATA'][1]}, the same in file name and metadata")]
+    return [
+        failed(
+            "wheel name",
+            found="; ".join(f"{place}: {' '.join(words)}" for place, words in places.items()),
+            expected="the same distribution and version in all three",
+            why="pip refuses it, or installs one distribution in the place of another.",
+            cause="the file was renamed, or its metadata was edited",
+            next_step="give it back the name that its builder wrote",
+        )
+    ]
 
 
 def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
@@ -110,10 +142,9 @@ def _check_floor(platforms: Sequence[str], facts: Mapping[str, ElfFacts]) -> lis
     """glibc in the platform tag against the symbol versions that the content requires."""
     checks = []
     for platform in platforms:
-        match = re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", platform)
-        if match is None:
+        floor = _glibc(platform)
+        if floor is None:
             continue
-        floor = (int(match.group(1)), int(match.group(2)))
         above = sorted(
             {
                 f"{v} ({member})"
@@ -135,6 +166,13 @@ def _check_floor(platforms: Sequence[str], facts: Mapping[str, ElfFacts]) -> lis
                 )
             )
     return checks
+
+
+def _glibc(platform: str) -> tuple[int, int] | None:
+    """The glibc that a platform tag promises, as (2, 28); None for a tag that promises none."""
+    family, _, rest = platform.partition("_")
+    match = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", f"{_LEGACY[family]}_{rest}" if family in _LEGACY else platform)
+    return (int(match[1]), int(match[2])) if match is not None else None
 
 
 def check_auditwheel(wheel: Wheel) -> list[Check]:
@@ -177,13 +215,11 @@ def check_auditwheel(wheel: Wheel) -> list[Check]:
         ]
     policy = result.overall_policy
     allowed = {policy.name, *policy.aliases}
-    reached = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", policy.name)
+    reached = _glibc(policy.name)
     tags = sorted(set(wheel.path.stem.split("-")[-1].split(".")))
     for tag in tags:
-        stated = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", tag)
-        above = stated is not None and (
-            reached is None or tuple(map(int, stated.groups())) < tuple(map(int, reached.groups()))
-        )
+        stated = _glibc(tag)
+        above = stated is not None and (reached is None or stated < reached)
         if above or (stated is None and tag not in allowed and not tag.startswith("linux_")):
             why_not = {
                 lib for p, ref in result.external_refs.items() if stated is not None and p == tag for lib in ref.libs
@@ -207,17 +243,15 @@ def check_record(wheel: Wheel) -> list[Check]:
     name = "wheel record"
     rows = {row[0]: row[1] for row in csv.reader(wheel.metadata["RECORD"].splitlines()) if len(row) >= 2}
     wrong: list[str] = []
-    with zipfile.ZipFile(wheel.path) as archive:
-        for member in wheel.names:
-            stated = rows.get(member)
-            if stated is None:
-                wrong.append(f"{member} (not in RECORD)")
-            elif stated.startswith("sha256="):
-                digest = base64.urlsafe_b64encode(hashlib.sha256(archive.read(member)).digest()).rstrip(b"=").decode()
-                if stated != f"sha256={digest}":
-                    wrong.append(member)
-            elif PurePosixPath(member).name not in ("RECORD", "RECORD.jws", "RECORD.p7s"):
-                wrong.append(f"{member} (no sha256)")
+    for member in wheel.names:
+        stated = rows.get(member)
+        if stated is None:
+            wrong.append(f"{member} (not in RECORD)")
+        elif stated.startswith("sha256="):
+            if stated != f"sha256={wheel.digests[member]}":
+                wrong.append(member)
+        elif PurePosixPath(member).name not in ("RECORD", "RECORD.jws", "RECORD.p7s"):
+            wrong.append(f"{member} (no sha256)")
     wrong += [f"{member} (missing)" for member in rows if member not in wheel.names]
     if wrong:
         return [
@@ -264,12 +298,20 @@ def check_tables(wheel: Wheel, expected: Tables) -> list[Check]:
 
 
 def read_provenance(content: bytes) -> dict[str, Any] | None:
-    """The provenance record, or None when it is not one of ours."""
+    """The provenance record, or None when it is not one of ours, or a field has another type."""
     try:
-        payload = json.loads(content)
-    except ValueError:
+        payload = parse_json(content, "provenance.json")
+        record = Fields(payload, "provenance.json")
+        is_ours = record.take("schema", str) == "flashmoe.provenance/1"
+        record.take("extension_sha256", str)
+        record.words("targets", default=())
+        for row in record.take("binaries", list, []):
+            binary = Fields(row, "provenance.json, binaries")
+            for key in ("name", "target", "sha256"):
+                binary.take(key, str)
+    except (AuditError, TableError):
         return None
-    return payload if isinstance(payload, dict) and payload.get("schema") == "flashmoe.provenance/1" else None
+    return dict(payload) if is_ours else None
 
 
 def check_provenance(record: Mapping[str, Any] | None, library: Path, binaries: Sequence[Binary]) -> list[Check]:

@@ -1,0 +1,192 @@
+"""What happens when a wheel's packages are imported, followed through the sources: which modules run, what they ask for.
+
+Only what certainly runs is followed: statements at the top level of a module, and of functions that are called there.
+What stands under ``if``, in ``try``, or in a function that nothing calls at import may never run, so nothing there can
+prove that an import fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+
+from flashmoe.tools.audit.inputs import EXTENSION, Wheel
+
+_DATA = re.compile(r"[^/]+\.data/(?:purelib|platlib)/")
+# A module that mentions one of these may bind names or modules that its text does not show.
+_DYNAMIC = re.compile(r"\b(?:__getattr__|globals|setattr|exec|vars|__dict__|__path__|sys\.modules|meta_path|lazy\w*)\b")
+
+
+_SIMPLE = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One module that certainly runs asks for another, by its dotted name."""
+
+    source: str
+    line: int
+    module: str
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A module that certainly runs and cannot be parsed."""
+
+    source: str
+    reason: str
+    is_syntax: bool  # perhaps of a newer Python
+
+
+class Imports:
+    """The modules of one wheel. ``requests`` are those that certainly run; ``unread`` what stopped the search."""
+
+    def __init__(self, wheel: Wheel) -> None:
+        self.wheel = wheel
+        self.modules = _modules(wheel)
+        self.requests: list[Request] = []
+        self.unread: list[Unread] = []
+        self.reached: set[str] = set()
+        self._trees: dict[str, list[ast.stmt]] = {}
+        self._bound: dict[str, frozenset[str]] = {}
+        self._follow()
+
+    @cached_property
+    def folders(self) -> frozenset[str]:
+        """Every folder with a module below it, as a dotted name: packages, with an ``__init__`` or without."""
+        return frozenset(".".join(parts[:n]) for name in self.modules for parts in [name.split(".")] for n in range(1, len(parts)))
+
+    def running(self, source: str) -> list[ast.stmt]:
+        """The statements of a reached module that certainly run at import; empty when it was not reached."""
+        return self._trees.get(source, [])
+
+    def is_lost(self, module: str) -> bool:
+        """Whether importing ``module`` fails for certain: its package is in the wheel, whole, and does not have it."""
+        if module in self.modules or module in self.folders:
+            return False
+        parent, _, name = module.rpartition(".")
+        source = self.modules.get(parent, "")
+        text = self.wheel.sources.get(source)
+        if not source.endswith("/__init__.py") or text is None or _DYNAMIC.search(text):
+            return False  # another distribution's, a module and no package, or one that may find it in its own way
+        if parent not in self._bound:
+            self._bound[parent] = _bound(text)
+        return not self._bound[parent] & {name, "*"}
+
+    def _follow(self) -> None:
+        parents = {name: [name[: m.start()] for m in re.finditer(r"\.", name)] for name in self.modules}
+        waiting = [name for name, above in parents.items() if not any(parent in self.modules for parent in above)]
+        while waiting:
+            module = waiting.pop()
+            if module in self.reached:
+                continue
+            self.reached.add(module)
+            source = self.modules.get(module, "")
+            if not source.endswith(".py"):
+                continue
+            for line, wanted in self._wanted(module, source):
+                self.requests.append(Request(source, line, wanted))
+                parts = wanted.split(".")
+                waiting += [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+    def _wanted(self, module: str, source: str) -> list[tuple[int, str]]:
+        text = self.wheel.sources.get(source)
+        if text is None:
+            self.unread.append(Unread(source, "too large to be parsed", is_syntax=False))
+            return []
+        try:
+            self._trees[source] = list(_certain(ast.parse(text)))
+        except SyntaxError as error:
+            self.unread.append(Unread(source, f"SyntaxError: {error.msg}, line {error.lineno}", is_syntax=True))
+        except (ValueError, RecursionError, MemoryError) as error:  # NUL bytes; nested too deeply
+            self.unread.append(Unread(source, f"{type(error).__name__}: {error}", is_syntax=False))
+        package = module if source.endswith("/__init__.py") else module.rpartition(".")[0]
+        return [(line, name) for node in self.running(source) for line, name in self._asked(node, package)]
+
+    def _asked(self, node: ast.stmt, package: str) -> Iterator[tuple[int, str]]:
+        """What an import statement asks for. A name taken from a module that is no package is an attribute, not a module."""
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".") if node.level else []
+            base = ".".join([*parts[: len(parts) - max(0, node.level - 1)], *filter(None, [node.module])])
+            if base:
+                yield node.lineno, base
+            if base in self.folders:
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names if alias.name != "*")
+
+
+def _modules(wheel: Wheel) -> Mapping[str, str]:
+    """Dotted name -> member, of each module that the wheel installs: Python files and extensions."""
+    found: dict[str, str] = {}
+    for member in wheel.names:
+        place = PurePosixPath(_DATA.sub("", member))
+        stem = place.name.split(".", 1)[0]
+        if place.suffix != ".py" and not EXTENSION.fullmatch(place.name):
+            continue
+        parts = [*place.parts[:-1], *([] if stem == "__init__" else [stem])]
+        if parts and all(part.isidentifier() for part in parts) and not (place.suffix == ".py" and place.stem != stem):
+            name = ".".join(parts)
+            if place.suffix != ".py" or name not in found:
+                found[name] = member
+    return found
+
+
+def _certain(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run whenever the module is imported, with the bodies of its functions that they call."""
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    waiting, called = list(reversed(tree.body)), set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ClassDef):
+            waiting += reversed(node.body)
+        if not isinstance(node, _SIMPLE):  # if, try, with (it may swallow an error), loops, definitions
+            continue
+        yield node
+        for name in _plain_calls(node):
+            if name in functions and name not in called:
+                called.add(name)
+                waiting += reversed(_until_return(functions[name].body))
+
+
+def _until_return(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements before the first one that may leave the function."""
+    for index, node in enumerate(body):
+        if any(isinstance(n, (ast.Return, ast.Raise, ast.Yield)) for n in ast.walk(node)):
+            return body[: index + isinstance(node, ast.Return)]
+    return body
+
+
+def _plain_calls(node: ast.stmt) -> Iterator[str]:
+    """Names called in a plain statement, outside of what may be skipped: ``f()``, ``x = f()``, ``g(f())``."""
+    waiting: list[ast.AST] = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (ast.Lambda, ast.IfExp, ast.BoolOp, ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)):
+            continue
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Name):
+            yield one.func.id
+        waiting += ast.iter_child_nodes(one)
+
+
+def _bound(text: str) -> frozenset[str]:
+    """Names that a package's ``__init__`` binds, other than by taking them from the package itself. ``*``: any name."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset("*")
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and not node.module:
+            names |= {alias.asname for alias in node.names if alias.asname}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return frozenset(names)
