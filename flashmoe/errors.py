@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     FAILED = 1  # a check was made and failed
     USAGE = 2  # the arguments were wrong
     NOTHING_CHECKED = 3  # there was nothing to check, which never counts as a pass
+    NOT_PROVED = 4  # what was asked for could be neither proved nor refuted here, which is no pass either
     INTERRUPTED = 130
     PIPE_CLOSED = 141  # the reader of the output closed the pipe; 141 is what a shell reports for SIGPIPE
 

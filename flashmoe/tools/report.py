@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import stat
 import statistics
 import sys
 import tempfile
@@ -29,11 +30,12 @@ SCHEMA = "flashmoe.report/1"
 
 
 class Verdict(str, Enum):
-    """SKIP means that nothing was checked; it never counts as PASS."""
+    """SKIP: nothing was checked, which never counts as PASS. UNPROVED: what was asked for can be neither proved nor refuted."""
 
     PASS = "PASS"
     WARN = "WARN"
     FAIL = "FAIL"
+    UNPROVED = "NOT PROVED"
     SKIP = "SKIP"
 
     def __str__(self) -> str:
@@ -57,7 +59,7 @@ def overall(checks: Sequence[Check]) -> Verdict:
     verdicts = {check.verdict for check in checks} - {Verdict.SKIP}
     if not verdicts or Verdict.FAIL in verdicts:
         return Verdict.FAIL
-    return Verdict.WARN if Verdict.WARN in verdicts else Verdict.PASS
+    return next((verdict for verdict in (Verdict.UNPROVED, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Report:
     def exit_code(self) -> ExitCode:
         if all(check.verdict is Verdict.SKIP for check in self.checks):
             return ExitCode.NOTHING_CHECKED
-        return ExitCode.FAILED if self.verdict is Verdict.FAIL else ExitCode.OK
+        return {Verdict.FAIL: ExitCode.FAILED, Verdict.UNPROVED: ExitCode.NOT_PROVED}.get(self.verdict, ExitCode.OK)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "verdict": self.verdict.value, **asdict(self)}
@@ -130,17 +132,29 @@ def built_commit(library: Path) -> str:
 def write_json(path: Path, payload: Mapping[str, Any]) -> None:
     """Write ``payload`` so that a reader sees the old file or the new one, never half of it.
 
-    Raises ReportError where nothing can be written.
+    What is there and is no regular file (a device, a FIFO, a symbolic link) stays what it is and is written into. Raises
+    ReportError where nothing can be written.
     """
     _write(path, json.dumps(payload, indent=1, default=str))
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        _replace_file(path, text + "\n")
+        if _is_replaceable(path):
+            _replace_file(path, text + "\n")
+        else:
+            path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         msg = f"cannot write {path}: {error.strerror}; name a file in a folder that this user can write to, on a disk with room"
         raise ReportError(msg) from error
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether a new file may take the place of ``path``: nothing is there, or a regular file itself and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def _replace_file(path: Path, text: str) -> None:
@@ -227,7 +241,7 @@ def _small(data: Mapping[str, Any], entry: int) -> dict[str, Any]:
 
 def fold_checks(report: Report) -> Report:
     """FAIL and WARN as they are; one check each for all that passed and for all that proved nothing. Same verdict."""
-    folded = [check for check in report.checks if check.verdict in (Verdict.FAIL, Verdict.WARN)]
+    folded = [check for check in report.checks if check.verdict not in (Verdict.PASS, Verdict.SKIP)]
     for verdict in (Verdict.PASS, Verdict.SKIP):
         same = [check for check in report.checks if check.verdict is verdict]
         found = Counter(check.found for check in same)

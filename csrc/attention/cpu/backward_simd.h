@@ -1,11 +1,15 @@
 // Attention's backward pass, one task with vector instructions. Include after a vector_*.h. Internal linkage.
 //
 // For each block of keys K and V are packed once; then for each block of query rows, with keys in the lanes,
-//   S = Q K^T,   P = 2^(S * scale_log2 - lse_log2),   dP = dO V^T,   dS = P * (dP - row_term),
+//   S = Q K^T,   P = e^(S * scale - lse),   dP = dO V^T,   dS = P * (dP - row_term),
 //   dV += P^T dO,   dK += dS^T Q,   dQ += dS K,
 // where row_term = rowsum(dO * O) - dlse; dQ and dK are multiplied by the scale when they are stored. Left operands are read
 // element by element and may lie in either order, so that P and dS are nowhere transposed. Operands are words (gemm_pack.h):
 // fp32, or pairs of bf16 where the processor multiplies such; P and dS are then rounded to bf16, as torch rounds them.
+//
+// A large lse is rounded by more than P may be off by. So of fp32 S has the bits that the forward pass took lse from, product
+// and difference are rounded each, and dO * O is summed in the order of dO V^T: of a key that has all of the weight P is exactly
+// 1 and dS exactly 0.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +17,7 @@
 #include <type_traits>
 
 #include "attention/cpu/backward_kernel.h"
+#include "attention/cpu/forward_few_rows.h"
 #include "attention/cpu/mask.h"
 #include "cpu/exp2.h"
 #include "cpu/gemm_strided.h"
@@ -23,6 +28,10 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kScoreStride = kBackwardKeys + 16;  // of scores, from row to row: no power of two
+
+// Words of dP that are summed at a time, where dP - row_term is a small difference of large sums (a V with a mean): one sum over
+// 256 was off by up to 4 times what torch's was.
+constexpr int32_t kSumWords = 64;
 
 // Where a task's pieces lie in its scratch memory. "rows" has words along a row, "columns" has a word for each column, of one
 // row or of two: with words of one element both are the same memory.
@@ -45,8 +54,10 @@ struct BackwardScratch {
   float* dk;              // [keys, head_dim] fp32 sums
   float* dv;              // the same
   float* dq;              // [heads, rows, head_dim] of the task: fp32 sums
-  float* minus_lse_log2;  // [rows]
+  float* lse;             // [rows]; +inf of a row that sees no key, so that its P is 0
   float* row_term;        // [rows]
+  float* row_terms;       // [heads, rows] of the task: all of them, from the first block of keys on
+  float* square;          // as score_row needs it
   size_t bytes;
 
   BackwardScratch(void* base, const BackwardTask& task) {
@@ -69,32 +80,20 @@ struct BackwardScratch {
     ds_rows = kIsPair ? arena.take<float>(kBackwardRows / 2 * kScoreStride) : dscores;
     dk = arena.take<float>(kBackwardKeys * dim_stride);
     dv = arena.take<float>(kBackwardKeys * dim_stride);
-    minus_lse_log2 = arena.take<float>(kBackwardRows);
+    lse = arena.take<float>(kBackwardRows);
     row_term = arena.take<float>(kBackwardRows);
+    square = arena.take<float>(int64_t{2} * Vector::kWidth * Vector::kWidth);
     const int64_t rows = int64_t{task.head_end - task.head_begin} * (task.row_end - task.row_begin);
+    row_terms = arena.take<float>(rows);
     dq = arena.take<float>(task.with_dq ? rows * dim_stride : 0);
     bytes = arena.used();
   }
 };
 
-template <class T>
-inline float dot(const T* a, const T* b, int32_t count) {
-  Vector::Float sum = Vector::zero();
-  int32_t i = 0;
-  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
-    sum = Vector::fma(Vector::load(a + i), Vector::load(b + i), sum);
-  }
-  if (i < count) {
-    T tails[2][Vector::kWidth] = {};
-    memcpy(tails[0], a + i, static_cast<size_t>(count - i) * sizeof(T));
-    memcpy(tails[1], b + i, static_cast<size_t>(count - i) * sizeof(T));
-    sum = Vector::fma(Vector::load(tails[0]), Vector::load(tails[1]), sum);
-  }
-  float lanes[Vector::kWidth];
-  Vector::store(lanes, sum);
-  float total = 0.0f;
-  for (float lane : lanes) total += lane;
-  return total;
+// x, which the compiler may not join with what comes after into one operation of one rounding.
+inline Vector::Float rounded(Vector::Float x) {
+  __asm__("" : "+v"(x));
+  return x;
 }
 
 template <class T>
@@ -105,7 +104,8 @@ class Backward {
         params_(*task.params),
         mask_(task),
         s_(memory, task),
-        scale_log2_(Vector::broadcast(params_.scale * 1.44269504088896340736f)) {}
+        scale_(Vector::broadcast(params_.scale)),
+        scores_by_row_(std::is_same_v<T, float> && params_.seq_q <= kFewRows) {}
 
   void run() {
     int32_t key_end = task_.key_end;
@@ -169,7 +169,7 @@ class Backward {
       pack_transposed(k + i, count, 0, head_dim, s_.k_t + at, kPairColumns);
       pack_transposed(v + i, count, 0, head_dim, s_.v_t + at, kPairColumns);
     }
-    if (task_.with_dq) pack_as_columns(k, keys_, s_.k_columns);
+    if (task_.with_dq || scores_by_row_) pack_as_columns(k, keys_, s_.k_columns);
     if (!task_.with_dkv) return;
     clear(s_.dk, keys_);
     clear(s_.dv, keys_);
@@ -181,19 +181,45 @@ class Backward {
     }
   }
 
+  // sums[i] = a[i] . b[i], added in the order of add_block's dP. The blocks' scores are not there yet: their memory is used.
+  void multiply_rows(const T* const* a, const T* const* b, int32_t rows, float* sums) const {
+    const int32_t dim_words = word_count<T>(params_.head_dim);
+    for (int32_t i = 0; i < rows; i += Vector::kWidth) {
+      const int32_t count = clamp(rows - i, 0, Vector::kWidth);
+      pack_transposed(a + i, count, 0, params_.head_dim, s_.scores, Vector::kWidth);
+      pack_transposed(b + i, count, 0, params_.head_dim, s_.dscores, Vector::kWidth);
+      Vector::Float total = Vector::zero();
+      for (int32_t begin = 0; begin < dim_words; begin += kSumWords) {
+        Vector::Float sum = Vector::zero();
+        for (int32_t word = begin; word < dim_words && word < begin + kSumWords; ++word) {
+          const int32_t at = word * Vector::kWidth;
+          sum = Words<Word>::multiply_add(Vector::load(s_.scores + at), Vector::load(s_.dscores + at), sum);
+        }
+        total = Vector::add(total, sum);
+      }
+      Vector::store(sums + i, total);
+    }
+  }
+
   // Q, dO and the two numbers of each row. A word's second row past the last is zero.
   void pack_query_rows(int32_t head, int32_t row, int32_t rows) const {
-    const T *q[kBackwardRows], *dout[kBackwardRows];
+    const T *q[kBackwardRows], *dout[kBackwardRows], *out[kBackwardRows];
     const int64_t first = (int64_t{task_.batch} * params_.heads_q + head) * params_.seq_q + row;
     for (int32_t i = 0; i < rows; ++i) {
       q[i] = row_of(params_.q, params_.q_stride, head, int64_t{row} + i);
       dout[i] = row_of(params_.dout, params_.dout_stride, head, int64_t{row} + i);
-      const float lse = params_.lse[first + i];  // of a row without visible keys -inf, and then P is 0
-      s_.minus_lse_log2[i] = lse == kMinusInfinity ? lse : lse * -1.44269504088896340736f;
-      const float product =
-          dot(dout[i], row_of(params_.out, params_.out_stride, head, int64_t{row} + i), params_.head_dim);
-      s_.row_term[i] = params_.dlse == nullptr ? product : product - params_.dlse[first + i];
+      const float lse = params_.lse[first + i];
+      s_.lse[i] = lse == kMinusInfinity ? -kMinusInfinity : lse;
+      out[i] = row_of(params_.out, params_.out_stride, head, int64_t{row} + i);
     }
+    float* row_terms = s_.row_terms + int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin;
+    if (key_ == task_.key_begin) {  // every row that sees a key of this task sees one of the first block
+      multiply_rows(dout, out, rows, s_.row_term);
+      for (int32_t i = 0; i < rows; ++i) {
+        row_terms[i] = params_.dlse == nullptr ? s_.row_term[i] : s_.row_term[i] - params_.dlse[first + i];
+      }
+    }
+    memcpy(s_.row_term, row_terms, static_cast<size_t>(rows) * sizeof(float));
     pack_rows(q, rows, 0, params_.head_dim, s_.q_rows, s_.dim_stride);
     pack_rows(dout, rows, 0, params_.head_dim, s_.dout_rows, s_.dim_stride);
     if (kElements == 1) return;
@@ -204,7 +230,17 @@ class Backward {
     if (rows % 2 == 0) return;
     clear(s_.q_rows + rows * s_.dim_stride, 1);
     clear(s_.dout_rows + rows * s_.dim_stride, 1);
-    s_.minus_lse_log2[rows] = s_.row_term[rows] = 0.0f;
+    s_.lse[rows] = s_.row_term[rows] = 0.0f;
+  }
+
+  // S as the forward pass computes it for few rows of fp32, whose sums it takes in another order.
+  void score_by_row(int32_t rows, int32_t columns) const {
+    const int32_t padded_dim = round_up(params_.head_dim, Vector::kWidth);
+    for (int32_t i = 0; i < rows; ++i) {
+      float* scores = s_.scores + i * kScoreStride;
+      score_row(s_.q_rows + i * s_.dim_stride, s_.k_columns, s_.dim_stride, keys_, padded_dim, s_.square, scores);
+      for (int32_t key = keys_; key < columns; ++key) scores[key] = 0.0f;
+    }
   }
 
   // The contributions of `rows` query rows and this block of keys to one another.
@@ -216,10 +252,17 @@ class Backward {
     const int32_t whole_rows = round_up(rows, kElements), columns = round_up(keys, kPairColumns);
     const int32_t dim_words = word_count<T>(params_.head_dim), dim_columns = round_up(params_.head_dim, kPairColumns);
     const int64_t pair_stride = s_.packed_words * kPairColumns;
-    multiply_strided<Word>({s_.q_rows, s_.dim_stride, 1}, whole_rows, {s_.k_t, kPairColumns, pair_stride}, dim_words,
-                           columns, false, s_.scores, kScoreStride);
-    multiply_strided<Word>({s_.dout_rows, s_.dim_stride, 1}, whole_rows, {s_.v_t, kPairColumns, pair_stride}, dim_words,
-                           columns, false, s_.dscores, kScoreStride);
+    if (scores_by_row_) {
+      score_by_row(rows, columns);
+    } else {
+      multiply_strided<Word>({s_.q_rows, s_.dim_stride, 1}, whole_rows, {s_.k_t, kPairColumns, pair_stride}, dim_words,
+                             columns, false, s_.scores, kScoreStride);
+    }
+    for (int32_t word = 0; word < dim_words; word += kSumWords) {
+      multiply_strided<Word>({s_.dout_rows + word, s_.dim_stride, 1}, whole_rows,
+                             {s_.v_t + word * kPairColumns, kPairColumns, pair_stride},
+                             clamp(dim_words - word, 0, kSumWords), columns, word > 0, s_.dscores, kScoreStride);
+    }
     if (!weigh(mask, rows, columns) && rows > 1) {  // 0 * NaN is NaN: one row sees all of its keys
       for (int32_t i = 0; i < rows; ++i) add_block(head, row + i, 1);
       return;
@@ -241,6 +284,7 @@ class Backward {
   // S and dP to P and dS, zero where a row does not see a key. Whether all of those hidden scores were finite: else an
   // operand holds NaN or Inf that must not be multiplied by the zero.
   bool weigh(BlockMask mask, int32_t rows, int32_t columns) const {
+    const Vector::Float log2_e = Vector::broadcast(kLog2E);
     Vector::Float hidden = Vector::zero();  // sum of 0 * x, which is not 0 for NaN and Inf
     for (int32_t row = 0; row < rows; row += kElements) {
       int32_t ends[2] = {mask.keys_of(row).end, row + 1 < rows ? mask.keys_of(row + 1).end : 0};
@@ -252,7 +296,8 @@ class Backward {
         for (int i = 0; i < kCount; ++i) {
           const int32_t r = row + i / kPairVectors;
           const float* score = s_.scores + r * kScoreStride + column + i % kPairVectors * Vector::kWidth;
-          p[i] = Vector::fma(Vector::load(score), scale_log2_, Vector::broadcast(s_.minus_lse_log2[r]));
+          const Vector::Float scaled = rounded(Vector::mul(Vector::load(score), scale_));
+          p[i] = Vector::mul(Vector::sub(scaled, Vector::broadcast(s_.lse[r])), log2_e);
         }
         exp2_of<ExpDegree<T>::value>(p);
 #pragma GCC unroll 4
@@ -293,7 +338,8 @@ class Backward {
   const attention::BackwardParams& params_;
   const Mask mask_;
   const BackwardScratch<T> s_;
-  const Vector::Float scale_log2_;
+  const Vector::Float scale_;
+  const bool scores_by_row_;
   int32_t key_ = 0;   // the block of keys: the first
   int32_t keys_ = 0;  // and how many
 };

@@ -110,7 +110,7 @@ inline void add_values(const float* weights, const T* v, int64_t v_stride, int32
 }
 
 struct RowState {
-  float max_log2 = kMinusInfinity;
+  float max = kMinusInfinity;  // of the scores, unscaled
   float sum = 0.0f;
 };
 
@@ -124,26 +124,20 @@ inline void attend_row(const float* q, const T* k, int64_t k_stride, const T* v,
   for (int32_t key = 0; key < keys; key += Vector::kWidth) {
     largest = Vector::max(Vector::load(scratch.scores + key), largest);
   }
-  const float before = state->max_log2;
-  const float block_max = largest_lane(largest) * scale_log2;
-  const float now = block_max > before ? block_max : before;
-  const float shift = now == kMinusInfinity ? 0.0f : now;
+  const float block_max = largest_lane(largest);
+  const float before = state->max;
+  state->max = block_max > before ? block_max : before;
+  const float shift = state->max == kMinusInfinity ? 0.0f : state->max;
   float alpha[Vector::kWidth];
-  Vector::store(alpha, exp2<kExpDegreeFull>(Vector::broadcast(before - shift)));
-  Vector::Float sum = Vector::zero(), scale = Vector::broadcast(scale_log2);
-  if (any_is_far(Vector::broadcast(now))) {  // products rounded as the maximum's was
-    for (int32_t key = 0; key < keys; key += Vector::kWidth) {
-      Vector::store(scratch.scores + key, Vector::mul(Vector::load(scratch.scores + key), scale));
-    }
-    scale = Vector::broadcast(1.0f);
-  }
+  Vector::store(alpha, exp2<kExpDegreeFull>(Vector::broadcast((before - shift) * scale_log2)));
+  const Vector::Float maximum = Vector::broadcast(shift), scale = Vector::broadcast(scale_log2);
+  Vector::Float sum = Vector::zero();
   for (int32_t key = 0; key < keys; key += Vector::kWidth) {
     float* s = scratch.scores + key;
-    const Vector::Float weight = exp2<kDegree>(Vector::fma(Vector::load(s), scale, Vector::broadcast(-shift)));
+    const Vector::Float weight = exp2<kDegree>(Vector::mul(Vector::sub(Vector::load(s), maximum), scale));
     sum = Vector::add(sum, weight);
     Vector::store(s, weight);
   }
-  state->max_log2 = now;
   state->sum = state->sum * alpha[0] + sum_of_lanes(sum);
   constexpr int32_t kChunk = 4 * Vector::kWidth;
   int32_t dim = 0;
@@ -205,7 +199,7 @@ void forward_few_rows(const Task& task, void* memory) {
     const int64_t position = int64_t{task.row_begin} + row;
     store_row(scratch.out + row * padded_dim, head_dim, Vector::broadcast(inverse),
               operands.out + position * params.out_stride.row);
-    store_lse({&state.max_log2, &state.sum, nullptr}, 1, operands.lse_row(position));
+    store_lse({&state.max, &state.sum, nullptr}, 1, scale, operands.lse_row(position));
   }
 }
 

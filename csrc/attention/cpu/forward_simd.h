@@ -171,28 +171,21 @@ inline void accumulate_visible_output(const float* p_t, const float* v, int64_t 
 template <int kDegree>
 inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, SoftmaxState state) {
   for (int c = 0; c < kBlockVectors; ++c) {
-    Vector::Float scale = Vector::broadcast(scale_log2);
-    const Vector::Float minus_shift = Vector::sub(Vector::zero(), update_max(scores_t, keys, scale_log2, state, c));
+    const Vector::Float scale = Vector::broadcast(scale_log2);
+    const Vector::Float shift = update_max(scores_t, keys, scale_log2, state, c);
     Vector::Float sum0 = Vector::zero(), sum1 = Vector::zero();
     float* s = scores_t + c * Vector::kWidth;
-    if (any_is_far(Vector::load(state.max_log2 + c * Vector::kWidth))) {  // products rounded as the maximum's was
-      for (int32_t key = 0; key < keys; ++key) {
-        float* score = s + int64_t{key} * kBlockRows;
-        Vector::store(score, Vector::mul(Vector::load(score), scale));
-      }
-      scale = Vector::broadcast(1.0f);
-    }
     int32_t key = 0;
     for (; key + 1 < keys; key += 2, s += 2 * kBlockRows) {
-      const Vector::Float p0 = exp2<kDegree>(Vector::fma(Vector::load(s), scale, minus_shift));
-      const Vector::Float p1 = exp2<kDegree>(Vector::fma(Vector::load(s + kBlockRows), scale, minus_shift));
+      const Vector::Float p0 = exp2<kDegree>(Vector::mul(Vector::sub(Vector::load(s), shift), scale));
+      const Vector::Float p1 = exp2<kDegree>(Vector::mul(Vector::sub(Vector::load(s + kBlockRows), shift), scale));
       sum0 = Vector::add(sum0, p0);
       sum1 = Vector::add(sum1, p1);
       Vector::store(s, p0);
       Vector::store(s + kBlockRows, p1);
     }
     if (key < keys) {
-      const Vector::Float p = exp2<kDegree>(Vector::fma(Vector::load(s), scale, minus_shift));
+      const Vector::Float p = exp2<kDegree>(Vector::mul(Vector::sub(Vector::load(s), shift), scale));
       sum0 = Vector::add(sum0, p);
       Vector::store(s, p);
     }
@@ -224,8 +217,8 @@ inline void pack_row_block(const T* q, int64_t row_stride, int32_t rows, int32_t
 // out_t [padded_dim, rows], times 1/sum, -> out [rows, head_dim] and lse [rows], which may be null. buffer:
 // [kBlockRows, padded_dim].
 template <class T>
-inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows, int32_t head_dim, int32_t padded_dim,
-                            float* buffer, T* out, int64_t row_stride, float* lse) {
+inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows, Scale scale, int32_t head_dim,
+                            int32_t padded_dim, float* buffer, T* out, int64_t row_stride, float* lse) {
   float inverse[kBlockRows];
   for (int c = 0; c < kBlockVectors; ++c) {
     Vector::store(inverse + c * Vector::kWidth, inverse_sum(state, c));
@@ -237,14 +230,14 @@ inline void store_row_block(const float* out_t, SoftmaxState state, int32_t rows
   for (int32_t row = 0; row < rows; ++row) {
     store_row(buffer + int64_t{row} * padded_dim, head_dim, Vector::broadcast(inverse[row]), out + row * row_stride);
   }
-  store_lse(state, rows, lse);
+  store_lse(state, rows, scale, lse);
 }
 
 // Where a task's pieces lie in its scratch memory.
 struct SimdScratch {
   float* q_t;       // [row_blocks, padded_dim, rows]
   float* out_t;     // [row_blocks, padded_dim, rows]
-  float* max_log2;  // [row_blocks, rows]
+  float* max;       // [row_blocks, rows]
   float* sum;       // [row_blocks, rows]
   float* alpha;     // [rows]
   float* scores_t;  // [kBlockKeys, rows]
@@ -257,7 +250,7 @@ struct SimdScratch {
     Arena arena(base);
     q_t = arena.take<float>(int64_t{row_blocks} * padded_dim * kBlockRows);
     out_t = arena.take<float>(int64_t{row_blocks} * padded_dim * kBlockRows);
-    max_log2 = arena.take<float>(int64_t{row_blocks} * kBlockRows);
+    max = arena.take<float>(int64_t{row_blocks} * kBlockRows);
     sum = arena.take<float>(int64_t{row_blocks} * kBlockRows);
     alpha = arena.take<float>(kBlockRows);
     scores_t = arena.take<float>(int64_t{kBlockKeys} * kBlockRows);
@@ -268,7 +261,7 @@ struct SimdScratch {
   }
 
   SoftmaxState state(int32_t row_block) const {
-    return {max_log2 + int64_t{row_block} * kBlockRows, sum + int64_t{row_block} * kBlockRows, alpha};
+    return {max + int64_t{row_block} * kBlockRows, sum + int64_t{row_block} * kBlockRows, alpha};
   }
 };
 
@@ -347,7 +340,7 @@ void forward_simd(const Task& task, void* memory) {
   for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
     const int32_t row = task.row_begin + row_block * kBlockRows;
     store_row_block(scratch.out_t + row_block * block_floats, scratch.state(row_block),
-                    clamp(task.row_end - row, 0, kBlockRows), head_dim, padded_dim, scratch.buffer,
+                    clamp(task.row_end - row, 0, kBlockRows), scale, head_dim, padded_dim, scratch.buffer,
                     operands.out + row * params.out_stride.row, params.out_stride.row, operands.lse_row(row));
   }
 }

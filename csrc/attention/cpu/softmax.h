@@ -19,11 +19,27 @@ constexpr int kBlockVectors = 2;
 constexpr int kBlockRows = kBlockVectors * Vector::kWidth;
 inline int32_t row_block_count(int32_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
 
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// The factors of q k^T: Q is multiplied by q_factor when packed (exact: +1, -1, 0 or NaN), so that the scores' scale is
+// positive and the maximum of the scores is the maximum of the scaled ones. For scale = 0 the scores are 0, unless Q or
+// K holds Inf or NaN.
+struct Scale {
+  float q_factor;
+  float natural;  // > 0
+  float log2;     // natural * log2(e)
+};
+
+inline Scale make_scale(float scale) {
+  if (scale == 0.0f) return {0.0f, 1.0f, kLog2E};
+  return scale < 0.0f ? Scale{-1.0f, -scale, -scale * kLog2E} : Scale{1.0f, scale, scale * kLog2E};
+}
+
 // The running state of a row block, over the row block.
 struct SoftmaxState {
-  float* max_log2;  // max of score * scale * log2(e) so far; -inf before any key
-  float* sum;       // of 2^(score_log2 - max_log2)
-  float* alpha;     // what the sum and the output so far must be multiplied by for the new maximum
+  float* max;    // of the scores so far, unscaled; -inf before any key
+  float* sum;    // of 2^((score - max) * scale_log2)
+  float* alpha;  // what the sum and the output so far must be multiplied by for the new maximum
 };
 
 // Writes -inf where the mask hides a key. scores_t: [keys, rows].
@@ -40,8 +56,8 @@ inline void mask_scores(float* scores_t, BlockMask mask) {
 }
 
 // Takes the block's maxima into the state and sets alpha. scores_t: [keys, rows]; scale_log2 > 0. Column c only.
-// Returns the number to subtract from the scaled scores: the new maximum, or 0 while that is -inf (nothing visible
-// yet), so that -inf - -inf does not arise.
+// Returns the number to subtract from the scores: the new maximum, or 0 while that is -inf (nothing visible yet), so that
+// -inf - -inf does not arise. Subtracted before the multiplication, which leaves 0 of the maximum itself at any magnitude.
 inline Vector::Float update_max(const float* scores_t, int32_t keys, float scale_log2, SoftmaxState state, int c) {
   const float* s = scores_t + c * Vector::kWidth;
   Vector::Float m0 = Vector::broadcast(kMinusInfinity), m1 = m0;
@@ -51,12 +67,13 @@ inline Vector::Float update_max(const float* scores_t, int32_t keys, float scale
     m1 = Vector::max(Vector::load(s + int64_t{key + 1} * kBlockRows), m1);
   }
   if (key < keys) m0 = Vector::max(Vector::load(s + int64_t{key} * kBlockRows), m0);
-  float* max_log2 = state.max_log2 + c * Vector::kWidth;
-  const Vector::Float before = Vector::load(max_log2);
-  const Vector::Float now = Vector::max(Vector::mul(Vector::max(m0, m1), Vector::broadcast(scale_log2)), before);
-  Vector::store(max_log2, now);
+  float* max = state.max + c * Vector::kWidth;
+  const Vector::Float before = Vector::load(max);
+  const Vector::Float now = Vector::max(Vector::max(m0, m1), before);
+  Vector::store(max, now);
   const Vector::Float shift = Vector::where_equal(now, Vector::broadcast(kMinusInfinity), Vector::zero(), now);
-  Vector::store(state.alpha + c * Vector::kWidth, exp2<kExpDegreeFull>(Vector::sub(before, shift)));
+  const Vector::Float growth = Vector::mul(Vector::sub(before, shift), Vector::broadcast(scale_log2));
+  Vector::store(state.alpha + c * Vector::kWidth, exp2<kExpDegreeFull>(growth));
   return shift;
 }
 
@@ -68,20 +85,9 @@ inline void update_sum(SoftmaxState state, int c, Vector::Float block_sum) {
 
 inline void clear_state(SoftmaxState state) {
   for (int c = 0; c < kBlockVectors; ++c) {
-    Vector::store(state.max_log2 + c * Vector::kWidth, Vector::broadcast(kMinusInfinity));
+    Vector::store(state.max + c * Vector::kWidth, Vector::broadcast(kMinusInfinity));
     Vector::store(state.sum + c * Vector::kWidth, Vector::zero());
   }
-}
-
-// Scaled scores from which on `score * scale - maximum` in one rounding is no longer near 0 for the maximum itself,
-// whose product was rounded before: what is left of it is half a unit in its last place, 2^-4 here and 2^39 at 2^63.
-constexpr float kFarLog2 = 0x1p20f;
-
-// Whether one of these maxima lies there; -inf, of a row that has seen no key, does not.
-inline bool any_is_far(Vector::Float max_log2) {
-  const Vector::Float far = Vector::broadcast(kFarLog2);
-  const Vector::Float x = Vector::where_equal(max_log2, Vector::broadcast(kMinusInfinity), far, max_log2);
-  return Vector::any_differs(Vector::max(Vector::max(x, Vector::sub(Vector::zero(), x)), far), far);
 }
 
 // 1 / sum, or 0 for rows that saw no key (their sum is exactly 0: any key's maximum contributes 1, a NaN gives NaN).
@@ -90,31 +96,16 @@ inline Vector::Float inverse_sum(SoftmaxState state, int c) {
   return Vector::where_equal(sum, Vector::zero(), Vector::zero(), Vector::div(Vector::broadcast(1.0f), sum));
 }
 
-// lse of the block's first `rows` rows, natural logarithm; none if lse is null. logf: the double function's newest
-// version needs a newer glibc than the oldest that the wheel runs on.
-inline void store_lse(SoftmaxState state, int32_t rows, float* lse) {
+// lse of the block's first `rows` rows, natural logarithm; none if lse is null. Rounded once: where one key has all of the
+// weight it is that key's score * scale as fp32 rounds it, from which the backward pass then finds a weight of exactly 1.
+// logf: the double function's newest version needs a newer glibc than the oldest that the wheel runs on.
+inline void store_lse(SoftmaxState state, int32_t rows, Scale scale, float* lse) {
   if (lse == nullptr) return;
-  constexpr double kLn2 = 0.69314718055994530942;
   for (int32_t row = 0; row < rows; ++row) {
     const float sum = state.sum[row];
-    lse[row] = sum == 0.0f ? kMinusInfinity
-                           : static_cast<float>(state.max_log2[row] * kLn2 + static_cast<double>(__builtin_logf(sum)));
+    const double max = static_cast<double>(state.max[row]) * static_cast<double>(scale.natural);
+    lse[row] = sum == 0.0f ? kMinusInfinity : static_cast<float>(max + static_cast<double>(__builtin_logf(sum)));
   }
-}
-
-constexpr float kLog2E = 1.44269504088896340736f;
-
-// The factors of q k^T: Q is multiplied by q_factor when packed (exact: +1, -1, 0 or NaN), so that the scores' scale is
-// positive and the maximum of the scores is the maximum of the scaled ones. For scale = 0 the scores are 0, unless Q or
-// K holds Inf or NaN.
-struct Scale {
-  float q_factor;
-  float log2;
-};
-
-inline Scale make_scale(float scale) {
-  if (scale == 0.0f) return {0.0f, 1.0f};
-  return scale < 0.0f ? Scale{-1.0f, -scale * kLog2E} : Scale{1.0f, scale * kLog2E};
 }
 
 }  // namespace
