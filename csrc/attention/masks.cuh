@@ -1,9 +1,8 @@
 // Which keys a query row sees, and which key tiles of a query tile need a mask: the device's one home for that.
 //
 // Rows and keys count from the first of their sequence. What a row sees is a range [begin, end), and a later row's begins
-// and ends no earlier; so of the key tiles [begin, end) of a query tile, only those at either end can need a mask. Every
-// mask so far begins at key 0: only the right end is masked. A window moves `begin` in visible_keys and key_tiles, adds
-// KeyTiles::full_begin (tiles [begin, full_begin) need a mask), and gives TileMask a first column.
+// and ends no earlier; so of the key tiles [begin, end) of a query tile, only those at either end can need a mask: the right
+// end of all kinds, the left end of a band with a window.
 //
 // A score function (softcap) belongs before mask_scores, on every tile, so that -inf stays -inf. A sink is no score: it is
 // one more exponential in a row's sum, once that has been added over the quad (finish_tile in mma_sync/epilogue.cuh,
@@ -34,11 +33,35 @@ __device__ __forceinline__ int diagonal_row(const Lengths& sequence, int key) {
   return key + sequence.rows() - sequence.keys();
 }
 
-// Keys that `row` sees, which may be past the last row: it sees every key.
-template <bool kIsCausal>
-__device__ __forceinline__ KeyRange visible_keys(const Sequence& sequence, int row) {
-  return KeyRange{0,
-                  kIsCausal ? maximum(0, minimum(sequence.keys(), diagonal_key(sequence, row + 1))) : sequence.keys()};
+// The key that a band's row stands at: the last key less the rows that follow it. All folded rows stand at the last.
+template <typename Lengths>
+__device__ __forceinline__ int band_key(const Band& band, const Lengths& sequence, int row) {
+  return band.folded_heads > 1 ? sequence.keys() - 1 : diagonal_key(sequence, row);
+}
+
+// Keys that a band shows to `row`, which may be past the last row. Lengths up to 2^30 leave room for the sums.
+template <typename Lengths>
+__device__ __forceinline__ KeyRange band_keys(const Band& band, const Lengths& sequence, int row) {
+  const int key = band_key(band, sequence, row);
+  const int begin = band.left >= kUnbounded ? 0 : maximum(0, key - band.left);
+  const int end = band.right >= kUnbounded ? sequence.keys() : minimum(sequence.keys(), key + band.right + 1);
+  return KeyRange{begin, maximum(begin, end)};
+}
+// Rows that a band shows `key` to: [begin, end) of the sequence's.
+template <typename Lengths>
+__device__ __forceinline__ KeyRange band_rows(const Band& band, const Lengths& sequence, int key) {
+  const int row = diagonal_row(sequence, key);
+  const int begin = band.right >= kUnbounded ? 0 : maximum(0, row - band.right);
+  const int end = band.left >= kUnbounded ? sequence.rows() : minimum(sequence.rows(), row + band.left + 1);
+  return KeyRange{begin, maximum(begin, end)};
+}
+
+// Keys that `row` sees, which may be past the last row: causal and full, it sees every key.
+template <MaskKind kMask>
+__device__ __forceinline__ KeyRange visible_keys(const Sequence<kMask>& sequence, int row) {
+  if constexpr (kMask == MaskKind::kBand) return band_keys(sequence.params.band, sequence, row);
+  return KeyRange{0, kMask == MaskKind::kCausal ? maximum(0, minimum(sequence.keys(), diagonal_key(sequence, row + 1)))
+                                                : sequence.keys()};
 }
 
 // Key tiles [begin, end) that some row of a query tile sees; every row sees all of those before full_end, the others need
@@ -50,32 +73,32 @@ struct KeyTiles {
 };
 
 // What a query tile asks of the mask; all its rows are the sequence's own.
-template <bool kIsCausal>
+template <MaskKind kMask>
 struct Mask {
-  const Sequence& sequence;
+  const Sequence<kMask>& sequence;
   const int diagonal;
 
-  __device__ __forceinline__ explicit Mask(const Sequence& sequence_)
+  __device__ __forceinline__ explicit Mask(const Sequence<kMask>& sequence_)
       : sequence(sequence_), diagonal(sequence.keys() - sequence.rows()) {}
 
   __device__ __forceinline__ int last_key(int row) const { return diagonal_key(sequence, row); }
 
   template <int kBlockN>
   __device__ __forceinline__ KeyTiles key_tiles(int row, int rows) const {
-    const int end_of_first = kIsCausal ? max(0, row + 1 + diagonal) : sequence.keys();
-    const int end_of_last = kIsCausal ? max(0, row + rows + diagonal) : sequence.keys();
+    const int end_of_first = kMask == MaskKind::kCausal ? max(0, row + 1 + diagonal) : sequence.keys();
+    const int end_of_last = kMask == MaskKind::kCausal ? max(0, row + rows + diagonal) : sequence.keys();
     return KeyTiles{0, ceil_div(end_of_last, kBlockN), end_of_first / kBlockN};
   }
 };
 
 // What the rows of a warp see of one key tile, as columns of that tile.
-template <bool kIsCausal>
+template <MaskKind kMask>
 struct TileMask {
   int last_key;     // column of the sequence's last key
   int causal_last;  // the last column that the warp's first row sees, if causal; each row after it sees one more
 
   __device__ __forceinline__ int last_column(int row) const {
-    return kIsCausal ? min(last_key, causal_last + row) : last_key;
+    return kMask == MaskKind::kCausal ? min(last_key, causal_last + row) : last_key;
   }
 };
 

@@ -1,6 +1,8 @@
 // The order in which the tiles of a problem are computed: which head and query tile a linear index means.
 #pragma once
 
+#include "attention/params/forward.h"
+
 namespace flashmoe {
 namespace attention {
 
@@ -20,9 +22,9 @@ struct ScheduledTile {
 // grows with the row block, so the longest come first, and short ones fill the end; but only among the heads of a
 // section, which fit the cache with their K and V, since every row block reads them anew. How large a section may be
 // differs between persistent and other grids. Of a full schedule, which has no sections, only section.index is read.
-template <bool kIsCausal>
+template <MaskKind kMask>
 __device__ __forceinline__ ScheduledTile schedule_tile(const Section& section, int m_blocks) {
-  if constexpr (!kIsCausal) {
+  if constexpr (kMask == MaskKind::kFull) {
     const int head = section.index / m_blocks;
     return ScheduledTile{section.index - head * m_blocks, head};
   } else {

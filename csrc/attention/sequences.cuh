@@ -1,11 +1,12 @@
-// Where the rows and keys of a batch entry lie. Dense tensors: every entry has params.seq_q rows and params.seq_k keys.
+// Where the rows and keys of a batch entry lie. Dense tensors: every entry has params.seq_q rows and params.seq_k keys. Kernels for
+// MaskKind::kBand read lengths and offsets from arrays, so theirs holds what it read.
 //
-// Ragged and paged batches change this file: rows, keys and the offsets of the first row and key then come from an array
-// per entry, the address of a key tile from a page table. (The sm90 kernels name rows by tensor-map coordinates, in
-// producer.cuh and epilogue.cuh, not by these offsets.)
+// (The sm90 kernels name rows by tensor-map coordinates, in producer.cuh and epilogue.cuh, not by these offsets.)
 #pragma once
 
 #include "attention/params/forward.h"
+#include "device/math.cuh"
+#include "ptx/memory.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -16,9 +17,12 @@ __device__ __forceinline__ int heads_per_key_head(const ForwardParams& params) {
 }
 
 // One batch entry. Accessors, not fields: a copy would hold registers through the loop over key tiles.
+template <MaskKind kMask>
 struct Sequence {
   const ForwardParams& params;
   int batch;
+
+  __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_) : params(params_), batch(batch_) {}
 
   __device__ __forceinline__ int rows() const { return params.seq_q; }
   __device__ __forceinline__ int keys() const { return params.seq_k; }
@@ -39,6 +43,88 @@ struct Sequence {
     return index * params.heads_q + head;
   }
   __device__ __forceinline__ int64_t result_row(int64_t result_head) const { return result_head * params.seq_q; }
+};
+
+struct Extent {
+  int first;
+  int length;
+};
+
+__device__ __forceinline__ int load_length(const int32_t* gmem) { return static_cast<int>(ptx::ld_global_32(gmem)); }
+
+// Entry `entry` of a cu_seqlens array, held to [0, total] and to at most `most` rows.
+
+__device__ __forceinline__ Extent extent_of(const int32_t* cu_seqlens, int entry, int total, int most) {
+  const int first = max(0, min(total, load_length(cu_seqlens + entry)));
+  const int end = max(first, min(total, load_length(cu_seqlens + entry + 1)));
+  return Extent{first, min(end - first, most)};
+}
+
+// With Params: ForwardParams or BackwardParams.
+template <typename Params>
+__device__ __forceinline__ Extent row_extent(const Params& params, int entry) {
+  const Batch& entries = params.entries;
+  if (entries.cu_seqlens_q == nullptr) return Extent{0, params.seq_q};
+  return extent_of(entries.cu_seqlens_q, entry, entries.rows_total, params.seq_q);
+}
+template <typename Params>
+__device__ __forceinline__ Extent key_extent(const Params& params, int entry) {
+  const Batch& entries = params.entries;
+  Extent keys{0, params.seq_k};
+  if (entries.cu_seqlens_k != nullptr) {
+    keys = extent_of(entries.cu_seqlens_k, entry, entries.keys_total, params.seq_k);
+  }
+  if (entries.seqused_k != nullptr) {
+    keys.length = max(0, min(keys.length, load_length(entries.seqused_k + entry)));
+  }
+  return keys;
+}
+
+template <>
+struct Sequence<MaskKind::kBand> {
+  const ForwardParams& params;
+  int batch;
+  Extent row;
+  Extent key;
+
+  __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_)
+      : params(params_), batch(batch_), row(row_extent(params_, batch_)), key(key_extent(params_, batch_)) {}
+  // Of an entry whose lengths have been read.
+  __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_, Extent row_, Extent key_)
+      : params(params_), batch(batch_), row(row_), key(key_) {}
+
+  __device__ __forceinline__ int rows() const { return row.length; }
+  __device__ __forceinline__ int keys() const { return key.length; }
+
+  // Ragged tensors have no batch dimension: their strides' batch is 0. Of paged keys this is the page's own start, without
+  // the page (page_offset).
+  __device__ __forceinline__ int64_t row_offset(const Strides& stride, int head) const {
+    return batch * stride.batch + row.first * stride.row + head * stride.head;
+  }
+  __device__ __forceinline__ int64_t key_offset(const Strides& stride, int key_head) const {
+    if (params.entries.block_table != nullptr) return key_head * stride.head;
+    return batch * stride.batch + key.first * stride.row + key_head * stride.head;
+  }
+
+  // The number of the page that holds key `index`.
+  __device__ __forceinline__ int page_of(int index) const {
+    const Batch& entries = params.entries;
+    const int page = load_length(entries.block_table + batch * entries.block_table_stride + index / entries.page_size);
+    return page >= 0 && page < entries.num_pages ? page : 0;
+  }
+
+  // The first row of `head` among all rows of the log-sum-exp or of the partial results: [batch, heads_q, seq_q], or
+  // [heads_q, rows_total] where rows are ragged; split by split. In two steps as above: result_head is the index of the row.
+  template <bool kIsSplit>
+  __device__ __forceinline__ int64_t result_head(int head, int split) const {
+    const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
+    const int64_t rows_of_head = is_ragged ? params.entries.rows_total : params.seq_q;
+    const int64_t heads = is_ragged ? params.heads_q : static_cast<int64_t>(params.heads_q) * params.batch;
+    const int64_t index =
+        (is_ragged ? 0 : static_cast<int64_t>(batch) * params.heads_q) + head + (kIsSplit ? split * heads : 0);
+    return index * rows_of_head + row.first;
+  }
+  __device__ __forceinline__ int64_t result_row(int64_t first) const { return first; }
 };
 
 }  // namespace attention

@@ -25,10 +25,10 @@ struct QueryTile {
 constexpr int kL2GroupBytes = 16 << 20;
 
 // Divisions before the first load cost 0.1 us each, so small problems, where all heads fit, do without these.
-template <int kHeadDim, bool kIsCausal>
+template <int kHeadDim, MaskKind kMask>
 __device__ __forceinline__ Section section_of_tile(const ForwardParams& params, int m_blocks, int index) {
   Section section{index, 0, 0};
-  if constexpr (kIsCausal) {
+  if constexpr (kMask == MaskKind::kCausal) {
     const int heads = params.batch * params.heads_q;
     const int heads_kv = params.batch * params.heads_kv;
     constexpr int kFittingKeys = kL2GroupBytes / (2 * 2 * kHeadDim);
@@ -44,7 +44,7 @@ __device__ __forceinline__ Section section_of_tile(const ForwardParams& params, 
 }
 
 // Grid: ceil(seq_q / kBlockM) * heads_q * batch * num_splits blocks; the splits of a tile are neighbours.
-template <int kBlockM, int kHeadDim, bool kIsCausal, bool kIsSplit>
+template <int kBlockM, int kHeadDim, MaskKind kMask, bool kIsSplit>
 __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& params) {
   QueryTile tile;
   int index = ptx::block_index();
@@ -56,7 +56,7 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
   const int m_blocks = ceil_div(params.seq_q, kBlockM);
   ScheduledTile scheduled{0, index};
   if (m_blocks > 1) {
-    scheduled = schedule_tile<kIsCausal>(section_of_tile<kHeadDim, kIsCausal>(params, m_blocks, index), m_blocks);
+    scheduled = schedule_tile<kMask>(section_of_tile<kHeadDim, kMask>(params, m_blocks, index), m_blocks);
   }
   tile.batch = params.batch == 1 ? 0 : scheduled.head / params.heads_q;
   tile.head_q = scheduled.head - tile.batch * params.heads_q;
@@ -67,10 +67,10 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
 }
 
 // The block's key tiles. With a split, full_end is the whole query tile's.
-template <int kBlockN, bool kIsCausal, bool kIsSplit>
+template <int kBlockN, MaskKind kMask, bool kIsSplit>
 __device__ __forceinline__ KeyTiles key_tiles_of(const ForwardParams& params, const QueryTile& tile) {
-  const Sequence sequence{params, tile.batch};
-  KeyTiles tiles = Mask<kIsCausal>(sequence).template key_tiles<kBlockN>(tile.row, tile.rows);
+  const Sequence<kMask> sequence(params, tile.batch);
+  KeyTiles tiles = Mask<kMask>(sequence).template key_tiles<kBlockN>(tile.row, tile.rows);
   if constexpr (kIsSplit) {
     const int share = ceil_div(ceil_div(sequence.keys(), kBlockN), params.num_splits);
     tiles.begin = min(tile.split * share, tiles.end);

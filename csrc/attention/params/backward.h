@@ -37,12 +37,17 @@ struct BackwardParams {
   int32_t seq_k;
   int32_t head_dim;  // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
   float scale;       // multiplies q k^T before the softmax
-  float scale_log2;  // scale * log2(e)
+  float scale_log2;  // scale * log2(e); with a softcap, see Band
+  // Of kernels for MaskKind::kBand alone, as in ForwardParams. No pages, no folded heads; lse, dlse and row_dot are
+  // [batch, heads_q, seq_q], or [heads_q, rows_total] where rows are ragged. lse counts the sink.
+  int32_t head_dim_v;  // of v, out, dout and dv
+  Batch entries;
+  Band band;
 };
 
 // With P = exp(scale * q k^T - lse):
 //   dv = P^T dout,   dS = P * (dout v^T - row_dot),   dq = scale * dS k,   dk = scale * dS^T q.
-// Causal masks are aligned bottom-right: key j is visible to query i when j <= i + (seq_k - seq_q).
+// With a softcap dS is multiplied by 1 - tanh^2, which is 1 - score^2 of Band before the mask is added.
 
 }  // namespace attention
 }  // namespace flashmoe

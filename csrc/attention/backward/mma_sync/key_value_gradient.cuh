@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPoint
 
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
 // first; `first_row`: the first query of the warp's part of the block. Keys past the end are rows of their own, never stored.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores<Spec>& scores,
                                             ptx::SmemPointer lse_smem, int key, int first_row) {
 #pragma unroll
@@ -47,14 +47,14 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
       for (int i = 0; i < 4; ++i)
         scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -lse_log2[i % 2]));
   }
-  if (!kIsCausal || first_query<kIsCausal>(params, key + Spec::kWarpRows - 1) <= first_row) return;
+  if (kMask == MaskKind::kFull || first_query<kMask>(params, key + Spec::kWarpRows - 1) <= first_row) return;
   const int lane = ptx::lane_index();
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Leading columns that do not see this thread's key, from the thread's first column.
-      const int unseen = first_query<kIsCausal>(params, key + m * 16 + half * 8 + lane / 4) - first_row - lane % 4 * 2;
+      const int unseen = first_query<kMask>(params, key + m * 16 + half * 8 + lane / 4) - first_row - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
@@ -99,13 +99,13 @@ __device__ __forceinline__ void load_key_rows(const BackwardParams& params, cons
 }
 
 // gradient: dV, or dK. smem: K [kOwnRows, kHeadDim], V, then Spec's map.
-template <typename Spec, typename Stream, bool kIsCausal>
+template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
                                                  ptx::SmemPointer smem) {
   const WarpPlace<Spec> place(warp_of_block());
   const bool is_value = place.role == 0;
-  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
-  const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
+  const OwnTile tile = locate_tile<Spec, kMask>(params);
+  const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile.batch, range, smem);
   load_key_rows<Spec, Stream>(params, tile, smem);
   stream.start();
@@ -115,7 +115,7 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
   const GroupOperand<Spec> P(smem, place, 0);
   const GroupOperand<Spec> shared(smem, place, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
   const int key = tile.row + place.first_row();
-  const int group_row = first_query<kIsCausal>(params, key);  // the first that sees a key of the group
+  const int group_row = first_query<kMask>(params, key);  // the first that sees a key of the group
   constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
   clear<Spec>(gradient);
   int block = range.end - 1;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
       multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
       Operand<Spec> operand;
       if (is_value) {
-        key_weights<Spec, kIsCausal>(params, scores, statistics, key, block_row + place.part * Spec::kWarpStreamRows);
+        key_weights<Spec, kMask>(params, scores, statistics, key, block_row + place.part * Spec::kWarpStreamRows);
         pack_operand<Spec>(operand, scores);
         P.store(place, operand);
         // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
@@ -157,13 +157,13 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
 }
 
 // One role: a warp computes both gradients of its keys, and P^T and dS^T stay in its registers.
-template <typename Spec, typename Stream, bool kIsCausal>
+template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void sum_both_over_queries(const BackwardParams& params, Gradient<Spec>& dK,
                                                       Gradient<Spec>& dV, ptx::SmemPointer smem) {
   static_assert(Spec::kSharers == 1, "P and dS do not leave the warp");
   const WarpPlace<Spec> place(ptx::warp_index());
-  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
-  const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
+  const OwnTile tile = locate_tile<Spec, kMask>(params);
+  const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile.batch, range, smem);
   load_key_rows<Spec, Stream>(params, tile, smem);
   stream.start();
@@ -179,7 +179,8 @@ __device__ __forceinline__ void sum_both_over_queries(const BackwardParams& para
   for (int left = (range.end_head - range.head) * (range.end - range.begin); left > 0; --left) {
     stream.wait_second();
     const int block_row = block * Spec::kStreamRows;
-    if (!kIsCausal || diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
+    if (kMask == MaskKind::kFull ||
+        diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
       const ptx::SmemPointer Q_smem = stream.first();
       const ptx::SmemPointer dO_smem = stream.second();
       Scores<Spec> scores;     // S^T, then P^T
@@ -187,7 +188,7 @@ __device__ __forceinline__ void sum_both_over_queries(const BackwardParams& para
       Operand<Spec> operand;
       multiply_query_key<Spec>(scores, K, Q_smem);
       multiply_query_key<Spec>(gradients, V, dO_smem);
-      key_weights<Spec, kIsCausal>(params, scores, stream.current_statistics(), key, block_row);
+      key_weights<Spec, kMask>(params, scores, stream.current_statistics(), key, block_row);
       pack_operand<Spec>(operand, scores);
       accumulate<Spec>(dV, operand, unshared, dO_smem);
 #pragma unroll
@@ -221,23 +222,23 @@ __device__ __forceinline__ void store_key_rows(const BackwardParams& params, con
                        smem + place.first_row() * Spec::kRowBytes);
 }
 
-template <typename Spec, typename Stream, bool kIsCausal>
+template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
   // Behind the loop everything is located again: the registers of what only the end needs are free in it.
   if constexpr (Spec::kRoles == 1) {
     Gradient<Spec> dK;
     Gradient<Spec> dV;
-    sum_both_over_queries<Spec, Stream, kIsCausal>(params, dK, dV, smem);
-    const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+    sum_both_over_queries<Spec, Stream, kMask>(params, dK, dV, smem);
+    const OwnTile tile = locate_tile<Spec, kMask>(params);
     const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
     ptx::warp_sync();  // Hazard: a gradient takes the place of K or V while another lane of the warp still reads it.
     store_key_rows<Spec>(params, tile, place, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
     store_key_rows<Spec>(params, tile, place, /*is_value=*/false, dK, smem);
   } else {
     Gradient<Spec> gradient;
-    sum_over_queries<Spec, Stream, kIsCausal>(params, gradient, smem);
-    const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+    sum_over_queries<Spec, Stream, kMask>(params, gradient, smem);
+    const OwnTile tile = locate_tile<Spec, kMask>(params);
     const WarpPlace<Spec> place(warp_of_block());
     const bool is_value = place.role == 0;
     // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.

@@ -70,7 +70,7 @@ struct RowStatistics {
 
 // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
 // anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
                                               const RowStatistics<Spec>& rows, int row, int first_key) {
 #pragma unroll
@@ -80,14 +80,13 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -rows.lse_log2[m][i / 2]));
-  if (visible_keys<kIsCausal>(params, row) - first_key >= Spec::kWarpStreamRows) return;
+  if (visible_keys<kMask>(params, row) - first_key >= Spec::kWarpStreamRows) return;
   const int lane = ptx::lane_index();
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible =
-          visible_keys<kIsCausal>(params, row + m * 16 + half * 8 + lane / 4) - first_key - lane % 4 * 2;
+      const int visible = visible_keys<kMask>(params, row + m * 16 + half * 8 + lane / 4) - first_key - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
@@ -97,12 +96,12 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
 }
 
 // smem: Q [kOwnRows, kHeadDim], dO, then Spec's map.
-template <typename Spec, typename Stream, bool kIsCausal>
+template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
   const WarpPlace<Spec> place(ptx::warp_index());
-  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
-  const StreamRange range = stream_range<Spec, kIsCausal>(params, tile);
+  const OwnTile tile = locate_tile<Spec, kMask>(params);
+  const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile.batch, range, smem);
   Stream::load_own(smem, head_of<Element>(params.q, params.q_stride, tile.batch, tile.head), params.q_stride.row,
                    tile.row, params.seq_q, params.head_dim);
@@ -120,7 +119,8 @@ __device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Grad
   for (int block = range.end - 1; block >= range.begin; --block) {
     const int block_key = block * Spec::kStreamRows;
     // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
-    const bool is_seen = !kIsCausal || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
+    const bool is_seen =
+        kMask == MaskKind::kFull || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
     Scores<Spec> gradients;  // dP, then dS
     Scores<Spec> scores;
     stream.wait_second();
@@ -128,7 +128,7 @@ __device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Grad
     stream.wait_first();
     if (is_seen) {
       multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
-      query_weights<Spec, kIsCausal>(params, scores, rows, row, block_key + place.part * Spec::kWarpStreamRows);
+      query_weights<Spec, kMask>(params, scores, rows, row, block_key + place.part * Spec::kWarpStreamRows);
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -151,13 +151,13 @@ __device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Grad
   stream.finish();
 }
 
-template <typename Spec, typename Stream, bool kIsCausal>
+template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
   Gradient<Spec> dQ;
-  sum_over_keys<Spec, Stream, kIsCausal>(params, dQ, smem);
+  sum_over_keys<Spec, Stream, kMask>(params, dQ, smem);
   // Located again: the registers of what only the end needs are free in the loop.
-  const OwnTile tile = locate_tile<Spec, kIsCausal>(params);
+  const OwnTile tile = locate_tile<Spec, kMask>(params);
   const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
   const int row = tile.row + place.first_row();
   // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.

@@ -29,16 +29,16 @@ struct Lengths {
 };
 
 // Leading keys that query `row` sees.
-template <bool kIsCausal>
+template <MaskKind kMask>
 __device__ __forceinline__ int visible_keys(const BackwardParams& params, int row) {
-  if constexpr (!kIsCausal) return params.seq_k;
+  if constexpr (kMask == MaskKind::kFull) return params.seq_k;
   return max(0, min(params.seq_k, diagonal_key(Lengths{params}, row + 1)));
 }
 
 // The first query that sees key `key`. The last query sees every key.
-template <bool kIsCausal>
+template <MaskKind kMask>
 __device__ __forceinline__ int first_query(const BackwardParams& params, int key) {
-  if constexpr (!kIsCausal) return 0;
+  if constexpr (kMask == MaskKind::kFull) return 0;
   return max(0, diagonal_row(Lengths{params}, key));
 }
 
@@ -48,13 +48,13 @@ __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) 
 
 // Grid: ceil(own rows / kOwnRows) * own heads * batch blocks. Causal: in sections of heads whose streams fit the second-level
 // cache, the tiles with the longest streams first; those are the last rows, or the first keys.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ OwnTile locate_tile(const BackwardParams& params) {
   const int group = heads_per_key_head(params);
   const int heads = Spec::kStreamsQueries ? params.heads_kv : params.heads_q;
   const int tiles = ceil_div(Spec::kStreamsQueries ? params.seq_k : params.seq_q, Spec::kOwnRows);
   Section section{ptx::block_index(), 0, 0};
-  if constexpr (kIsCausal) {
+  if constexpr (kMask == MaskKind::kCausal) {
     constexpr int kFittingRows = kL2GroupBytes / (2 * Spec::kRowBytes);
     const int all_heads = params.batch * heads;
     const int fitting = Spec::kStreamsQueries ? max(1, kFittingRows / params.seq_q / group)
@@ -64,8 +64,9 @@ __device__ __forceinline__ OwnTile locate_tile(const BackwardParams& params) {
     section.index -= section.first_head * tiles;
     section.heads = min(section_heads, all_heads - section.first_head);
   }
-  const ScheduledTile scheduled = schedule_tile<kIsCausal>(section, tiles);
-  const int index = kIsCausal && Spec::kStreamsQueries ? tiles - 1 - scheduled.m_block : scheduled.m_block;
+  const ScheduledTile scheduled = schedule_tile<kMask>(section, tiles);
+  const int index =
+      kMask == MaskKind::kCausal && Spec::kStreamsQueries ? tiles - 1 - scheduled.m_block : scheduled.m_block;
   const int batch = scheduled.head / heads;
   return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
@@ -78,17 +79,16 @@ struct StreamRange {
   int end_head;
 };
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params, const OwnTile& tile) {
   const int group = heads_per_key_head(params);
   if constexpr (Spec::kStreamsQueries) {
-    return StreamRange{first_query<kIsCausal>(params, tile.row) / Spec::kStreamRows,
+    return StreamRange{first_query<kMask>(params, tile.row) / Spec::kStreamRows,
                        ceil_div(params.seq_q, Spec::kStreamRows), tile.head * group, (tile.head + 1) * group};
   } else {
     const int last_row = min(tile.row + Spec::kOwnRows, params.seq_q) - 1;
     const int key_head = tile.head / group;
-    return StreamRange{0, ceil_div(visible_keys<kIsCausal>(params, last_row), Spec::kStreamRows), key_head,
-                       key_head + 1};
+    return StreamRange{0, ceil_div(visible_keys<kMask>(params, last_row), Spec::kStreamRows), key_head, key_head + 1};
   }
 }
 

@@ -10,9 +10,9 @@ namespace attention {
 namespace backward {
 namespace sm80 {
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
-  mma_sync::query_gradient<Spec, Stream<Spec>, kIsCausal>(params);
+  mma_sync::query_gradient<Spec, Stream<Spec>, kMask>(params);
 }
 
 }  // namespace sm80

@@ -19,11 +19,11 @@ struct QueryRange {
   int end;
 };
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ QueryRange query_range(const BackwardParams& params, int first_key) {
   const int last_key = minimum(first_key + 63, params.seq_k - 1);
-  return QueryRange{first_query<kIsCausal>(params, first_key) / Spec::kStreamRows,
-                    ceil_div(first_query<kIsCausal>(params, last_key), Spec::kStreamRows),
+  return QueryRange{first_query<kMask>(params, first_key) / Spec::kStreamRows,
+                    ceil_div(first_query<kMask>(params, last_key), Spec::kStreamRows),
                     ceil_div(params.seq_q, Spec::kStreamRows)};
 }
 
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::
 }
 
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the row of Q is past the end or sees no key.
-template <typename Spec, bool kIsCausal, bool kIsMasked>
+template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                              const float (&lse_log2)[Spec::kStreamRows / 4], int first_key, int block) {
   int masked[2] = {0, 0};  // leading columns that do not see the row's key, counted from this thread's first
@@ -62,8 +62,8 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
     const int lane = ptx::lane_index();
     const int key = first_key + ptx::warp_index() % 4 * 16 + lane / 4;
     const int column = block * Spec::kStreamRows + lane % 4 * 2;
-    masked[0] = first_query<kIsCausal>(params, key) - column;
-    masked[1] = first_query<kIsCausal>(params, key + 8) - column;
+    masked[0] = first_query<kMask>(params, key) - column;
+    masked[1] = first_query<kMask>(params, key + 8) - column;
   }
 #pragma unroll
   for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
@@ -82,7 +82,7 @@ struct No {
   static constexpr bool value = false;
 };
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 struct KeyValueGradientConsumer {
   static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
   using Product = Products<Spec>;
@@ -133,7 +133,7 @@ struct KeyValueGradientConsumer {
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
-    exponentials<Spec, kIsCausal, kIsMasked>(params, scores, lse_log2, first_key, block);
+    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, first_key, block);
     if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
     Product::pack_scores(p_packed, scores);
     Product::issue_output(dv, p_packed, shared.second(at.stage));
@@ -162,7 +162,7 @@ struct KeyValueGradientConsumer {
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
     ptx::wgmma_fence_operands(scores);
-    exponentials<Spec, kIsCausal, kIsMasked>(params, scores, lse_log2, first_key, block);
+    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, first_key, block);
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, row_dot_smem);
     Product::pack_scores(p_packed, scores);
@@ -205,8 +205,9 @@ struct KeyValueGradientConsumer {
     const int last = range.end - 1;
     const auto step = [&](auto masked, auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
-      step_ahead<decltype(masked)::value && kIsCausal, decltype(first)::value, decltype(is_last)::value>(
-          dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed, first_key, block++);
+      step_ahead<decltype(masked)::value && kMask == MaskKind::kCausal, decltype(first)::value,
+                 decltype(is_last)::value>(dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed,
+                                           first_key, block++);
     };
     wait_block();
     issue_scores(even);
@@ -247,8 +248,8 @@ struct KeyValueGradientConsumer {
       if (tile.index < 0) break;
       ptx::mbarrier_wait(shared.own_full(consumer), parity);
       const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
-      const QueryRange range = query_range<Spec, kIsCausal>(params, first_key);
-      const int tile_begin = first_query<kIsCausal>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
+      const QueryRange range = query_range<Spec, kMask>(params, first_key);
+      const int tile_begin = first_query<kMask>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
       if (first_key < params.seq_k) {
         float dk[Product::kOutputs];
         float dv[Product::kOutputs];

@@ -17,7 +17,7 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                    const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                    const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
@@ -40,17 +40,17 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0) produce_queries<Spec, kIsCausal>(params, shared, q_map, k_map, v_map, dout_map);
+    if (warp == 0) produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     if constexpr (Spec::kSharesRows) {
       if (warpgroup == 1) {
-        ValueGradientConsumer<Spec, kIsCausal>(params, shared).run(dv_map);
+        ValueGradientConsumer<Spec, kMask>(params, shared).run(dv_map);
       } else {
-        KeyGradientConsumer<Spec, kIsCausal>(params, shared).run(dk_map);
+        KeyGradientConsumer<Spec, kMask>(params, shared).run(dk_map);
       }
     } else {
-      KeyValueGradientConsumer<Spec, kIsCausal>(params, shared, warpgroup - 1).run(dk_map, dv_map);
+      KeyValueGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
     }
   }
 }

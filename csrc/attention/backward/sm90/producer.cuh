@@ -89,12 +89,12 @@ __device__ __forceinline__ void end_work(const SharedMemory<Spec>& shared, int p
 
 // Of the kernel of dq; one thread. Per tile, with key blocks n-1 down to 0: K(n-1), V(n-1), then Q and dO of every
 // warpgroup, then K(j), V(j) downwards.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                              const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                              const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  const Schedule<Spec, kIsCausal, true> schedule(params, params.seq_q, params.heads_q, params.seq_k, heads_per_kv);
+  const Schedule<Spec, kMask, true> schedule(params, params.seq_q, params.heads_q, params.seq_k, heads_per_kv);
   const int num_tiles = schedule.num_tiles();
   RingPosition<Spec::kFirstStages> key;
   RingPosition<Spec::kSecondStages> value;
@@ -104,8 +104,8 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
     int next_number = 0;
     const Tile tile = schedule.tile(number);
     const int kv_head = tile.head / heads_per_kv;
-    const int last_block = key_blocks<Spec, kIsCausal>(params, (tile.index + 1) * Spec::kOwnRows) - 1;
-    const int draw_block = kIsCausal ? minimum(last_block, kDrawAhead) : last_block;
+    const int last_block = key_blocks<Spec, kMask>(params, (tile.index + 1) * Spec::kOwnRows) - 1;
+    const int draw_block = kMask == MaskKind::kCausal ? minimum(last_block, kDrawAhead) : last_block;
     for (int block = last_block; block >= 0; --block) {
       if (block == draw_block) next_number = next_tile_index(params.tile_counter, num_tiles, number);
       const int row = block * Spec::kStreamRows;
@@ -162,13 +162,12 @@ struct Statistics {
 
 // Of the kernel of dk and dv; one warp: its first lane feeds the copy engine, all lanes the statistics. Per tile, for
 // each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once a tile) K and V of every warpgroup.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  const Schedule<Spec, kIsCausal, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv,
-                                                  1);
+  const Schedule<Spec, kMask, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv, 1);
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
@@ -179,11 +178,11 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
     const Tile tile = schedule.tile(number);
-    const int begin_block = first_query<kIsCausal>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
+    const int begin_block = first_query<kMask>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
     const int first_head = tile.head * heads_per_kv;
     const int batch_head = tile.batch * params.heads_q;
-    const int draw_head = kIsCausal ? first_head + heads_per_kv - 1 : first_head;
-    const int draw_block = kIsCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
+    const int draw_head = kMask == MaskKind::kCausal ? first_head + heads_per_kv - 1 : first_head;
+    const int draw_block = kMask == MaskKind::kCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;

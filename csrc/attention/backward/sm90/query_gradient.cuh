@@ -28,7 +28,7 @@ struct RowLoads {
   uint32_t dout[2][kChunks][4];
 };
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 struct QueryGradientConsumer {
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
@@ -134,8 +134,8 @@ struct QueryGradientConsumer {
     if constexpr (kIsMasked) {
       const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
       const int first_key = block * Spec::kStreamRows + ptx::lane_index() % 4 * 2;
-      visible[0] = visible_keys<kIsCausal>(params, row) - first_key;
-      visible[1] = visible_keys<kIsCausal>(params, row + 8) - first_key;
+      visible[0] = visible_keys<kMask>(params, row) - first_key;
+      visible[1] = visible_keys<kMask>(params, row + 8) - first_key;
     }
 #pragma unroll
     for (int i = 0; i < Product::kScores; ++i) {
@@ -260,7 +260,7 @@ struct QueryGradientConsumer {
     if constexpr (Spec::kLookahead) {
       compute_ahead(tile, own_end, loads, dq, packed);
     } else {
-      const int full_end = visible_keys<kIsCausal>(params, first_row(tile)) / Spec::kStreamRows;
+      const int full_end = visible_keys<kMask>(params, first_row(tile)) / Spec::kStreamRows;
       int block = own_end - 1;
       step<true, true>(dq, packed, loads, tile, block);
       for (--block; block >= full_end; --block) step<true, false>(dq, packed, loads, tile, block);
@@ -277,9 +277,9 @@ struct QueryGradientConsumer {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
       if (tile.index < 0) break;
-      int end = key_blocks<Spec, kIsCausal>(params, (tile.index + 1) * Spec::kOwnRows);
+      int end = key_blocks<Spec, kMask>(params, (tile.index + 1) * Spec::kOwnRows);
       if (first_row(tile) < params.seq_q) {
-        const int own_end = key_blocks<Spec, kIsCausal>(params, first_row(tile) + 64);
+        const int own_end = key_blocks<Spec, kMask>(params, first_row(tile) + 64);
         RowLoads loads;
         fetch_rows(loads, tile);
         for (; end > own_end; --end) skip_block();
@@ -309,7 +309,7 @@ struct QueryGradientConsumer {
   }
 };
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
@@ -330,10 +330,10 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kIsCausal>(params, shared, q_map, k_map, v_map, dout_map);
+    if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    QueryGradientConsumer<Spec, kIsCausal>(params, shared, warpgroup - 1).run(dq_map);
+    QueryGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dq_map);
   }
 }
 

@@ -33,24 +33,24 @@ struct Lengths {
 };
 
 // Leading keys visible to query `row`.
-template <bool kIsCausal>
+template <MaskKind kMask>
 __device__ __forceinline__ int visible_keys(const BackwardParams& params, int row) {
-  if constexpr (!kIsCausal) return params.seq_k;
+  if constexpr (kMask == MaskKind::kFull) return params.seq_k;
   return maximum(0, minimum(params.seq_k, diagonal_key(Lengths{params}, row + 1)));
 }
 
 // Key blocks that some row before end_row sees: the last row sees the most. Rows that see no key work on one block, all
 // of it masked: that gives zeros, and no tile needs a path of its own.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int key_blocks(const BackwardParams& params, int end_row) {
   const int last_row = minimum(end_row, params.seq_q) - 1;
-  return maximum(1, ceil_div(visible_keys<kIsCausal>(params, last_row), Spec::kStreamRows));
+  return maximum(1, ceil_div(visible_keys<kMask>(params, last_row), Spec::kStreamRows));
 }
 
 // The first query that sees key `key`. Every key is seen by the last query.
-template <bool kIsCausal>
+template <MaskKind kMask>
 __device__ __forceinline__ int first_query(const BackwardParams& params, int key) {
-  if constexpr (!kIsCausal) return 0;
+  if constexpr (kMask == MaskKind::kFull) return 0;
   return maximum(0, diagonal_row(Lengths{params}, key));
 }
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ int first_query(const BackwardParams& params, int key
 // Full: the tiles of a head one after another, so that blocks at work share the head's stream. Causal: sections of heads
 // whose streams together fit the second-level cache; inside a section the longest tiles of all heads first, so that short
 // ones fill the end.
-template <typename Spec, bool kIsCausal, bool kDescending>
+template <typename Spec, MaskKind kMask, bool kDescending>
 struct Schedule {
   int tiles_per_head;
   int heads;  // of one batch entry
@@ -80,7 +80,7 @@ struct Schedule {
 
   __device__ __forceinline__ Tile tile(int number) const {
     int index, head;  // head over all batch entries
-    if constexpr (!kIsCausal) {
+    if constexpr (kMask == MaskKind::kFull) {
       head = number / tiles_per_head;
       index = number - head * tiles_per_head;
     } else {

@@ -18,7 +18,7 @@ constexpr int kProbabilitiesEmpty = 9;
 // What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
 //   step<kIsMasked>(output, packed, block)   one block; may leave its last product under way
 //   finish(output)                           waits for that, and releases what it reads
-template <typename Spec, bool kIsCausal, typename Derived>
+template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
   using Product = Products<Spec>;
 
@@ -43,7 +43,7 @@ struct SharedConsumer {
       if (tile.index < 0) break;
       ptx::mbarrier_wait(shared.own_full(0), parity);
       first_key = tile.index * Spec::kOwnRows;
-      const QueryRange range = query_range<Spec, kIsCausal>(params, first_key);
+      const QueryRange range = query_range<Spec, kMask>(params, first_key);
       float output[Product::kOutputs];
       uint32_t packed[Product::kPacked];
       Product::clear(output);
@@ -70,9 +70,9 @@ struct SharedConsumer {
   }
 };
 
-template <typename Spec, bool kIsCausal>
-struct ValueGradientConsumer : SharedConsumer<Spec, kIsCausal, ValueGradientConsumer<Spec, kIsCausal>> {
-  using Base = SharedConsumer<Spec, kIsCausal, ValueGradientConsumer>;
+template <typename Spec, MaskKind kMask>
+struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer<Spec, kMask>> {
+  using Base = SharedConsumer<Spec, kMask, ValueGradientConsumer>;
   using Product = Products<Spec>;
   using Base::at, Base::used, Base::has_used, Base::first_key, Base::params, Base::shared;
 
@@ -98,7 +98,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kIsCausal, ValueGradientCons
     ptx::wgmma_fence_operands(scores);
     release_used();
     has_used = true;
-    exponentials<Spec, kIsCausal, kIsMasked>(params, scores, lse_log2, first_key, block);
+    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, first_key, block);
     release(shared.first_empty(at.stage));
     Product::pack_scores(packed, scores);
 
@@ -130,9 +130,9 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kIsCausal, ValueGradientCons
   }
 };
 
-template <typename Spec, bool kIsCausal>
-struct KeyGradientConsumer : SharedConsumer<Spec, kIsCausal, KeyGradientConsumer<Spec, kIsCausal>> {
-  using Base = SharedConsumer<Spec, kIsCausal, KeyGradientConsumer>;
+template <typename Spec, MaskKind kMask>
+struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spec, kMask>> {
+  using Base = SharedConsumer<Spec, kMask, KeyGradientConsumer>;
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;

@@ -27,9 +27,9 @@ struct Accumulator {
 };
 
 // Scores of columns that a row does not see become -inf.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], int lane,
-                                            TileMask<kIsCausal> mask) {
+                                            TileMask<kMask> mask) {
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll

@@ -17,7 +17,7 @@ namespace mma_sync {
 
 // warp_smem [kWarpRows, kHeadDim]: the warp's own rows of the Q tile, which no other warp reads, so that __syncwarp
 // semantics are enough between its last read as Q and the writes here.
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_output(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
                                              const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
                                              ptx::SmemPointer warp_smem) {
@@ -35,7 +35,8 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
       }
   ptx::warp_sync();  // read after write: the rows were put together by all lanes
   const Strides& stride = params.out_stride;
-  Element* out_gmem = static_cast<Element*>(params.out) + Sequence{params, tile.batch}.row_offset(stride, tile.head_q) +
+  Element* out_gmem = static_cast<Element*>(params.out) +
+                      Sequence<kMask>(params, tile.batch).row_offset(stride, tile.head_q) +
                       static_cast<int64_t>(tile.row + warp_row) * stride.row;
   constexpr int kLanesPerRow = kSegmentChunks;
   const int chunk = lane % kLanesPerRow;
@@ -55,11 +56,11 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
 }
 
 // fp32 partial output of one split, straight from the accumulators: a quad writes 32 bytes.
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const QueryTile& tile, int warp_row,
                                               int lane, const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
-  const Sequence sequence{params, tile.batch};
-  const int64_t head = sequence.result_head<Spec::kIsSplit>(tile.head_q, tile.split);
+  const Sequence<kMask> sequence(params, tile.batch);
+  const int64_t head = sequence.template result_head<Spec::kIsSplit>(tile.head_q, tile.split);
   float* out_gmem = params.out_partial + (sequence.result_row(head) + tile.row + warp_row) * params.head_dim;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
@@ -77,12 +78,12 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
     }
 }
 
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void finish_tile(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
                                             const RowState (&rows)[Spec::kMmaM][2],
                                             float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4], ptx::SmemPointer warp_smem) {
-  const Sequence sequence{params, tile.batch};
-  const int64_t head = sequence.result_head<Spec::kIsSplit>(tile.head_q, tile.split);
+  const Sequence<kMask> sequence(params, tile.batch);
+  const int64_t head = sequence.template result_head<Spec::kIsSplit>(tile.head_q, tile.split);
   const bool wants_lse = Spec::kIsSplit || params.lse != nullptr;
   float* lse_gmem = (Spec::kIsSplit ? params.lse_partial : params.lse) + sequence.result_row(head) + tile.row;
 #pragma unroll
@@ -102,9 +103,9 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
       }
     }
   if constexpr (Spec::kIsSplit) {
-    store_partial<Spec>(params, tile, warp_row, lane, O_rmem);
+    store_partial<Spec, kMask>(params, tile, warp_row, lane, O_rmem);
   } else {
-    store_output<Spec>(params, tile, warp_row, lane, O_rmem, warp_smem);
+    store_output<Spec, kMask>(params, tile, warp_row, lane, O_rmem, warp_smem);
   }
 }
 

@@ -24,12 +24,12 @@ namespace sm75 {
 using mma_sync::Accumulator;
 using mma_sync::QueryOperand;
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 struct KeyTileWalk {
   using Element = typename Spec::Element;
 
   const ForwardParams& params;
-  const Sequence sequence;
+  const Sequence<kMask> sequence;
   const ptx::SmemPointer K_smem;  // [kBlockN, kHeadDim]
   const ptx::SmemPointer V_smem;  // [kBlockN, kHeadDim]
   const Element* K_gmem;          // [seq_k, head_dim] of this head
@@ -46,7 +46,7 @@ struct KeyTileWalk {
         K_gmem(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile.head_kv)),
         V_gmem(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile.head_kv)),
         n(last_tile),
-        causal_last(Mask<kIsCausal>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
+        causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
 
   __device__ __forceinline__ void fetch_key(StagedTile<Spec, Spec::kBlockN>& staged, int tile) const {
     staged.fetch(K_gmem + tile * Spec::kBlockN * params.k_stride.row, params.k_stride.row, params.head_dim,
@@ -68,7 +68,7 @@ struct KeyTileWalk {
     }
     ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
     if constexpr (kIsMasked) {
-      const TileMask<kIsCausal> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
+      const TileMask<kMask> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
       mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     }
     StagedTile<Spec, Spec::kBlockN> K_staged;
@@ -78,13 +78,13 @@ struct KeyTileWalk {
   }
 };
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
-  const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kIsCausal, false>(params);
-  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kIsCausal, false>(params, tile);
+  const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
+  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, false>(params, tile);
   if (key_tiles.end == 0) return;
-  KeyTileWalk<Spec, kIsCausal> walk(params, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
+  KeyTileWalk<Spec, kMask> walk(params, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
   {
     StagedTile<Spec, Spec::kBlockN> K_staged;
     walk.fetch_key(K_staged, walk.n);
@@ -101,15 +101,15 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   for (; walk.n >= 0; --walk.n) walk.template step<false>(accumulator, Q);
 }
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void forward(const ForwardParams& params) {
   const ptx::SmemPointer Q_smem = ptx::dynamic_shared_memory();  // [kBlockM, kHeadDim]
   const int warp_row = ptx::warp_index() * Spec::kWarpRows;
   Accumulator<Spec> accumulator;
-  attend<Spec, kIsCausal>(params, accumulator, Q_smem, warp_row);
-  const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kIsCausal, false>(params);
-  mma_sync::finish_tile<Spec>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
-                              Q_smem + warp_row * Spec::kRowBytes);
+  attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
+  const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
+  mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
+                                     Q_smem + warp_row * Spec::kRowBytes);
 }
 
 }  // namespace sm75

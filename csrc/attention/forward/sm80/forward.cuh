@@ -30,14 +30,14 @@ using mma_sync::QueryOperand;
 enum class Masked { kNone, kSome, kAll };
 
 // The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 struct KeyTileWalk {
   static constexpr int kStages = Spec::kNumStages;
 
   using Element = typename Spec::Element;
 
   const ForwardParams& params;
-  const Sequence sequence;
+  const Sequence<kMask> sequence;
   const ptx::SmemPointer KV_smem;  // [kStages] of K [kBlockN, kHeadDim], then [kStages] of V
   TileLoader<Spec> K_loader;
   TileLoader<Spec> V_loader;
@@ -58,7 +58,7 @@ struct KeyTileWalk {
         n(key_tiles.end - 1),
         begin(key_tiles.begin),
         stage(0),
-        causal_last(Mask<kIsCausal>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
+        causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
@@ -130,7 +130,7 @@ struct KeyTileWalk {
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
     const ptx::SmemPointer V_smem = scores<kMasked>(S_rmem, Q);
     const int first_key = n * Spec::kBlockN;
-    const TileMask<kIsCausal> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
+    const TileMask<kMask> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
     // With a limit of its own a warp needs no register for the first masked tile.
     const bool is_masked =
         kMasked == Masked::kAll || (kMasked == Masked::kSome && mask.last_column(0) < Spec::kBlockN - 1);
@@ -139,28 +139,28 @@ struct KeyTileWalk {
   }
 };
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params) {
-  return locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kIsCausal, Spec::kIsSplit>(params);
+  return locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, Spec::kIsSplit>(params);
 }
 
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void load_query(const ForwardParams& params, const QueryTile& tile,
                                            ptx::SmemPointer Q_smem) {
   TileLoader<Spec> loader(static_cast<const typename Spec::Element*>(params.q) +
-                              Sequence{params, tile.batch}.row_offset(params.q_stride, tile.head_q),
+                              Sequence<kMask>(params, tile.batch).row_offset(params.q_stride, tile.head_q),
                           params.q_stride.row, tile.row + Spec::kBlockM);
   loader.template load<Spec::kBlockM, false>(Q_smem, params.q_stride.row, params.head_dim, tile.rows);
 }
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
-  const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
-  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kIsCausal, Spec::kIsSplit>(params, tile);
+  const QueryTile tile = this_query_tile<Spec, kMask>(params);
+  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(params, tile);
   if (key_tiles.begin >= key_tiles.end) return;
-  load_query<Spec>(params, tile, Q_smem);
-  KeyTileWalk<Spec, kIsCausal> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
+  load_query<Spec, kMask>(params, tile, Q_smem);
+  KeyTileWalk<Spec, kMask> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
   walk.start();
   if constexpr (Spec::kQueryInRegisters) {
     ptx::cp_async_wait<Spec::kNumStages == 1 ? 0 : Spec::kNumStages - 2>();
@@ -176,16 +176,16 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   ptx::cp_async_wait<0>();
 }
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void forward(const ForwardParams& params) {
   const ptx::SmemPointer Q_smem = ptx::dynamic_shared_memory();  // [kBlockM, kHeadDim]
   const int warp_row = ptx::warp_index() * Spec::kWarpRows;
   Accumulator<Spec> accumulator;
-  attend<Spec, kIsCausal>(params, accumulator, Q_smem, warp_row);
+  attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
   // Located again: five registers less through the loop, where there is none to spare.
-  const QueryTile tile = this_query_tile<Spec, kIsCausal>(params);
-  mma_sync::finish_tile<Spec>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
-                              Q_smem + warp_row * Spec::kRowBytes);
+  const QueryTile tile = this_query_tile<Spec, kMask>(params);
+  mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
+                                     Q_smem + warp_row * Spec::kRowBytes);
 }
 
 }  // namespace sm80

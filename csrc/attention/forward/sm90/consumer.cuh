@@ -22,7 +22,7 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 struct Consumer {
   using Element = typename Spec::Element;
   static constexpr int kScores = Spec::kBlockN / 2;         // accumulators a thread
@@ -118,9 +118,9 @@ struct Consumer {
   __device__ __forceinline__ void mask_block(float (&scores)[kScores], const Tile& tile, int block) const {
     const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const Sequence sequence{params, tile.batch};
-    const int visible[2] = {visible_keys<kIsCausal>(sequence, row).end - first_key,
-                            visible_keys<kIsCausal>(sequence, row + 8).end - first_key};
+    const Sequence<kMask> sequence(params, tile.batch);
+    const int visible[2] = {visible_keys<kMask>(sequence, row).end - first_key,
+                            visible_keys<kMask>(sequence, row + 8).end - first_key};
     mask_scores<Spec::kBlockN>(scores, visible);
   }
 
@@ -171,7 +171,7 @@ struct Consumer {
     for (int block = range.end; block > own_end; --block) skip_block();
 
     const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-    const int seen_by_all = visible_keys<kIsCausal>(Sequence{params, tile.batch}, first_row).end / Spec::kBlockN;
+    const int seen_by_all = visible_keys<kMask>(Sequence<kMask>(params, tile.batch), first_row).end / Spec::kBlockN;
     const int full_end = Spec::kIsSplit ? maximum(seen_by_all, range.begin) : seen_by_all;
     int block = own_end - 1;
     uint32_t probabilities[kProbabilities];
@@ -206,14 +206,14 @@ struct Consumer {
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-      const KeyRange range = key_range<Spec, kIsCausal>(params, tile);
+      const KeyRange range = key_range<Spec, kMask>(params, tile);
       if (first_row >= params.seq_q) {
         // Rows past the end: nothing to compute or to store.
         release_query();
         for (int block = range.end; block > range.begin; --block) skip_block();
         continue;
       }
-      const int blocks = key_blocks<Spec, kIsCausal>(Sequence{params, tile.batch}, first_row + 64);
+      const int blocks = key_blocks<Spec, kMask>(Sequence<kMask>(params, tile.batch), first_row + 64);
       const int own_end = Spec::kIsSplit ? minimum(blocks, range.end) : blocks;
       float output[kOutputs];
 #pragma unroll
@@ -227,10 +227,10 @@ struct Consumer {
           release_query();
           for (int block = range.end; block > range.begin; --block) skip_block();
         }
-        store_partial<Spec>(params, tile, consumer, output, rows);
+        store_partial<Spec, kMask>(params, tile, consumer, output, rows);
       } else {
         attend(tile, range, own_end, output, rows);
-        store_tile<Spec>(params, shared, out_map, tile, consumer, output, rows);
+        store_tile<Spec, kMask>(params, shared, out_map, tile, consumer, output, rows);
       }
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.

@@ -47,19 +47,19 @@ __device__ __forceinline__ void store_output_shared(unsigned char* smem, const f
 }
 
 // Row 0 of the tile's head among the rows of the log-sum-exp, or of the partial results.
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int64_t first_row_of_head(const ForwardParams& params, const Tile& tile) {
-  const Sequence sequence{params, tile.batch};
-  return sequence.result_row(sequence.result_head<Spec::kIsSplit>(tile.head, tile.split));
+  const Sequence<kMask> sequence(params, tile.batch);
+  return sequence.result_row(sequence.template result_head<Spec::kIsSplit>(tile.head, tile.split));
 }
 
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_lse(const ForwardParams& params, const Tile& tile, int consumer,
                                           const float (&lse)[2]) {
   const int lane = ptx::lane_index();
   float* lse_gmem = Spec::kIsSplit ? params.lse_partial : params.lse;
   if (lane % 4 != 0 || lse_gmem == nullptr) return;
-  lse_gmem += first_row_of_head<Spec>(params, tile);
+  lse_gmem += first_row_of_head<Spec, kMask>(params, tile);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
@@ -68,20 +68,20 @@ __device__ __forceinline__ void store_lse(const ForwardParams& params, const Til
 }
 
 // Normalised fp32 rows of params.out_partial, straight from the accumulators: a quad writes 32 bytes, a whole sector.
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile& tile, int consumer,
                                               const float (&output)[Spec::kHeadDim / 2], const RowState& rows) {
   float inverse_sum[2];
   float lse[2];
   finish_softmax(rows, inverse_sum, lse, params.scale_log2);
-  store_lse<Spec>(params, tile, consumer, lse);
+  store_lse<Spec, kMask>(params, tile, consumer, lse);
   const int lane = ptx::lane_index();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
     if (row >= params.seq_q) continue;
     float* row_gmem =
-        params.out_partial + (first_row_of_head<Spec>(params, tile) + row) * params.head_dim + lane % 4 * 2;
+        params.out_partial + (first_row_of_head<Spec, kMask>(params, tile) + row) * params.head_dim + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < Spec::kHeadDim / 8; ++j) {
       const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),
@@ -91,14 +91,14 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   }
 }
 
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& out_map, const Tile& tile, int consumer,
                                            const float (&output)[Spec::kHeadDim / 2], const RowState& rows) {
   float inverse_sum[2];
   float lse[2];
   finish_softmax(rows, inverse_sum, lse, params.scale_log2);
-  store_lse<Spec>(params, tile, consumer, lse);
+  store_lse<Spec, kMask>(params, tile, consumer, lse);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
   unsigned char* smem = shared.output(consumer);
 #pragma unroll

@@ -42,7 +42,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   ptx::mbarrier_init_fence();
 }
 
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void forward(const ForwardParams& params, const ptx::TensorMap& q_map,
                                         const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                         const ptx::TensorMap& out_map) {
@@ -64,10 +64,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params, const ptx::
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0 && ptx::elect_one()) produce<Spec, kIsCausal>(params, shared, q_map, k_map, v_map);
+    if (warp == 0 && ptx::elect_one()) produce<Spec, kMask>(params, shared, q_map, k_map, v_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    Consumer<Spec, kIsCausal>(params, shared, warpgroup - 1).run(out_map);
+    Consumer<Spec, kMask>(params, shared, warpgroup - 1).run(out_map);
   }
 }
 

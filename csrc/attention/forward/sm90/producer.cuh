@@ -45,13 +45,13 @@ __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, con
 // Per tile, with key blocks n-1 down to 0 (or the share of them that the work item has): K(n-1), Q of warpgroup 0,
 // V(n-1), Q of the others, then K(j), V(j) downwards. V(n-1) stands before the other warpgroups' Q because those wait for warpgroups that may still be in the
 // last tile.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                         const ptx::TensorMap& v_map) {
   const int m_blocks = ceil_div(params.seq_q, Spec::kBlockM);
   const int num_tiles = m_blocks * params.heads_q * params.batch * items_per_tile<Spec>(params);
-  const int section_heads = kIsCausal ? heads_per_section<Spec>(params) : 1;
+  const int section_heads = kMask == MaskKind::kCausal ? heads_per_section<Spec>(params) : 1;
   const int heads_per_kv = heads_per_key_head(params);
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
@@ -69,12 +69,12 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   };
 
   for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
-    const Tile tile = decode_tile<Spec, kIsCausal>(params, m_blocks, section_heads, index);
-    const KeyRange range = key_range<Spec, kIsCausal>(params, tile);
+    const Tile tile = decode_tile<Spec, kMask>(params, m_blocks, section_heads, index);
+    const KeyRange range = key_range<Spec, kMask>(params, tile);
     const int last_block = range.end - 1;
     const int kv_head = tile.head / heads_per_kv;
     const bool has_keys = !Spec::kIsSplit || range.begin < range.end;
-    const int draw_block = kIsCausal ? range.begin + kDrawAhead : last_block;
+    const int draw_block = kMask == MaskKind::kCausal ? range.begin + kDrawAhead : last_block;
     int next_index = 0;
     if (last_block <= draw_block) next_index = next_tile_index(params.tile_counter, num_tiles, index);
     if (has_keys) load_key(last_block, kv_head, tile.batch);

@@ -22,18 +22,18 @@ struct Tile {
 
 // Key blocks that some row before end_row sees: the last row sees the most. A tile that sees no key works on one block,
 // all of it masked: that gives the right result, and no tile needs a path of its own.
-template <typename Spec, bool kIsCausal>
-__device__ __forceinline__ int key_blocks(const Sequence& sequence, int end_row) {
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ int key_blocks(const Sequence<kMask>& sequence, int end_row) {
   const int last_row = minimum(end_row, sequence.rows()) - 1;
-  return maximum(1, ceil_div(visible_keys<kIsCausal>(sequence, last_row).end, Spec::kBlockN));
+  return maximum(1, ceil_div(visible_keys<kMask>(sequence, last_row).end, Spec::kBlockN));
 }
 
 // Key blocks of a work item, none for some where a tile has fewer blocks than splits. The tile's own blocks in equal
 // shares, so that items of a tile cost the same.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ KeyRange key_range(const ForwardParams& params, const Tile& tile) {
-  const Sequence sequence{params, tile.batch};
-  const int blocks = key_blocks<Spec, kIsCausal>(sequence, (tile.m_block + 1) * Spec::kBlockM);
+  const Sequence<kMask> sequence(params, tile.batch);
+  const int blocks = key_blocks<Spec, kMask>(sequence, (tile.m_block + 1) * Spec::kBlockM);
   if constexpr (!Spec::kIsSplit) return KeyRange{0, blocks};
   return KeyRange{blocks * tile.split / params.num_splits, blocks * (tile.split + 1) / params.num_splits};
 }
@@ -60,16 +60,16 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
 }
 
 // Tile `index` of the schedule; section_heads is what heads_per_section says.
-template <typename Spec, bool kIsCausal>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_blocks, int section_heads, int index) {
   Section section{index, 0, 0};
-  if constexpr (kIsCausal) {
+  if constexpr (kMask == MaskKind::kCausal) {
     const int all_heads = params.heads_q * params.batch * items_per_tile<Spec>(params);
     section.first_head = section_heads < all_heads ? index / (section_heads * m_blocks) * section_heads : 0;
     section.heads = minimum(section_heads, all_heads - section.first_head);
     section.index = index - section.first_head * m_blocks;
   }
-  const ScheduledTile scheduled = schedule_tile<kIsCausal>(section, m_blocks);
+  const ScheduledTile scheduled = schedule_tile<kMask>(section, m_blocks);
   int head = scheduled.head;
   int split = 0;
   if constexpr (Spec::kIsSplit) {
