@@ -16,6 +16,7 @@ from flashmoe._version import __version__
 
 if TYPE_CHECKING:
     from flashmoe.functional import attention, scaled_dot_product_attention
+    from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
     from flashmoe.module import Attention
     from flashmoe.moe.functional import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
@@ -26,6 +27,10 @@ _LAZY = {
     "scaled_dot_product_attention": "flashmoe.functional",
     "Attention": "flashmoe.module",
     "explain": "flashmoe.routing",
+    "activate": "flashmoe.integrations.torch_attention",
+    "activated": "flashmoe.integrations.torch_attention",
+    "deactivate": "flashmoe.integrations.torch_attention",
+    "is_active": "flashmoe.integrations.torch_attention",
     "MoE": "flashmoe.moe.module",
     "fused_moe": "flashmoe.moe.functional",
     "grouped_mm": "flashmoe.moe.functional",
@@ -36,10 +41,14 @@ __all__ = [
     "Attention",
     "MoE",
     "__version__",
+    "activate",
+    "activated",
     "attention",
+    "deactivate",
     "explain",
     "fused_moe",
     "grouped_mm",
+    "is_active",
     "scaled_dot_product_attention",
     "topk_route",
 ]

@@ -1,0 +1,7 @@
+"""Other libraries' names on flashmoe's kernels, for code that imports them."""
+
+from __future__ import annotations
+
+from flashmoe.compat.install import install_as_flash_attn, uninstall_flash_attn
+
+__all__ = ["install_as_flash_attn", "uninstall_flash_attn"]

@@ -1,0 +1,40 @@
+"""Between padded and packed batches, under the names and with the signatures of flash_attn.bert_padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Drop the padding: hidden_states [B, S, ...] and attention_mask [B, S], where not 0 means valid.
+
+    Returns (rows [N, ...], their indices in [B * S], cu_seqlens int32 [B + 1], the longest length, lengths int32 [B]).
+    With ``unused_mask`` its rows are kept too, but not counted in the lengths [B] that are returned last. Waits for the GPU: N is
+    a number of the host.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = (kept != 0).sum(dim=-1, dtype=torch.int32)
+    used = (attention_mask != 0).sum(dim=-1, dtype=torch.int32)
+    indices = torch.nonzero(kept.flatten(), as_tuple=False).flatten()
+    cu_seqlens = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max().item()) if lengths.numel() else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The other way: rows [N, ...] to [batch, seqlen, ...], zeros elsewhere."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(values: Tensor, indices: Tensor) -> Tensor:
+    """values[indices], of the first dimension."""
+    return values.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """[first_axis_dim, ...] of zeros but for ``values`` [N, ...] at ``indices`` [N], which must differ from each other."""
+    zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))
+    return zeros.index_copy(0, indices, values)

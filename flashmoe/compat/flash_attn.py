@@ -1,0 +1,223 @@
+"""flash_attn 2's functions on flashmoe's kernels: the same names, signatures, layouts ([B, S, H, D]) and meaning.
+
+Not here, and refused by name: dropout, ALiBi, rotary embedding inside flash_attn_with_kvcache, cache_batch_idx and cache_leftpad. Every
+result is deterministic, whatever ``deterministic`` says. Causal masks and windows are aligned bottom-right, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import ArgumentError, ShapeError
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Window = tuple[int, int]
+Result = Tensor | tuple[Tensor, Tensor, None]
+_UNBOUNDED: Window = (-1, -1)
+
+
+def _refuse(**given: Any) -> None:
+    """Raise for the first argument that asks for something: not None, not 0."""
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value != 0):
+            shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            msg = f"{name} is {shown}; flashmoe has no {name}: leave it out, or use the flash_attn package itself"
+            raise ArgumentError(msg)
+
+
+def _options(causal: bool, window_size: Window, softcap: float, scale: float | None) -> dict[str, Any]:
+    return {"causal": causal, "window": tuple(window_size), "softcap": float(softcap), "scale": scale}
+
+
+def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Result:
+    """flash_attn returns (out, softmax_lse, S_dmask) on demand; the last is of dropout alone."""
+    return (out, lse, None) if wanted else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; returns [B, Sq, Hq, D], and with ``return_attn_probs`` (out, lse [B, Hq, Sq], None).
+
+    Raises ArgumentError for dropout_p and alibi_slopes, and what flashmoe.attention raises.
+    """
+    del deterministic  # it always is
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    out, lse = flashmoe.attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        **_options(causal, window_size, softcap, softmax_scale),
+        return_lse=True,
+    )
+    return _with_lse(out.transpose(1, 2), lse, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any) -> Result:
+    """qkv [B, S, 3, H, D]; all else as :func:`flash_attn_func`, dropout_p first."""
+    q, k, v = _unpack(qkv, "qkv", 5, 3)
+    return flash_attn_func(q, k, v, *arguments, **options)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any) -> Result:
+    """q [B, Sq, Hq, D], kv [B, Sk, 2, Hkv, D]; all else as :func:`flash_attn_func`, dropout_p first."""
+    k, v = _unpack(kv, "kv", 5, 2)
+    return flash_attn_func(q, k, v, *arguments, **options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """q [Nq, Hq, D], k and v [Nk, Hkv, D] or pages [P, page_size, Hkv, D] with block_table int32 [B, pages]; cu_seqlens int32 [B + 1].
+
+    Returns [Nq, Hq, D], and with ``return_attn_probs`` (out, lse [Hq, Nq], None). With pages cu_seqlens_k gives the lengths.
+    """
+    del deterministic
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    paged: dict[str, Any] = {}
+    keys: Tensor | None = cu_seqlens_k
+    if block_table is not None:
+        paged = {"block_table": block_table, "seqused_k": torch.diff(cu_seqlens_k)}
+        keys = None
+    out, lse = flashmoe.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        keys,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+        **_options(causal, window_size, softcap, softmax_scale),
+        **paged,
+        return_lse=True,
+    )
+    return _with_lse(out, lse, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **options: Any
+) -> Result:
+    """qkv [N, 3, H, D]; all else as :func:`flash_attn_varlen_func`, dropout_p first."""
+    q, k, v = _unpack(qkv, "qkv", 4, 3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *arguments: Any,
+    **options: Any,
+) -> Result:
+    """q [Nq, Hq, D], kv [Nk, 2, Hkv, D]; all else as :func:`flash_attn_varlen_func`, dropout_p first."""
+    k, v = _unpack(kv, "kv", 4, 2)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return flash_attn_varlen_func(q, k, v, *lengths, *arguments, **options)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q [B, Sq, Hq, D]; caches [B, S, Hkv, D], or pages [P, page_size, Hkv, D] with block_table; k and v [B, Snew, Hkv, D] are
+    written into the caches, behind the cache_seqlens (an int, or int32 [B]) keys that are there, and attended to.
+
+    Returns [B, Sq, Hq, D], and with ``return_softmax_lse`` also lse [B, Hq, Sq].
+    """
+    del rotary_interleaved
+    _refuse(
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        alibi_slopes=alibi_slopes,
+    )
+    batch = q.shape[0]
+    if cache_seqlens is None:
+        cache_seqlens = k_cache.shape[1] if block_table is None else None
+    if cache_seqlens is None:
+        msg = "cache_seqlens is None with a block_table; give the number of keys of each sequence"
+        raise ArgumentError(msg)
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    caches = (k_cache, v_cache) if block_table is not None else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    out, lse = flashmoe.attention_with_kvcache(
+        q.transpose(1, 2),
+        *caches,
+        None if k is None else k.transpose(1, 2),
+        None if v is None else v.transpose(1, 2),
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        **_options(causal, window_size, softcap, softmax_scale),
+        num_splits=num_splits,
+        return_lse=True,
+    )
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _unpack(packed: Tensor, name: str, rank: int, count: int) -> tuple[Tensor, ...]:
+    axis = rank - 3
+    if packed.dim() != rank or packed.shape[axis] != count:
+        head = "[batch, length" if rank == 5 else "[tokens"
+        msg = f"{name} has shape {list(packed.shape)}; needed: {head}, {count}, heads, head_dim]"
+        raise ShapeError(msg)
+    return packed.unbind(axis)
