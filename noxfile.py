@@ -214,6 +214,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, in build/site; links are checked (Python 3.11 or newer)."""
+    program(session, locked(session, "lint"), "flashmoe_build.site", *session.posargs)
+
+
+@nox.session
 def doctor(session: nox.Session) -> None:
     """List what this machine has, what it lacks, and how to fix it."""
     wheels = list((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"))
