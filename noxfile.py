@@ -304,6 +304,15 @@ def reproduce(session: nox.Session) -> None:
 
 
 @nox.session
+def hub(session: nox.Session) -> None:
+    """Lay the newest wheel out as a Hugging Face kernels repository, in build/hub; load it and check it there."""
+    named = any(word.endswith(".whl") for word in session.posargs)
+    wheel = [] if named else [newest_wheel(session)]
+    words: tuple[str | Path, ...] = ("--json", REPORTS / "hub.json", *session.posargs)
+    program(session, locked(session, "test"), "flashmoe_build.release.hub", *wheel, *words)
+
+
+@nox.session
 def compat(session: nox.Session) -> None:
     """Test the newest wheel under every supported torch and Python (-- --quick for the lowest and newest torch)."""
     program(session, sys.executable, "flashmoe_build.release.compat", newest_wheel(session), *session.posargs)
