@@ -155,8 +155,11 @@ def settings(home: str) -> dict[str, Any]:
 
 def build(out: Path = OUT, sources: Path = SOURCES) -> int:
     """Returns 0, or 1 after Sphinx has printed what is wrong."""
-    from sphinx.application import Sphinx
-
+    try:
+        from sphinx.application import Sphinx
+    except ImportError as error:
+        msg = "Sphinx is not in this environment: lockfiles/lint.in has it from Python 3.11 on; FLASHMOE_PYTHON=3.12 ./nox -s site"
+        raise BuildError(msg) from error
     write_sources(sources)
     trees = sources.with_name("site-trees")
     for stale in (out, trees):  # a page that is gone must not stay
