@@ -56,7 +56,7 @@ RUN rm -rf .nox/env/build-* .nox/env/test-* .nox/env/*.lock && \
     find .nox/env/bench-* -type d -name include -path '*/site-packages/*' -prune -exec rm -rf {} + && \
     python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash .nox/env/bench-*/lib
 
-# ---- bench: `docker run --rm [--gpus all] -v "$PWD/results:/results" flashmoe-bench`
+# ---- bench: `mkdir -p results; docker run --rm [--gpus all] --user "$(id -u):$(id -g)" -v "$PWD/results:/results" flashmoe-bench`
 FROM ${BASE_RUN} AS bench
 RUN useradd --create-home --uid 10001 flashmoe && install -d -o flashmoe -g flashmoe -m 0777 /results
 COPY --from=runtime --chown=root:root /home/flashmoe/src/.nox/env /home/flashmoe/src/.nox/env

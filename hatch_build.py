@@ -1,4 +1,4 @@
-"""Hatchling's build hook: compiles the library for a wheel, records the commit for an sdist."""
+"""Hatchling's hooks: the library of a wheel, the commit of an sdist, the long description of both."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ROOT = Path(__file__).resolve().parent
 if str(ROOT) not in sys.path:
@@ -54,3 +55,18 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 },
             }
         )
+
+
+class FlashmoeMetadataHook(MetadataHookInterface):
+    """README.md as the long description: its links lead into the repository, at the tag of this version."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        from flashmoe._version import __version__
+        from flashmoe_build.links import absolute
+
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        home = metadata["urls"]["Source"]
+        body = absolute(text, "", f"v{__version__}", home)
+        metadata["readme"] = {"content-type": "text/markdown", "text": body}

@@ -214,6 +214,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, in build/site; links are checked (Python 3.11 or newer)."""
+    program(session, locked(session, "lint"), "flashmoe_build.site", *session.posargs)
+
+
+@nox.session
 def doctor(session: nox.Session) -> None:
     """List what this machine has, what it lacks, and how to fix it."""
     wheels = list((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"))
@@ -295,6 +301,15 @@ def verify(session: nox.Session) -> None:
 def reproduce(session: nox.Session) -> None:
     """Build HEAD three times under different conditions and compare every byte (-- --archs 90a)."""
     program(session, locked(session, "build"), "flashmoe_build.release.reproduce", *session.posargs)
+
+
+@nox.session
+def hub(session: nox.Session) -> None:
+    """Lay the newest wheel out as a Hugging Face kernels repository, in build/hub; load it and check it there."""
+    named = any(word.endswith(".whl") for word in session.posargs)
+    wheel = [] if named else [newest_wheel(session)]
+    words: tuple[str | Path, ...] = ("--json", REPORTS / "hub.json", *session.posargs)
+    program(session, locked(session, "test"), "flashmoe_build.release.hub", *wheel, *words)
 
 
 @nox.session

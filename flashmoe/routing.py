@@ -24,6 +24,7 @@ from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM, is_fini
 from flashmoe.transforms import autocast_dtype, has_tangent
 
 FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
+FALLBACK_POLICIES = ("allow", "warn", "error")
 BF16_CAPABILITY = (8, 0)
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -227,12 +228,21 @@ def note_fallback(reason: str) -> None:
 
     Compiled code decides once, when it is traced.
     """
-    policy = os.environ.get(FALLBACK_VARIABLE) or "allow"
+    policy = fallback_policy()
     if policy == "warn":
         warnings.warn(f"flashmoe hands attention to torch: {reason}", stacklevel=3)
     elif policy == "error":
         msg = f"attention would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
         raise ArgumentError(msg)
-    elif policy != "allow":
-        msg = f"{FALLBACK_VARIABLE} is {policy!r}; supported: allow, warn, error"
+
+
+def fallback_policy() -> str:
+    """``$FLASHMOE_FALLBACK``; raises ArgumentError for a value that means nothing."""
+    policy = os.environ.get(FALLBACK_VARIABLE) or "allow"
+    if policy not in FALLBACK_POLICIES:
+        msg = f"{FALLBACK_VARIABLE} is {policy!r}; supported: {', '.join(FALLBACK_POLICIES)}"
         raise ArgumentError(msg)
+    return policy
+
+
+fallback_policy()  # a misspelt value stops the import, not the first call that torch gets much later

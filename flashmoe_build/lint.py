@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 
 from flashmoe.errors import ExitCode
@@ -44,6 +45,8 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         Checker("lock", (python, "-m", "flashmoe_build.environments.relock", "--check"), "nox -s lock"),
         Checker("docs", (python, "-m", "flashmoe_build.docs", "--check"), "nox -s docs"),
     ]
+    if util.find_spec("sphinx"):  # lockfiles/lint.in has it from Python 3.11 on
+        found.append(Checker("site", (python, "-m", "flashmoe_build.site")))
     dockerfiles = sorted(
         str(path.relative_to(root)) for path in [*root.glob("Dockerfile*"), *root.glob("docker/Dockerfile*")]
     )
@@ -54,6 +57,8 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
         found.append(Checker("zizmor", (str(tools / "zizmor"), "--offline", "--no-progress", ".github/workflows")))
         schema = ("--builtin-schema", "vendor.github-workflows")
         found.append(Checker("workflow schema", (str(tools / "check-jsonschema"), *schema, *workflows)))
+        bot = (str(tools / "check-jsonschema"), "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
+        found.append(Checker("dependabot schema", bot))
         actionlint = shutil.which("actionlint")  # has no wheel that a lock could name; used where a person installed it
         if actionlint:
             found.append(Checker("actionlint", (actionlint,)))

@@ -36,6 +36,7 @@ class Progress:
         self._started = time.monotonic()
         self._printed = 0.0
         self._detail = ""
+        self._width = 0  # of the line that stands on the terminal
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, name=f"progress {what}", daemon=True)
 
@@ -80,7 +81,10 @@ class Progress:
         line = f"{self.what}{count} {self.elapsed:.0f}s {self._detail}".rstrip()
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
-            self._stream.write("\r\x1b[2K" + line[:width] + ("\n" if final else ""))
+            # Blanks over what the line before left: a notebook knows the carriage return and no control sequence.
+            line, left = line[:width], self._width
+            self._width = len(line)
+            self._stream.write("\r" + line.ljust(left) + ("\n" if final else ""))
         else:
             self._stream.write(line + "\n")
         self._stream.flush()

@@ -43,6 +43,14 @@ def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Te
     return make_inputs(Problem(5, 7, 16, 4, 2, batch=2), device, dtype)
 
 
+def test_a_misspelt_fallback_policy_stops_the_import() -> None:
+    code = "import flashmoe; flashmoe.attention"
+    environment = {**os.environ, "FLASHMOE_FALLBACK": "eror"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ArgumentError: FLASHMOE_FALLBACK is 'eror'; supported: allow, warn, error" in done.stderr
+
+
 MISSPELT: list[tuple[Any, str, str]] = [
     (flashmoe.attention, "is_causal", "write causal=, whose mask ends bottom-right"),
     (flashmoe.attention, "softmax_scale", "write scale="),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,12 @@ def test_a_shell_completes_every_command_and_its_options(shell: str, capsys: pyt
         question = 'COMP_WORDS=(flashmoe smem --he); COMP_CWORD=2; _shtab_flashmoe; echo "${COMPREPLY[@]}"'
         done = subprocess.run(["bash", "-c", f"{script}\n{question}"], capture_output=True, text=True, check=True)
         assert {*done.stdout.split()} == {"--head-dim", "--help"}
+
+
+def test_the_readme_lists_the_commands() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    for name, (module, _) in COMMANDS.items():
+        assert (f"| `flashmoe {name}" if module.startswith("flashmoe.") else f"`{name}`") in text
 
 
 def test_the_usage_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,188 @@
+"""``nox -s site``: the documentation as a site with a search, in build/site. A link that leads nowhere is an error.
+
+The pages are those of the repository. Here their links are resolved: to a page of the site, to a file of the repository, or to
+nothing, which fails. Sphinx then checks every page and heading that is linked to. Links to other sites are not followed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import posixpath
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flashmoe.__main__ import COMMANDS, make_parser
+from flashmoe._version import __version__
+from flashmoe.errors import BuildError, ExitCode
+from flashmoe_build.links import ROOT, absolute, repository, rewrite
+
+OUT = ROOT / "build" / "site"
+SOURCES = ROOT / "build" / "site-sources"
+REF = "main"
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "examples/README.md": "examples.md",
+}
+# The navigation: a caption, then its pages. A page that is missing here, or here alone, is an error of Sphinx.
+NAVIGATION: Mapping[str, Sequence[str]] = {
+    "Use": ("api", "reference", "examples", "command"),
+    "Check and measure": ("doctor", "benchmarks", "audit", "emulation"),
+    "Kernels": (
+        *("kernels/table", "kernels/attention-sm90", "kernels/attention-backward", "kernels/moe", "kernels/cpu"),
+        "kernels/change",
+    ),
+    "Build and trust": ("build", "containers", "release", "security", "contributing", "changelog"),
+}
+FUNCTIONS = {
+    "Attention": (
+        "flashmoe.functional.attention",
+        "flashmoe.functional.scaled_dot_product_attention",
+        "flashmoe.routing.explain",
+        "flashmoe.module.Attention",
+    ),
+    "Mixture of experts": (
+        "flashmoe.moe.functional.fused_moe",
+        "flashmoe.moe.functional.topk_route",
+        "flashmoe.moe.functional.grouped_mm",
+        "flashmoe.moe.module.MoE",
+    ),
+    "Errors": ("flashmoe.errors",),
+}
+
+
+def pages(root: Path = ROOT) -> dict[str, str]:
+    """Path in the repository -> path in the site, of every page."""
+    found = sorted(path.relative_to(root / "docs").as_posix() for path in (root / "docs").rglob("*.md"))
+    return {**ROOT_PAGES, **{f"docs/{name}": name for name in found if not name.startswith("results/")}}
+
+
+def place(text: str, page: str, site: Mapping[str, str], home: str, root: Path = ROOT) -> str:
+    """The text of ``page`` with links that work where the site has it. Raises BuildError for one that leads nowhere."""
+    folder = posixpath.dirname(page)
+
+    def change(target: str) -> str:
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path in site:
+            return posixpath.relpath(site[path], posixpath.dirname(site[page]) or ".")
+        if not (root / path).exists():
+            msg = f"{page}: the link to {target!r} leads to {path}, which does not exist; correct it"
+            raise BuildError(msg)
+        return absolute(f"]({target})", folder, REF, home)[2:-1]
+
+    return rewrite(text, change)
+
+
+def navigation() -> str:
+    blocks = (
+        f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```"
+        for caption, names in NAVIGATION.items()
+    )
+    return "\n\n".join(blocks) + "\n"
+
+
+def reference() -> str:
+    """The Python interface, from the docstrings; read from the sources, so that nothing has to be built or imported."""
+    parts = ["# Python reference", "Each is found as `flashmoe.NAME` as well; [the API](api.md) says how they behave."]
+    for title, names in FUNCTIONS.items():
+        parts.append(f"## {title}")
+        for name in names:
+            kind = (
+                "module"
+                if name == "flashmoe.errors"
+                else "class"
+                if name.rpartition(".")[2][0].isupper()
+                else "function"
+            )
+            options = ":members:\n" if kind != "function" else ""
+            parts.append(f"```{{eval-rst}}\n.. autoapi{kind}:: {name}\n{textwrap.indent(options, '   ')}```")
+    return "\n\n".join(parts) + "\n"
+
+
+def command_page() -> str:
+    """What ``--help`` of every command prints."""
+    parts = ["# The command", "`flashmoe COMMAND`, or `python -m flashmoe COMMAND`. What `--help` prints:"]
+    for name, (_, summary) in COMMANDS.items():
+        (commands,) = (one for one in make_parser({name})._actions if isinstance(one, argparse._SubParsersAction))
+        parts.append(f"## flashmoe {name}\n\n{summary}\n\n```text\n{commands.choices[name].format_help()}```")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_sources(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    home, site = repository(), pages()
+    texts = {name: place((ROOT / page).read_text(encoding="utf-8"), page, site, home) for page, name in site.items()}
+    texts["index.md"] += "\n" + navigation()
+    texts |= {"reference.md": reference(), "command.md": command_page()}
+    for name, text in texts.items():
+        path = folder / PurePosixPath(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def settings(home: str) -> dict[str, Any]:
+    return {
+        "project": "flashmoe",
+        "version": __version__,
+        "release": __version__,
+        "html_title": f"flashmoe {__version__}",
+        "html_theme": "furo",
+        "html_theme_options": {"source_repository": home, "footer_icons": []},
+        "html_copy_source": False,
+        "html_show_copyright": False,
+        "extensions": ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"],
+        "myst_heading_anchors": 4,
+        "autoapi_dirs": [str(ROOT / "flashmoe")],
+        "autoapi_ignore": ["*/flashmoe/tools/*", "*/flashmoe/__main__.py", "*/flashmoe/smoke.py"],
+        "autoapi_generate_api_docs": False,
+        "autoapi_keep_files": False,
+        "autoapi_python_class_content": "class",
+        "autoapi_options": ["members", "undoc-members", "show-inheritance"],
+        "autodoc_typehints": "none",
+        "napoleon_use_param": False,
+        "napoleon_use_rtype": False,
+        "suppress_warnings": ["autoapi.python_import_resolution", "autoapi.not_readable"],
+        "highlight_language": "text",
+        "pygments_style": "friendly",
+    }
+
+
+def build(out: Path = OUT, sources: Path = SOURCES) -> int:
+    """Returns 0, or 1 after Sphinx has printed what is wrong."""
+    try:
+        from sphinx.application import Sphinx
+    except ImportError as error:
+        msg = "Sphinx is not in this environment: lockfiles/lint.in has it from Python 3.11 on; FLASHMOE_PYTHON=3.12 ./nox -s site"
+        raise BuildError(msg) from error
+    write_sources(sources)
+    trees = sources.with_name("site-trees")
+    for stale in (out, trees):  # a page that is gone must not stay
+        shutil.rmtree(stale, ignore_errors=True)
+    app = Sphinx(
+        str(sources), None, str(out), str(trees), "html", settings(repository()), status=None, warningiserror=True
+    )
+    app.build()
+    return int(app.statuscode)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nox -s site --", description=__doc__.splitlines()[0])
+    parser.parse_args(arguments)
+    try:
+        status = build()
+    except BuildError as error:
+        print(f"BuildError: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    pages_built = len(list(OUT.rglob("*.html")))
+    print(f"{OUT.relative_to(ROOT)}/index.html: {'wrong, see above' if status else f'{pages_built} pages'}")
+    return ExitCode.FAILED if status else ExitCode.OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

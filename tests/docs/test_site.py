@@ -1,0 +1,50 @@
+"""The site's pages and the long description: every link works where its reader is. ``nox -s lint`` builds the site itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashmoe._version import DISTRIBUTION
+from flashmoe.errors import BuildError
+from flashmoe_build import links, site
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = links.repository()
+
+
+def test_the_long_description_has_no_relative_link_and_names_the_distribution() -> None:
+    text = links.absolute((ROOT / "README.md").read_text(encoding="utf-8"), "", "v1", HOME)
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert targets
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    assert f"{HOME}/blob/v1/docs/api.md" in targets
+    assert f"{HOME}/tree/v1/docs" in targets
+    assert f"pip install {DISTRIBUTION}" in text
+
+
+def test_a_link_leads_to_a_page_of_the_site_or_into_the_repository() -> None:
+    pages = {"README.md": "index.md", "docs/api.md": "api.md", "docs/kernels/cpu.md": "kernels/cpu.md"}
+    text = "[a](../api.md#x) [b](../../csrc/tables/arch.toml) [c](https://e.org) [d](#y)\n```\n[e](gone.md)\n```\n"
+    assert site.place(text, "docs/kernels/cpu.md", pages, HOME) == (
+        f"[a](../api.md#x) [b]({HOME}/blob/main/csrc/tables/arch.toml) [c](https://e.org) [d](#y)\n```\n[e](gone.md)\n```\n"
+    )
+    assert site.place("[a](docs/kernels/cpu.md)", "README.md", pages, HOME) == "[a](kernels/cpu.md)"
+    with pytest.raises(BuildError, match=r"docs/api\.md: the link to 'gone\.md' leads to docs/gone\.md"):
+        site.place("[a](gone.md)", "docs/api.md", pages, HOME)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    made = {"reference", "command"}
+    named = {name for names in site.NAVIGATION.values() for name in names}
+    assert named | {"index"} == {name.removesuffix(".md") for name in site.pages().values()} | made
+
+
+def test_the_citation_names_this_version_and_repository() -> None:
+    from flashmoe._version import __version__
+
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {__version__}\n" in text
+    assert f"\nrepository-code: {HOME}\n" in text
