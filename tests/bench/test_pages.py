@@ -114,7 +114,7 @@ def test_the_latency_page_shows_microseconds_and_says_that_it_is_partial() -> No
 
 
 def test_text_from_reports_is_escaped() -> None:
-    page = render_page(synthetic_report(partial="<script>alert(1)</script>"))
+    page = render_page(synthetic_report("decode", partial="<script>alert(1)</script>"))
     assert "<script" not in page
 
 
