@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Of failures of one cause the first is printed whole, the others in a line: sixty of one cause are one to read."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if not report.failed or crash is None:
+        return
+    message = crash.message.splitlines()[0] if crash.message else ""
+    cause = (crash.path, crash.lineno, re.sub(r"\d+", "#", message))
+    CAUSES[cause].append(report.nodeid)
+    if len(CAUSES[cause]) > 1:
+        report.longrepr = f"as {CAUSES[cause][0]}: {message[:200]}"
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     stats = terminalreporter.stats
     counts = {key: len(stats.get(key, [])) for key in ("passed", "failed", "error", "skipped", "xfailed")}
@@ -110,6 +124,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     for reason, number in sorted(Counter(skip_reason(item) for item in others).items()):
         terminalreporter.write_line(f"SKIP: {number} not run: {reason}")
     ran = sum("gpu" in item.keywords for key in ("passed", "failed") for item in stats.get(key, []))
+    for nodes in CAUSES.values():
+        if len(nodes) > 1:
+            terminalreporter.write_line(f"{len(nodes)} failures of one cause: {nodes[0]}")
     if not_run:
         terminalreporter.write_line(f"GPU: {len(not_run)} tests did not run: this machine has no CUDA GPU")
     elif ran:
@@ -150,3 +167,4 @@ def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: 
 
 
 STARTED = pytest.StashKey[float]()
+CAUSES: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)  # tests by where and how they failed

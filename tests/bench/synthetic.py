@@ -116,6 +116,7 @@ def synthetic_report(
 
 def _blocks(case: AttentionProblem, speed: float, blocks: int, rng: np.random.Generator) -> list[list[int]]:
     """Times in ns that rise to ``speed`` of 800 TFLOP/s with the sequence length."""
-    length = case.seq_k / (case.seq_k + 400.0)
+    size = getattr(case, "seq_k", None) or getattr(case, "tokens", None) or case.seq
+    length = size / (size + 400.0)
     mean = case.flops / (800.0 * speed * length) / 1e3 + 1500.0
     return [[round(mean * value) for value in np.exp(rng.normal(0.0, 0.008, 3))] for _ in range(blocks)]

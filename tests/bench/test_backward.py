@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashmoe.__main__ import main
-from flashmoe.errors import ArgumentError, ReportError
+from flashmoe.errors import ArgumentError
 from flashmoe.tools.bench.cli import only_cases
 from flashmoe.tools.bench.compare import compare_reports
 from flashmoe.tools.bench.contenders import default_registry
@@ -109,5 +109,4 @@ def test_a_quick_run_on_the_cpu_is_written_compared_and_held_to_marks(
     changes = compare_reports(report, report)
     assert {change["case"] for change in changes.data["changes"]} == keys
     assert not any(check.verdict is Verdict.FAIL for check in changes.checks)
-    with pytest.raises(ReportError, match="name a case"):
-        slowest_case(report.data)  # profile launches the forward pass
+    assert slowest_case(report.data).key in keys  # what profile launches

@@ -144,6 +144,22 @@ def test_a_long_test_is_named_while_it_runs(tmp_path: Path) -> None:
     assert "test_short" not in done.stderr
 
 
+def test_failures_of_one_cause_are_printed_once(tmp_path: Path) -> None:
+    lines = [
+        "import pytest",
+        "def check(number):",
+        "    words = 'all of this is printed'",
+        "    assert number < 0, f'race at byte {number}' if number != 7 else 'deadlock'",
+        "@pytest.mark.parametrize('number', range(9))",
+        "def test_it(number): check(number)",
+    ]
+    done = run_pytest(tmp_path, "\n".join(lines))
+    assert done.returncode == 1
+    assert done.stdout.count("words = 'all of this is printed'") == 2  # the race, the deadlock
+    assert "8 failures of one cause: test_it.py::test_it[0]" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("9 failed")
+
+
 def test_processes_report_as_one(tmp_path: Path) -> None:
     """Counts and the name of a test that runs for long, with the tests spread over two processes."""
     body = GPU_TEST + "import time\ndef test_long(): time.sleep(1.5)\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,13 +266,16 @@ def profile(folder: Path, *words: str) -> int:
 def test_the_program_with_and_without_a_profiler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_report(tmp_path / "bench.json", synthetic_report(speeds={"flashmoe": 0.2, "sdpa-flash": 0.5}))
+    bench = synthetic_report(speeds={"flashmoe": 0.2, "sdpa-flash": 0.5})
+    ceilings = {**bench.data["ceilings"], "matmul_of": {"bf16": "bf16 8192 x 8192 x 8192"}}
+    write_report(tmp_path / "bench.json", replace(bench, data={**bench.data, "ceilings": ceilings}))
     write_report(tmp_path / "build.json", Report("build", (Check("b", Verdict.PASS),), BUILD))
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     assert profile(tmp_path, "--ncu", "no-such-profiler", "--json", str(a)) == 0
     text = capsys.readouterr().out
     assert "SKIP profiler" in text
     assert "diagnosis: neither arithmetic nor memory" in text
+    assert "of the fastest matrix product that the benchmark measured (bf16 8192 x 8192 x 8192)" in text
     (tmp_path / "raw.csv").write_text(table())
     assert profile(tmp_path, "--csv", str(tmp_path / "raw.csv"), "--json", str(b)) == 0
     assert "diagnosis: warps wait for loads although memory is not busy" in capsys.readouterr().out

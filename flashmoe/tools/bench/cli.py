@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REPORT.json",
         help="write --markdown, --html and --summary of an old report or summary; with --ratchet hold it against the marks",
     )
+    parser.add_argument(
+        "--index", type=Path, metavar="FOLDER", help="a page for each report in FOLDER, and an index of all"
+    )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
     parser.add_argument("--fail-on", choices=("slower", "changed", "not-same"), help="exit 1 when a comparison says so")
     parser.add_argument("--ratchet", type=Path, metavar="FILE.toml", help="check a run against the marks of its GPU")
@@ -50,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs, compares or renders; returns an ExitCode."""
     if args.compare:
         return _compare(args)
+    if args.index:
+        return _index(args.index)
     if args.render:
         return _render(args)
     return _measure(args)
@@ -221,6 +226,14 @@ def _compare(args: argparse.Namespace) -> int:
         args.markdown.write_text(text, encoding="utf-8")
     print(text)
     return report.exit_code
+
+
+def _index(folder: Path) -> int:
+    from flashmoe.tools.bench.index import write_index
+
+    path, reports = write_index(folder)
+    print(f"{path}: {reports} reports")
+    return ExitCode.OK
 
 
 def _render(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The figure of a benchmark page: speed against sequence length, a panel for each kind of problem, as inline SVG.
+"""The charts of a benchmark page as inline SVG: speed against length for each kind of problem, and rooflines.
 
 The same report gives the same bytes, and the text fetches nothing. Contenders differ in marker and dashes, too.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from flashmoe.tools.bench.places import heads_text, place_of
+from flashmoe.tools.problems import problem_from_json
 from flashmoe.tools.problems.attention import AttentionProblem
 
 Cells = list[Mapping[str, Any]]
@@ -29,7 +31,7 @@ SETTINGS: Any = {
     "svg.hashsalt": "flashmoe",
     "svg.fonttype": "none",
     "font.size": 9,
-    "axes.titlesize": 9.5,
+    "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -38,19 +40,27 @@ SETTINGS: Any = {
     "lines.linewidth": 1.6,
     "lines.markersize": 4.5,
 }
-COLUMNS = 2
-PANEL_INCHES = (5.0, 3.0)
+PANEL_INCHES = (4.6, 2.9)
+SWATCH_INCHES = (0.5, 0.16)
 FEW_QUERIES = 64  # fewer than this against more keys: reading K and V is the work, and GB/s its measure
+TIMED = ("events", "wall", "graph")
+ROOF = "#6b7480"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Cells that differ in sequence length alone (and in batch, which prefill grids trade for length)."""
+    """Cells that differ in length alone (and in batch, which prefill grids trade for length)."""
 
     title: str
     unit: str
+    axis: str
     cells: Cells
     ceiling: float | None = None  # in ``unit``: what a matrix product, or a copy, reached in the same run
+
+    @property
+    def scale(self) -> tuple[str, str]:
+        """Panels of one scale share it."""
+        return self.unit, self.cells[0]["case"]["dtype"]
 
     def point(self, summary: Mapping[str, Any], factor: float) -> tuple[float, float, float]:
         """(value, lower bound, upper bound) in ``unit``; bounds equal the value where there is no interval."""
@@ -63,35 +73,43 @@ class Panel:
         low, high = summary["tflops_interval"] or (rate, rate)
         return scale * rate, scale * low, scale * high
 
-
-def heads_text(case: AttentionProblem) -> str:
-    return f", {case.heads_q} on {case.heads_kv} heads" if case.heads_q != case.heads_kv else ""
+    def highest(self, shown: Collection[str], factor: float) -> float:
+        """Of the contenders ``shown``, intervals included."""
+        rows = (row for cell in self.cells for name, row in cell["summaries"].items() if name in shown)
+        return max((max(self.point(row, factor)) for row in rows), default=0.0)
 
 
 def panels(data: Mapping[str, Any], factor: float, unit: str) -> list[Panel]:
     """Latency where calls were timed in a graph, else TFLOP/s, or GB/s where few queries read many keys.
 
-    Of prefill, cells with one length have no line to draw; they are left to the tables, unless no others are there.
+    Cells with one length have no line to draw; they are left to the tables, unless no others are there.
     """
-    found: dict[tuple[str, str], Cells] = {}
+    found: dict[tuple[str, str, str], Cells] = {}
     for cell in data["cells"]:
-        case: AttentionProblem = AttentionProblem.from_json(cell["case"])
-        if cell["summaries"] and cell["timing"] in ("events", "wall", "graph"):
-            decode = case.seq_q != case.seq_k and case.seq_q < FEW_QUERIES
-            queries = f", B = {case.batch}, {case.seq_q} of Q" if case.seq_q != case.seq_k else ""
-            title = f"{case.dtype}, D = {case.head_dim}, {case.mask}{heads_text(case)}{queries}"
+        if cell["summaries"] and cell["timing"] in TIMED:
+            title, axis, decode = _panel_of(cell)
             measure = "us" if cell["timing"] == "graph" else "GB/s" if decode else unit
-            found.setdefault((title, measure), []).append(cell)
+            found.setdefault((title, axis, measure), []).append(cell)
     lines = {
-        (title, measure): cells
-        for (title, measure), cells in found.items()
-        if measure == "GB/s" or len({cell["case"]["seq_k"] for cell in cells}) > 1
+        key: cells
+        for key, cells in found.items()
+        if key[2] == "GB/s" or len({place_of(problem_from_json(cell["case"])).length for cell in cells}) > 1
     }
-    chosen = lines or found
     return [
-        Panel(title, measure, cells, _ceiling(data, measure, cells, factor))
-        for (title, measure), cells in chosen.items()
+        Panel(title, measure, axis, cells, _ceiling(data, measure, cells, factor))
+        for (title, axis, measure), cells in (lines or found).items()
     ]
+
+
+def _panel_of(cell: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """(title, what its axis counts, whether reading is the work)."""
+    case = problem_from_json(cell["case"])
+    if not isinstance(case, AttentionProblem):
+        at = place_of(case)
+        return at.line, at.axis, False
+    queries = f", B = {case.batch}, {case.seq_q} of Q" if case.seq_q != case.seq_k else ""
+    title = f"{case.dtype}, D = {case.head_dim}, {case.mask}{heads_text(case)}{queries}"
+    return title, "sequence length", case.seq_q != case.seq_k and case.seq_q < FEW_QUERIES
 
 
 def _ceiling(data: Mapping[str, Any], unit: str, cells: Cells, factor: float) -> float | None:
@@ -104,53 +122,131 @@ def _ceiling(data: Mapping[str, Any], unit: str, cells: Cells, factor: float) ->
     return factor * peak if peak else None
 
 
-def draw(data: Mapping[str, Any], factor: float, unit: str) -> str:
-    """The figure as ``<svg>`` text; empty when nothing was timed."""
+def styles(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and dashes of each contender, the same in every chart."""
+    return {
+        row["name"]: {"color": COLOURS[at % 8], "marker": MARKERS[at % 8], "linestyle": DASHES[at % 8]}
+        for at, row in enumerate(data["contenders"])
+    }
+
+
+def draw(data: Mapping[str, Any], factor: float, unit: str, shown: Collection[str]) -> list[str]:
+    """One ``<svg>`` text for each panel; y axes of one unit and dtype end at the same value."""
     chosen = panels(data, factor, unit)
-    if not chosen:
-        return ""
-    columns = min(COLUMNS, len(chosen))
-    rows = -(-len(chosen) // columns)
-    with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.5), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).ravel()
-        for ax, panel in zip(axes, chosen, strict=False):
-            _draw_panel(ax, panel, data["contenders"], factor)
-        for ax in axes[len(chosen) :]:
-            ax.set_axis_off()
-        lines: dict[str, Any] = {}
-        for ax in axes:
-            lines |= {label: line for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        figure.legend(lines.values(), lines.keys(), loc="outside upper left", ncols=4, frameon=False)
-        return _svg(figure, "; ".join(f"{panel.title}: {panel.unit}" for panel in chosen))
+    tops: dict[tuple[str, str], float] = {}
+    for panel in chosen:
+        highest = max(panel.highest(shown, factor), panel.ceiling or 0.0)
+        tops[panel.scale] = max(tops.get(panel.scale, 0.0), highest)
+    looks = {name: look for name, look in styles(data).items() if name in shown}
+    charts = []
+    for panel in chosen:
+        with mpl.rc_context(SETTINGS):
+            figure, ax = _sheet()
+            _draw_panel(ax, panel, looks, factor)
+            ax.set_ylim(0.0, 1.05 * tops[panel.scale] or 1.0)
+            charts.append(_svg(figure, f"{panel.title}: {panel.unit}"))
+    return charts
 
 
-def _draw_panel(ax: Axes, panel: Panel, contenders: Sequence[Mapping[str, Any]], factor: float) -> None:
-    for style, contender in enumerate(contenders):
-        cells = [cell for cell in panel.cells if contender["name"] in cell["summaries"]]
-        cells.sort(key=lambda cell: cell["case"]["seq_k"])
+def _sheet() -> tuple[Figure, Axes]:
+    """Fixed margins: a layout that is computed takes most of a page's time, and charts side by side should agree."""
+    figure = Figure(figsize=PANEL_INCHES)
+    return figure, figure.add_axes((0.14, 0.17, 0.83, 0.73))
+
+
+def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, Mapping[str, Any]], factor: float) -> None:
+    length = {id(cell): place_of(problem_from_json(cell["case"])).length for cell in panel.cells}
+    for name, look in looks.items():
+        cells = sorted((cell for cell in panel.cells if name in cell["summaries"]), key=lambda cell: length[id(cell)])
         if not cells:
             continue
-        points = [panel.point(cell["summaries"][contender["name"]], factor) for cell in cells]
+        points = [panel.point(cell["summaries"][name], factor) for cell in cells]
         ax.errorbar(
-            [cell["case"]["seq_k"] for cell in cells],
+            [length[id(cell)] for cell in cells],
             [value for value, _, _ in points],
             # A median of samples can lie outside of the interval, which is one of medians of blocks.
             yerr=[[max(0.0, y - low) for y, low, _ in points], [max(0.0, high - y) for y, _, high in points]],
-            label=contender["title"],
-            color=COLOURS[style % 8],
-            marker=MARKERS[style % 8],
-            linestyle=DASHES[style % 8],
             capsize=2,
+            **look,
         )
-    if panel.ceiling:
-        ax.axhline(panel.ceiling, color="#6b7480", linewidth=1.0, linestyle=(0, (1, 2)))
-    lengths = sorted({cell["case"]["seq_k"] for cell in panel.cells})
-    ax.set(title=panel.title, ylabel="us a call" if panel.unit == "us" else panel.unit, xscale="log")
+    roof = panel.ceiling and max(panel.ceiling, panel.highest(looks, factor))
+    if roof:
+        ax.axhline(roof, color=ROOF, linewidth=1.0, linestyle=(0, (1, 2)))
+    lengths = sorted(set(length.values()))
+    ax.set(title=panel.title, ylabel="us a call" if panel.unit == "us" else panel.unit, xlabel=panel.axis)
+    if min(lengths) > 0:
+        ax.set_xscale("log")
     ax.xaxis.set_major_locator(FixedLocator(lengths[:: -(-len(lengths) // 8)]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_text(value)))
-    ax.set_ylim(bottom=0.0)
+
+
+def rooflines(data: Mapping[str, Any], factor: float, unit: str, shown: Collection[str]) -> list[str]:
+    """Rate against operations per byte, a chart for each dtype and head dim (or kind of layer), with its roof.
+
+    The roof is the best product and the copy of the run, raised where a kernel was faster: no point lies above it.
+    """
+    groups: dict[str, Cells] = {}
+    for cell in data["cells"]:
+        if cell["summaries"] and cell["timing"] in TIMED and data["ceilings"]:
+            groups.setdefault(place_of(problem_from_json(cell["case"])).kind, []).append(cell)
+    looks = {name: look for name, look in styles(data).items() if name in shown}
+    return [_roofline(title, cells, data["ceilings"], factor, unit, looks) for title, cells in groups.items()]
+
+
+def _roofline(
+    title: str,
+    cells: Cells,
+    ceilings: Mapping[str, Any],
+    factor: float,
+    unit: str,
+    looks: Mapping[str, Mapping[str, Any]],
+) -> str:
+    points = {
+        name: [
+            (cell["flops"] / cell["bytes"], factor * cell["summaries"][name]["tflops"])
+            for cell in cells
+            if name in cell["summaries"]
+        ]
+        for name in looks
+    }
+    every = [point for one in points.values() for point in one]
+    peak, slope = roof_over(
+        every,
+        factor * (ceilings["matmul_tflops"].get(cells[0]["case"]["dtype"]) or 0.0),
+        factor * ceilings["copy_gbps"] / 1e3,
+    )
+    with mpl.rc_context(SETTINGS):
+        figure, ax = _sheet()
+        for name, look in looks.items():
+            if points[name]:
+                ax.plot(*zip(*points[name], strict=True), **{**look, "linestyle": "none"})
+        low = min([*(x for x, _ in every), peak / slope]) / 2
+        high = max([*(x for x, _ in every), peak / slope]) * 2
+        ax.plot([low, peak / slope, high], [slope * low, peak, peak], color=ROOF, linewidth=1.0, linestyle=(0, (1, 2)))
+        ax.set(title=title, xlabel="operations per byte", ylabel=unit, xscale="log", yscale="log")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_locator(NullLocator())
+        return _svg(figure, f"roofline, {title}: {unit}")
+
+
+def roof_over(points: Collection[tuple[float, float]], peak: float, slope: float) -> tuple[float, float]:
+    """(peak, slope) of a roof that no (operations per byte, rate) lies above."""
+    peak = max([peak, *(y for _, y in points)])
+    # A point may be above the slope where its data stayed in a cache: only one below the peak can be.
+    return peak, max([slope, *(y / x for x, y in points)])
+
+
+def swatch(look: Mapping[str, Any]) -> str:
+    """A contender's line and marker, for a legend."""
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=SWATCH_INCHES)
+        ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        ax.set_axis_off()
+        ax.plot([0.0, 0.5, 1.0], [0.0, 0.0, 0.0], markevery=[1], **look)
+        return _svg(figure, "", "swatch")
 
 
 def length_text(length: float) -> str:
@@ -158,11 +254,13 @@ def length_text(length: float) -> str:
     return f"{length / 1024:g}K" if length >= 1024 and length % 1024 == 0 else f"{length:g}"
 
 
-def _svg(figure: Figure, label: str) -> str:
-    """Only the element, without the addresses of namespaces, which a page does not need."""
+def _svg(figure: Figure, label: str, kind: str = "chart") -> str:
+    """Only the element, without the addresses of namespaces and the numbered names of its parts, which a page does not need."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=kind == "swatch")
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'\s+xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
-    return text.replace("<svg", f'<svg class="chart" role="img" aria-label="{escape(label, quote=True)}"', 1)
+    text = re.sub(r'(<g) id="[a-zA-Z0-9.]+_\d+"', r"\1", text)
+    spoken = f'role="img" aria-label="{escape(label, quote=True)}"' if label else 'aria-hidden="true"'
+    return text.replace("<svg", f'<svg class="{kind}" {spoken}', 1)

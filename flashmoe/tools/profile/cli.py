@@ -23,6 +23,14 @@ from flashmoe.tools.report import Check, Report, Verdict, host_environment, read
 DATA_SCHEMA = "flashmoe.profile/1"
 DEFAULT_CASE = "bf16-d128-full-b4-h16-s4096"
 REPORTS = Path("build") / "reports"
+# What the numbers of a benchmark mean; those of the profiler are in metrics.toml.
+SAYS = {
+    "median_us": "of a call, from the benchmark",
+    "call_us": "all kernels of a call",
+    "share_of_matmul": "of the fastest matrix product that the benchmark measured",
+    "share_of_copy": "of the copy that the benchmark measured",
+    "ratio": "times as fast as the benchmark's baseline",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +126,7 @@ def make_report(
         "case": case.to_json(),
         "kernel": symbol,
         "source": source,
+        "ceiling": ((bench.get("ceilings") or {}).get("matmul_of") or {}).get(case.dtype, ""),
         "values": values,
         "stalls": dict(longest.stalls) if longest else {},
         "launches": [_launch_row(one) for one in launches],
@@ -166,7 +175,9 @@ def _read_profile(path: Path) -> Mapping[str, Any]:
 def render(report: Report) -> str:
     """Numbers, the largest stalls, then the diagnosis."""
     data = report.data
-    says = {field.name: field.says for field in fields()}
+    says = SAYS | {field.name: field.says for field in fields()}
+    if data.get("ceiling"):
+        says["share_of_matmul"] += f" ({data['ceiling']})"
     lines = [
         f"profile of {data['case']['key']} from {data['source']}",
         *_launch_lines(data["launches"]),
