@@ -57,13 +57,17 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = parser
     for name, (module_name, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:  # a command's imports are paid for by that command alone
             module = import_module(module_name)
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    namespace = parser.parse_args(arguments)
+            chosen = sub
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:  # the command's own usage lists what it takes
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(namespace.run(namespace))
         sys.stdout.flush()

@@ -88,6 +88,34 @@ def test_arguments_that_mean_nothing_are_usage_errors(sound: Path, words: tuple[
     assert says in done.stderr
 
 
+def test_an_unknown_option_shows_the_usage_of_its_command(sound: Path) -> None:
+    done = command(str(sound), "--sorce", "x")
+    assert done.returncode == ExitCode.USAGE
+    assert "--source DIR" in done.stderr
+    assert "unrecognized arguments: --sorce x" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"), [((), "PASS  the loader"), (("--no-load",), "")], ids=["default", "no load"]
+)
+def test_the_loader_is_asked_unless_told_not_to(workshop: Workshop, words: tuple[str, ...], verdict: str) -> None:
+    path = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'})
+    done = command(str(path), *words)
+    assert done.returncode == ExitCode.OK
+    assert ("the loader" in done.stdout) == bool(verdict)
+    assert verdict in done.stdout
+
+
+def test_an_ascii_terminal_gets_every_line(workshop: Workshop, tmp_path: Path) -> None:
+    path = tmp_path / "größe.so"
+    path.write_text("text")
+    words = [sys.executable, "-m", "flashmoe", "audit", str(path)]
+    environ = {**environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd="/", env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (ExitCode.FAILED, False)
+    assert r"gr\xf6\xdfe.so" in done.stdout
+
+
 def test_a_source_folder_that_is_not_there_is_a_failure(sound: Path, tmp_path: Path) -> None:
     done = command(str(sound), "--source", str(tmp_path / "gone"))
     assert done.returncode == ExitCode.NOTHING_CHECKED

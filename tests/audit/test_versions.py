@@ -56,7 +56,9 @@ def test_a_version_of_the_platform_that_never_existed(
 ) -> None:
     stub = versioned(workshop, FOO, "GLIBC_2.2.77 { global: foo; bar; local: *; };", "libc.so.6")
     host = HOST + 'extern "C" int bar();\nint keep = bar();\n'
-    check = only_failure(audit(workshop.library(rows, host=host, link=[str(stub)]), tables=tables), "undefined symbol: bar")
+    check = only_failure(
+        audit(workshop.library(rows, host=host, link=[str(stub)]), tables=tables), "undefined symbol: bar"
+    )
     assert "does not define GLIBC_2.2.77" in check.why
 
 
@@ -73,7 +75,9 @@ def test_the_report_says_how_each_symbol_was_judged(sound: Path, tables: Tables)
 
 def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     """Directly, and as a need of a library that is there: the loader stops at both."""
-    leaf = workshop.extension({"l.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so")
+    leaf = workshop.extension(
+        {"l.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so"
+    )
     middle = workshop.extension(
         {"m.cpp": 'extern "C" int leaf(); extern "C" int bar() { return leaf(); }'},
         link=["-Wl,-soname,libmiddle.so", str(leaf)],
@@ -85,7 +89,9 @@ def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     assert "not on this machine: libmiddle.so" in named(report, "undefined symbols").why
     beside(path, middle)
     report = audit(path)
-    assert "libleaf.so, needed by libmiddle.so, is nowhere" in only_failure(report, "needed libraries: libleaf.so").found
+    assert (
+        "libleaf.so, needed by libmiddle.so, is nowhere" in only_failure(report, "needed libraries: libleaf.so").found
+    )
 
 
 def test_a_32_bit_library_beside_the_file_is_passed_over(workshop: Workshop) -> None:
@@ -102,21 +108,33 @@ def test_a_32_bit_library_beside_the_file_is_passed_over(workshop: Workshop) -> 
 
 def test_a_name_that_no_python_has(workshop: Workshop) -> None:
     source = 'extern "C" int Py%s(); extern "C" int PyInit__C() { return Py%s(); }'
-    assert audit(workshop.extension({"bind.cpp": source % ("_IsInitialized", "_IsInitialized")})).verdict is Verdict.PASS
+    assert (
+        audit(workshop.extension({"bind.cpp": source % ("_IsInitialized", "_IsInitialized")})).verdict is Verdict.PASS
+    )
     path = workshop.extension({"bind.cpp": source % ("Object_MakeFaster", "Object_MakeFaster")})
     assert "does not export it" in only_failure(audit(path), "undefined symbol: PyObject_MakeFaster").why
     other = "_C.cpython-39-x86_64-linux-gnu.so"
     assert sys.version_info[:2] != (3, 9)
     (path.parent / other).write_bytes(path.read_bytes())
     report = audit(path.parent / other)
-    assert [c.found for c in report.checks if c.name == "Python names" and c.verdict is Verdict.WARN], "cannot be known here"
+    assert [c.found for c in report.checks if c.name == "Python names" and c.verdict is Verdict.WARN], (
+        "cannot be known here"
+    )
     assert not failures(report)
 
 
-def test_a_position_independent_executable_is_no_library(workshop: Workshop) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-pie"], "is a position-independent executable (PIE)"),
+        (["-shared", "-z", "nodlopen"], "not to be opened at run time"),
+    ],
+    ids=["PIE", "nodlopen"],
+)
+def test_what_dlopen_refuses_by_its_kind(workshop: Workshop, flags: list[str], message: str) -> None:
     folder, objects = workshop.objects({"main.cpp": "int main() { return 0; }"})
-    run(["g++", "-pie", *map(str, objects), "-o", "_C.so"], cwd=folder)
-    assert "is a position-independent executable (PIE)" in named(audit(folder / "_C.so"), "input: foreign-machine").found
+    run(["g++", *flags, *map(str, objects), "-o", "_C.so"], cwd=folder)
+    assert message in named(audit(folder / "_C.so"), "input: foreign-machine").found
 
 
 def test_a_name_that_another_library_of_torch_exports(workshop: Workshop) -> None:
@@ -128,7 +146,9 @@ def test_a_name_that_another_library_of_torch_exports(workshop: Workshop) -> Non
 
 def test_no_other_cause_is_given_while_a_library_is_absent(workshop: Workshop) -> None:
     stub = workshop.extension({"s.cpp": "int other;"}, link=["-Wl,-soname,libabsent.so"], name="libabsent.so")
-    source = "namespace c10 { struct Device; void use(Device*, char); }\nint mine(float) { return 1; }\nint mine(int);\n"
+    source = (
+        "namespace c10 { struct Device; void use(Device*, char); }\nint mine(float) { return 1; }\nint mine(int);\n"
+    )
     source += 'extern "C" int PyInit__C() { c10::use(nullptr, 1); return mine(1); }'
     link = ["-Wl,--no-as-needed", str(stub), "-Wl,--allow-shlib-undefined"]
     checks = failures(audit(workshop.extension({"bind.cpp": source}, link=link)))

@@ -59,7 +59,9 @@ def test_right_module_name_passes(workshop: Workshop) -> None:
     )
     report = audit(path)
     assert not [c for c in failures(report) if "loads" in c.name or "module name" in c.name]
-    assert any("flash_science/_C.cpython-311-x86_64-linux-gnu.so: named in the sources" in c.found for c in report.checks)
+    assert any(
+        "flash_science/_C.cpython-311-x86_64-linux-gnu.so: named in the sources" in c.found for c in report.checks
+    )
 
 
 def test_import_of_a_file_that_is_not_there(workshop: Workshop) -> None:

@@ -37,7 +37,11 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     used = _mentioned(wheel, imports) | {n for f in facts.values() for n in f.needed}
     idle = [e for e in wheel.extensions if e not in used and PurePosixPath(e).name not in used]
     lost = [*_lost_modules(imports, idle), *_lost_files(wheel, imports)]
-    checks = [*limited([_lost_check(load, idle) for load in lost]), *_unread_checks(imports), *_init_checks(wheel, facts)]
+    checks = [
+        *limited([_lost_check(load, idle) for load in lost]),
+        *_unread_checks(imports),
+        *_init_checks(wheel, facts),
+    ]
     checks += _our_checks(wheel)
     if checks:
         return checks
