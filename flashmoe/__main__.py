@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from importlib import import_module
-from pathlib import Path
 
 from flashmoe._version import __version__
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
@@ -39,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller (>&-): the exit code still says it
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         return _run(arguments)
     except ModuleNotFoundError as error:

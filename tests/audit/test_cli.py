@@ -67,7 +67,7 @@ def test_nothing_checked_is_three(workshop: Workshop, tmp_path: Path, content: s
 def test_unusable_file_is_one(tmp_path: Path) -> None:
     (tmp_path / "_C.so").write_text("text")
     done = command(str(tmp_path / "_C.so"))
-    assert (done.returncode, "FAIL  input: not-elf" in done.stdout) == (ExitCode.FAILED, True)
+    assert (done.returncode, "FAIL  input: not an ELF file" in done.stdout) == (ExitCode.FAILED, True)
 
 
 def test_no_path_is_a_usage_error() -> None:
@@ -112,7 +112,9 @@ def test_closed_output_leaves_the_exit_code(workshop: Workshop, tmp_path: Path) 
     bad.write_text("text")
     for path, code in ((good, ExitCode.OK), (bad, ExitCode.FAILED)):
         line = f"{sys.executable} -m flashmoe audit {path} --no-load --json {tmp_path}/report.json >&- 2>&-"
-        assert subprocess.run(["sh", "-c", line], cwd="/", env=environment(), timeout=120, check=False).returncode == code
+        assert (
+            subprocess.run(["sh", "-c", line], cwd="/", env=environment(), timeout=120, check=False).returncode == code
+        )
         assert read_report(tmp_path / "report.json").data["path"] == path.name
 
 

@@ -26,7 +26,7 @@ def files(workshop: Workshop) -> dict[str, bytes | str]:
 def test_many_members_share_one_budget(workshop: Workshop, files: dict[str, bytes | str]) -> None:
     """Each is far below every limit of one member; together they are a bomb."""
     bomb = {f"science/part{n}.txt": b"\0" * (1 << 20) for n in range(24)}
-    check = named(audit(workshop.wheel({**files, **bomb}, name=NAME)), "input: damaged-wheel")
+    check = named(audit(workshop.wheel({**files, **bomb}, name=NAME)), "input: damaged wheel")
     assert "its members unpack from" in check.found
 
 
@@ -36,7 +36,7 @@ def test_text_in_memory_has_a_budget(
     path = workshop.wheel({**files, **{f"science/m{n}.py": "x = 1\n" * 100 for n in range(9)}}, name=NAME)
     assert not failures(audit(path))
     monkeypatch.setattr(inputs, "MAX_TEXT", 5000)
-    assert "more than 5000 bytes of Python" in named(audit(path), "input: damaged-wheel").found
+    assert "more than 5000 bytes of Python" in named(audit(path), "input: damaged wheel").found
 
 
 def test_large_data_is_read_in_pieces(
@@ -81,7 +81,7 @@ def test_names_are_compared_as_pip_does(
 
 def test_two_metadata_folders(workshop: Workshop, files: dict[str, bytes | str]) -> None:
     path = workshop.wheel({**files, "other-1.0.dist-info/METADATA": "Name: other\n"}, name=NAME)
-    assert "several .dist-info folders" in named(audit(path), "input: damaged-wheel").found
+    assert "several .dist-info folders" in named(audit(path), "input: damaged wheel").found
 
 
 def test_a_name_cannot_forge_a_line(workshop: Workshop, files: dict[str, bytes | str]) -> None:

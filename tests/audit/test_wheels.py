@@ -203,7 +203,7 @@ def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
     assert not failures(report), failures(report)
     assert [c.verdict for c in report.checks if c.name.endswith("carried library")] == [Verdict.SKIP]
     damaged = {**files, "flash_science.libs/libdep-1234.so": "text"}
-    assert named(audit(workshop.wheel(damaged, name=LOCAL)), "libdep-1234.so: input: not-elf")
+    assert named(audit(workshop.wheel(damaged, name=LOCAL)), "libdep-1234.so: input: not an ELF file")
 
 
 @pytest.mark.parametrize(
