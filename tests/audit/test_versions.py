@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from audit_builders import HOST, Row, Workshop, audit, failures, named, only_failure, run
+from audit_builders import HOST, Options, Row, Workshop, audit, failures, named, only_failure, run
 
 from flashmoe.tools.audit.lookup import is_known_version
 from flashmoe.tools.report import Verdict
@@ -60,6 +60,15 @@ def test_a_version_of_the_platform_that_never_existed(
         audit(workshop.library(rows, host=host, link=[str(stub)]), tables=tables), "undefined symbol: bar"
     )
     assert "does not define GLIBC_2.2.77" in check.why
+
+
+def test_a_version_newer_than_this_machine_is_only_held_to_the_floor(workshop: Workshop) -> None:
+    stub = versioned(workshop, FOO, "GLIBC_2.999 { global: foo; bar; local: *; };", "libc.so.6")
+    report = audit(workshop.extension({"bind.cpp": CALL}, link=[str(stub)]), Options(load=True))
+    assert [check.name for check in failures(report)] == ["version floor: GLIBC_2.999"]
+    found = {check.name: check.found for check in report.checks}
+    assert "1 newer than this machine's libraries, so only held to the floor: GLIBC_2.999" in found["undefined symbols"]
+    assert found["the loader"] == "not asked: this machine's libraries are older than GLIBC_2.999"
 
 
 def test_versions_are_auditwheels() -> None:

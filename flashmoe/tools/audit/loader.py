@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flashmoe.tools.audit import sandbox
 from flashmoe.tools.audit.context import Context, failed, listing, passed, skipped
+from flashmoe.tools.audit.lookup import look_up
 from flashmoe.tools.report import Check
 
 LOADER = Path("/lib64/ld-linux-x86-64.so.2")
@@ -40,6 +41,9 @@ def check_loader(context: Context) -> list[Check]:
     name, path = "the loader", context.facts.path
     if context.closure.absent:
         return [skipped(name, f"not asked: {listing(context.closure.absent)} is not on this machine")]
+    newer = sorted({symbol.version for symbol in look_up(context).floor})
+    if newer:
+        return [skipped(name, f"not asked: this machine's libraries are older than {listing(newer)}")]
     folders = [*context.resolver.folders()]
     if context.torch is not None:
         folders += {library.parent: None for library in context.torch.libraries.values()}
