@@ -184,6 +184,12 @@ def test(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Give damaged inputs to the readers of the audit (-- --seconds 60 --seed 7)."""
+    program(session, locked(session, "test"), "tests.fuzz", *session.posargs)
+
+
+@nox.session
 def emulate(session: nox.Session) -> None:
     """Run the CUDA kernels on the CPU (-- --kernel sm90 --seeds 8; -- --help; docs/emulation.md)."""
     program(

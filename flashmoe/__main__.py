@@ -39,6 +39,9 @@ OPTIONAL = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (see :class:`flashmoe.errors.ExitCode`)."""
     arguments = sys.argv[1:] if argv is None else argv
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (>&-): the exit code still says it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         return _run(arguments)
     except ModuleNotFoundError as error:
@@ -66,12 +69,16 @@ def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
         if name in complete:
             module = import_module(module_name)
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+            sub.set_defaults(run=module.run, parser=sub)
     return parser
 
 
 def _run(arguments: list[str]) -> int:
-    namespace = make_parser(arguments[:1]).parse_args(arguments)
+    parser = make_parser(arguments[:1])
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:  # the command's own usage lists what it takes
+        chosen = getattr(namespace, "parser", parser)
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(namespace.run(namespace))
         sys.stdout.flush()

@@ -182,7 +182,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         msg = f"cannot read the report {path}: {error.strerror}; run the session that writes it first"
         raise ReportError(msg) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         msg = f"{path} is not JSON ({error}); delete it and run the session that writes it again"
         raise ReportError(msg) from error
     if not isinstance(payload, dict):

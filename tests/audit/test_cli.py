@@ -67,7 +67,7 @@ def test_nothing_checked_is_three(workshop: Workshop, tmp_path: Path, content: s
 def test_unusable_file_is_one(tmp_path: Path) -> None:
     (tmp_path / "_C.so").write_text("text")
     done = command(str(tmp_path / "_C.so"))
-    assert (done.returncode, "FAIL  input: not-elf" in done.stdout) == (ExitCode.FAILED, True)
+    assert (done.returncode, "FAIL  input: not an ELF file" in done.stdout) == (ExitCode.FAILED, True)
 
 
 def test_no_path_is_a_usage_error() -> None:
@@ -86,6 +86,46 @@ def test_arguments_that_mean_nothing_are_usage_errors(sound: Path, words: tuple[
     done = command(*(word.format(sound=sound) for word in words))
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
     assert says in done.stderr
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command(sound: Path) -> None:
+    done = command(str(sound), "--sorce", "x")
+    assert done.returncode == ExitCode.USAGE
+    assert "--source DIR" in done.stderr
+    assert "unrecognized arguments: --sorce x" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"), [((), "PASS  the loader"), (("--no-load",), "")], ids=["default", "no load"]
+)
+def test_the_loader_is_asked_unless_told_not_to(workshop: Workshop, words: tuple[str, ...], verdict: str) -> None:
+    path = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'})
+    done = command(str(path), *words)
+    assert done.returncode == ExitCode.OK
+    assert ("the loader" in done.stdout) == bool(verdict)
+    assert verdict in done.stdout
+
+
+def test_closed_output_leaves_the_exit_code(workshop: Workshop, tmp_path: Path) -> None:
+    good = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'})
+    bad = tmp_path / "_C.so"
+    bad.write_text("text")
+    for path, code in ((good, ExitCode.OK), (bad, ExitCode.FAILED)):
+        line = f"{sys.executable} -m flashmoe audit {path} --no-load --json {tmp_path}/report.json >&- 2>&-"
+        assert (
+            subprocess.run(["sh", "-c", line], cwd="/", env=environment(), timeout=120, check=False).returncode == code
+        )
+        assert read_report(tmp_path / "report.json").data["path"] == path.name
+
+
+def test_an_ascii_terminal_gets_every_line(workshop: Workshop, tmp_path: Path) -> None:
+    path = tmp_path / "größe.so"
+    path.write_text("text")
+    words = [sys.executable, "-m", "flashmoe", "audit", str(path)]
+    environ = {**environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd="/", env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (ExitCode.FAILED, False)
+    assert r"gr\xf6\xdfe.so" in done.stdout
 
 
 def test_a_source_folder_that_is_not_there_is_a_failure(sound: Path, tmp_path: Path) -> None:

@@ -80,20 +80,23 @@ LOST = {
 
 
 @pytest.mark.parametrize(("files", "what"), LOST.values(), ids=LOST)
-def test_what_cannot_import_is_a_failure(workshop: Workshop, extension: bytes, files: dict[str, str], what: str) -> None:
+def test_what_cannot_import_is_a_failure(
+    workshop: Workshop, extension: bytes, files: dict[str, str], what: str
+) -> None:
     assert named(report_of(workshop, extension, files), f"the package loads this file: {what}")
 
 
 @pytest.mark.parametrize(
     ("source", "verdict", "found"),
     [
-        ("x = " + "(" * 5000 + ")" * 5000, Verdict.WARN, "SyntaxError"),
-        ("x = " + "-" * 200_000 + "1", Verdict.FAIL, "Error"),
+        ("x = " + "(" * 5000 + ")" * 5000, None, "Error"),
+        ("x = " + "-" * 200_000 + "1", None, "Error"),
         ("x = 'a" + "\0" + "b'", None, "null byte"),
         ("x = '" + "a" * (3 << 20) + "'", Verdict.FAIL, "too large to be parsed"),
+        ("x = [" + "a," * 200_000 + "]", Verdict.FAIL, "too large to be parsed"),
         ("x = ", Verdict.WARN, "SyntaxError"),
     ],
-    ids=["brackets", "deep", "NUL", "large", "syntax"],
+    ids=["brackets", "deep", "NUL", "large", "dense", "syntax"],
 )  # fmt: skip
 def test_a_source_that_cannot_be_parsed_is_a_finding(
     workshop: Workshop, extension: bytes, source: str, verdict: Verdict | None, found: str

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from audit_builders import HOST, Row, Workshop, audit, failures, named, only_failure, run
+from audit_builders import HOST, Options, Row, Workshop, audit, failures, named, only_failure, run
 
 from flashmoe.tools.audit.lookup import is_known_version
 from flashmoe.tools.report import Verdict
@@ -56,8 +56,19 @@ def test_a_version_of_the_platform_that_never_existed(
 ) -> None:
     stub = versioned(workshop, FOO, "GLIBC_2.2.77 { global: foo; bar; local: *; };", "libc.so.6")
     host = HOST + 'extern "C" int bar();\nint keep = bar();\n'
-    check = only_failure(audit(workshop.library(rows, host=host, link=[str(stub)]), tables=tables), "undefined symbol: bar")
+    check = only_failure(
+        audit(workshop.library(rows, host=host, link=[str(stub)]), tables=tables), "undefined symbol: bar"
+    )
     assert "does not define GLIBC_2.2.77" in check.why
+
+
+def test_a_version_newer_than_this_machine_is_only_held_to_the_floor(workshop: Workshop) -> None:
+    stub = versioned(workshop, FOO, "GLIBC_2.999 { global: foo; bar; local: *; };", "libc.so.6")
+    report = audit(workshop.extension({"bind.cpp": CALL}, link=[str(stub)]), Options(load=True))
+    assert [check.name for check in failures(report)] == ["version floor: GLIBC_2.999"]
+    found = {check.name: check.found for check in report.checks}
+    assert "1 newer than this machine's libraries, so only held to the floor: GLIBC_2.999" in found["undefined symbols"]
+    assert found["the loader"] == "not asked: this machine's libraries are older than GLIBC_2.999"
 
 
 def test_versions_are_auditwheels() -> None:
@@ -73,7 +84,9 @@ def test_the_report_says_how_each_symbol_was_judged(sound: Path, tables: Tables)
 
 def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     """Directly, and as a need of a library that is there: the loader stops at both."""
-    leaf = workshop.extension({"l.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so")
+    leaf = workshop.extension(
+        {"l.cpp": 'extern "C" int leaf() { return 1; }'}, link=["-Wl,-soname,libleaf.so"], name="libleaf.so"
+    )
     middle = workshop.extension(
         {"m.cpp": 'extern "C" int leaf(); extern "C" int bar() { return leaf(); }'},
         link=["-Wl,-soname,libmiddle.so", str(leaf)],
@@ -85,7 +98,9 @@ def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     assert "not on this machine: libmiddle.so" in named(report, "undefined symbols").why
     beside(path, middle)
     report = audit(path)
-    assert "libleaf.so, needed by libmiddle.so, is nowhere" in only_failure(report, "needed libraries: libleaf.so").found
+    assert (
+        "libleaf.so, needed by libmiddle.so, is nowhere" in only_failure(report, "needed libraries: libleaf.so").found
+    )
 
 
 def test_a_32_bit_library_beside_the_file_is_passed_over(workshop: Workshop) -> None:
@@ -97,26 +112,38 @@ def test_a_32_bit_library_beside_the_file_is_passed_over(workshop: Workshop) -> 
     (path.parent / "libfoo.so.1").write_bytes(bytes(content))
     assert named(audit(path), "needed libraries: libfoo.so.1")
     (path.parent / "libfoo.so.1").write_text("text")
-    assert "libfoo.so.1" in named(audit(path), "input: damaged-elf").found
+    assert "libfoo.so.1" in named(audit(path), "input: damaged ELF file").found
 
 
 def test_a_name_that_no_python_has(workshop: Workshop) -> None:
     source = 'extern "C" int Py%s(); extern "C" int PyInit__C() { return Py%s(); }'
-    assert audit(workshop.extension({"bind.cpp": source % ("_IsInitialized", "_IsInitialized")})).verdict is Verdict.PASS
+    assert (
+        audit(workshop.extension({"bind.cpp": source % ("_IsInitialized", "_IsInitialized")})).verdict is Verdict.PASS
+    )
     path = workshop.extension({"bind.cpp": source % ("Object_MakeFaster", "Object_MakeFaster")})
     assert "does not export it" in only_failure(audit(path), "undefined symbol: PyObject_MakeFaster").why
     other = "_C.cpython-39-x86_64-linux-gnu.so"
     assert sys.version_info[:2] != (3, 9)
     (path.parent / other).write_bytes(path.read_bytes())
     report = audit(path.parent / other)
-    assert [c.found for c in report.checks if c.name == "Python names" and c.verdict is Verdict.WARN], "cannot be known here"
+    assert [c.found for c in report.checks if c.name == "Python names" and c.verdict is Verdict.WARN], (
+        "cannot be known here"
+    )
     assert not failures(report)
 
 
-def test_a_position_independent_executable_is_no_library(workshop: Workshop) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-pie"], "is a position-independent executable (PIE)"),
+        (["-shared", "-z", "nodlopen"], "not to be opened at run time"),
+    ],
+    ids=["PIE", "nodlopen"],
+)
+def test_what_dlopen_refuses_by_its_kind(workshop: Workshop, flags: list[str], message: str) -> None:
     folder, objects = workshop.objects({"main.cpp": "int main() { return 0; }"})
-    run(["g++", "-pie", *map(str, objects), "-o", "_C.so"], cwd=folder)
-    assert "is a position-independent executable (PIE)" in named(audit(folder / "_C.so"), "input: foreign-machine").found
+    run(["g++", *flags, *map(str, objects), "-o", "_C.so"], cwd=folder)
+    assert message in named(audit(folder / "_C.so"), "input: another kind of ELF file").found
 
 
 def test_a_name_that_another_library_of_torch_exports(workshop: Workshop) -> None:
@@ -128,7 +155,9 @@ def test_a_name_that_another_library_of_torch_exports(workshop: Workshop) -> Non
 
 def test_no_other_cause_is_given_while_a_library_is_absent(workshop: Workshop) -> None:
     stub = workshop.extension({"s.cpp": "int other;"}, link=["-Wl,-soname,libabsent.so"], name="libabsent.so")
-    source = "namespace c10 { struct Device; void use(Device*, char); }\nint mine(float) { return 1; }\nint mine(int);\n"
+    source = (
+        "namespace c10 { struct Device; void use(Device*, char); }\nint mine(float) { return 1; }\nint mine(int);\n"
+    )
     source += 'extern "C" int PyInit__C() { c10::use(nullptr, 1); return mine(1); }'
     link = ["-Wl,--no-as-needed", str(stub), "-Wl,--allow-shlib-undefined"]
     checks = failures(audit(workshop.extension({"bind.cpp": source}, link=link)))

@@ -69,8 +69,13 @@ def _nm_rows(path: Path, options: list[str]) -> Iterable[str]:
     )
     if result.returncode:
         return [f"nm failed: {result.stderr.strip()[:200]}"]
+    return parse_rows(result.stdout)
+
+
+def parse_rows(text: str) -> list[str]:
+    """nm's portable format, one line for each symbol, as `defined name`; a line of another form stays visible."""
     rows = []
-    for line in result.stdout.splitlines():
+    for line in text.splitlines():
         match = re.match(r"(.*?) ([A-Za-z?-])(?: [0-9a-f]+)?(?: [0-9a-f]+)?\s*$", line)
         if match is None:
             rows.append(f"nm line not understood: {line[:120]}")

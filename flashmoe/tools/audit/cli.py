@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashmoe.errors import ArgumentError, ExitCode, TableError
 from flashmoe.tools.audit.engine import Options, audit, exit_is_empty
-from flashmoe.tools.audit.render import show
+from flashmoe.tools.audit.render import printable, show
 from flashmoe.tools.progress import Progress
 from flashmoe.tools.report import write_report
 from flashmoe.tools.tables import load_tables
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(msg)
     targets = given_targets(args.targets)
     options = Options(args.torch_version, args.foreign, args.objects, args.source, targets, load=not args.no_load)
-    with Progress(f"audit of {args.path.name}", quiet_for=QUIET_S):
+    with Progress(f"audit of {printable(args.path.name)}", quiet_for=QUIET_S):
         found = audit(args.path, options)
     report = replace(found, command=tuple(Path(word).name for word in sys.argv))
     show(report)

@@ -25,18 +25,23 @@ if TYPE_CHECKING:
 
 MAGIC = b"\x7fELF"
 MAX_BYTES = 4 << 30  # the largest library of torch has 1 GB
+MAX_SYMBOLS = 2_000_000  # of one table; libtorch_cpu.so has 100,000
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section index, value, size
 _BINDINGS = {0: "local", 1: "global", 2: "weak", 10: "unique"}
 _SECTION, _FILE = 3, 4  # symbol types that do not name a function or object
 _UNDEFINED = 0
 _DT_FLAGS_TEXTREL = 0x4
-_DF_1_PIE = 0x0800_0000
+_NOT_FOR_IMPORT = {  # flags of DT_FLAGS_1 with which dlopen refuses a file
+    0x0800_0000: "is a position-independent executable (PIE), not a shared object",
+    0x40: "is marked as not to be opened at run time (-z nodlopen)",
+}
+_NO_IMPORT = "not for import"  # our own key among the dynamic tags
 _HIDDEN_VERSION = 0x8000  # set in .gnu.version for a version that is not the default one
 _X86_64 = b"\x7fELF\x02\x01"  # magic, 64 bits, little-endian
 _MACHINE = (62).to_bytes(2, "little")  # EM_X86_64, at byte 18
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Symbol:
     """One symbol. ``binding`` is local, global, weak or unique.
 
@@ -208,9 +213,9 @@ def _facts(path: Path, elf: ELFFile, *, sha256: str, is_shared: bool) -> ElfFact
         raise NoDynamicSymbolsError(msg, "audit the file as the linker wrote it, before anything strips its sections")
     versions = _versions_needed(elf)
     tags = _dynamic_tags(elf) if is_shared else {}
-    if "DF_1_PIE" in tags:
-        msg = f"{path.name} is a position-independent executable (PIE), not a shared object: the loader refuses to import it"
-        raise ForeignMachineError(msg, "link it with -shared")
+    for what in tags.get(_NO_IMPORT, ()):
+        msg = f"{path.name} {what}: the loader refuses to import it"
+        raise ForeignMachineError(msg, "link it with -shared, for import")
     symtab = elf.get_section_by_name(".symtab")
     return ElfFacts(
         path=path,
@@ -238,8 +243,9 @@ def _dynamic_tags(elf: ELFFile) -> dict[str, list[str]]:
         name = str(tag.entry.d_tag)
         if name == "DT_FLAGS" and tag.entry.d_val & _DT_FLAGS_TEXTREL:
             tags.setdefault("DT_TEXTREL", []).append("")
-        if name == "DT_FLAGS_1" and tag.entry.d_val & _DF_1_PIE:
-            tags.setdefault("DF_1_PIE", []).append("")
+        if name == "DT_FLAGS_1":
+            why = [text for flag, text in _NOT_FOR_IMPORT.items() if tag.entry.d_val & flag]
+            tags.setdefault(_NO_IMPORT, []).extend(why)
         value = next((getattr(tag, a) for a in ("needed", "soname", "rpath", "runpath") if hasattr(tag, a)), "")
         tags.setdefault(name, []).append(value)
     return tags
@@ -269,6 +275,9 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
     if len(table) != section["sh_size"] or len(table) % _SYMBOL.size:
         msg = f"{section.name} claims {section['sh_size']} bytes, the file holds {len(table)} of them"
         raise DamagedElfError(msg, "copy or build the file again")
+    if len(table) > MAX_SYMBOLS * _SYMBOL.size:
+        msg = f"{section.name} holds {len(table) // _SYMBOL.size} symbols, more than the {MAX_SYMBOLS} that an audit reads"
+        raise DamagedElfError(msg, "no linker writes so many for an extension; look at the file before you load it")
     bound = elf.get_section_by_name(".gnu.version") if section.name == ".dynsym" else None
     indices = struct.unpack(f"<{len(table) // _SYMBOL.size}H", bound.data()) if bound is not None else None
     for number, (offset, info, other, place, _, size) in enumerate(_SYMBOL.iter_unpack(table)):

@@ -17,6 +17,7 @@ from flashmoe.tools.fields import Fields
 INDEX_SECTION, BINARY_SECTION = ".flashmoe.index", ".flashmoe.cubins"
 SCHEMA = "flashmoe.index/1"
 ALIGNMENT = 16
+AGAIN = "build it again; the link step embeds both sections"
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,15 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
     """Every embedded binary; raises EmbeddedError when a section or the index is missing, damaged or empty."""
     elf = open_elf(read_bytes(path), path.name)
     index, blob = section_data(elf, INDEX_SECTION), section_data(elf, BINARY_SECTION)
-    again = "build it again; the link step embeds both sections"
     if index is None or blob is None:
         lost = INDEX_SECTION if index is None else BINARY_SECTION
         msg = f"{path.name} has no section {lost}: it holds no device code that the package could find"
-        raise EmbeddedError(msg, again)
+        raise EmbeddedError(msg, AGAIN)
+    return parse_index(index, blob)
+
+
+def parse_index(index: bytes, blob: bytes) -> tuple[Binary, ...]:
+    """The rows of the index with the binaries that they name in ``blob``. Raises EmbeddedError."""
     try:
         payload = Fields(parse_json(index.rstrip(b"\0"), "the index of embedded binaries"), "the index")
         schema = payload.take("schema", str)
@@ -66,7 +71,7 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
         rows = [_binary(Fields(row, "the index, binaries"), blob) for row in payload.take("binaries", list)]
     except (TableError, DamagedWheelError) as error:
         msg = f"the index of embedded binaries cannot be read ({error})"
-        raise EmbeddedError(msg, again) from error
+        raise EmbeddedError(msg, AGAIN) from error
     if not rows:
         msg = "the index of embedded binaries is empty: this file holds no kernel"
         raise EmbeddedError(msg, "check the targets of the build (FLASHMOE_ARCHS)")

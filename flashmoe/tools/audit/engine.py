@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flashmoe.tools.audit.context import Context, failed, skipped, warned
-from flashmoe.tools.audit.elf import ElfFacts, open_elf, read_bytes, read_elf, section_data
+from flashmoe.tools.audit.elf import MAX_SYMBOLS, ElfFacts, open_elf, read_bytes, read_elf, section_data
 from flashmoe.tools.audit.embedded import INDEX_SECTION, Binary, read_embedded
-from flashmoe.tools.audit.errors import AuditError, EmptyInputError, UnreadableError
+from flashmoe.tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
 from flashmoe.tools.audit.guard import guarded
 from flashmoe.tools.audit.inputs import OUR_LIBRARY, Wheel, collect, unpack
 from flashmoe.tools.audit.kernels import KernelAudit, audit_kernels
@@ -120,7 +120,7 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
             wheel = unpack(path, Path(folder))
         except AuditError as error:
             return [Subject(path.name, ours=False, checks=(input_check(error),))]
-        subjects, facts = [], {}
+        subjects, facts, symbols = [], {}, 0
         for member in wheel.extensions:
             carried = PurePosixPath(member).parent.name.endswith(".libs")
             work = _carried if carried else _guarded
@@ -128,6 +128,11 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
             subjects.append(subject)
             if subject.facts is not None:
                 facts[member] = subject.facts
+                symbols += len(subject.facts.dynamic) + len(subject.facts.static or ())
+            if symbols > MAX_SYMBOLS:
+                msg = f"its shared objects hold more than {MAX_SYMBOLS} symbols together"
+                many = input_check(DamagedWheelError(msg, "audit them one by one, unpacked"))
+                return [Subject(path.name, ours=False, checks=(many,)), *subjects]
         whole = [*check_wheel(wheel, facts), *guarded("sources", lambda: check_loads(wheel, facts))]
         ours = wheel.is_ours and not options.foreign
         if ours:

@@ -6,7 +6,7 @@ from flashmoe.errors import FlashmoeError
 
 
 class AuditError(FlashmoeError):
-    """Base of everything that the audit raises. ``kind`` is a stable word for programs, ``next_step`` what to do."""
+    """Base of everything that the audit raises. ``kind`` names it in a few words, ``next_step`` what to do."""
 
     kind = "audit"
 
@@ -24,25 +24,25 @@ class UnreadableError(AuditError):
 class NotElfError(AuditError):
     """The file does not begin with the ELF magic number."""
 
-    kind = "not-elf"
+    kind = "not an ELF file"
 
 
 class DamagedElfError(AuditError):
     """The file begins like an ELF file, but does not contain what its headers describe."""
 
-    kind = "damaged-elf"
+    kind = "damaged ELF file"
 
 
 class ForeignMachineError(AuditError):
     """A valid ELF file of another kind: 32 bits, big-endian, another processor, or not a shared object."""
 
-    kind = "foreign-machine"
+    kind = "another kind of ELF file"
 
 
 class NoDynamicSymbolsError(AuditError):
     """The ELF file has no readable dynamic symbol table, so what it needs is unknown."""
 
-    kind = "no-dynamic-symbols"
+    kind = "no dynamic symbols"
 
 
 class EmptyInputError(AuditError):
@@ -54,7 +54,7 @@ class EmptyInputError(AuditError):
 class DamagedWheelError(AuditError):
     """The wheel is not a valid zip archive, or unpacks to something that no wheel should hold."""
 
-    kind = "damaged-wheel"
+    kind = "damaged wheel"
 
 
 class EmbeddedError(AuditError):
@@ -66,10 +66,10 @@ class EmbeddedError(AuditError):
 class ToolMissingError(AuditError):
     """A program or library that the audit relies on is not installed."""
 
-    kind = "tool-missing"
+    kind = "missing tool"
 
 
 class ShimDataError(AuditError):
     """There is no shim data for the torch version asked for."""
 
-    kind = "shim-data"
+    kind = "no shim data"

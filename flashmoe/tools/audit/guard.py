@@ -21,7 +21,11 @@ def guarded(what: str, work: Callable[[], Iterable[Check]]) -> list[Check]:
     except (FlashmoeError, ImportError):  # a rule of ours, or a package that is not installed: not the file's doing
         raise
     except Exception as error:  # csv.Error, RecursionError, MemoryError, struct.error, ...: no list of them is complete
-        return [_unreadable(what, f"{type(error).__name__}: {error}", "look at the file; if it is sound, report it with the file")]
+        return [
+            _unreadable(
+                what, f"{type(error).__name__}: {error}", "look at the file; if it is sound, report it with the file"
+            )
+        ]
 
 
 def _unreadable(what: str, found: str, next_step: str) -> Check:

@@ -21,6 +21,7 @@ _DATA = re.compile(r"[^/]+\.data/(?:purelib|platlib)/")
 _DYNAMIC = re.compile(r"\b(?:__getattr__|globals|setattr|exec|vars|__dict__|__path__|sys\.modules|meta_path|lazy\w*)\b")
 
 
+MAX_TOKENS = 300_000  # of one source; its syntax tree takes up to about 1 KB for each
 _SIMPLE = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
 
 
@@ -58,7 +59,9 @@ class Imports:
     @cached_property
     def folders(self) -> frozenset[str]:
         """Every folder with a module below it, as a dotted name: packages, with an ``__init__`` or without."""
-        return frozenset(".".join(parts[:n]) for name in self.modules for parts in [name.split(".")] for n in range(1, len(parts)))
+        return frozenset(
+            ".".join(parts[:n]) for name in self.modules for parts in [name.split(".")] for n in range(1, len(parts))
+        )
 
     def running(self, source: str) -> list[ast.stmt]:
         """The statements of a reached module that certainly run at import; empty when it was not reached."""
@@ -95,7 +98,7 @@ class Imports:
 
     def _wanted(self, module: str, source: str) -> list[tuple[int, str]]:
         text = self.wheel.sources.get(source)
-        if text is None:
+        if text is None or _is_too_dense(text):
             self.unread.append(Unread(source, "too large to be parsed", is_syntax=False))
             return []
         try:
@@ -136,6 +139,11 @@ def _modules(wheel: Wheel) -> Mapping[str, str]:
     return found
 
 
+def _is_too_dense(text: str) -> bool:
+    """More than MAX_TOKENS; a text has at most as many as characters, so few are counted."""
+    return len(text) > MAX_TOKENS and sum(1 for _ in re.finditer(r"\w+|[^\w\s]", text)) > MAX_TOKENS
+
+
 def _certain(tree: ast.Module) -> Iterator[ast.stmt]:
     """Statements that run whenever the module is imported, with the bodies of its functions that they call."""
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
@@ -166,7 +174,9 @@ def _plain_calls(node: ast.stmt) -> Iterator[str]:
     waiting: list[ast.AST] = [node]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, (ast.Lambda, ast.IfExp, ast.BoolOp, ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)):
+        if isinstance(
+            one, (ast.Lambda, ast.IfExp, ast.BoolOp, ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)
+        ):
             continue
         if isinstance(one, ast.Call) and isinstance(one.func, ast.Name):
             yield one.func.id

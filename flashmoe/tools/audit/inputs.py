@@ -22,7 +22,7 @@ MAX_RATIO = 200  # unpacked to packed, of one member or of all, above RATIO_FROM
 RATIO_FROM = 16 << 20
 MAX_MEMBERS = 100_000
 MAX_TEXT = 128 << 20  # bytes of text kept in memory, of all members together; torch's own wheel has 45 MB of Python
-MAX_SOURCE = 2 << 20  # bytes of one such text; parsing takes about 150 times as much memory
+MAX_SOURCE = 2 << 20  # bytes of one such text; torch's largest has 1.2 MB
 PIECE = 1 << 20  # bytes read at a time
 
 
@@ -99,35 +99,43 @@ def unpack(path: Path, root: Path) -> Wheel:
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    problem = ""
+    problem = _problem_of_each(members) or _problem_together(members)
+    if problem:
+        msg = f"{path.name} is not a valid wheel: {problem}"
+        raise DamagedWheelError(msg, "do not install it; build or download the wheel again")
+
+
+def _problem_together(members: list[zipfile.ZipInfo]) -> str:
+    """Why the members are no wheel together, or an empty text."""
     unpacked, packed = sum(m.file_size for m in members), sum(m.compress_size for m in members)
     if len(members) > MAX_MEMBERS:
-        problem = f"it has {len(members)} members, more than {MAX_MEMBERS}"
-    elif unpacked > MAX_UNPACKED:
-        problem = f"it unpacks to {unpacked} bytes, more than {MAX_UNPACKED}"
-    elif len({m.filename.split("/", 1)[0] for m in members if _is_metadata(PurePosixPath(m.filename))}) > 1:
-        problem = "it has several .dist-info folders, so it is unclear which of them counts"
+        return f"it has {len(members)} members, more than {MAX_MEMBERS}"
+    if unpacked > MAX_UNPACKED:
+        return f"it unpacks to {unpacked} bytes, more than {MAX_UNPACKED}"
+    if unpacked > RATIO_FROM and unpacked > MAX_RATIO * packed:
+        return f"its members unpack from {packed} to {unpacked} bytes"
+    if len({m.filename.split("/", 1)[0] for m in members if _is_metadata(PurePosixPath(m.filename))}) > 1:
+        return "it has several .dist-info folders, so it is unclear which of them counts"
+    return ""
+
+
+def _problem_of_each(members: list[zipfile.ZipInfo]) -> str:
+    """What is wrong with the first member that no wheel should hold, or an empty text."""
     seen: set[str] = set()
     for member in members:
         where = PurePosixPath(member.filename)
         if where.is_absolute() or ".." in where.parts or "\\" in member.filename:
-            problem = f"member {member.filename!r} points outside the wheel"
-        elif member.filename in seen:
-            problem = f"member {member.filename!r} is in it twice"
-        elif stat.S_ISLNK(member.external_attr >> 16):
-            problem = f"member {member.filename!r} is a symbolic link"
-        elif member.flag_bits & 1:
-            problem = f"member {member.filename!r} is encrypted"
-        elif member.file_size > RATIO_FROM and member.file_size > MAX_RATIO * max(1, member.compress_size):
-            problem = f"member {member.filename!r} unpacks from {member.compress_size} to {member.file_size} bytes"
+            return f"member {member.filename!r} points outside the wheel"
+        if member.filename in seen:
+            return f"member {member.filename!r} is in it twice"
+        if stat.S_ISLNK(member.external_attr >> 16):
+            return f"member {member.filename!r} is a symbolic link"
+        if member.flag_bits & 1:
+            return f"member {member.filename!r} is encrypted"
+        if member.file_size > RATIO_FROM and member.file_size > MAX_RATIO * max(1, member.compress_size):
+            return f"member {member.filename!r} unpacks from {member.compress_size} to {member.file_size} bytes"
         seen.add(member.filename)
-        if problem:
-            break
-    if not problem and unpacked > RATIO_FROM and unpacked > MAX_RATIO * packed:
-        problem = f"its members unpack from {packed} to {unpacked} bytes"
-    if problem:
-        msg = f"{path.name} is not a valid wheel: {problem}"
-        raise DamagedWheelError(msg, "do not install it; build or download the wheel again")
+    return ""
 
 
 def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], root: Path) -> Wheel:

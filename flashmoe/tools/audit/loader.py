@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flashmoe.tools.audit import sandbox
 from flashmoe.tools.audit.context import Context, failed, listing, passed, skipped
+from flashmoe.tools.audit.lookup import look_up
 from flashmoe.tools.report import Check
 
 LOADER = Path("/lib64/ld-linux-x86-64.so.2")
@@ -40,6 +41,9 @@ def check_loader(context: Context) -> list[Check]:
     name, path = "the loader", context.facts.path
     if context.closure.absent:
         return [skipped(name, f"not asked: {listing(context.closure.absent)} is not on this machine")]
+    newer = sorted({symbol.version for symbol in look_up(context).floor})
+    if newer:
+        return [skipped(name, f"not asked: this machine's libraries are older than {listing(newer)}")]
     folders = [*context.resolver.folders()]
     if context.torch is not None:
         folders += {library.parent: None for library in context.torch.libraries.values()}
@@ -62,13 +66,17 @@ def check_loader(context: Context) -> list[Check]:
 
 
 def _contradiction(context: Context, answer: Answer) -> str:
-    """Names that the loader misses although the tables say where they are. The others have been judged."""
+    """Names that the loader misses although the tables say where they are. The others have been judged.
+
+    Of the file itself, and of libraries bundled with it; extensions beside it are audited on their own.
+    """
     judged = {s.name for s in context.facts.undefined if not context.closure.gives(s)}
-    here = {folder.resolve() for folder in context.resolver.near}
     lost = [
         f"{name} ({Path(user).name})"
         for name, user in answer.undefined
-        if Path(user).resolve().parent in here and name not in judged and not _PYTHON_NAME.fullmatch(name)
+        if (Path(user).name == context.facts.path.name or Path(user).parent.name.endswith(".libs"))
+        and name not in judged
+        and not _PYTHON_NAME.fullmatch(name)
     ]
     return f"undefined symbol: {listing(lost)}" if lost else ""
 
@@ -102,13 +110,15 @@ def ask(path: Path, folders: tuple[Path, ...] = ()) -> Answer:
 def _understood(status: int, text: str, path: Path) -> Answer:
     lines = [line.strip() for line in text.splitlines()]
     if status == sandbox.REFUSED:
-        return Answer(not_asked=f"the sandbox could not be set up ({listing(lines[-1:])}); it is never loaded outside one")
+        return Answer(
+            not_asked=f"the sandbox could not be set up ({listing(lines[-1:])}); it is never loaded outside one"
+        )
     if status < 0:
         return Answer(refusal=f"the loader crashed on it ({signal.Signals(-status).name})")
     refusals = [line for line in lines if _REFUSED.search(line)]
     if status or refusals:
         return Answer(refusal=_plain((refusals or lines or [f"exit code {status}"])[0], path))
-    undefined = tuple(m.groups() for m in map(_UNDEFINED.fullmatch, lines) if m is not None)
+    undefined = tuple((m[1], m[2]) for m in map(_UNDEFINED.fullmatch, lines) if m is not None)
     return Answer(undefined=undefined, libraries=sum(" => " in line for line in lines))
 
 

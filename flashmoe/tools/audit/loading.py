@@ -24,7 +24,7 @@ def check_needed(context: Context) -> list[Check]:
     name, policy, needed = "needed libraries", context.policy, context.facts.needed
     if not context.ours:
         absent = context.closure.absent
-        return [_absent_check(context, soname, user) for soname, user in absent.items()] or [
+        return [_absent_check(soname, user) for soname, user in absent.items()] or [
             passed(name, listing(needed) or "none")
         ]
     extra = [soname for soname in needed if soname not in policy.needed]
@@ -53,14 +53,13 @@ def check_needed(context: Context) -> list[Check]:
     return checks or [passed(name, listing(needed), "the allow-list of policy.toml")]
 
 
-def _absent_check(context: Context, soname: str, user: str) -> Check:
-    reason = context.policy.refused.get(soname)
+def _absent_check(soname: str, user: str) -> Check:
     return failed(
         f"needed libraries: {soname}",
         found=f"{soname}, needed by {user}, is nowhere: not beside the file, in torch, in the CUDA packages or the system",
         expected="every needed library found",
         why="The loader stops at it, and what it exports could not be looked up.",
-        cause=f"not installed here ({reason})" if reason else "not installed here, or left out of the wheel",
+        cause="not installed here, or left out of the wheel",
         next_step="install what provides it and audit again, or put it into the wheel (`auditwheel repair`)",
     )
 

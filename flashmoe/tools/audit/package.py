@@ -37,7 +37,12 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     used = _mentioned(wheel, imports) | {n for f in facts.values() for n in f.needed}
     idle = [e for e in wheel.extensions if e not in used and PurePosixPath(e).name not in used]
     lost = [*_lost_modules(imports, idle), *_lost_files(wheel, imports)]
-    checks = [*limited([_lost_check(load, idle) for load in lost]), *_unread_checks(imports), *_init_checks(wheel, facts)]
+    modules = [e for e in idle if e in facts and any(s.name.startswith("PyInit_") for s in facts[e].exported)]
+    checks = [
+        *limited([_lost_check(load, modules if load.is_module else idle) for load in lost]),
+        *_unread_checks(imports),
+        *_init_checks(wheel, facts),
+    ]
     checks += _our_checks(wheel)
     if checks:
         return checks
@@ -113,8 +118,9 @@ def _joined_names(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _lost_check(load: Loads, idle: list[str]) -> Check:
+    """``idle``: extensions of that kind which nothing loads; a single one is most likely the one that is meant."""
     kind = "module" if load.is_module else "file"
-    if len(idle) == 1:
+    if len(idle) == 1 and (not load.is_module or load.what.startswith("_")):
         cause = f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{load.what}`"
     else:
         cause = f"nothing in the wheel is called `{load.what}`; it was left out, or is a generated file that was not written"

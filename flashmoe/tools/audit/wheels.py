@@ -57,9 +57,15 @@ def check_name(wheel: Wheel) -> list[Check]:
         "METADATA": [str(stated.get("Name", "")), str(stated.get("Version", ""))],
         ".dist-info": folder.rsplit(".dist-info", 1)[0].split("-"),
     }
-    meant = {place: (canonicalize_name(n), canonicalize_version(v)) for place, (n, v, *_) in places.items() if len(places[place]) > 1}
+    meant = {
+        place: (canonicalize_name(n), canonicalize_version(v))
+        for place, (n, v, *_) in places.items()
+        if len(places[place]) > 1
+    }
     if len(meant) == len(places) and len(set(meant.values())) == 1:
-        return [passed("wheel name", f"{places['METADATA'][0]} {places['METADATA'][1]}, the same in file name and metadata")]
+        return [
+            passed("wheel name", f"{places['METADATA'][0]} {places['METADATA'][1]}, the same in file name and metadata")
+        ]
     return [
         failed(
             "wheel name",

@@ -1,0 +1,321 @@
+"""What is fuzzed: one reader each, with the inputs that it gets and what must hold whatever the input is.
+
+An input is a value that JSON can hold, so that what was found once is kept in corpus.json and tried in every test run.
+``check`` raises for a finding: an error that is not typed, or a pass where the loader, or the zip archive, says no.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from elftools.elf.elffile import ELFFile
+from hypothesis import strategies as st
+
+from flashmoe.errors import FlashmoeError, ReportError, TableError
+from flashmoe.tools.audit import Options, audit, sandbox
+from flashmoe.tools.audit.binutils import parse_rows
+from flashmoe.tools.audit.elf import provided, read_elf
+from flashmoe.tools.audit.embedded import parse_index
+from flashmoe.tools.audit.errors import AuditError
+from flashmoe.tools.audit.imports import Imports
+from flashmoe.tools.audit.inputs import Wheel
+from flashmoe.tools.audit.ptx import read_ptx
+from flashmoe.tools.audit.wheels import read_provenance
+from flashmoe.tools.report import Verdict, read_report
+from flashmoe.tools.tables import load_tables, table_directory
+
+# Nothing of it runs when it is loaded (no constructor, -nostartfiles), so that only its tables can stop the loader.
+LIBRARY = """
+#include <stdio.h>
+int table[3] = {1, 2, 3};
+int* pointers[3] = {table, table + 1, table + 2};
+int helper(int n) { return puts("x") + *pointers[n]; }
+int PyInit__C(void) { return helper(1); }
+"""
+ORACLE = """
+#include <dlfcn.h>
+#include <unistd.h>
+int main(int, char** words) { _exit(dlopen(words[1], RTLD_NOW) ? 0 : 1); }
+"""
+TABLES = (".dynamic", ".dynsym", ".gnu.version", ".gnu.version_r", ".gnu.hash", ".rela.dyn", ".rela.plt")
+WHEEL = "science-1.0-cp311-cp311-linux_x86_64.whl"
+NM = "PyInit__C T 1139 16\nputs@GLIBC_2.2.5 U\n__gmon_start__ w\n_end B 4038\nd D 40 8\n"
+PTX = """.version 8.7
+.target sm_80
+.address_size 64
+.extern .shared .align 16 .b8 tile[];
+.visible .entry k(.param .u64 k_param_0, .param .align 8 .b8 k_param_1[320])
+.maxntid 128, 1, 1
+{ .shared .align 4 .b8 s[1024]; .local .align 8 .b8 depot[16]; fma.rn.bf16x2 %r1, %r2, %r3, %r4; ret; }
+"""
+INDEX = {
+    "schema": "flashmoe.index/1",
+    "binaries": [
+        {"name": "u", "target": "compute_80", "kind": "ptx", "offset": 0, "size": len(PTX), "sha256": "0" * 64,
+         "entries": ["k"], "smem_dynamic": 0, "threads": 128},
+    ],
+}  # fmt: skip
+PROVENANCE = {
+    "schema": "flashmoe.provenance/1",
+    "commit": "0" * 40,
+    "targets": ["sm_80"],
+    "extension_sha256": "0" * 64,
+    "binaries": [{"name": "u", "target": "sm_80", "sha256": "0" * 64}],
+}
+REPORT = {
+    "schema": "flashmoe.report/1", "kind": "audit", "checks": [{"name": "a", "verdict": "PASS"}], "data": {}, "environment": {},
+    "command": ["x"], "started": "", "seconds": 1.0,
+}  # fmt: skip
+SOURCE = "from __future__ import annotations\nimport a.b as c\nfrom . import _C, x\ndef f():\n    return 1\nf()\nclass A:\n    y = 2\n"
+
+
+@lru_cache(maxsize=1)
+def workplace() -> Path:
+    """A folder with the library that is damaged, and the program that loads it."""
+    folder = Path(tempfile.mkdtemp(prefix="flashmoe-fuzz-"))
+    (folder / "sound").mkdir()
+    (folder / "library.c").write_text(LIBRARY)
+    (folder / "oracle.c").write_text(ORACLE)
+    for words in (
+        ["gcc", "-shared", "-fPIC", "-nostartfiles", "library.c", "-o", "sound/_C.so"],
+        ["gcc", "oracle.c", "-ldl", "-o", "oracle"],
+    ):
+        subprocess.run(words, cwd=folder, check=True)
+    return folder
+
+
+@lru_cache(maxsize=1)
+def sound() -> bytes:
+    return (workplace() / "sound" / "_C.so").read_bytes()
+
+
+@lru_cache(maxsize=1)
+def places() -> Mapping[str, tuple[int, int]]:
+    """Offset and size of everything in the library that the loader reads."""
+    elf = ELFFile(io.BytesIO(sound()))
+    found = {name: elf.get_section_by_name(name) for name in TABLES}
+    headers = (elf["e_phoff"], elf["e_phentsize"] * elf["e_phnum"])
+    return {
+        "header": (0, 64),
+        "segments": headers,
+        **{n: (s["sh_offset"], s["sh_size"]) for n, s in found.items() if s},
+    }
+
+
+def damaged(edits: list[list[Any]]) -> bytes:
+    """The library with each (table, position, bytes, value) written into it."""
+    content = bytearray(sound())
+    for name, position, width, value in edits:
+        offset, size = places()[name]
+        at = offset + position % max(1, size - width + 1) // width * width
+        content[at : at + width] = struct.pack("<Q", value % (1 << 64))[:width]
+    return bytes(content)
+
+
+_NUMBERS = st.one_of(
+    st.integers(0, 64), st.sampled_from([255, 1 << 12, (1 << 16) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 64) - 1]),
+    st.integers(0, (1 << 64) - 1),
+)  # fmt: skip
+_EDIT = st.tuples(
+    st.sampled_from(["header", "segments", *TABLES]), st.integers(0, 2048), st.sampled_from([1, 2, 4, 8]), _NUMBERS
+)
+_EDITS = st.lists(_EDIT.map(list), min_size=1, max_size=3)
+_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+def _changed(text: str) -> st.SearchStrategy[str]:
+    """The text with a piece of it replaced, or another text altogether."""
+    piece = st.one_of(
+        st.text(max_size=6), st.sampled_from(['"', "\n", "[" * 5000, "(" * 300, "\0", "\\", "1e999", "-" * 9000, ","])
+    )
+    cut = st.tuples(st.integers(0, len(text)), st.integers(0, 12), piece)
+    return st.one_of(cut.map(lambda c: text[: c[0]] + c[2] + text[c[0] + c[1] :]), st.text(max_size=40), piece)
+
+
+def _json_near(value: Any) -> st.SearchStrategy[Any]:
+    """The value with one part of it replaced."""
+    if isinstance(value, dict):
+        inside = [_json_near(part).map(lambda new, k=key: {**value, k: new}) for key, part in value.items()]
+        return st.one_of(_JSON, *inside, *(st.just({k: v for k, v in value.items() if k != key}) for key in value))
+    if isinstance(value, list):
+        return st.one_of(_JSON, *(_json_near(part).map(lambda new: [new]) for part in value))
+    return _JSON
+
+
+def check_elf(edits: list[list[Any]]) -> None:
+    path = workplace() / "elf.so"
+    path.write_bytes(damaged(edits))
+    for read in (read_elf, provided):
+        with suppress(AuditError):
+            read(path)
+
+
+def check_loader(edits: list[list[Any]]) -> None:
+    """What dlopen refuses, or crashes on, the audit does not pass."""
+    path = workplace() / "loaded" / "_C.so"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(damaged(edits))
+    words = [sys.executable, "-I", "-S", sandbox.__file__, str(workplace() / "oracle"), str(path)]
+    status = subprocess.run(words, capture_output=True, check=False, timeout=60, env={}).returncode
+    verdict = audit(path, Options(load=True)).verdict
+    assert status == 0 or verdict is Verdict.FAIL, f"dlopen ended with {status}, the audit with {verdict}"
+
+
+@lru_cache(maxsize=1)
+def _members() -> dict[str, bytes]:
+    info = "science-1.0.dist-info"
+    members = {
+        "science/__init__.py": b"from . import _C\n",
+        "science/_C.so": sound(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n",
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: science\nVersion: 1.0\n",
+    }
+    digests = {
+        n: base64.urlsafe_b64encode(hashlib.sha256(c).digest()).rstrip(b"=").decode() for n, c in members.items()
+    }
+    lines = [f"{name},sha256={digest},{len(members[name])}" for name, digest in digests.items()]
+    return {**members, f"{info}/RECORD": "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()}
+
+
+def _packed(members: Mapping[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return stream.getvalue()
+
+
+def _verdict(content: bytes) -> Verdict:
+    path = workplace() / WHEEL
+    path.write_bytes(content)
+    return audit(path, Options(foreign=True)).verdict
+
+
+def check_wheel(edits: list[list[int]]) -> None:
+    """Bytes of the archive: a wheel that passes holds, member for member, what was packed."""
+    content = bytearray(_packed(_members()))
+    for position, value in edits:
+        content[position % len(content)] = value
+    if _verdict(bytes(content)) is Verdict.FAIL:
+        return
+    with zipfile.ZipFile(io.BytesIO(bytes(content))) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    assert held == _members(), "a changed wheel passes"
+
+
+def check_metadata(value: list[str]) -> None:
+    """A text in the place of RECORD, WHEEL or METADATA. Without every digest in RECORD nothing passes."""
+    name, text = value
+    member = f"science-1.0.dist-info/{name}"
+    content = text.encode("utf-8", "surrogatepass")
+    verdict = _verdict(_packed({**_members(), member: content}))
+    if name != "RECORD":  # its digest differs
+        assert verdict is Verdict.FAIL or content == _members()[member]
+        return
+    lines = {line.decode().rsplit(",", 1)[0] for line in _members()[member].splitlines()}
+    assert verdict is Verdict.FAIL or all(line in text for line in lines), "a wheel with another RECORD passes"
+
+
+def check_sources(text: str) -> None:
+    """A package whose ``__init__`` is this text; what cannot be parsed is reported, never raised."""
+    names = ("science/__init__.py", "science/_C.so")
+    Imports(Wheel(Path(WHEEL), Path(), names, names[1:], {names[0]: text}, {}, {}, {}))
+
+
+def check_index(text: str) -> None:
+    with suppress(AuditError):
+        parse_index(text.encode("utf-8", "surrogatepass"), PTX.encode())
+
+
+def check_provenance(text: str) -> None:
+    read_provenance(text.encode("utf-8", "surrogatepass"))
+
+
+def check_report(text: str) -> None:
+    path = workplace() / "report.json"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with suppress(ReportError):
+        read_report(path)
+
+
+def check_tables(value: list[str]) -> None:
+    """One of the three TOML tables with a change in it."""
+    folder = workplace() / "tables"
+    for part in TOML:
+        (folder / part).parent.mkdir(parents=True, exist_ok=True)
+        (folder / part).write_bytes((table_directory() / part).read_bytes())
+    (folder / value[0]).write_bytes(value[1].encode("utf-8", "surrogatepass"))
+    with suppress(TableError):
+        load_tables(folder)
+
+
+TOML = ("tables/arch.toml", "attention/operations.toml", "attention/kernels.toml")
+
+
+def _toml() -> st.SearchStrategy[Any]:
+    texts = {part: (table_directory() / part).read_text(encoding="utf-8") for part in TOML}
+    return st.one_of(*(st.tuples(st.just(part), _changed(text)).map(list) for part, text in texts.items()))
+
+
+def _text_of(value: Any) -> st.SearchStrategy[str]:
+    import json
+
+    return st.one_of(_json_near(value).map(json.dumps), _changed(json.dumps(value)))
+
+
+def check_ptx(text: str) -> None:
+    with suppress(FlashmoeError):
+        read_ptx(text.encode("utf-8", "surrogatepass"), "k.compute_80")
+
+
+def check_nm(text: str) -> None:
+    """Every line is a row: what was not understood stays visible, so that the readers disagree."""
+    assert len(parse_rows(text)) == len(text.splitlines())
+
+
+@dataclass(frozen=True)
+class Target:
+    """``rounds``: examples before the next target has its turn, fewer where one takes longer."""
+
+    strategy: Callable[[], st.SearchStrategy[Any]]
+    check: Callable[[Any], None]
+    rounds: int
+
+
+def _metadata() -> st.SearchStrategy[Any]:
+    texts = {name.rsplit("/", 1)[1]: content.decode() for name, content in _members().items() if "dist-info" in name}
+    return st.one_of(*(st.tuples(st.just(name), _changed(text)).map(list) for name, text in texts.items()))
+
+
+TARGETS: Mapping[str, Target] = {
+    "elf": Target(lambda: _EDITS, check_elf, 60),
+    "loader": Target(lambda: _EDITS, check_loader, 12),
+    "wheel": Target(
+        lambda: st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)).map(list), min_size=1, max_size=3), check_wheel, 8
+    ),
+    "metadata": Target(_metadata, check_metadata, 8),
+    "sources": Target(lambda: _changed(SOURCE), check_sources, 60),
+    "index": Target(lambda: _text_of(INDEX), check_index, 100),
+    "provenance": Target(lambda: _text_of(PROVENANCE), check_provenance, 100),
+    "report": Target(lambda: _text_of(REPORT), check_report, 60),
+    "tables": Target(_toml, check_tables, 20),
+    "ptx": Target(lambda: _changed(PTX), check_ptx, 100),
+    "nm": Target(lambda: _changed(NM), check_nm, 100),
+}  # fmt: skip
