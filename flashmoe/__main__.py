@@ -7,13 +7,15 @@ import os
 import sys
 from importlib import import_module
 
+from flashmoe._path import leave_current_folder
 from flashmoe._version import __version__
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
+from flashmoe.tools.streams import prepare_streams
 
 COMMANDS = {
     "doctor": ("flashmoe.tools.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
     "audit": ("flashmoe.tools.audit.cli", "prove the symbols and resources of an extension or a wheel"),
-    "verify": ("flashmoe.tools.verify", "hold a wheel against its provenance, or against a rebuild of its commit"),
+    "verify": ("flashmoe.tools.verify.cli", "hold a wheel against its provenance, or against a rebuild of its commit"),
     "smem": ("flashmoe.tools.smem.cli", "what a kernel tile costs in shared memory, on which GPU it fits"),
     "bench": ("flashmoe.tools.bench.cli", "time attention against torch's backends"),
     "gate": ("flashmoe_build.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
@@ -28,6 +30,7 @@ CHECKOUT_PACKAGE = "flashmoe_build"  # not in the wheel
 OPTIONAL = {
     **dict.fromkeys(("auditwheel", "elftools", "packaging"), "flashmoe[tools]"),
     **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), "flashmoe[bench]"),
+    "sigstore": "flashmoe[sign]",
     "torch": "torch>=2.10",
     "tomli": "tomli>=2.0",
 }
@@ -36,6 +39,9 @@ OPTIONAL = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (see :class:`flashmoe.errors.ExitCode`)."""
     arguments = sys.argv[1:] if argv is None else argv
+    if argv is None:  # a process of its own
+        leave_current_folder()
+        prepare_streams()
     try:
         return _run(arguments)
     except ModuleNotFoundError as error:
@@ -62,8 +68,10 @@ def _run(arguments: list[str]) -> int:
         if name in arguments[:1]:  # a command's imports are paid for by that command alone
             module = import_module(module_name)
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
-    namespace = parser.parse_args(arguments)
+            sub.set_defaults(run=module.run, refuse=sub.error)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:  # with the usage of the command, which the parser above it does not know
+        getattr(namespace, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(namespace.run(namespace))
         sys.stdout.flush()

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmoe.tools.audit.cubin import CubinFacts, read_cubin
 from flashmoe.tools.audit.elf import open_elf, read_bytes, section_data
-from flashmoe.tools.audit.errors import AuditError, EmbeddedError
+from flashmoe.tools.audit.errors import AuditError, EmbeddedError, NoBinariesError
 from flashmoe.tools.audit.ptx import PtxFacts, read_ptx
 
 INDEX_SECTION, BINARY_SECTION = ".flashmoe.index", ".flashmoe.cubins"
@@ -68,7 +68,7 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
         raise EmbeddedError(msg, again) from error
     if not rows:
         msg = "the index of embedded binaries is empty: this file holds no kernel"
-        raise EmbeddedError(msg, "check the targets of the build (FLASHMOE_ARCHS)")
+        raise NoBinariesError(msg, "check the targets of the build (FLASHMOE_ARCHS)")
     return tuple(rows)
 
 
