@@ -20,16 +20,13 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if version == "editable":
-            msg = "an editable install of flashmoe is not supported: build and install the wheel (nox -s build)"
-            raise RuntimeError(msg)
         if self.target_name == "sdist":
             self._record_commit(build_data)
-        else:
+        elif version != "editable":  # an editable install links the checkout, which loads build/lib/libflashmoe.so
             self._compile(build_data)
 
     def _record_commit(self, build_data: dict[str, Any]) -> None:
-        from flashmoe_build.release.provenance import COMMIT_FILE, commit_json, find_commit
+        from flashmoe_build.release.version import COMMIT_FILE, commit_json, find_commit
 
         record = ROOT / "build" / COMMIT_FILE
         record.parent.mkdir(exist_ok=True)
@@ -38,10 +35,14 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _compile(self, build_data: dict[str, Any]) -> None:
         from flashmoe.tools.tables import table_files
+        from flashmoe.tools.versions import with_version
         from flashmoe_build.compile.build import build
         from flashmoe_build.release.wheel import WHEEL_TAG
 
         built = build(ROOT / "build")
+        source = ROOT / "flashmoe" / "_version.py"
+        stated = ROOT / "build" / "generated" / "_version.py"
+        stated.write_text(with_version(source.read_text(encoding="utf-8"), self.metadata.version), encoding="utf-8")
         build_data["pure_python"] = False
         build_data["tag"] = WHEEL_TAG
         build_data["sbom_files"].append(str(built.bill))
@@ -49,6 +50,7 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             {
                 str(built.library): "flashmoe/libflashmoe.so",
                 str(built.provenance): "flashmoe/provenance.json",
+                str(stated): "flashmoe/_version.py",
                 **{
                     str(path): f"flashmoe/_tables/{path.relative_to(ROOT / 'csrc').as_posix()}"
                     for path in table_files(ROOT / "csrc")

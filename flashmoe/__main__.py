@@ -8,14 +8,16 @@ import sys
 from collections.abc import Container
 from importlib import import_module
 
+from flashmoe._path import leave_current_folder
 from flashmoe._version import DISTRIBUTION, __version__
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
+from flashmoe.tools.streams import prepare_streams
 
 COMMANDS = {
     "demo": ("flashmoe.tools.demo", "half a minute: our attention against torch's on this machine, errors and times"),
     "doctor": ("flashmoe.tools.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
     "audit": ("flashmoe.tools.audit.cli", "prove the symbols and resources of an extension or a wheel"),
-    "verify": ("flashmoe.tools.verify", "hold a wheel against its provenance, or against a rebuild of its commit"),
+    "verify": ("flashmoe.tools.verify.cli", "hold a wheel against its provenance, or against a rebuild of its commit"),
     "smem": ("flashmoe.tools.smem.cli", "what a kernel tile costs in shared memory, on which GPU it fits"),
     "bench": ("flashmoe.tools.bench.cli", "time attention against torch's backends"),
     "gate": ("flashmoe_build.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
@@ -31,6 +33,7 @@ CHECKOUT_PACKAGE = "flashmoe_build"  # not in the wheel
 OPTIONAL = {
     **dict.fromkeys(("auditwheel", "elftools", "packaging", "shtab"), f"{DISTRIBUTION}[tools]"),
     **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), f"{DISTRIBUTION}[bench]"),
+    "sigstore": f"{DISTRIBUTION}[sign]",
     "torch": "torch>=2.10",
     "tomli": "tomli>=2.0",
 }
@@ -39,9 +42,9 @@ OPTIONAL = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (see :class:`flashmoe.errors.ExitCode`)."""
     arguments = sys.argv[1:] if argv is None else argv
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller (>&-): the exit code still says it
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    if argv is None:  # a process of its own
+        leave_current_folder()
+        prepare_streams()
     try:
         return _run(arguments)
     except ModuleNotFoundError as error:
@@ -69,16 +72,15 @@ def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
         if name in complete:
             module = import_module(module_name)
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run, parser=sub)
+            sub.set_defaults(run=module.run, refuse=sub.error)
     return parser
 
 
 def _run(arguments: list[str]) -> int:
     parser = make_parser(arguments[:1])
     namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:  # the command's own usage lists what it takes
-        chosen = getattr(namespace, "parser", parser)
-        chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if unknown:  # with the usage of the command, which the parser above it does not know
+        getattr(namespace, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(namespace.run(namespace))
         sys.stdout.flush()

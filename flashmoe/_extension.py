@@ -22,6 +22,7 @@ from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
 LIBRARY_NAME = "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 CPU_ISA_VARIABLE = "FLASHMOE_CPU_ISA"
+CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 MINIMUM_TORCH = (2, 10)
 
 _lock = threading.RLock()
@@ -29,7 +30,8 @@ _loaded: Path | None = None
 
 
 def library_path() -> Path:
-    """The extension that :func:`load` takes: ``$FLASHMOE_LIBRARY`` if set, else the file beside this module.
+    """The extension that :func:`load` takes: ``$FLASHMOE_LIBRARY`` if set, else the file beside this module, else, in a checkout
+    (an editable install), the one that its last build left.
 
     Raises ExtensionError when there is no such file.
     """
@@ -40,11 +42,14 @@ def library_path() -> Path:
             msg = f"{LIBRARY_VARIABLE} names {override!r}, which is no file; correct it, or unset it to use the wheel's own"
             raise ExtensionError(msg)
         return path.resolve()
-    path = Path(__file__).resolve().parent / LIBRARY_NAME
+    package = Path(__file__).resolve().parent
+    path = package / LIBRARY_NAME
+    if not path.is_file() and (package.parent / "flashmoe_build").is_dir():
+        path = package.parent / "build" / "lib" / LIBRARY_NAME
     if not path.is_file():
         msg = (
-            f"{LIBRARY_NAME} is not beside the package ({path.parent}): this is a source tree, or a damaged install. "
-            f"Build and install the wheel with `./nox -s build`, or name a built library in {LIBRARY_VARIABLE}"
+            f"{LIBRARY_NAME} is not beside the package ({package}): this is a source tree that was not built, or a damaged "
+            f"install. Build it with `./nox -s build`, or name a built library in {LIBRARY_VARIABLE}"
         )
         raise ExtensionError(msg)
     return path

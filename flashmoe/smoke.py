@@ -19,11 +19,13 @@ from flashmoe.errors import FlashmoeError
 from flashmoe.tools.problems import Verification
 from flashmoe.tools.problems.attention import LSE_TOLERANCE, AttentionProblem
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.streams import prepare_streams
 
 LENGTHS = (4, 32, 64, 65, 128, 192, 256, 512)
 QUICK_LENGTHS = (65,)
 HEAD_DIM = 64
 DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+RAISED = "an error instead of an answer"
 WHY = "an answer that differs from plain PyTorch's by more than rounding explains is wrong"
 
 
@@ -91,9 +93,11 @@ def check_case(case: Case) -> Check:
     try:
         return judge(case, *solve(case))
     except (FlashmoeError, RuntimeError) as error:
-        return Check(
-            case.name, Verdict.FAIL, f"{type(error).__name__}: {error}", "an answer", WHY, "python -m flashmoe doctor"
-        )
+        from flashmoe.checks import translate
+
+        cause = translate(error) or error
+        found = f"{type(cause).__name__}: {cause}"
+        return Check(case.name, Verdict.FAIL, found, "an answer", RAISED, "python -m flashmoe doctor")
 
 
 def run(lengths: Sequence[int]) -> Report:
@@ -131,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe.smoke", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=f"S={QUICK_LENGTHS[0]} only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    prepare_streams()
     options = parser.parse_args(arguments)
     report = run(QUICK_LENGTHS if options.quick else LENGTHS)
     print("\n".join(summarise(report.checks)))

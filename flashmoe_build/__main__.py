@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError, explain_os_error
+from flashmoe.tools.streams import prepare_streams
 from flashmoe_build.compile.build import ROOT, build
 from flashmoe_build.release.wheel import build_sdist, build_wheel
 
@@ -23,6 +24,7 @@ def main() -> int:
     )
     parser.add_argument("--sdist", action="store_true", help="make the source distribution only")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
+    prepare_streams()
     arguments = parser.parse_args()
     if arguments.archs:
         os.environ["FLASHMOE_ARCHS"] = arguments.archs

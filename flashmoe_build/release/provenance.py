@@ -3,62 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashmoe._version import __version__
 from flashmoe_build.compile.device import CompiledUnit
 from flashmoe_build.compile.toolchain import Toolchain
+from flashmoe_build.release.version import find_commit, project_version
 
 SCHEMA = "flashmoe.provenance/1"
-COMMIT_FILE = "COMMIT.json"  # in an sdist, which has no repository
-UNKNOWN_EPOCH = 315532800  # 1980-01-01, the earliest time that a zip can hold
-
-
-@dataclass(frozen=True)
-class Commit:
-    """The sources' commit; ``dirty`` when tracked files differ from it or untracked ones could affect the build."""
-
-    commit: str
-    dirty: bool
-    source_date_epoch: int
-
-
-def find_commit(root: Path) -> Commit:
-    """From git, else from the sdist's own record, else unknown and dirty."""
-    head = _git(root, "rev-parse", "HEAD")
-    if head is not None and _git(root, "rev-parse", "--show-prefix") == "":
-        status = _git(root, "status", "--porcelain", "--untracked-files=normal")
-        epoch = _git(root, "log", "-1", "--format=%ct")
-        return Commit(head, dirty=bool(status), source_date_epoch=int(epoch or UNKNOWN_EPOCH))
-    try:
-        return Commit(**json.loads((root / COMMIT_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return Commit("unknown", dirty=True, source_date_epoch=int(os.environ.get("SOURCE_DATE_EPOCH", UNKNOWN_EPOCH)))
-
-
-def commit_json(commit: Commit) -> str:
-    return json.dumps(asdict(commit), indent=1) + "\n"
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-c", "safe.directory=*", *arguments],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def lock_hashes(root: Path) -> dict[str, str]:
@@ -74,8 +27,10 @@ def provenance(
     commit = find_commit(root)
     return {
         "schema": SCHEMA,
-        "version": __version__,
-        **asdict(commit),
+        "version": project_version(root),
+        "commit": commit.commit,
+        "dirty": commit.dirty,
+        "source_date_epoch": commit.source_date_epoch,
         "locks": lock_hashes(root),
         "compilers": {
             "nvrtc": toolchain.nvrtc_version,

@@ -28,7 +28,7 @@ from flashmoe.tools.bench.stopping import stop_signals
 from flashmoe.tools.progress import Progress
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.compile.archs import VARIABLES
-from flashmoe_build.release.provenance import find_commit
+from flashmoe_build.release.version import find_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 3600  # seconds of one build

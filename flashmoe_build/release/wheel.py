@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from flashmoe_build.compile.build import ROOT
-from flashmoe_build.release.provenance import find_commit
+from flashmoe_build.release.version import find_commit
 
 WHEEL_TAG = "py3-none-manylinux_2_28_x86_64"
 
@@ -17,7 +17,13 @@ def build_wheel(folder: Path, root: Path = ROOT) -> Path:
 
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(find_commit(root).source_date_epoch))
     folder.mkdir(parents=True, exist_ok=True)
-    return Path(next(WheelBuilder(str(root)).build(directory=str(folder), versions=["standard"])))
+    wheel = Path(next(WheelBuilder(str(root)).build(directory=str(folder), versions=["standard"])))
+    for other in folder.glob(
+        f"{wheel.name.split('-')[0]}-*.dev0+*.whl"
+    ):  # of other commits: one development wheel is enough
+        if other != wheel:
+            other.unlink()
+    return wheel
 
 
 def build_sdist(folder: Path, root: Path = ROOT) -> Path:

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flashmoe.tools.audit import Options, audit
@@ -286,6 +286,20 @@ class Workshop:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for key, value in content.items():
                 archive.writestr(key, value)
+        return path
+
+    def wheel_of(self, files: Mapping[str, bytes | str], name: str) -> Path:
+        """These members, which hold all of .dist-info but RECORD, and a right RECORD."""
+        path, info = (
+            self.fresh("wheel") / name,
+            next(PurePosixPath(key).parts[0] for key in files if "dist-info/" in key),
+        )
+        content = {key: value.encode() if isinstance(value, str) else value for key, value in files.items()}
+        rows = [f"{key},sha256={_digest(value)},{len(value)}" for key, value in content.items()]
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for key, value in content.items():
+                archive.writestr(key, value)
+            archive.writestr(f"{info}/RECORD", "\n".join([*rows, f"{info}/RECORD,,"]) + "\n")
         return path
 
 

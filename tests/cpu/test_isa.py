@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe import _extension
+
 from .backend import ISAS, SOURCES, Backend, BackendError
 
 FLAG_OF_ISA = {"avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
@@ -97,3 +99,8 @@ def test_only_the_wide_objects_have_wide_code(built: Path) -> None:
     plain = {"attention", "backward", "forward_sse2", "backward_sse2", "isa", "kernel_sse2", "moe", "routing", "shim"}
     assert set(found) == plain
     assert set().union(*found.values()) == set()
+
+
+def test_python_knows_every_name() -> None:
+    """The doctor tells a misspelt FLASHMOE_CPU_ISA from one that this machine lacks."""
+    assert _extension.CPU_ISAS == ISAS

@@ -126,11 +126,34 @@ def test_a_probe_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(collect.sys, "executable", str(slow))
     probe = collect.run_probe(dict(os.environ), tmp_path / "x.so", has_torch=True, timeout_s=0.3)
     assert probe.timed_out
-    assert "no answer within" in probe.load_error
+    assert "no answer within" in probe.problem
 
 
-def test_without_torch_or_library_there_is_no_probe(tmp_path: Path) -> None:
-    assert not collect.run_probe({}, None, has_torch=True, timeout_s=1).ran
+@pytest.mark.parametrize(
+    "shadow", ["raise RuntimeError('half installed')", "import os; os.abort()", "raise SystemExit(3)"]
+)
+def test_the_probe_imports_what_this_interpreter_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shadow: str
+) -> None:
+    """A broken torch in front of the installed one, on the path of the doctor's own interpreter."""
+    (tmp_path / "torch.py").write_text(shadow)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    for library in (None, tmp_path / "absent.so"):
+        probe = collect.run_probe(dict(os.environ), library, has_torch=True, timeout_s=60)
+        assert probe.ran
+        assert (probe.torch_version, bool(probe.problem)) == ("", True)
+        assert ("half installed" in probe.problem) == ("half" in shadow)
+
+
+def test_the_probe_does_not_import_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert collect.run_probe(dict(os.environ), None, has_torch=True, timeout_s=100).torch_version
+
+
+def test_without_torch_there_is_no_probe(tmp_path: Path) -> None:
     assert not collect.run_probe({}, tmp_path / "x.so", has_torch=False, timeout_s=1).ran
 
 

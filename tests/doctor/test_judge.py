@@ -98,7 +98,11 @@ def test_a_newer_python_warns_in_a_checkout_only() -> None:
     ],
 )
 def test_torch(versions: tuple[str, ...], verdict: Verdict, says: str) -> None:
-    check = look("torch", torch=Package(versions))
+    check = look(
+        "torch",
+        torch=Package(versions),
+        probe=replace(GOOD.probe, torch_version=(*versions, "")[0]) if versions else Probe(),
+    )
     assert check.verdict is verdict
     assert says in check.found
     assert (check.next_step != "") == (verdict is Verdict.FAIL)
@@ -244,12 +248,41 @@ def test_a_load_failure_keeps_its_words() -> None:
 
 
 def test_a_torch_that_does_not_import_is_not_blamed_on_the_extension() -> None:
-    check = look(
-        "loads", probe=Probe(ran=True, load_error="ImportError: libcudart.so.12: cannot open shared object file")
-    )
+    probe = Probe(ran=True, problem="ImportError: libcudart.so.12: cannot open shared object file")
+    check = look("torch", probe=probe)
     assert check.verdict is Verdict.FAIL
-    assert check.why == "torch itself cannot be imported"
+    assert "libcudart.so.12" in check.found
     assert "import torch" in check.next_step
+    assert look("loads", probe=probe).verdict is Verdict.SKIP
+
+
+def test_a_torch_other_than_the_installed_one() -> None:
+    check = look("torch", probe=replace(GOOD.probe, torch_version="2.13.0+cpu"))
+    assert (check.verdict, check.found) == (Verdict.FAIL, "2.13.0+cpu is imported, 2.10.0 is installed")
+    assert look("torch", probe=replace(GOOD.probe, torch_version="2.10.0+cu128")).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("FLASHMOE_FALLBACK", "foo", "warn"),
+        ("FLASHMOE_CPU_ISA", "avx2048", "avx2"),
+        ("FLASHMOE_KERNEL", "sm91", "sm90"),
+    ],
+)
+def test_a_misspelt_variable_fails_with_what_it_may_be(name: str, wrong: str, right: str) -> None:
+    check = look("variables", variables={name: wrong})
+    assert check.verdict is Verdict.FAIL
+    assert right in check.expected.split(", ")
+    assert check.found == f"{name}={wrong}"
+    assert look("variables", variables={name: right}).verdict in (Verdict.PASS, Verdict.WARN)
+
+
+def test_a_refused_call_is_no_wrong_number() -> None:
+    probe = replace(GOOD.probe, smoke_ok=False, smoke_raised=True, smoke="ArgumentError: FLASHMOE_CPU_ISA is 'amx'")
+    check = look("smoke", probe=probe)
+    assert check.verdict is Verdict.FAIL
+    assert "report" not in check.next_step
 
 
 def test_a_wrong_answer_fails() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from release_builders import PACKAGE, Workshop, git, provenance_of, rows
+from release_builders import Workshop, git, package_of, provenance_of, rows, version_here, write_sources
 
 WheelMaker = Callable[..., Path]
 
@@ -29,10 +29,9 @@ def library(workshop: Workshop) -> bytes:
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository that looks like ours to `verify`: one commit, one lock."""
+    """A repository that looks like ours to `verify`: one commit."""
     root = tmp_path_factory.mktemp("clone")
-    (root / "lockfiles").mkdir()
-    (root / "lockfiles" / "build.txt").write_text("torch==2.10.0\n")
+    write_sources(root)
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         git(root, *command)
     return root
@@ -40,13 +39,23 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_wheel(workshop: Workshop, library: bytes, clone: Path) -> WheelMaker:
-    """A wheel with a right RECORD. ``content`` replaces the library, ``record`` the provenance (None: leaves it out)."""
+    """A wheel with a right RECORD. ``content`` replaces the library, ``record`` the provenance (None: leaves it out), ``files``
+    adds and replaces members (None: leaves one out), ``name`` is the file's; further words are fields of the provenance."""
 
-    def make(content: bytes = library, record: dict[str, Any] | str | None = "right", **changes: Any) -> Path:
-        stated = provenance_of(library, clone, **changes) if record == "right" else record
-        files: dict[str, bytes | str] = {**PACKAGE, "flashmoe/libflashmoe.so": content}
+    def make(
+        content: bytes = library,
+        record: dict[str, Any] | str | None = "right",
+        files: dict[str, bytes | str | None] | None = None,
+        name: str = "",
+        version: str = "",
+        **changes: Any,
+    ) -> Path:
+        version = version or version_here(clone)
+        stated = provenance_of(library, clone, **{"version": version, **changes}) if record == "right" else record
+        members = {**package_of(version), "flashmoe/libflashmoe.so": content, **(files or {})}
         if stated is not None:
-            files["flashmoe/provenance.json"] = json.dumps(stated)
-        return workshop.wheel(files)
+            members["flashmoe/provenance.json"] = stated if isinstance(stated, str) else json.dumps(stated)
+        kept = {key: value for key, value in members.items() if value is not None}
+        return workshop.wheel_of(kept, name or f"flash_moe-{version}-py3-none-manylinux_2_28_x86_64.whl")
 
     return make

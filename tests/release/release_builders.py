@@ -12,7 +12,81 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "audit"))
 
 from audit_builders import PACKAGE, Row, Workshop
 
-__all__ = ["PACKAGE", "Row", "Workshop", "git", "provenance_of", "rows"]
+__all__ = ["Row", "Workshop", "git", "package_of", "provenance_of", "rows", "version_here", "write_sources"]
+
+PYPROJECT = """\
+[project]
+name = "flash-moe"
+description = "a small project"
+readme = "README.md"
+license = "Apache-2.0"
+license-files = ["LICENSE"]
+requires-python = ">=3.10"
+dynamic = ["version"]
+dependencies = ["torch>=2.10", "tomli>=2.0; python_version < '3.11'"]
+classifiers = ["Typing :: Typed"]
+[project.optional-dependencies]
+tools = ["rich"]
+[project.scripts]
+flashmoe = "flashmoe.__main__:main"
+"""
+METADATA = """\
+Metadata-Version: 2.5
+Name: flash-moe
+Version: {version}
+Summary: a small project
+License-Expression: Apache-2.0
+License-File: LICENSE
+Classifier: Typing :: Typed
+Requires-Python: >=3.10
+Requires-Dist: tomli>=2.0; python_version < '3.11'
+Requires-Dist: torch>=2.10
+Provides-Extra: tools
+Requires-Dist: rich; extra == 'tools'
+Description-Content-Type: text/markdown
+
+# A small project
+"""
+VERSION = '"""The version."""\n\n__version__ = "0.1.0"\n'
+TABLES = ("tables/arch.toml", "attention/operations.toml", "attention/kernels.toml")
+
+
+def write_sources(root: Path) -> None:
+    """The files that `verify` reads of a commit."""
+    files = {
+        **PACKAGE,
+        "flashmoe/_version.py": VERSION,
+        "flashmoe/tools/__init__.py": "",
+        "pyproject.toml": PYPROJECT,
+        "README.md": "# A small project\n",
+        "LICENSE": "as is\n",
+        "lockfiles/build.txt": "torch==2.10.0\n",
+        "flashmoe_build/__init__.py": "",
+        **{f"csrc/{name}": f"# {name}\n" for name in TABLES},
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def version_here(clone: Path) -> str:
+    return f"0.1.0.dev0+g{git(clone, 'rev-parse', 'HEAD')[:12]}"
+
+
+def package_of(version: str) -> dict[str, bytes | str]:
+    """What a build makes of these sources, without the compiled library, its provenance and RECORD."""
+    info = f"flash_moe-{version}.dist-info"
+    return {
+        **PACKAGE,
+        "flashmoe/_version.py": VERSION.replace("0.1.0", version),
+        "flashmoe/tools/__init__.py": "",
+        **{f"flashmoe/_tables/{name}": f"# {name}\n" for name in TABLES},
+        f"{info}/METADATA": METADATA.format(version=version),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hatchling 1\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_x86_64\n",
+        f"{info}/entry_points.txt": "[console_scripts]\nflashmoe = flashmoe.__main__:main\n",
+        f"{info}/licenses/LICENSE": "as is\n",
+        f"{info}/sboms/flashmoe.cdx.json": "{}",
+    }
 
 
 def rows() -> tuple[Row, ...]:
@@ -35,7 +109,7 @@ def provenance_of(library: bytes, clone: Path, **changes: Any) -> dict[str, Any]
     """What the build would have written for this library from the clone's commit."""
     return {
         "schema": "flashmoe.provenance/1",
-        "version": "0.1.0",
+        "version": version_here(clone),
         "commit": git(clone, "rev-parse", "HEAD"),
         "dirty": False,
         "source_date_epoch": int(git(clone, "log", "-1", "--format=%ct")),

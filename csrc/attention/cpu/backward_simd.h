@@ -9,7 +9,8 @@
 //
 // A large lse is rounded by more than P may be off by. So of fp32 S has the bits that the forward pass took lse from, product
 // and difference are rounded each, and dO * O is summed in the order of dO V^T: of a key that has all of the weight P is exactly
-// 1 and dS exactly 0.
+// 1 and dS exactly 0. Where a row's keys are one block, rowsum(dO * O) is computed as the mean of dP by the weights P, the same
+// number without O's rounding: with few keys that is most of the error.
 #pragma once
 
 #include <cstdint>
@@ -90,12 +91,6 @@ struct BackwardScratch {
   }
 };
 
-// x, which the compiler may not join with what comes after into one operation of one rounding.
-inline Vector::Float rounded(Vector::Float x) {
-  __asm__("" : "+v"(x));
-  return x;
-}
-
 template <class T>
 class Backward {
  public:
@@ -105,7 +100,8 @@ class Backward {
         mask_(task),
         s_(memory, task),
         scale_(Vector::broadcast(params_.scale)),
-        scores_by_row_(std::is_same_v<T, float> && params_.seq_q <= kFewRows) {}
+        scores_by_row_(std::is_same_v<T, float> && params_.seq_q <= kFewRows),
+        is_one_block_(params_.seq_k <= kBackwardKeys) {}
 
   void run() {
     int32_t key_end = task_.key_end;
@@ -213,13 +209,13 @@ class Backward {
       out[i] = row_of(params_.out, params_.out_stride, head, int64_t{row} + i);
     }
     float* row_terms = s_.row_terms + int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin;
-    if (key_ == task_.key_begin) {  // every row that sees a key of this task sees one of the first block
+    if (key_ == task_.key_begin && !is_one_block_) {  // every row that sees a key of this task sees one of the first block
       multiply_rows(dout, out, rows, s_.row_term);
       for (int32_t i = 0; i < rows; ++i) {
         row_terms[i] = params_.dlse == nullptr ? s_.row_term[i] : s_.row_term[i] - params_.dlse[first + i];
       }
     }
-    memcpy(s_.row_term, row_terms, static_cast<size_t>(rows) * sizeof(float));
+    if (!is_one_block_) memcpy(s_.row_term, row_terms, static_cast<size_t>(rows) * sizeof(float));
     pack_rows(q, rows, 0, params_.head_dim, s_.q_rows, s_.dim_stride);
     pack_rows(dout, rows, 0, params_.head_dim, s_.dout_rows, s_.dim_stride);
     if (kElements == 1) return;
@@ -263,6 +259,7 @@ class Backward {
                              {s_.v_t + word * kPairColumns, kPairColumns, pair_stride},
                              clamp(dim_words - word, 0, kSumWords), columns, word > 0, s_.dscores, kScoreStride);
     }
+    if (is_one_block_) average_dscores(mask, head, row, rows, columns);
     if (!weigh(mask, rows, columns) && rows > 1) {  // 0 * NaN is NaN: one row sees all of its keys
       for (int32_t i = 0; i < rows; ++i) add_block(head, row + i, 1);
       return;
@@ -281,10 +278,34 @@ class Backward {
     }
   }
 
+  // log2 of P.
+  Vector::Float exponent(int32_t row, int32_t column) const {
+    const Vector::Float score = Vector::load(s_.scores + row * kScoreStride + column);
+    const Vector::Float scaled = rounded(Vector::mul(score, scale_));
+    return Vector::mul(Vector::sub(scaled, Vector::broadcast(s_.lse[row])), Vector::broadcast(kLog2E));
+  }
+
+  // The row terms of rows that see no key outside of this block.
+  void average_dscores(BlockMask mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
+    const int64_t first = (int64_t{task_.batch} * params_.heads_q + head) * params_.seq_q + row;
+    for (int32_t i = 0; i < rows; ++i) {
+      const int32_t end = mask.keys_of(i).end;
+      Vector::Float weights = Vector::zero(), products = Vector::zero();
+      for (int32_t column = 0; column < columns; column += Vector::kWidth) {
+        const Vector::Float dscore = Vector::load(s_.dscores + i * kScoreStride + column);
+        const Vector::Float p = Vector::from_lane(end - column, Vector::zero(), exp2<ExpDegree<T>::value>(exponent(i, column)));
+        weights = Vector::add(weights, p);
+        products = Vector::fma(p, Vector::from_lane(end - column, Vector::zero(), dscore), products);
+      }
+      const float weight = sum_of_lanes(weights);
+      const float mean = weight == 0.0f ? 0.0f : sum_of_lanes(products) / weight;
+      s_.row_term[i] = params_.dlse == nullptr ? mean : mean - params_.dlse[first + i];
+    }
+  }
+
   // S and dP to P and dS, zero where a row does not see a key. Whether all of those hidden scores were finite: else an
   // operand holds NaN or Inf that must not be multiplied by the zero.
   bool weigh(BlockMask mask, int32_t rows, int32_t columns) const {
-    const Vector::Float log2_e = Vector::broadcast(kLog2E);
     Vector::Float hidden = Vector::zero();  // sum of 0 * x, which is not 0 for NaN and Inf
     for (int32_t row = 0; row < rows; row += kElements) {
       int32_t ends[2] = {mask.keys_of(row).end, row + 1 < rows ? mask.keys_of(row + 1).end : 0};
@@ -294,10 +315,7 @@ class Backward {
         Vector::Float p[kCount], ds[kCount];
 #pragma GCC unroll 4
         for (int i = 0; i < kCount; ++i) {
-          const int32_t r = row + i / kPairVectors;
-          const float* score = s_.scores + r * kScoreStride + column + i % kPairVectors * Vector::kWidth;
-          const Vector::Float scaled = rounded(Vector::mul(Vector::load(score), scale_));
-          p[i] = Vector::mul(Vector::sub(scaled, Vector::broadcast(s_.lse[r])), log2_e);
+          p[i] = exponent(row + i / kPairVectors, column + i % kPairVectors * Vector::kWidth);
         }
         exp2_of<ExpDegree<T>::value>(p);
 #pragma GCC unroll 4
@@ -340,6 +358,7 @@ class Backward {
   const BackwardScratch<T> s_;
   const Vector::Float scale_;
   const bool scores_by_row_;
+  const bool is_one_block_;
   int32_t key_ = 0;   // the block of keys: the first
   int32_t keys_ = 0;  // and how many
 };

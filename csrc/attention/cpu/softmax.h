@@ -96,15 +96,20 @@ inline Vector::Float inverse_sum(SoftmaxState state, int c) {
   return Vector::where_equal(sum, Vector::zero(), Vector::zero(), Vector::div(Vector::broadcast(1.0f), sum));
 }
 
-// lse of the block's first `rows` rows, natural logarithm; none if lse is null. Rounded once: where one key has all of the
-// weight it is that key's score * scale as fp32 rounds it, from which the backward pass then finds a weight of exactly 1.
-// logf: the double function's newest version needs a newer glibc than the oldest that the wheel runs on.
+// x, a float or a vector, which the compiler may not join with what comes after into one operation of one rounding.
+template <class F>
+inline F rounded(F x) {
+  __asm__("" : "+v"(x));
+  return x;
+}
+
+// lse of the block's first `rows` rows, natural logarithm; none if lse is null. score * scale of the maximum is rounded first, as
+// the backward pass rounds it: what was lost there cancels, and a key that has all of the weight gets exactly 1. logf: the double function's newest version needs a newer glibc than the oldest that the wheel runs on.
 inline void store_lse(SoftmaxState state, int32_t rows, Scale scale, float* lse) {
   if (lse == nullptr) return;
   for (int32_t row = 0; row < rows; ++row) {
     const float sum = state.sum[row];
-    const double max = static_cast<double>(state.max[row]) * static_cast<double>(scale.natural);
-    lse[row] = sum == 0.0f ? kMinusInfinity : static_cast<float>(max + static_cast<double>(__builtin_logf(sum)));
+    lse[row] = sum == 0.0f ? kMinusInfinity : rounded(state.max[row] * scale.natural) + __builtin_logf(sum);
   }
 }
 

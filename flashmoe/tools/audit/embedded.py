@@ -9,7 +9,7 @@ from pathlib import Path
 from flashmoe.errors import TableError
 from flashmoe.tools.audit.cubin import CubinFacts, read_cubin
 from flashmoe.tools.audit.elf import open_elf, read_bytes, section_data
-from flashmoe.tools.audit.errors import AuditError, DamagedWheelError, EmbeddedError
+from flashmoe.tools.audit.errors import AuditError, DamagedWheelError, EmbeddedError, NoBinariesError
 from flashmoe.tools.audit.guard import parse_json
 from flashmoe.tools.audit.ptx import PtxFacts, read_ptx
 from flashmoe.tools.fields import Fields
@@ -74,7 +74,7 @@ def parse_index(index: bytes, blob: bytes) -> tuple[Binary, ...]:
         raise EmbeddedError(msg, AGAIN) from error
     if not rows:
         msg = "the index of embedded binaries is empty: this file holds no kernel"
-        raise EmbeddedError(msg, "check the targets of the build (FLASHMOE_ARCHS)")
+        raise NoBinariesError(msg, "check the targets of the build (FLASHMOE_ARCHS)")
     return tuple(rows)
 
 

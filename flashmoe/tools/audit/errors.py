@@ -63,6 +63,10 @@ class EmbeddedError(AuditError):
     kind = "embedded"
 
 
+class NoBinariesError(EmbeddedError):
+    """The index of embedded device binaries is there and empty: a build for the CPU only, or a lost link step."""
+
+
 class ToolMissingError(AuditError):
     """A program or library that the audit relies on is not installed."""
 

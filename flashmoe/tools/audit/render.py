@@ -8,7 +8,13 @@ from typing import Any, TextIO
 
 from flashmoe.tools.report import Check, Report, Verdict
 
-_COLOURS = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.UNPROVED: "yellow", Verdict.FAIL: "red", Verdict.SKIP: "cyan"}
+_COLOURS = {
+    Verdict.PASS: "green",
+    Verdict.WARN: "yellow",
+    Verdict.UNPROVED: "yellow",
+    Verdict.FAIL: "red",
+    Verdict.SKIP: "cyan",
+}
 LEGEND = (
     "each target: registers per thread, then blocks per multiprocessor on each GPU that it covers, in arch.toml's order"
 )

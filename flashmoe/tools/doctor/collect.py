@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
 
@@ -26,7 +27,9 @@ LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 DEFAULT_PROBE_TIMEOUT_S = 60.0
 # Variables that other builds need, and ours, which change what runs.
 FOREIGN_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TORCH_CUDA_ARCH_LIST")
-OWN_VARIABLES = (LIBRARY_VARIABLE, "FLASHMOE_KERNEL")
+OWN_VARIABLES = (LIBRARY_VARIABLE, "FLASHMOE_KERNEL", "FLASHMOE_CPU_ISA", "FLASHMOE_FALLBACK")
+# The first argument is where to import from: with -c Python puts the current folder in front, and PYTHONPATH may say more.
+PROBE = "import sys; sys.path[:] = sys.argv[2:]; from flashmoe.tools.doctor import probe; sys.exit(probe.main(sys.argv[1] == '1'))"
 
 
 def collect(environ: Mapping[str, str], probe_timeout_s: float = DEFAULT_PROBE_TIMEOUT_S) -> Facts:
@@ -35,7 +38,7 @@ def collect(environ: Mapping[str, str], probe_timeout_s: float = DEFAULT_PROBE_T
     library = find_library(environ, checkout)
     torch = package("torch")
     with ThreadPoolExecutor(4) as pool:
-        probing = pool.submit(run_probe, environ, library, bool(torch.versions), probe_timeout_s)
+        probing = pool.submit(run_probe, environ, library, bool(torch.versions) or has_module("torch"), probe_timeout_s)
         locking = pool.submit(lock_state, checkout)
         compiler = pool.submit(read_compiler, environ)
         driver = pool.submit(read_driver)
@@ -71,6 +74,14 @@ def package(name: str) -> Package:
     """Every installed version of a distribution, first on the path first."""
     found = dict.fromkeys((str(item.locate_file("")), item.version) for item in metadata.distributions(name=name))
     return Package(tuple(version for _, version in found))
+
+
+def has_module(name: str) -> bool:
+    """Whether this interpreter would find a module, which may be no installed distribution."""
+    try:
+        return util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def torch_cuda() -> str:
@@ -165,21 +176,19 @@ def read_extension(library: Path | None, checkout: Path | None) -> Extension:
 
 
 def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool, timeout_s: float) -> Probe:
-    """Load the extension and run small problems in a separate process, because it may crash or hang."""
-    if library is None or not has_torch:
+    """Import torch, load the extension and run small problems in a separate process, because it may crash or hang.
+
+    It imports from this interpreter's own path, in its order: what shadows torch here shadows it there.
+    """
+    if not has_torch:
         return Probe()
-    paths = [str(PACKAGE.parent), *filter(None, [environ.get("PYTHONPATH")])]
     # With spinning threads a few tiny problems would take seconds on a busy machine.
-    inner = {
-        "OMP_WAIT_POLICY": "passive",
-        **environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        LIBRARY_VARIABLE: str(library),
-    }
+    inner = {"OMP_WAIT_POLICY": "passive", **environ, **({LIBRARY_VARIABLE: str(library)} if library else {})}
+    path = list(dict.fromkeys([*filter(None, sys.path), str(PACKAGE.parent)]))
     clock = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "flashmoe.tools.doctor.probe"],
+            [sys.executable, "-c", PROBE, "1" if library else "0", *path],
             env=inner,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -187,9 +196,12 @@ def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool,
             timeout=timeout_s,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        text = f"no answer within {timeout_s:.0f} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-        return Probe(ran=True, load_error=text, seconds=time.monotonic() - clock, timed_out=True)
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout if isinstance(error.stdout, str) else (error.stdout or b"").decode(errors="replace")
+        probe = parse_probe(1, said, f"no answer within {timeout_s:.0f} s", time.monotonic() - clock)
+        return replace(probe, timed_out=True)
+    except OSError as error:
+        return Probe(ran=True, problem=str(error), seconds=time.monotonic() - clock)
     return parse_probe(done.returncode, done.stdout, done.stderr, time.monotonic() - clock)
 
 
@@ -203,7 +215,12 @@ def parse_probe(status: int, stdout: str, stderr: str, seconds: float) -> Probe:
             continue
         if isinstance(entry, dict):
             told |= entry
-    if status != 0 and not told.get("load_error"):
+    if status != 0 and not told.get("torch") and not told.get("problem"):
+        tail = (stderr.strip().splitlines() or [""])[-1]
+        told["problem"] = f"{f'ended by signal {-status}' if status < 0 else f'exit status {status}'}: {tail}".rstrip(
+            ": "
+        )
+    elif status != 0 and told.get("torch") and not told.get("load_error"):
         tail = (stderr.strip().splitlines() or [""])[-1]
         ending = f"ended by signal {-status}" if status < 0 else f"exit status {status}"
         told["smoke" if told.get("loaded") else "load_error"] = f"{ending}: {tail}".rstrip(": ")
@@ -211,12 +228,14 @@ def parse_probe(status: int, stdout: str, stderr: str, seconds: float) -> Probe:
     targets = told.get("targets", ())
     return Probe(
         ran=True,
+        problem=str(told.get("problem", "")),
         loaded=bool(told.get("loaded")),
         load_error=str(told.get("load_error", "")),
         torch_version=str(told.get("torch", "")),
         torch_cuda=str(told.get("cuda", "")),
         smoke=str(told.get("smoke", "")),
         smoke_ok=bool(told.get("smoke_ok")),
+        smoke_raised=bool(told.get("smoke_raised")),
         targets=tuple(map(str, targets)) if isinstance(targets, list) else (),
         seconds=round(seconds, 2),
     )

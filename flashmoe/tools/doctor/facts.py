@@ -71,12 +71,14 @@ class Probe:
     """What the process that loads the extension reported."""
 
     ran: bool = False
+    problem: str = ""  # why torch cannot be imported
     loaded: bool = False
     load_error: str = ""
     torch_version: str = ""
     torch_cuda: str = ""
     smoke: str = ""  # one line; empty when it did not get that far
     smoke_ok: bool = False
+    smoke_raised: bool = False  # an error instead of numbers
     targets: tuple[str, ...] = ()
     seconds: float = 0.0
     timed_out: bool = False

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from flashmoe._extension import CPU_ISA_VARIABLE, CPU_ISAS
 from flashmoe._version import DISTRIBUTION
 from flashmoe.tools.doctor.facts import Facts, Gpu
 from flashmoe.tools.doctor.shadow import shadow
@@ -42,7 +43,7 @@ def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
         gpus(facts, tables),
         compiler(facts),
         lock(facts),
-        variables(facts),
+        variables(facts, tables),
         extension(facts),
         loads(facts),
         smoke(facts),
@@ -84,6 +85,10 @@ def package(tables: Tables | str) -> Check:
 def torch(facts: Facts) -> Check:
     expected = "torch >= 2.10, once"
     have = facts.torch
+    if facts.probe.ran and not facts.probe.torch_version:
+        why = "it is there but cannot be imported" + (": it took too long or hangs" if facts.probe.timed_out else "")
+        fix = f"python -c 'import torch' shows the same; pip install --force-reinstall torch=={have.version or '2.10'}"
+        return Check("torch", Verdict.FAIL, f"{have.version} {facts.probe.problem}".strip(), expected, why, fix)
     if not have.versions:
         return Check("torch", Verdict.FAIL, "not installed", expected, "", "pip install 'torch>=2.10'")
     if len(have.versions) > 1:
@@ -99,6 +104,13 @@ def torch(facts: Facts) -> Check:
     if numbers(have.version)[:2] < TORCH_FLOOR:
         why = "the extension uses torch's stable C ABI, versioned since 2.10; an older torch lacks its functions"
         return Check("torch", Verdict.FAIL, have.version, expected, why, "pip install 'torch>=2.10'")
+    imported = facts.probe.torch_version
+    if imported and imported.partition("+")[0] != have.version.partition("+")[0]:
+        found = f"{imported} is imported, {have.version or 'none'} is installed"
+        why = "another torch stands before the installed one on the path (PYTHONPATH, a folder of that name)"
+        return Check(
+            "torch", Verdict.FAIL, found, expected, why, "python -c 'import torch; print(torch.__file__)'; remove it"
+        )
     found = f"{have.version}, built for {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'the CPU only'}"
     if facts.driver.gpus and not facts.torch_cuda:
         why = "this torch cannot use CUDA, so the GPU here stays unused"
@@ -264,10 +276,23 @@ def lock(facts: Facts) -> Check:
     return Check("lock", Verdict.PASS, f"matches lockfiles/{have.name}.txt", expected)
 
 
-def variables(facts: Facts) -> Check:
+def allowed_values(tables: Tables | str) -> dict[str, tuple[str, ...]]:
+    """The values of our variables that have a fixed set of them."""
+    families = () if isinstance(tables, str) else tuple(sorted({row.family for row in tables.kernels}))
+    return {"FLASHMOE_FALLBACK": ("allow", "warn", "error"), CPU_ISA_VARIABLE: CPU_ISAS, "FLASHMOE_KERNEL": families}
+
+
+def variables(facts: Facts, tables: Tables | str) -> Check:
     """None of the usual variables is needed; ours change what runs, so they are listed."""
+    for name, values in allowed_values(tables).items():
+        value = facts.variables.get(name, "")
+        if value and values and value not in values:
+            why = "flashmoe refuses an unknown value, at import or at the first call"
+            found = f"{name}={value}"
+            return Check("variables", Verdict.FAIL, found, ", ".join(values), why, f"correct it, or unset {name}")
     own = {name: value for name, value in facts.variables.items() if name.startswith("FLASHMOE_")}
     foreign = sorted(set(facts.variables) - set(own))
+    own.pop("FLASHMOE_FALLBACK", None)  # says what a call that goes to torch does, and replaces nothing
     nvcc = "nvcc on PATH" if facts.nvcc else "no nvcc on PATH"
     found = f"{', '.join(foreign) or 'no CUDA_HOME, no LD_LIBRARY_PATH'}; {nvcc}"
     expected = "none is required: no CUDA toolkit, CUDA_HOME, LD_LIBRARY_PATH or python3-dev"
@@ -322,12 +347,10 @@ def extension(facts: Facts) -> Check:
 def loads(facts: Facts) -> Check:
     have = facts.probe
     expected = "torch imports it and registers its operator"
-    if not have.ran:
+    if not have.ran or (have.torch_version and not facts.extension.found):
         return Check("loads", Verdict.SKIP, "not tried", expected, "torch or the extension is missing, see above")
-    if not have.loaded and not have.torch_version:
-        why = "torch itself cannot be imported" + (": it took too long or hangs" if have.timed_out else "")
-        fix = f"python -c 'import torch' shows the same; pip install --force-reinstall torch=={facts.torch.version or '2.10'}"
-        return Check("loads", Verdict.FAIL, have.load_error, expected, why, fix)
+    if not have.torch_version:
+        return Check("loads", Verdict.SKIP, "not tried", expected, "torch cannot be imported, see above")
     if not have.loaded:
         why = "it took too long or hangs" if have.timed_out else ""
         return Check(
@@ -351,6 +374,10 @@ def smoke(facts: Facts) -> Check:
     expected = "the same attention as plain PyTorch"
     if not have.loaded:
         return Check("smoke", Verdict.SKIP, "not tried", expected, "the extension was not loaded")
+    if not have.smoke_ok and have.smoke_raised:
+        why = "the call was refused or failed; no number was wrong"
+        fix = "the message says what to change; FLASHMOE_ variables are listed above"
+        return Check("smoke", Verdict.FAIL, have.smoke, expected, why, fix)
     if not have.smoke_ok:
         why = "the installed extension computes wrong results, or crashes, on this machine"
         return Check(

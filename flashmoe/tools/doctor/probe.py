@@ -1,6 +1,6 @@
-"""Loads the extension and runs the smallest problems; prints one line of JSON after each step, to locate a crash.
+"""Imports torch, loads the extension and runs the smallest problems; prints one line of JSON after each step, to locate a crash.
 
-Run by the doctor in a process of its own: ``python -m flashmoe.tools.doctor.probe``.
+Run by the doctor in a process of its own that imports from where the doctor's own interpreter does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def say(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def main() -> int:
+def main(has_extension: bool) -> int:
     from flashmoe.errors import FlashmoeError
     from flashmoe.tools.report import Verdict
 
@@ -21,6 +21,12 @@ def main() -> int:
         import torch
 
         say(torch=str(torch.__version__), cuda=str(torch.version.cuda or ""))
+    except Exception as error:  # what a damaged torch raises is not known beforehand
+        say(problem=f"{type(error).__name__}: {error}")
+        return 1
+    if not has_extension:
+        return 0
+    try:
         from flashmoe import _extension
 
         _extension.load()
@@ -29,15 +35,11 @@ def main() -> int:
     except (ImportError, OSError, RuntimeError, FlashmoeError) as error:
         say(loaded=False, load_error=f"{type(error).__name__}: {error}")
         return 1
-    from flashmoe.smoke import QUICK_LENGTHS, run
+    from flashmoe.smoke import QUICK_LENGTHS, RAISED, run
 
     report = run(QUICK_LENGTHS)
     failed = [check for check in report.checks if check.verdict is Verdict.FAIL]
     passed = [check for check in report.checks if check.verdict is Verdict.PASS]
     text = f"{failed[0].name}: {failed[0].found}" if failed else f"{len(passed)} problems correct, {passed[-1].found}"
-    say(smoke=text, smoke_ok=not failed)
+    say(smoke=text, smoke_ok=not failed, smoke_raised=bool(failed) and failed[0].why == RAISED)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

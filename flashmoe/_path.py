@@ -1,0 +1,37 @@
+"""Keeps programs of this package from importing what lies in the folder in which they are started.
+
+``python -m`` puts that folder in front of sys.path, where a json.py or elftools.py of somebody else's would run. Python's own ``-P``
+leaves it out from 3.11 on. Uses only modules that every interpreter has loaded before its first line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def is_started_as_program(arguments: list[str]) -> bool:
+    """Whether this is the command line of ``python -m flashmoe...``."""
+    words = iter(arguments[1:])
+    for word in words:
+        if not word.startswith("-") or word.startswith("--"):
+            return False
+        if word in ("-W", "-X"):
+            next(words, None)
+        elif word.endswith("m"):
+            return next(words, "").partition(".")[0] == "flashmoe"
+    return False
+
+
+def leave_current_folder() -> None:
+    """Take the current folder off sys.path, unless it is where this package lies: then its code is what was asked for."""
+    here, package = _real(os.curdir), _real(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    if here != package:
+        sys.path[:] = [entry for entry in sys.path if entry and _real(entry) != here]
+
+
+def _real(path: str) -> str:
+    try:
+        return os.path.realpath(path)
+    except OSError:  # the current folder was deleted
+        return ""

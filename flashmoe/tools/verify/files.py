@@ -1,0 +1,141 @@
+"""Every file of a wheel that its commit determines, held against the commit; and no file that a build of it does not make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from flashmoe.tools.report import Check, Verdict
+from flashmoe.tools.tables import ARCH, KERNELS, OPERATIONS
+from flashmoe.tools.verify import metadata
+from flashmoe.tools.verify.content import LIBRARY, PACKAGE, RECORD, Content
+from flashmoe.tools.verify.errors import VerifyError
+from flashmoe.tools.verify.repository import Commit, Objects
+from flashmoe.tools.versions import stated_version, version_of, with_version
+
+VERSION_FILE = f"{PACKAGE}/_version.py"
+PLATFORM = "manylinux_2_28_x86_64"
+WHEEL_TAG = f"py3-none-{PLATFORM}"
+BUILT = (LIBRARY, RECORD)  # by compilers: only a rebuild compares them
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the commit determines: the version, the distribution, and the content of files by their names in the wheel."""
+
+    distribution: str
+    version: str
+    files: Mapping[str, bytes]
+    headers: metadata.Headers
+    readme: str | None
+    entry_points: Mapping[str, Mapping[str, str]]
+
+    @property
+    def info(self) -> str:
+        return f"{self.distribution}-{self.version}.dist-info"
+
+
+def expected_content(objects: Objects, commit: Commit, tags: frozenset[str]) -> Expected:
+    """Read it from the clone's objects. Raises VerifyError if the commit is none of flashmoe's."""
+    sources = {path: path for path in commit.tree if path.startswith(f"{PACKAGE}/")}
+    sources |= {f"{PACKAGE}/_tables/{path.removeprefix('csrc/')}": path for path in commit.tree if _is_table(path)}
+    needed = ["pyproject.toml", VERSION_FILE]
+    missing = [path for path in needed if path not in commit.tree]
+    if missing:
+        msg = f"commit {commit.digest[:12]} has no {missing[0]}, so it is no commit of flashmoe"
+        raise VerifyError(msg)
+    project = metadata.read_project(_read(objects, commit, "pyproject.toml"))
+    licenses = metadata.license_files(project, commit.tree)
+    readme = project.get("readme")
+    blobs = objects.read([commit.tree[path] for path in sources.values()])
+    files = {name: blobs[commit.tree[path]] for name, path in sources.items()}
+    base = stated_version(files[VERSION_FILE].decode("utf-8", "replace"))
+    version = version_of(base, commit.digest, dirty=False, tags=tags)
+    files[VERSION_FILE] = with_version(files[VERSION_FILE].decode("utf-8", "replace"), version).encode()
+    expected = Expected(
+        distribution=metadata.normalized(project["name"]),
+        version=version,
+        files=files,
+        headers=metadata.expected_headers(project, version, licenses),
+        readme=_read(objects, commit, readme).decode("utf-8", "replace") if isinstance(readme, str) else None,
+        entry_points=metadata.expected_entry_points(project),
+    )
+    for path in licenses:
+        files[f"{expected.info}/licenses/{path}"] = _read(objects, commit, path)
+    return expected
+
+
+def _is_table(path: str) -> bool:
+    place = PurePosixPath(path)
+    return path == f"csrc/{ARCH}" or (
+        len(place.parts) == 3 and place.parts[0] == "csrc" and place.name in (OPERATIONS, KERNELS)
+    )
+
+
+def _read(objects: Objects, commit: Commit, path: str) -> bytes:
+    if path not in commit.tree:
+        msg = f"commit {commit.digest[:12]} has no {path}, which its pyproject.toml names"
+        raise VerifyError(msg)
+    digest = commit.tree[path]
+    return objects.read([digest])[digest]
+
+
+def compare_files(content: Content, expected: Expected) -> list[Check]:
+    """One check for the files, one for the generated metadata, one for the name under which pip takes the wheel."""
+    return [_check_name(content, expected), _check_files(content, expected), _check_metadata(content, expected)]
+
+
+def _check_name(content: Content, expected: Expected) -> Check:
+    stem = content.wheel.path.name.removesuffix(".whl")
+    wanted = f"{expected.distribution}-{expected.version}-{WHEEL_TAG}"
+    if stem == wanted and content.stated.version == expected.version:
+        return Check("name and version", Verdict.PASS, f"{expected.distribution} {expected.version}")
+    found = f"{content.wheel.path.name}, which states version {content.stated.version}"
+    why = "A release's version needs the release's tag at the commit; any other build carries a development version."
+    step = "git fetch --tags, if the release is newer than the clone; else do not install this file"
+    return Check("name and version", Verdict.FAIL, found, f"{wanted}.whl", why, step)
+
+
+def _check_files(content: Content, expected: Expected) -> Check:
+    generated = {f"{expected.info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "sboms/flashmoe.cdx.json")}
+    if expected.entry_points:
+        generated.add(f"{expected.info}/entry_points.txt")
+    names = set(content.wheel.names)
+    foreign = sorted(names - {*expected.files, *generated, *BUILT})
+    missing = sorted({*expected.files, *generated, *BUILT} - names)
+    edited = sorted(name for name in expected.files if name in names and content.read(name) != expected.files[name])
+    parts = (("not made by a build of the commit", foreign), ("missing", missing), ("differs", edited))
+    wrong = [f"{word}: {_listed(found)}" for word, found in parts if found]
+    if wrong:
+        return Check(
+            "files", Verdict.FAIL, "; ".join(wrong), f"what commit {content.stated.commit[:12]} holds, and nothing else",
+            "Python runs these files as they lie in the wheel.", "do not install this file; build the commit yourself",
+        )  # fmt: skip
+    return Check("files", Verdict.PASS, f"{len(expected.files)} are those of the commit, and there is no other")
+
+
+def _check_metadata(content: Content, expected: Expected) -> Check:
+    texts = content.wheel.metadata
+    wrong = [f"METADATA {name}" for name in metadata.differing_headers(texts.get("METADATA", ""), expected.headers)]
+    if expected.readme is not None and metadata.description(texts.get("METADATA", "")) != expected.readme:
+        wrong.append("METADATA description")
+    wrong += [f"WHEEL {name}" for name in metadata.wheel_headers_differ(texts.get("WHEEL", ""), WHEEL_TAG)]
+    if metadata.read_entry_points(texts.get("entry_points.txt", "")) != expected.entry_points:
+        wrong.append("entry points")
+    if wrong:
+        why = "pip installs what METADATA requires, and makes commands of the entry points."
+        step = "do not install this file; build the commit yourself"
+        return Check("metadata", Verdict.FAIL, _listed(wrong), "what pyproject.toml of the commit says", why, step)
+    return Check("metadata", Verdict.PASS, "requirements, entry points and tags are those of the commit")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(printable(name) for name in names[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def printable(text: str) -> str:
+    """A name from an untrusted file, which may hold line breaks and escape sequences, on one line."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

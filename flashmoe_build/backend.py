@@ -1,0 +1,44 @@
+"""The PEP 517 backend: hatchling's, which asks for compilers and torch only where something is compiled.
+
+``pip install -e .`` therefore takes seconds: it links the checkout's package, which loads the library that ``./nox -s build`` leaves
+in build/lib.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling import build as hatchling
+from hatchling.build import build_editable, build_sdist, build_wheel, get_requires_for_build_sdist
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def compile_requirements(root: Path = ROOT) -> list[str]:
+    """What compiling needs beside the backend itself, from pyproject.toml."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    return list(project["tool"]["flashmoe"]["compile-requires"])
+
+
+def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
+    return [*hatchling.get_requires_for_build_wheel(config_settings), *compile_requirements()]
+
+
+def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
+    return hatchling.get_requires_for_build_editable(config_settings)

@@ -1,0 +1,116 @@
+"""The commit and the version of this build, and the check that a release's tag is the version.
+
+    python -m flashmoe_build.release.version                # prints the version that a build of this checkout carries
+    python -m flashmoe_build.release.version --tag v0.1.0   # exit 1 unless that is the release of this clean commit
+
+Hatchling evaluates project_version() (pyproject.toml), so every road to a wheel or an sdist gives the same version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.tools.versions import release_tag, stated_version, version_of
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMIT_FILE = "COMMIT.json"  # in an sdist, which has no repository
+UNKNOWN_EPOCH = 315532800  # 1980-01-01, the earliest time that a zip can hold
+VERSION_FILE = Path("flashmoe") / "_version.py"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The sources' commit; ``dirty`` when tracked files differ from it or untracked ones could affect the build."""
+
+    commit: str
+    dirty: bool
+    source_date_epoch: int
+    tags: tuple[str, ...] = ()  # that stand at it
+
+
+def find_commit(root: Path) -> Commit:
+    """From git, else from the sdist's own record, else unknown and dirty."""
+    head = _git(root, "rev-parse", "HEAD")
+    if head is not None and _git(root, "rev-parse", "--show-prefix") == "":
+        status = _git(root, "status", "--porcelain", "--untracked-files=normal")
+        epoch = _git(root, "log", "-1", "--format=%ct")
+        listed = (_git(root, "tag", "--points-at", head) or "").split()
+        tags = tuple(tag for tag in listed if tag.startswith("v"))  # others have no part in an sdist's bytes
+        return Commit(head, dirty=bool(status), source_date_epoch=int(epoch or UNKNOWN_EPOCH), tags=tags)
+    try:
+        record = json.loads((root / COMMIT_FILE).read_text(encoding="utf-8"))
+        return Commit(**{**record, "tags": tuple(record.get("tags", ()))})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return Commit("unknown", dirty=True, source_date_epoch=int(os.environ.get("SOURCE_DATE_EPOCH", UNKNOWN_EPOCH)))
+
+
+def commit_json(commit: Commit) -> str:
+    return json.dumps(asdict(commit), indent=1) + "\n"
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-c", "safe.directory=*", *arguments],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def base_version(root: Path = ROOT) -> str:
+    """The version in flashmoe/_version.py. Raises BuildError where it states none."""
+    base = stated_version((root / VERSION_FILE).read_text(encoding="utf-8"))
+    if not base:
+        msg = f'{VERSION_FILE} has no line __version__ = "..."; restore it'
+        raise BuildError(msg)
+    return base
+
+
+def project_version(root: Path = ROOT) -> str:
+    """What a build of ``root`` carries now."""
+    commit = find_commit(root)
+    return version_of(base_version(root), commit.commit, dirty=commit.dirty, tags=commit.tags)
+
+
+def check_release(tag: str, root: Path = ROOT) -> str:
+    """The version of the release ``tag``. Raises BuildError unless the tag is the version and stands at this clean commit."""
+    base, found = base_version(root), project_version(root)
+    if tag != release_tag(base):
+        msg = f"the tag {tag!r} is not the version: {VERSION_FILE} says {base}, whose tag is {release_tag(base)}; correct one of them"
+        raise BuildError(msg)
+    if found != base:
+        msg = f"a build of this checkout is {found}, not {base}: a release needs a clean checkout of the commit that {tag} stands at"
+        raise BuildError(msg)
+    return base
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashmoe_build.release.version", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--tag", help="the release's tag: exit 1 unless it is the version")
+    options = parser.parse_args(arguments)
+    try:
+        print(check_release(options.tag) if options.tag else project_version())
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
