@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashmoe.tools.interpreter import runnable
 from flashmoe.tools.tables import load_tables
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.emulation.build import Options, jobs, kernel_library
@@ -31,7 +32,7 @@ def test_every_kernel_compiles() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.identity)
 def test_kernel(case: Case) -> None:
     outcome = run_case(case, Options())
-    assert outcome.passed, f"{outcome.explain()}\nrepeat: {case.command()}"
+    assert outcome.passed, f"{outcome.explain()}\nrepeat: {runnable(case.command())}"
 
 
 @pytest.mark.parametrize("policy", [AsyncPolicy.LAZY, AsyncPolicy.EAGER, AsyncPolicy.RANDOM])
