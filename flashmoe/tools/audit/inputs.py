@@ -40,7 +40,7 @@ class Wheel:
 
     @property
     def is_ours(self) -> bool:
-        return self.path.name.startswith("flashmoe-")
+        return self.path.name.startswith(("flashmoe-", "flashmoe_kernels-"))
 
 
 @dataclass(frozen=True)
