@@ -72,6 +72,10 @@ LOST = {
     "two steps away": ({"science/__init__.py": "from .use import f\n", "science/use.py": "from science import gone\n"}, "gone"),
     "in a class": ({"science/__init__.py": "class A:\n    from . import gone\n"}, "gone"),
     "in a function that is called": ({"science/__init__.py": "def load():\n    from . import gone\n    return 1\nload()\n"}, "gone"),
+    "in a try that raises again": (
+        {"science/__init__.py": "try:\n    from . import gone\nexcept ImportError as error:\n    raise ImportError('x') from error\n"},
+        "gone",
+    ),
     "a file": (
         {"science/__init__.py": "import ctypes, pathlib\nctypes.CDLL(str(pathlib.Path(__file__).parent / 'libgone.so'))\n"},
         "libgone.so",
@@ -84,6 +88,13 @@ def test_what_cannot_import_is_a_failure(
     workshop: Workshop, extension: bytes, files: dict[str, str], what: str
 ) -> None:
     assert named(report_of(workshop, extension, files), f"the package loads this file: {what}")
+
+
+def test_a_module_that_nothing_imports_is_a_warning(workshop: Workshop, extension: bytes) -> None:
+    report = report_of(workshop, extension, SOUND["a module that nothing imports"])
+    check = next(c for c in report.checks if c.name.endswith("the package loads this file"))
+    assert check.verdict is Verdict.WARN
+    assert check.found == "science/tests.py:1 asks for science._data"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from audit_builders import HOST, Options, Row, Workshop, audit, failures, named, only_failure, run
 
+from flashmoe.tools.audit import resolve
 from flashmoe.tools.audit.lookup import is_known_version
 from flashmoe.tools.report import Verdict
 from flashmoe.tools.tables import Tables
@@ -101,6 +102,16 @@ def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     assert (
         "libleaf.so, needed by libmiddle.so, is nowhere" in only_failure(report, "needed libraries: libleaf.so").found
     )
+
+
+def test_the_library_of_python_itself_is_loaded_already(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some extensions name it, and it lies in no folder that the system's loader searches."""
+    name = "libpython3.99.so.1.0"
+    python = workshop.extension({"p.cpp": FOO}, link=[f"-Wl,-soname,{name}"], name=name)
+    path = workshop.extension({"bind.cpp": CALL}, link=[str(python)])
+    assert named(audit(path), f"needed libraries: {name}")
+    monkeypatch.setattr(resolve, "python_folder", lambda: python.parent)
+    assert audit(path, Options(load=True)).verdict is Verdict.PASS
 
 
 def test_a_32_bit_library_beside_the_file_is_passed_over(workshop: Workshop) -> None:

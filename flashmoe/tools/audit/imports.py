@@ -1,8 +1,8 @@
 """What happens when a wheel's packages are imported, followed through the sources: which modules run, what they ask for.
 
 Only what certainly runs is followed: statements at the top level of a module, and of functions that are called there.
-What stands under ``if``, in ``try``, or in a function that nothing calls at import may never run, so nothing there can
-prove that an import fails.
+What stands under ``if``, in a ``try`` that swallows an error, or in a function that nothing calls at import may never run,
+so nothing there can prove that an import fails.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ _DATA = re.compile(r"[^/]+\.data/(?:purelib|platlib)/")
 _DYNAMIC = re.compile(r"\b(?:__getattr__|globals|setattr|exec|vars|__dict__|__path__|sys\.modules|meta_path|lazy\w*)\b")
 
 
+_LOADERS = frozenset({"load_library", "CDLL", "PyDLL", "dlopen", "LoadLibrary"})
+_JOINERS = frozenset({"join", "joinpath", "with_name", "files"})
+_FILE_NAME = re.compile(r"[\w.+/-]*?([\w.+-]+\.so(?:\.\d+)*)")
 MAX_TOKENS = 300_000  # of one source; its syntax tree takes up to about 1 KB for each
 _SIMPLE = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One module that certainly runs asks for another, by its dotted name."""
+    """One module that certainly runs asks for another, by its dotted name, or for a file."""
 
     source: str
     line: int
-    module: str
+    what: str
 
 
 @dataclass(frozen=True)
@@ -43,29 +46,38 @@ class Unread:
     is_syntax: bool  # perhaps of a newer Python
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What one module asks for at import."""
+
+    modules: tuple[Request, ...] = ()
+    files: tuple[Request, ...] = ()
+    unread: Unread | None = None
+
+
 class Imports:
-    """The modules of one wheel. ``requests`` are those that certainly run; ``unread`` what stopped the search."""
+    """The modules of one wheel, and what those ask for that run when its packages are imported."""
 
     def __init__(self, wheel: Wheel) -> None:
         self.wheel = wheel
         self.modules = _modules(wheel)
-        self.requests: list[Request] = []
-        self.unread: list[Unread] = []
         self.reached: set[str] = set()
-        self._trees: dict[str, list[ast.stmt]] = {}
         self._bound: dict[str, frozenset[str]] = {}
-        self._follow()
+        self.asked = self._follow()
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for asked in self.asked for request in asked.modules]
+
+    @property
+    def unread(self) -> list[Unread]:
+        return [asked.unread for asked in self.asked if asked.unread is not None]
 
     @cached_property
     def folders(self) -> frozenset[str]:
         """Every folder with a module below it, as a dotted name: packages, with an ``__init__`` or without."""
-        return frozenset(
-            ".".join(parts[:n]) for name in self.modules for parts in [name.split(".")] for n in range(1, len(parts))
-        )
-
-    def running(self, source: str) -> list[ast.stmt]:
-        """The statements of a reached module that certainly run at import; empty when it was not reached."""
-        return self._trees.get(source, [])
+        names = (name.split(".") for name in self.modules)
+        return frozenset(".".join(parts[:n]) for parts in names for n in range(1, len(parts)))
 
     def is_lost(self, module: str) -> bool:
         """Whether importing ``module`` fails for certain: its package is in the wheel, whole, and does not have it."""
@@ -80,37 +92,44 @@ class Imports:
             self._bound[parent] = _bound(text)
         return not self._bound[parent] & {name, "*"}
 
-    def _follow(self) -> None:
-        parents = {name: [name[: m.start()] for m in re.finditer(r"\.", name)] for name in self.modules}
-        waiting = [name for name, above in parents.items() if not any(parent in self.modules for parent in above)]
+    def lost_elsewhere(self) -> list[Request]:
+        """Modules of the wheel that its packages do not import, and that cannot be imported: what they ask for is lost."""
+        rest = [(m, s) for m, s in self.modules.items() if m not in self.reached and s.endswith(".py")]
+        return [request for m, s in rest for request in self._ask(m, s).modules if self.is_lost(request.what)]
+
+    def _follow(self) -> list[Asked]:
+        above = {name: [name[: m.start()] for m in re.finditer(r"\.", name)] for name in self.modules}
+        waiting = [name for name, parents in above.items() if not any(parent in self.modules for parent in parents)]
+        every = []
         while waiting:
             module = waiting.pop()
             if module in self.reached:
                 continue
             self.reached.add(module)
             source = self.modules.get(module, "")
-            if not source.endswith(".py"):
-                continue
-            for line, wanted in self._wanted(module, source):
-                self.requests.append(Request(source, line, wanted))
-                parts = wanted.split(".")
-                waiting += [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+            if source.endswith(".py"):
+                every.append(self._ask(module, source))
+                parts = [request.what.split(".") for request in every[-1].modules]
+                waiting += [".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)]
+        return every
 
-    def _wanted(self, module: str, source: str) -> list[tuple[int, str]]:
+    def _ask(self, module: str, source: str) -> Asked:
+        """Parse one module. Its syntax tree, which may be large, is not kept."""
         text = self.wheel.sources.get(source)
         if text is None or _is_too_dense(text):
-            self.unread.append(Unread(source, "too large to be parsed", is_syntax=False))
-            return []
+            return Asked(unread=Unread(source, "too large to be parsed", is_syntax=False))
         try:
-            self._trees[source] = list(_certain(ast.parse(text)))
+            running = list(_certain(ast.parse(text)))
         except SyntaxError as error:
-            self.unread.append(Unread(source, f"SyntaxError: {error.msg}, line {error.lineno}", is_syntax=True))
+            return Asked(unread=Unread(source, f"SyntaxError: {error.msg}, line {error.lineno}", is_syntax=True))
         except (ValueError, RecursionError, MemoryError) as error:  # NUL bytes; nested too deeply
-            self.unread.append(Unread(source, f"{type(error).__name__}: {error}", is_syntax=False))
+            return Asked(unread=Unread(source, f"{type(error).__name__}: {error}", is_syntax=False))
         package = module if source.endswith("/__init__.py") else module.rpartition(".")[0]
-        return [(line, name) for node in self.running(source) for line, name in self._asked(node, package)]
+        modules = (Request(source, line, name) for node in running for line, name in self._imported(node, package))
+        files = (Request(source, line, name) for node in running for line, name in _loaded_files(node))
+        return Asked(tuple(modules), tuple(files))
 
-    def _asked(self, node: ast.stmt, package: str) -> Iterator[tuple[int, str]]:
+    def _imported(self, node: ast.stmt, package: str) -> Iterator[tuple[int, str]]:
         """What an import statement asks for. A name taken from a module that is no package is an attribute, not a module."""
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -121,6 +140,25 @@ class Imports:
                 yield node.lineno, base
             if base in self.folders:
                 yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names if alias.name != "*")
+
+
+def _loaded_files(statement: ast.stmt) -> Iterator[tuple[int, str]]:
+    """Shared objects that a loader is given by a path of the package's own, put together by ``/``, ``+`` or ``join``.
+
+    A bare name is left to the loader's search path.
+    """
+    calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and _callee(n) in _LOADERS]
+    for node in (part for call in calls for part in ast.walk(call)):
+        is_joined = (isinstance(node, ast.Call) and _callee(node) in _JOINERS) or isinstance(node, ast.BinOp)
+        for part in ast.iter_child_nodes(node) if is_joined else ():
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                match = _FILE_NAME.fullmatch(part.value)
+                if match is not None:
+                    yield part.lineno, match[1]
+
+
+def _callee(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 
 def _modules(wheel: Wheel) -> Mapping[str, str]:
@@ -151,6 +189,8 @@ def _certain(tree: ast.Module) -> Iterator[ast.stmt]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ClassDef):
+            waiting += reversed(node.body)
+        if isinstance(node, ast.Try) and all(isinstance(handler.body[-1], ast.Raise) for handler in node.handlers):
             waiting += reversed(node.body)
         if not isinstance(node, _SIMPLE):  # if, try, with (it may swallow an error), loops, definitions
             continue

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from flashmoe.tools.audit.context import failed, limited, listing, passed, warned
 from flashmoe.tools.audit.elf import ElfFacts
-from flashmoe.tools.audit.imports import Imports
+from flashmoe.tools.audit.imports import Imports, Request
 from flashmoe.tools.audit.inputs import OUR_LIBRARY, Wheel
 from flashmoe.tools.report import Check
 
 NAME = "the package loads this file"
-_LOADERS = frozenset({"load_library", "CDLL", "PyDLL", "dlopen", "LoadLibrary"})
-_JOINERS = frozenset({"join", "joinpath", "with_name", "files"})
-_FILE_NAME = re.compile(r"[\w.+/-]*?([\w.+-]+\.so(?:\.\d+)*)")
-
-
-@dataclass(frozen=True)
-class Loads:
-    """One thing that certainly is asked for when the package is imported: a file by name, or a module."""
-
-    source: str
-    line: int
-    what: str
-    is_module: bool
 
 
 def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
@@ -36,10 +20,11 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     imports = Imports(wheel)
     used = _mentioned(wheel, imports) | {n for f in facts.values() for n in f.needed}
     idle = [e for e in wheel.extensions if e not in used and PurePosixPath(e).name not in used]
-    lost = [*_lost_modules(imports, idle), *_lost_files(wheel, imports)]
+    lost = _lost_modules(imports, idle)
     modules = [e for e in idle if e in facts and any(s.name.startswith("PyInit_") for s in facts[e].exported)]
     checks = [
-        *limited([_lost_check(load, modules if load.is_module else idle) for load in lost]),
+        *limited([_lost_check(load, modules, is_module=True) for load in lost]),
+        *limited([_lost_check(load, idle, is_module=False) for load in _lost_files(wheel, imports)]),
         *_unread_checks(imports),
         *_init_checks(wheel, facts),
     ]
@@ -56,6 +41,11 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 "import the package once to be sure",
             )
         ]
+    elsewhere = imports.lost_elsewhere()
+    if elsewhere:  # another platform's modules, or a build without an option
+        rows = listing(f"{lost.source}:{lost.line} asks for {lost.what}" for lost in elsewhere)
+        why = "Nothing imports these modules with the package, so a user meets the ImportError later."
+        return [warned(NAME, rows, "every module of the wheel importable", why, "import them once, or leave them out")]
     return [passed(NAME, f"{listing(wheel.extensions, 4)}: named in the sources, or needed by another library")]
 
 
@@ -70,17 +60,15 @@ def _mentioned(wheel: Wheel, imports: Imports) -> set[str]:
     return found
 
 
-def _lost_modules(imports: Imports, idle: list[str]) -> Iterator[Loads]:
+def _lost_modules(imports: Imports, idle: list[str]) -> list[Request]:
     """Modules of the wheel's own packages that are not there; where an extension is idle, also private top-level ones."""
-    seen: set[str] = set()
+    lost: dict[str, Request] = {}
     for request in imports.requests:
-        name = request.module
-        top = name.partition(".")[0]
-        is_private = idle and name == top and top.startswith("_") and top not in imports.modules
-        if name in seen or not (imports.is_lost(name) or (is_private and not _is_installed(top))):
-            continue
-        seen.add(name)
-        yield Loads(request.source, request.line, name.rpartition(".")[2], is_module=True)
+        name = request.what
+        is_private = idle and "." not in name and name.startswith("_") and name not in imports.modules
+        if name not in lost and (imports.is_lost(name) or (is_private and not _is_installed(name))):
+            lost[name] = request
+    return list(lost.values())
 
 
 def _is_installed(module: str) -> bool:
@@ -91,43 +79,23 @@ def _is_installed(module: str) -> bool:
         return True
 
 
-def _lost_files(wheel: Wheel, imports: Imports) -> Iterator[Loads]:
-    """Files that a loader is given by a path of the package's own. A bare name is left to the loader's search path."""
+def _lost_files(wheel: Wheel, imports: Imports) -> list[Request]:
     held = {PurePosixPath(e).name for e in wheel.extensions}
-    for source in wheel.sources:
-        for statement in imports.running(source):
-            calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and _callee(n) in _LOADERS]
-            for node in (part for call in calls for part in ast.walk(call)):
-                for line, file in _joined_names(node):
-                    if file not in held:
-                        yield Loads(source, line, file, is_module=False)
+    return [request for asked in imports.asked for request in asked.files if request.what not in held]
 
 
-def _callee(call: ast.Call) -> str:
-    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
-
-
-def _joined_names(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Names of shared objects that are put together with a folder by ``/``, ``+`` or ``join``."""
-    is_joined = (isinstance(node, ast.Call) and _callee(node) in _JOINERS) or isinstance(node, ast.BinOp)
-    for part in ast.iter_child_nodes(node) if is_joined else ():
-        if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            match = _FILE_NAME.fullmatch(part.value)
-            if match is not None:
-                yield part.lineno, match[1]
-
-
-def _lost_check(load: Loads, idle: list[str]) -> Check:
+def _lost_check(load: Request, idle: list[str], *, is_module: bool) -> Check:
     """``idle``: extensions of that kind which nothing loads; a single one is most likely the one that is meant."""
-    kind = "module" if load.is_module else "file"
-    if len(idle) == 1 and (not load.is_module or load.what.startswith("_")):
-        cause = f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{load.what}`"
+    kind = "module" if is_module else "file"
+    what = load.what.rpartition(".")[2] if is_module else load.what
+    if len(idle) == 1 and (not is_module or what.startswith("_")):
+        cause = f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{what}`"
     else:
-        cause = f"nothing in the wheel is called `{load.what}`; it was left out, or is a generated file that was not written"
+        cause = f"nothing in the wheel is called `{what}`; it was left out, or is a generated file that was not written"
     return failed(
-        f"{NAME}: {load.what}",
-        found=f"{load.source}:{load.line} loads {kind} `{load.what}`; the wheel holds {listing(idle, 4) or 'no such file'}",
-        expected=f"a {kind} named `{load.what}`",
+        f"{NAME}: {what}",
+        found=f"{load.source}:{load.line} loads {kind} `{what}`; the wheel holds {listing(idle, 4) or 'no such file'}",
+        expected=f"a {kind} named `{what}`",
         why="It runs at `import`, which fails although the build succeeded.",
         cause=cause,
         next_step="use one name in the build and in the import",

@@ -67,6 +67,7 @@ class Resolver:
         """The folders that are searched before the system's."""
         yield from self.near
         yield from cuda_folders()
+        yield python_folder()
 
 
 @lru_cache(maxsize=1)
@@ -75,15 +76,20 @@ def cuda_folders() -> tuple[Path, ...]:
     return tuple(sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/lib")))
 
 
+def python_folder() -> Path:
+    """Where this interpreter's own library is, which the process has loaded before any extension."""
+    return Path(sysconfig.get_config_var("LIBDIR") or sys.base_prefix)
+
+
 @lru_cache(maxsize=1)
 def python_exports() -> frozenset[str]:
     """What every extension module finds in the process of this interpreter: its own names, and its libraries'.
 
     Empty where neither its program nor its library can be read.
     """
-    library = Path(sysconfig.get_config_var("LIBDIR") or "") / (sysconfig.get_config_var("INSTSONAME") or "")
+    library = python_folder() / (sysconfig.get_config_var("INSTSONAME") or "")
     program = Path(sys.executable).resolve()
-    brought = Resolver((library.parent,), None).closure(program.name, provided(program).needed)
+    brought = Resolver((), None).closure(program.name, provided(program).needed)
     files = {program, *brought.libraries.values(), *([library] if library.is_file() else ())}
     names = frozenset().union(*(exported_names(path) for path in files))
     return names if "Py_Initialize" in names else frozenset()
