@@ -22,7 +22,7 @@ FROM base AS toolchain
 COPY --chown=flashmoe:flashmoe nox noxfile.py pyproject.toml ./
 COPY --chown=flashmoe:flashmoe lockfiles lockfiles
 COPY --chown=flashmoe:flashmoe docker/with-network docker/with-network
-COPY --chown=flashmoe:flashmoe flashmoe/__init__.py flashmoe/_version.py flashmoe/errors.py flashmoe/
+COPY --chown=flashmoe:flashmoe flashmoe/__init__.py flashmoe/_path.py flashmoe/_version.py flashmoe/errors.py flashmoe/
 COPY --chown=flashmoe:flashmoe flashmoe/tools/__init__.py flashmoe/tools/progress.py flashmoe/tools/
 COPY --chown=flashmoe:flashmoe flashmoe_build/__init__.py flashmoe_build/
 COPY --chown=flashmoe:flashmoe flashmoe_build/environments flashmoe_build/environments

@@ -306,6 +306,18 @@ def verify(session: nox.Session) -> None:
 
 
 @nox.session
+def version(session: nox.Session) -> None:
+    """Print the version that a build carries now (-- --tag v0.1.0: fail unless that is its release)."""
+    program(session, locked(session, "build"), "flashmoe_build.release.version", *session.posargs)
+
+
+@nox.session
+def statement(session: nox.Session) -> None:
+    """Write the provenance of everything in dist/ as an in-toto statement: build/provenance.intoto.json."""
+    program(session, locked(session, "build"), "flashmoe_build.release.statement", *session.posargs)
+
+
+@nox.session
 def reproduce(session: nox.Session) -> None:
     """Build HEAD three times under different conditions and compare every byte (-- --archs 90a)."""
     program(session, locked(session, "build"), "flashmoe_build.release.reproduce", *session.posargs)

@@ -170,6 +170,11 @@ def scaled_dot_product_attention(
             return traced
         routing.refuse_unequal_lengths(key, value)
         routing.note_fallback(obstacle)
+        if routing.has_no_heads(
+            query, key, value
+        ):  # where torch's fused CPU kernel divides by zero, which ends the process
+            empty = torch._scaled_dot_product_attention_math
+            return empty(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
         return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
         return _top_left(query, key, value, is_causal, scale)

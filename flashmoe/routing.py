@@ -215,6 +215,14 @@ def refuse_unequal_lengths(key: Any, value: Any) -> None:
         raise ShapeError(msg)
 
 
+def has_no_heads(query: Any, key: Any, value: Any) -> bool:
+    """Whether these are dense tensors of which one has a head dimension of 0."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided for x in tensors):
+        return False
+    return any(tensor.dim() > 2 and tensor.shape[-3] == 0 for tensor in tensors)
+
+
 def _at_trace_time(function: Callable[[str], None]) -> Callable[[str], None]:
     """Run as plain Python while torch.compile traces; what torch.compiler.assume_constant_result does, without its import
     of the whole compiler."""

@@ -28,19 +28,20 @@ END = "  # generated: end\n"
 GPU_PREFIX = "gpu-"
 # Jobs of ci.yml that must have succeeded; those of GPUs may be skipped.
 REQUIRED = ("lint", "build", "test", "reproduce", "compat", "image")
+PUSHED = "push-image"  # on pushes only: nothing else may write to the registry, and GPUs test what was pushed
 
 GPU_JOB = """\
   gpu-{name}:
     name: {name} ({products})
-    if: github.event_name != 'pull_request' && contains(fromJSON(vars.GPU_RUNNERS || '[]'), '{name}')
-    needs: image
+    if: github.event_name == 'push' && contains(fromJSON(vars.GPU_RUNNERS || '[]'), '{name}')
+    needs: push-image
     permissions:
       contents: read
       packages: read
     uses: ./.github/workflows/gpu.yml
     with:
       gpu: {name}
-      image: ${{{{ needs.image.outputs.reference }}}}
+      image: ${{{{ needs.push-image.outputs.reference }}}}
 """
 RATCHET_JOB = """\
   gpu-{name}:
@@ -77,7 +78,7 @@ def generated(name: str, gpus: Sequence[Gpu]) -> str:
     template = GPU_JOB if name == "ci.yml" else RATCHET_JOB
     jobs = [template.format(name=gpu.name, products=gpu.products) for gpu in gpus]
     if name == "ci.yml":
-        needs = ", ".join([*REQUIRED, *(GPU_PREFIX + gpu.name for gpu in gpus)])
+        needs = ", ".join([*REQUIRED, PUSHED, *(GPU_PREFIX + gpu.name for gpu in gpus)])
         jobs.append(SUMMARY_JOB.format(needs=needs, checkout=CHECKOUT))
     return "\n".join(jobs)
 
@@ -98,8 +99,10 @@ def judge(needs: Mapping[str, Mapping[str, object]]) -> Report:
         result = str(state.get("result"))
         if result == "success":
             checks.append(Check(job, Verdict.PASS, result))
+        elif result == "skipped" and job == PUSHED:
+            checks.append(Check(job, Verdict.SKIP, "NOT RUN: only a push to main pushes the image"))
         elif result == "skipped" and job.startswith(GPU_PREFIX):
-            found = "NOT RUN: no runner for this architecture (GPU_RUNNERS), or a pull request"
+            found = "NOT RUN: no runner for this architecture (GPU_RUNNERS), or no push to main"
             checks.append(
                 Check(job, Verdict.SKIP, found, next_step="label a self-hosted runner and add it to GPU_RUNNERS")
             )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
@@ -153,6 +157,32 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
         with pytest.raises(ArgumentError, match="supported: allow, warn, error"):
             flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
         monkeypatch.delenv("FLASHMOE_FALLBACK")
+
+
+PACKAGE = FilePath(flashmoe.__file__).resolve().parents[1]
+NO_HEADS = """
+import torch, flashmoe
+q = torch.randn(2, 0, 5, 8, requires_grad=True)
+mask = torch.ones(5, 5, dtype=torch.bool)
+for options in ({"attn_mask": mask}, {"attn_mask": mask, "enable_gqa": True}, {"attn_mask": mask.float()}, {"dropout_p": 0.5}):
+    out = flashmoe.scaled_dot_product_attention(q, q, q, **options)
+    assert out.shape == q.shape, out.shape
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+one = torch.randn(2, 1, 5, 8)
+assert flashmoe.scaled_dot_product_attention(one, q, q, attn_mask=mask).shape == q.shape
+try:
+    flashmoe.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(3, 7, dtype=torch.bool))
+except RuntimeError as error:
+    print("refused", error)
+"""
+
+
+def test_no_heads_and_a_mask() -> None:
+    """torch divides by the number of heads there: SIGFPE, so in a process of its own."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run([sys.executable, "-c", NO_HEADS], env=environ, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout[:7]) == (0, "refused"), done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")

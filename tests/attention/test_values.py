@@ -114,6 +114,35 @@ def test_key_with_score_minus_infinity_has_no_weight(device: str) -> None:
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2 if dtype is torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.parametrize("seq_q", [1, 70])
+def test_the_rule_for_scores_that_are_not_finite(seq_q: int, device: str) -> None:
+    """NaN: NaN. +inf: NaN, lse too (plain: +inf). -inf: no weight. All -inf: as no key at all (plain: NaN), gradients included."""
+    for dtype in DTYPES[device]:
+        for value, keys, wanted in (
+            (math.nan, [77], math.nan),
+            (math.inf, [77], math.nan),
+            (-math.inf, [77], None),
+            (-math.inf, list(range(130)), -math.inf),
+        ):
+            q, k, v = _inputs(device, dtype, seq_q)
+            q[..., 0], k[..., 0] = 1.0, 0.0
+            k[..., keys, 0] = value
+            v.requires_grad_()
+            out, lse = flashmoe.attention(q, k, v, return_lse=True)
+            (grad_v,) = torch.autograd.grad(out.float().sum(), v)
+            if wanted is None:
+                assert out.isfinite().all()
+                assert lse.isfinite().all()
+                assert not grad_v[:, :, 77].any()
+            elif math.isnan(wanted):
+                assert out.isnan().all()
+                assert lse.isnan().all()
+            else:
+                assert not out.any()
+                assert (lse == wanted).all()
+                assert not grad_v.any()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 def test_bad_value_stays_in_its_column(bad: float, device: str) -> None:
     for dtype in DTYPES[device]:

@@ -64,11 +64,18 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_wheel_name_and_content(wheel: Path) -> None:
-    assert wheel.name == f"{WHEEL_PREFIX}0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+@pytest.fixture(scope="module")
+def version(clone: Path) -> str:
+    """Of a clean commit without a tag."""
+    return f"0.1.0.dev0+g{run(['git', 'rev-parse', 'HEAD'], clone).stdout[:12]}"
+
+
+def test_wheel_name_and_content(wheel: Path, version: str) -> None:
+    assert wheel.name == f"{WHEEL_PREFIX}{version}-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        metadata = Parser().parsestr(archive.read(f"{WHEEL_PREFIX}0.1.0.dist-info/METADATA").decode())
+        metadata = Parser().parsestr(archive.read(f"{WHEEL_PREFIX}{version}.dist-info/METADATA").decode())
+        assert f'__version__ = "{version}"' in archive.read("flashmoe/_version.py").decode()
     assert {"flashmoe/libflashmoe.so", "flashmoe/provenance.json", "flashmoe/_tables/attention/kernels.toml"} <= names
     assert not [name for name in names if name.startswith(("flashmoe_build/", "tests/", "csrc/"))]
     assert [name for name in names if name.endswith(".so")] == ["flashmoe/libflashmoe.so"]
@@ -92,7 +99,7 @@ def test_provenance_states_this_commit(wheel: Path, clone: Path) -> None:
 
 def test_plain_pep517_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[str, str], tmp_path: Path) -> None:
     """What `pip wheel .` runs, without pip: the declared backend's build_wheel."""
-    code = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    code = "import sys; from flashmoe_build.backend import build_wheel; print(build_wheel(sys.argv[1]))"
     epoch = {"SOURCE_DATE_EPOCH": "1700000000"}
     run([sys.executable, "-c", code, str(tmp_path)], clone, **CPU_ONLY, **cache, **epoch)
     assert sha256(tmp_path / wheel.name) == sha256(wheel)
@@ -110,6 +117,28 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
     run([sys.executable, "-m", "flashmoe_build", "--dist", str(tmp_path / "dist")], tree, **CPU_ONLY, **cache)
     (built,) = (tmp_path / "dist").glob("*.whl")
     assert sha256(built) == sha256(wheel)
+
+
+def test_verify_accepts_the_wheel_of_the_clone(wheel: Path, clone: Path) -> None:
+    """What a build makes is what `verify` says that the commit makes, to the last header of METADATA."""
+    done = run([sys.executable, "-m", "flashmoe", "verify", str(wheel)], clone)
+    assert all(line.startswith(("PASS", "not checked", "      next", "verify PASS")) for line in done.stdout.splitlines())
+    assert "\nPASS  files: " in done.stdout
+
+
+def test_an_editable_install_links_the_checkout_and_compiles_nothing(clone: Path, tmp_path: Path) -> None:
+    """What `pip install -e .` runs: it asks for no torch, and the wheel holds a link to the sources."""
+    code = (
+        "import sys; from flashmoe_build import backend; print(backend.get_requires_for_build_editable()); "
+        "print(len(backend.get_requires_for_build_wheel())); print(backend.build_editable(sys.argv[1]))"
+    )
+    asked, for_wheels, name = run([sys.executable, "-c", code, str(tmp_path)], clone).stdout.splitlines()
+    assert "torch" not in asked
+    assert int(for_wheels) > 5
+    with zipfile.ZipFile(tmp_path / name) as archive:
+        (link,) = [member for member in archive.namelist() if member.endswith(".pth")]
+        assert archive.read(link).decode().strip() == str(clone)
+        assert not [member for member in archive.namelist() if member.startswith("flashmoe/")]
 
 
 @pytest.mark.parametrize("package", ["torch-2.9.1", "numpy-2.1.0", "nvidia_cuda_nvcc_cu12-12.9.41"])

@@ -70,7 +70,10 @@ def test_the_code_and_the_project_file_name_the_same_distribution() -> None:
 
 def test_pip_wheel_builds_with_the_locked_versions() -> None:
     with (ROOT / "pyproject.toml").open("rb") as stream:
-        requires = tomllib.load(stream)["build-system"]["requires"]
+        requires = [
+            *(project := tomllib.load(stream))["build-system"]["requires"],
+            *project["tool"]["flashmoe"]["compile-requires"],
+        ]
     locked = {pin.name: pin.version for pin in read_lock(LOCKS / "build.txt")}
     for requirement in map(Requirement, requires):
         assert str(requirement.specifier) == f"=={locked[requirement.name]}", requirement.name

@@ -330,3 +330,9 @@ def test_the_bake_file_says_what_the_dockerfile_and_the_session_say() -> None:
     assert arguments == {name for name in declared if not name.startswith("BASE_")}
     assert set(re.findall(r'^variable "(\w+)"', text, re.MULTILINE)) == arguments
     assert set(re.findall(r"id=(\w+)", text)) == set(re.findall(r"type=secret,id=(\w+)", DOCKERFILE))
+
+
+def test_the_benchmark_image_imports_nothing_from_the_mounted_folder() -> None:
+    text = (ROOT / "docker" / "bench-entrypoint").read_text()
+    (line,) = [line for line in text.splitlines() if "-m flashmoe bench" in line]
+    assert line.split()[1].startswith("-I")

@@ -11,7 +11,7 @@ import pytest
 from flashmoe.errors import ReportError
 from flashmoe.tools.report import Verdict
 from flashmoe.tools.tables import load_tables
-from flashmoe_build.release.workflows import BEGIN, REQUIRED, generated, judge, main, renewed, summary
+from flashmoe_build.release.workflows import BEGIN, PUSHED, REQUIRED, generated, judge, main, renewed, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -35,7 +35,7 @@ def test_there_are_workflows_and_sessions() -> None:
 def test_every_job_calls_a_session_that_exists(path: Path) -> None:
     for name, text in jobs_of(path.read_text()).items():
         called = re.findall(r"\./nox -s ((?:\w+ ?)+)", text)
-        if "uses: ./.github/workflows/" in text:
+        if "uses: ./.github/workflows/" in text or name == PUSHED:  # which pushes what another job's session built
             assert not called
             continue
         assert called, f"{path.name}: {name} calls no session"
@@ -88,6 +88,41 @@ def test_the_summary_needs_every_job() -> None:
     assert set(match[1].split(", ")) == set(jobs) - {"ci"}
     assert "if: always()" in jobs["ci"]
     assert set(REQUIRED) <= set(jobs)
+
+
+def test_only_pushes_write_to_the_registry_and_reach_gpus() -> None:
+    """A pull request and a merge queue run neither with a token that may write, nor on GPUs without an image reference."""
+    jobs = jobs_of((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert [name for name, text in jobs.items() if "packages: write" in text] == [PUSHED]
+    assert "\n    if: github.event_name == 'push'" in "\n" + jobs[PUSHED]
+    for name in (name for name in jobs if name.startswith("gpu-")):
+        assert "    if: github.event_name == 'push' &&" in jobs[name]
+        assert f"needs: {PUSHED}\n" in jobs[name]
+
+
+def test_the_release_is_attested_where_it_is_built() -> None:
+    """By a reusable workflow, whose identity its caller cannot take; no job of the release holds a password."""
+    folder = ROOT / ".github" / "workflows"
+    build, release = jobs_of((folder / "build.yml").read_text()), jobs_of((folder / "release.yml").read_text())
+    assert (folder / "build.yml").read_text().count("workflow_call:") == 1
+    assert "uses: ./.github/workflows/build.yml" in release["build"]
+    steps = build["build"]
+    order = [
+        "-s version -- --tag",
+        "-s build symbols",
+        "-s verify -- --rebuild",
+        "--sdist",
+        "-s statement",
+        "attest-build-provenance@",
+        "attest-sbom@",
+    ]
+    assert sorted(steps.index(step) for step in order) == [steps.index(step) for step in order]
+    assert "secrets." not in (folder / "release.yml").read_text() + (folder / "build.yml").read_text()
+    assert "gh-action-pypi-publish@" in release["publish-index"]
+    assert "id-token: write" in release["publish-index"]
+    assert "subject-digest: ${{ steps.push.outputs.digest }}" in release["image"]
+    for name in ("image", "publish-index"):
+        assert "needs: [build, test]" in release[name]
 
 
 def results(**changes: str) -> dict[str, dict[str, str]]:

@@ -1,0 +1,119 @@
+"""The provenance of what is published, in the shape that other tools read: an in-toto statement with SLSA's predicate.
+
+``python -m flashmoe_build.release.statement`` writes build/provenance.intoto.json about everything in dist/. Dependencies are named
+with the hashes of the lock and without an address: where a file was fetched from says nothing about what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.tools.report import write_json
+from flashmoe_build.environments.lock import Pin, read_lock
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "provenance.intoto.json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"  # names that the formats fix; nothing is fetched from them
+PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
+BUILD_TYPE = "urn:flashmoe:build:1"
+BUILDER = (
+    "urn:flashmoe:builder:unattested"  # whoever attests a build names itself; this statement is by the build alone
+)
+
+
+def statement(record: Mapping[str, Any], subjects: Iterable[Path], pins: Iterable[Pin]) -> dict[str, Any]:
+    """The statement about these files. ``record`` is flashmoe/provenance.json, ``pins`` are of the lock that it names."""
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [_descriptor(path.name, sha256=_sha256(path)) for path in sorted(subjects)],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": {"targets": list(record["targets"]), "version": record["version"]},
+                "internalParameters": {
+                    "sourceDateEpoch": record["source_date_epoch"],
+                    "hostCompiler": record["compilers"]["cxx"],
+                    "uncommittedChanges": record["dirty"],
+                },
+                "resolvedDependencies": dependencies(record, pins),
+            },
+            "runDetails": {
+                "builder": {"id": BUILDER},
+                "byproducts": [
+                    _descriptor("flashmoe/libflashmoe.so", sha256=record["extension_sha256"]),
+                    *(
+                        _descriptor(f"{row['name']}.{row['target']}", sha256=row["sha256"])
+                        for row in record["binaries"]
+                    ),
+                ],
+            },
+        },
+    }
+
+
+def dependencies(record: Mapping[str, Any], pins: Iterable[Pin]) -> list[dict[str, Any]]:
+    """The sources, the lock, the two device compilers, and one entry for each hash that the lock allows."""
+    compilers = record["compilers"]
+    found = [
+        _descriptor("sources", gitCommit=record["commit"]),
+        _descriptor("lockfiles/build.txt", sha256=record["locks"]["build.txt"]),
+        _descriptor(f"libnvrtc.so {compilers['nvrtc']}", sha256=compilers["nvrtc_sha256"]),
+        _descriptor(f"ptxas {compilers['ptxas']}", sha256=compilers["ptxas_sha256"]),
+    ]
+    for pin in pins:
+        hashes = sorted(digest.removeprefix("sha256:") for digest in pin.hashes)
+        found += [_descriptor(f"{pin.name}=={pin.version}", sha256=digest) for digest in hashes]
+    return found
+
+
+def _descriptor(name: str, **digest: str) -> dict[str, Any]:
+    return {"name": name, "digest": digest}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_statement(dist: Path, out: Path, root: Path = ROOT) -> Path:
+    """Write the statement about every wheel and sdist in ``dist``. Raises BuildError where there is none, or no record of a build."""
+    subjects = [*dist.glob("*.whl"), *dist.glob("*.tar.gz")]
+    if not subjects:
+        msg = f"{dist.name} holds no wheel and no sdist; ./nox -s build makes the wheel"
+        raise BuildError(msg)
+    try:
+        record = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        msg = f"{out.name}/provenance.json cannot be read; ./nox -s build writes it"
+        raise BuildError(msg) from error
+    lock = root / "lockfiles" / "build.txt"
+    if _sha256(lock) != record["locks"]["build.txt"]:
+        msg = "lockfiles/build.txt is not the one of the last build; ./nox -s build, then again"
+        raise BuildError(msg)
+    write_json(out / NAME, statement(record, subjects, read_lock(lock)))
+    return out / NAME
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashmoe_build.release.statement", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of what is published (default: dist)")
+    options = parser.parse_args(arguments)
+    try:
+        print(f"statement  {write_statement(options.dist, ROOT / 'build').name}")
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
