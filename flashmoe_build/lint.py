@@ -20,6 +20,13 @@ from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
+# Files that a platform reads, by the name of their schema in check-jsonschema.
+SCHEMAS = {
+    "github-workflows": ".github/workflows/*.yml",
+    "github-issue-forms": ".github/ISSUE_TEMPLATE/*.yml",
+    "dependabot": ".github/dependabot.yml",
+    "citation-file-format": "CITATION.cff",
+}
 FORMAT_CXX = "git ls-files '*.h' '*.cuh' '*.cpp' | xargs .nox/env/lint-*/bin/clang-format -i"
 
 
@@ -53,12 +60,11 @@ def checkers(root: Path, tools: Path) -> tuple[Checker, ...]:
     if dockerfiles:
         found.append(Checker("hadolint", (str(tools / "hadolint"), *dockerfiles)))
     if (root / ".github" / "workflows").is_dir():
-        workflows = sorted(str(path.relative_to(root)) for path in (root / ".github" / "workflows").glob("*.yml"))
         found.append(Checker("zizmor", (str(tools / "zizmor"), "--offline", "--no-progress", ".github/workflows")))
-        schema = ("--builtin-schema", "vendor.github-workflows")
-        found.append(Checker("workflow schema", (str(tools / "check-jsonschema"), *schema, *workflows)))
-        bot = (str(tools / "check-jsonschema"), "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
-        found.append(Checker("dependabot schema", bot))
+        for name, pattern in SCHEMAS.items():
+            files = sorted(str(path.relative_to(root)) for path in root.glob(pattern) if path.name != "config.yml")
+            command = (str(tools / "check-jsonschema"), "--builtin-schema", f"vendor.{name}", *files)
+            found.append(Checker(f"schema {name}", command))
         actionlint = shutil.which("actionlint")  # has no wheel that a lock could name; used where a person installed it
         if actionlint:
             found.append(Checker("actionlint", (actionlint,)))
