@@ -36,9 +36,6 @@ OPTIONAL = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (see :class:`flashmoe.errors.ExitCode`)."""
     arguments = sys.argv[1:] if argv is None else argv
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller (>&-): the exit code still says it
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         return _run(arguments)
     except ModuleNotFoundError as error:
@@ -60,17 +57,15 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = parser
     for name, (module_name, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:  # a command's imports are paid for by that command alone
             module = import_module(module_name)
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
-            chosen = sub
+            sub.set_defaults(run=module.run, refuse=sub.error)
     namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:  # the command's own usage lists what it takes
-        chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if unknown:  # with the usage of the command, which the parser above it does not know
+        getattr(namespace, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(namespace.run(namespace))
         sys.stdout.flush()
