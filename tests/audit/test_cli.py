@@ -106,18 +106,6 @@ def test_the_loader_is_asked_unless_told_not_to(workshop: Workshop, words: tuple
     assert verdict in done.stdout
 
 
-def test_closed_output_leaves_the_exit_code(workshop: Workshop, tmp_path: Path) -> None:
-    good = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'})
-    bad = tmp_path / "_C.so"
-    bad.write_text("text")
-    for path, code in ((good, ExitCode.OK), (bad, ExitCode.FAILED)):
-        line = f"{sys.executable} -m flashmoe audit {path} --no-load --json {tmp_path}/report.json >&- 2>&-"
-        assert (
-            subprocess.run(["sh", "-c", line], cwd="/", env=environment(), timeout=120, check=False).returncode == code
-        )
-        assert read_report(tmp_path / "report.json").data["path"] == path.name
-
-
 def test_an_ascii_terminal_gets_every_line(workshop: Workshop, tmp_path: Path) -> None:
     path = tmp_path / "größe.so"
     path.write_text("text")

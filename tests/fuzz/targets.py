@@ -6,9 +6,11 @@ An input is a value that JSON can hold, so that what was found once is kept in c
 
 from __future__ import annotations
 
+import atexit
 import base64
 import hashlib
 import io
+import shutil
 import struct
 import subprocess
 import sys
@@ -86,6 +88,7 @@ SOURCE = "from __future__ import annotations\nimport a.b as c\nfrom . import _C,
 def workplace() -> Path:
     """A folder with the library that is damaged, and the program that loads it."""
     folder = Path(tempfile.mkdtemp(prefix="flashmoe-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "sound").mkdir()
     (folder / "library.c").write_text(LIBRARY)
     (folder / "oracle.c").write_text(ORACLE)
