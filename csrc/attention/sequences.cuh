@@ -89,6 +89,9 @@ struct Sequence<MaskKind::kBand> {
 
   __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_)
       : params(params_), batch(batch_), row(row_extent(params_, batch_)), key(key_extent(params_, batch_)) {}
+  // With extents that were read before.
+  __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_, Extent row_, Extent key_)
+      : params(params_), batch(batch_), row(row_), key(key_) {}
 
   __device__ __forceinline__ int rows() const { return row.length; }
   __device__ __forceinline__ int keys() const { return key.length; }

@@ -116,7 +116,7 @@ def _add(library: KernelLibrary, tensor: torch.Tensor | None, name: str, *, writ
     return library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=not writable, name=name)
 
 
-def _params(library: KernelLibrary, p: VarlenProblem, tensors: Tensors, results: Results) -> ctypes.Structure:
+def parameters(library: KernelLibrary, p: VarlenProblem, tensors: Tensors, results: Results) -> ctypes.Structure:
     """Maps everything and fills the kernel's parameters."""
     is_ragged_q, is_paged = p.rows_layout is Rows.RAGGED, p.keys_layout is Keys.PAGED
     table = tensors.block_table
@@ -131,7 +131,7 @@ def _params(library: KernelLibrary, p: VarlenProblem, tensors: Tensors, results:
         rows_total=tensors.q.shape[0] if is_ragged_q else 0,
         keys_total=tensors.k.shape[0] if p.keys_layout is Keys.RAGGED else 0,
     )
-    counter = library.add_buffer(results.counter.data_ptr(), 4, writable=True, initialised=True, name="tile_counter")
+    counter = library.add_buffer(results.counter.data_ptr(), results.counter.nbytes, writable=True, initialised=True, name="tile_counter")
     names = ("out_partial", "lse_partial") if p.splits > 1 else ()
     partial = {name: _add(library, getattr(results, name), name, writable=True) for name in names}
     return ForwardParams(
@@ -204,7 +204,7 @@ def run(unit: Unit, problem: VarlenProblem, settings: Settings, options: Options
     tensors = build(problem)
     results = _results(problem, tensors)
     with mapped(library):
-        params = _params(library, problem, tensors, results)
+        params = parameters(library, problem, tensors, results)
         maps, keep = tensor_map_arguments(unit, library, params)
         report = library.launch(symbol, (ctypes.addressof(params), *maps), geometry(unit, problem), settings)
         del keep
