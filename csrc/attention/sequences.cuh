@@ -89,7 +89,7 @@ struct Sequence<MaskKind::kBand> {
 
   __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_)
       : params(params_), batch(batch_), row(row_extent(params_, batch_)), key(key_extent(params_, batch_)) {}
-  // With extents that were read before.
+  // Of an entry whose lengths have been read.
   __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_, Extent row_, Extent key_)
       : params(params_), batch(batch_), row(row_), key(key_) {}
 

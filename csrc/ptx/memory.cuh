@@ -101,6 +101,7 @@ __device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (
                : "memory");
 }
 
+// One byte, zero-extended.
 __device__ __forceinline__ uint32_t ld_global_8(const void* gmem) {
   uint32_t value;
   asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(gmem)) : "memory");

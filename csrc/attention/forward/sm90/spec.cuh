@@ -14,8 +14,10 @@ namespace sm90 {
 //   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
+//   kTileBytes         what the producer tells the consumers of a tile
+//   kNumTailBarriers   of the producer alone (varlen/producer.cuh)
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0>
+          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kTileBytes_ = 16, int kNumTailBarriers_ = 0>
 struct ForwardSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -26,6 +28,7 @@ struct ForwardSpec {
   static constexpr int kNumQueryStages = kNumQueryStages_;
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
   static constexpr bool kIsSplit = kSplit_ != 0;
+  static constexpr int kTileBytes = kTileBytes_;
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -56,8 +59,8 @@ struct ForwardSpec {
   static constexpr int kValueOffset = kKeyOffset + kNumStages * kKeyBytes;
   static constexpr int kOutputOffset = kValueOffset + kNumStages * kKeyBytes;
   static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
-  static constexpr int kBarrierOffset = kTileOffset + kNumQueryTiles * 16;
-  static constexpr int kNumBarriers = 2 * kNumQueryTiles + 4 * kNumStages;
+  static constexpr int kBarrierOffset = kTileOffset + kNumQueryTiles * kTileBytes;
+  static constexpr int kNumBarriers = 2 * kNumQueryTiles + 4 * kNumStages + kNumTailBarriers_;
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
@@ -82,10 +85,10 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* value(int stage) const {
     return base + Spec::kValueOffset + stage * Spec::kKeyBytes;
   }
-  // The Tile (16 bytes, schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
+  // The Tile (schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
   // barriers.
   __device__ __forceinline__ unsigned char* tile(int stage, int consumer) const {
-    return base + Spec::kTileOffset + (stage * Spec::kNumConsumers + consumer) * 16;
+    return base + Spec::kTileOffset + (stage * Spec::kNumConsumers + consumer) * Spec::kTileBytes;
   }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
@@ -108,6 +111,8 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* value_empty(int stage) const {
     return key_full(3 * Spec::kNumStages + stage);
   }
+  // Of a kernel with a tail barrier: the copy engine has written V of a block that ends past the keys.
+  __device__ __forceinline__ ptx::Mbarrier* tail_full() const { return key_full(4 * Spec::kNumStages); }
 };
 
 }  // namespace sm90

@@ -83,7 +83,7 @@ __device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (
 }
 
 __device__ __forceinline__ uint32_t ld_global_8(const void* gmem, Site site = Site::here()) {
-  unsigned char value;
+  uint8_t value;
   emulation::load_global(&value, gmem, 1, site, "ld_global_8");
   return value;
 }

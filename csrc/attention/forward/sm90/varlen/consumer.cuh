@@ -1,0 +1,210 @@
+// A consumer warpgroup of the varlen kernels: the dense consumer's products and rings, over key blocks that a band bounds at both ends.
+#pragma once
+
+#include "attention/forward/sm90/consumer.cuh"
+#include "attention/forward/sm90/varlen/epilogue.cuh"
+#include "attention/forward/sm90/varlen/schedule.cuh"
+#include "attention/forward/sm90/varlen/scores.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+template <typename Spec>
+struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
+  using Base = Consumer<Spec, MaskKind::kBand>;
+  using Base::consumer;
+  using Base::params;
+  using Base::query;
+  using Base::shared;
+  using typename Base::Element;
+  static constexpr int kScores = Base::kScores;
+  static constexpr int kProbabilities = Base::kProbabilities;
+  static constexpr int kOutputs = Base::kOutputs;
+
+  const bool has_functions;  // scores pass through a softcap or a mask tensor
+  const float scale_log2;    // of what leaves them: with an additive mask the scores have it already
+
+  __device__ __forceinline__ VarlenConsumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
+                                            int consumer_)
+      : Base(params_, shared_, consumer_),
+        has_functions(params_.band.score_factor > 0.0f || params_.band.mask_type != MaskTensor::kNone),
+        scale_log2(params_.band.mask_type == MaskTensor::kAdditive ? 1.0f : params_.scale_log2) {}
+
+  // The first of this thread's two rows; the other is 8 further on.
+  __device__ __forceinline__ int thread_row(const VarlenTile& tile) const {
+    return tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+  }
+
+  // Softcap and mask tensor. Before the band's ends, so that -inf stays -inf.
+  __device__ __forceinline__ void change_scores(float (&scores)[kScores], const VarlenTile& tile, int block) const {
+    const Band& band = params.band;
+    if (band.score_factor > 0.0f) cap_scores<Spec::kBlockN>(scores, band.score_factor);
+    if (band.mask_type == MaskTensor::kNone) return;
+    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+    const MaskReader<Element> reader(params, tile, thread_row(tile));
+    if (band.mask_type == MaskTensor::kBool) {
+      reader.template hide<Spec::kBlockN>(scores, first_key);
+    } else {
+      reader.template add<Spec::kBlockN>(scores, first_key, params.scale_log2, band.mask_factor * params.scale_log2);
+    }
+  }
+
+  __device__ __forceinline__ void mask_block(float (&scores)[kScores], const VarlenTile& tile, int block) const {
+    const int row = thread_row(tile);
+    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+    const BandSequence sequence = tile.sequence(params);
+    const KeyRange keys[2] = {visible_keys(sequence, row), visible_keys(sequence, row + 8)};
+    const int visible[2] = {keys[0].end - first_key, keys[1].end - first_key};
+    mask_scores<Spec::kBlockN>(scores, visible);
+    if (params.band.left >= kUnbounded) return;
+    const int hidden[2] = {keys[0].begin - first_key, keys[1].begin - first_key};
+    mask_scores_before<Spec::kBlockN>(scores, hidden);
+  }
+
+  // As Consumer::step, whose comments hold. kIsSpecial: the block may need a mask or the scores a function.
+  template <bool kIsSpecial>
+  __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
+                                       RowState& rows, const VarlenTile& tile, int block, bool is_masked) {
+    float scores[kScores];
+    this->wait_key();
+    if constexpr (Base::kWaitsForBoth) this->wait_value();
+    this->issue_scores(scores, this->query_descriptor(), this->key_descriptor());
+    if constexpr (!Base::kWaitsForBoth) this->wait_value();
+    this->issue_output(output, probabilities, this->value_descriptor());
+
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_fence_operands(scores);
+    this->release_key();
+    if constexpr (kIsSpecial) {
+      if (has_functions) change_scores(scores, tile, block);
+      if (is_masked) mask_block(scores, tile, block);
+    }
+    float rescale[2];
+    const bool moved = online_softmax<Spec::kBlockN, kIsSpecial>(scores, rows, rescale, scale_log2);
+
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(output);
+    this->release_value();
+    if (moved) {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
+    }
+    this->pack_probabilities(probabilities, scores);
+  }
+
+  // Blocks of the tile that this warpgroup's rows see, at least one of its range.
+  __device__ __forceinline__ KeyRange own_blocks(const BandSequence& sequence, int first_row,
+                                                 const KeyRange& range) const {
+    const KeyRange seen = seen_blocks<Spec>(sequence, first_row, first_row + 64);
+    const int begin = maximum(range.begin, minimum(seen.begin, range.end - 1));
+    return KeyRange{begin, maximum(begin + 1, minimum(seen.end, range.end))};
+  }
+
+  // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin.
+  __device__ __forceinline__ void attend(const VarlenTile& tile, const KeyRange& range, int first_row,
+                                         float (&output)[kOutputs], RowState& rows) {
+    const BandSequence sequence = tile.sequence(params);
+    const KeyRange own = own_blocks(sequence, first_row, range);
+    for (int block = range.end; block > own.end; --block) this->skip_block();
+
+    // Every row of the warpgroup sees all keys of the blocks from full.begin to full.end - 1.
+    const int last_row = minimum(first_row + 64, tile.rows) - 1;
+    const KeyRange full{ceil_div(visible_keys(sequence, last_row).begin, Spec::kBlockN),
+                        visible_keys(sequence, first_row).end / Spec::kBlockN};
+    const auto is_masked = [&](int block) { return block >= full.end || block < full.begin; };
+    int block = own.end - 1;
+    uint32_t probabilities[kProbabilities];
+    {
+      float scores[kScores];
+      float rescale[2];
+      this->wait_key();
+      this->issue_scores(scores, this->query_descriptor(), this->key_descriptor());
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(scores);
+      this->release_key();
+      if (has_functions) change_scores(scores, tile, block);
+      if (is_masked(block)) mask_block(scores, tile, block);
+      online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
+      this->pack_probabilities(probabilities, scores);
+    }
+    for (--block; block >= own.begin; --block) {
+      if (has_functions || is_masked(block)) {
+        step<true>(output, probabilities, rows, tile, block, is_masked(block));
+      } else {
+        step<false>(output, probabilities, rows, tile, block, false);
+      }
+    }
+    this->release_query();
+    this->wait_value();
+    this->issue_output(output, probabilities, this->value_descriptor());
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(output);
+    this->release_value();
+    for (int left = own.begin; left > range.begin; --left) this->skip_block();
+  }
+
+  // Rows of Q past the end of a ragged entry are the next one's: they become zeros, so that no result depends on them (the maximum
+  // moves for all rows of a warp at once).
+  __device__ __forceinline__ void clear_query_tail(const VarlenTile& tile, int first_row) const {
+    const int rows = tile.rows - first_row;
+    if (rows >= 64 || params.entries.cu_seqlens_q == nullptr) return;
+    unsigned char* smem = shared.query(query.stage, consumer);
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+    const int thread = ptx::thread_index() % 128;
+    for (int row = rows + thread / 8; row < 64; row += 16) {
+#pragma unroll
+      for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+        ptx::st_shared_128(smem + slab * Spec::kQuerySlabBytes + row * 128 + thread % 8 * 16, zeros);
+      }
+    }
+    // Hazard: the tensor cores read Q before all of it is cleared and visible to them.
+    ptx::fence_proxy_async_shared();
+    sync_consumer(consumer);
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
+    while (true) {
+      ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
+      const VarlenTile tile = read_varlen_tile(shared.tile(query.stage, consumer));
+      ptx::warp_sync();  // all lanes have read it before the first one can release it
+      if (tile.m_block < 0) break;
+      const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+      const KeyRange range = key_range<Spec>(tile.sequence(params), tile);
+      if (first_row >= tile.rows) {
+        // Rows past the end: nothing to compute or to store.
+        this->release_query();
+        for (int block = range.end; block > range.begin; --block) this->skip_block();
+        continue;
+      }
+      clear_query_tail(tile, first_row);
+      float output[kOutputs];
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
+      RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
+      if (!Spec::kIsSplit || range.begin < range.end) {
+        attend(tile, range, first_row, output, rows);
+      } else {
+        this->release_query();
+      }
+      const int row = thread_row(tile);
+      float inverse_sum[2];
+      float lse[2];
+      finish_rows<Spec>(params, tile, row, rows, scale_log2, inverse_sum, lse);
+      store_varlen_lse<Spec>(params, tile, row, lse);
+      if constexpr (Spec::kIsSplit) {
+        store_varlen_partial<Spec>(params, tile, row, output, inverse_sum);
+      } else {
+        store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum);
+      }
+    }
+    // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
+    if constexpr (!Spec::kIsSplit) {
+      if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

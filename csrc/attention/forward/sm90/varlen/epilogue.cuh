@@ -1,0 +1,126 @@
+// The epilogue of a consumer warpgroup where rows are ragged: whole 64-row tiles go out by the copy engine, as those of dense rows, which it
+// cuts at the tensor's end; the last rows of a ragged entry by predicated stores, since the next entry's follow.
+#pragma once
+
+#include "attention/forward/sm90/epilogue.cuh"
+#include "attention/forward/sm90/varlen/scores.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// sum and log-sum-exp of a thread's two rows; row: the first of the two. Of split kernels the first share counts the sink.
+template <typename Spec>
+__device__ __forceinline__ void finish_rows(const ForwardParams& params, const VarlenTile& tile, int row,
+                                            const RowState& rows, float scale_log2, float (&inverse_sum)[2],
+                                            float (&lse)[2]) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  if (params.band.sinks == nullptr || (Spec::kIsSplit && tile.split > 0)) {
+    finish_softmax(rows, inverse_sum, lse, scale_log2);
+    return;
+  }
+  const int folded = params.band.folded_heads;
+  float sink_log2[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = folded > 1 ? tile.head * folded + minimum(row + 8 * r, tile.rows - 1) : tile.head;
+    sink_log2[r] = ptx::ld_global_float(params.band.sinks + head) * kLog2E;
+  }
+  finish_softmax_with_sinks(rows, inverse_sum, lse, scale_log2, sink_log2);
+}
+
+// The tile's row 0 among all rows of the log-sum-exp, or of the partial results.
+template <typename Spec>
+__device__ __forceinline__ int64_t first_result_row(const ForwardParams& params, const VarlenTile& tile) {
+  const BandSequence sequence = tile.sequence(params);
+  return sequence.result_row(sequence.template result_head<Spec::kIsSplit>(tile.head, tile.split));
+}
+
+template <typename Spec>
+__device__ __forceinline__ void store_varlen_lse(const ForwardParams& params, const VarlenTile& tile, int row,
+                                                 const float (&lse)[2]) {
+  float* lse_gmem = Spec::kIsSplit ? params.lse_partial : params.lse;
+  if (ptx::lane_index() % 4 != 0 || lse_gmem == nullptr) return;
+  lse_gmem += first_result_row<Spec>(params, tile);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r < tile.rows) ptx::st_global_float(lse_gmem + row + 8 * r, lse[r]);
+  }
+}
+
+// Slabs first_slab on of the warpgroup's rows before tile.rows, from shared memory.
+template <typename Spec>
+__device__ __forceinline__ void store_tail_rows(const ForwardParams& params, const VarlenTile& tile, int first_row,
+                                                const unsigned char* smem, int first_slab) {
+  using Element = typename Spec::Element;
+  const Strides& stride = params.out_stride;
+  Element* out_gmem =
+      static_cast<Element*>(params.out) + tile.sequence(params).row_offset(stride, tile.head) + first_row * stride.row;
+  const int chunk = ptx::lane_index() % 8;
+#pragma unroll
+  for (int slab = 0; slab < Spec::kNumOutputSlabs; ++slab) {
+    const int column = (first_slab + slab) * 64 + chunk * 8;
+    for (int row = ptx::thread_index() % 128 / 8; row < tile.rows - first_row; row += 16) {
+      if (column >= params.head_dim_v) continue;
+      uint32_t words[4];
+      ptx::ld_shared_128(words, smem + slab * Spec::kQuerySlabBytes + row * 128 + (chunk ^ (row % 8)) * 16);
+      ptx::st_global_128(out_gmem + row * stride.row + column, words);
+    }
+  }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
+                                                  const ptx::TensorMap& out_map, const VarlenTile& tile, int consumer,
+                                                  const float (&output)[Spec::kHeadDim / 2],
+                                                  const float (&inverse_sum)[2]) {
+  const bool is_storing_thread = ptx::thread_index() % 128 == 0;
+  const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+  const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
+  const bool has_tail = is_ragged && first_row + 64 > tile.rows;
+  unsigned char* smem = shared.output(consumer);
+#pragma unroll
+  for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kNumOutputSlabs) {
+    // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it.
+    if (is_storing_thread) ptx::tma_store_wait_read<0>();
+    sync_consumer(consumer);
+    store_output_shared<Spec>(smem, output, inverse_sum, first_slab);
+    // Hazard: the copy engine, or another thread, reads before all 64 rows are written and visible to it.
+    ptx::fence_proxy_async_shared();
+    sync_consumer(consumer);
+    if (has_tail) {
+      store_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
+    } else if (is_storing_thread) {
+#pragma unroll
+      for (int slab = 0; slab < Spec::kNumOutputSlabs; ++slab) {
+        ptx::tma_store_4d(&out_map, smem + slab * Spec::kQuerySlabBytes, (first_slab + slab) * 64,
+                          tile.first_row + first_row, tile.head, is_ragged ? 0 : tile.batch);
+      }
+      ptx::tma_store_commit();
+    }
+  }
+}
+
+// Normalised fp32 rows of params.out_partial, straight from the accumulators.
+template <typename Spec>
+__device__ __forceinline__ void store_varlen_partial(const ForwardParams& params, const VarlenTile& tile, int row,
+                                                     const float (&output)[Spec::kHeadDim / 2],
+                                                     const float (&inverse_sum)[2]) {
+  float* out_gmem = params.out_partial + first_result_row<Spec>(params, tile) * params.head_dim_v;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r >= tile.rows) continue;
+    float* row_gmem =
+        out_gmem + static_cast<int64_t>(row + 8 * r) * params.head_dim_v + ptx::lane_index() % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < Spec::kHeadDim / 8; ++j) {
+      const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),
+                                ptx::float_bits(output[4 * j + 2 * r + 1] * inverse_sum[r])};
+      if (8 * j < params.head_dim_v) ptx::st_global_64(row_gmem + 8 * j, pair);
+    }
+  }
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

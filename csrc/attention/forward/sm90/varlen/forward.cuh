@@ -1,0 +1,50 @@
+// Forward attention for sm_90a over ragged, paged and banded batches: the dense kernel's structure (../forward.cuh), with tiles that the
+// producing warp finds from the lengths in device memory.
+//   grid     min(most tiles that there can be, multiprocessors) blocks
+//   maps     tensor_map.h says how the host builds them
+//   counter  as for the dense kernel
+// Read schedule.cuh (which tile), producer.cuh (loads, pages), consumer.cuh (products), scores.cuh, epilogue.cuh in this order.
+#pragma once
+
+#include "attention/forward/sm90/forward.cuh"
+#include "attention/forward/sm90/varlen/consumer.cuh"
+#include "attention/forward/sm90/varlen/producer.cuh"
+#include "attention/forward/sm90/varlen/spec.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+template <typename Spec>
+__device__ __forceinline__ void forward_varlen(const ForwardParams& params, const ptx::TensorMap& q_map,
+                                               const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                               const ptx::TensorMap& out_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&q_map);
+    ptx::prefetch_tensor_map(&k_map);
+    ptx::prefetch_tensor_map(&v_map);
+    ptx::prefetch_tensor_map(&out_map);
+    ptx::mbarrier_init(shared.tail_full(), 1);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  // The combining kernel may take its place in the queue; it waits for this grid's end.
+  if constexpr (Spec::kIsSplit) ptx::grid_launch_dependents();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    if (warp == 0) VarlenProducer<Spec>(params, shared, q_map, k_map, v_map).run();
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    VarlenConsumer<Spec>(params, shared, warpgroup - 1).run(out_map);
+  }
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

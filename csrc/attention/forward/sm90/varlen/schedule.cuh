@@ -1,0 +1,162 @@
+// Which tile of a ragged batch a block works on. Tiles are numbered entry by entry; how many an entry has, the device alone knows.
+#pragma once
+
+#include "attention/forward/sm90/spec.cuh"
+#include "attention/masks.cuh"
+#include "attention/params/forward.h"
+#include "attention/schedule.cuh"
+#include "attention/sequences.cuh"
+#include "device/math.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+using BandSequence = Sequence<MaskKind::kBand>;
+
+// As Tile, and the lengths of its entry, so that no consumer waits for them; m_block < 0 ends the work.
+struct VarlenTile {
+  int m_block;
+  int head;
+  int batch;
+  int split;      // 0 to num_splits - 1
+  int num_splits; // of this entry
+  int first_row;  // of the entry, among all rows
+  int rows;
+  int keys;
+
+  __device__ __forceinline__ BandSequence sequence(const ForwardParams& params) const {
+    return BandSequence(params, batch, Extent{first_row, rows}, Extent{0, keys});
+  }
+};
+
+// Passes through shared memory in two 16-byte stores.
+__device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const VarlenTile& tile) {
+  uint32_t words[2][4];
+  memcpy(words, &tile, sizeof(tile));
+  ptx::st_shared_128(slot_smem, words[0]);
+  ptx::st_shared_128(slot_smem + 16, words[1]);
+}
+__device__ __forceinline__ VarlenTile read_varlen_tile(const unsigned char* slot_smem) {
+  uint32_t words[2][4];
+  ptx::ld_shared_128(words[0], slot_smem);
+  ptx::ld_shared_128(words[1], slot_smem + 16);
+  VarlenTile tile;
+  memcpy(&tile, words, sizeof(tile));
+  return tile;
+}
+
+// Key blocks that some of the rows [first_row, end_row) see, at least one: where no row sees a key, all of it is masked.
+template <typename Spec>
+__device__ __forceinline__ KeyRange seen_blocks(const BandSequence& sequence, int first_row, int end_row) {
+  const int last_row = minimum(end_row, sequence.rows()) - 1;
+  const int begin = visible_keys(sequence, first_row).begin / Spec::kBlockN;
+  const int end = ceil_div(visible_keys(sequence, last_row).end, Spec::kBlockN);
+  return KeyRange{begin, maximum(end, begin + 1)};
+}
+
+// Those of a work item: its share of the tile's.
+template <typename Spec>
+__device__ __forceinline__ KeyRange key_range(const BandSequence& sequence, const VarlenTile& tile) {
+  const int first_row = tile.m_block * Spec::kBlockM;
+  const KeyRange range = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
+  if constexpr (!Spec::kIsSplit) return range;
+  const int blocks = range.end - range.begin;
+  return KeyRange{range.begin + blocks * tile.split / tile.num_splits,
+                  range.begin + blocks * (tile.split + 1) / tile.num_splits};
+}
+
+// A warp's walk over the entries of a batch, 32 at a time, one for each lane. Tile numbers that it is asked for must not decrease.
+template <typename Spec>
+class EntryWalk {
+ public:
+  __device__ __forceinline__ explicit EntryWalk(const ForwardParams& params) : params_(params) { read_group(); }
+
+  // Of the whole batch. All lanes.
+  __device__ __forceinline__ int count_tiles() const {
+    int tiles = tiles_of_entry(ptx::lane_index());
+    for (int entry = 32 + ptx::lane_index(); entry < params_.batch; entry += 32) tiles += tiles_of_entry(entry);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) tiles += static_cast<int>(ptx::shuffle_xor(static_cast<uint32_t>(tiles), mask));
+    return tiles;
+  }
+
+  // Which entry has tile `index`, and the index of it among the entry's. All lanes.
+  struct Place {
+    int entry;
+    int index;
+  };
+  __device__ __forceinline__ Place find(int index) {
+    while (index - before_ >= ptx::shuffle_index(end_, 31)) {
+      before_ += ptx::shuffle_index(end_, 31);
+      group_ += 32;
+      read_group();
+    }
+    const int in_group = index - before_;
+    const int lane = ptx::population_count(ptx::vote_ballot(end_ <= in_group));  // ends do not decrease
+    const int end_of_previous = ptx::shuffle_index(end_, maximum(0, lane - 1));
+    return Place{group_ + lane, in_group - (lane == 0 ? 0 : end_of_previous)};
+  }
+
+ private:
+  __device__ __forceinline__ int tiles_of_entry(int entry) const {
+    if (entry >= params_.batch) return 0;
+    return ceil_div(row_extent(params_, entry).length, Spec::kBlockM) * params_.heads_q;
+  }
+  __device__ __forceinline__ void read_group() {
+    const int lane = ptx::lane_index();
+    end_ = tiles_of_entry(group_ + lane);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int behind = ptx::shuffle_index(end_, maximum(0, lane - distance));
+      if (lane >= distance) end_ += behind;
+    }
+  }
+
+  const ForwardParams& params_;
+  int group_ = 0;   // the entry of lane 0
+  int before_ = 0;  // tiles of the entries before it
+  int end_;         // tiles of the group's entries up to this lane's
+};
+
+// Heads of an entry that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
+// one time.
+template <typename Spec>
+__device__ __forceinline__ int heads_per_section(const ForwardParams& params, const BandSequence& sequence) {
+  constexpr int kSectionKeys = (32 << 20) / (4 * Spec::kHeadDim);
+  int kv_heads = params.heads_kv;
+  if (sequence.keys() / 4 >= sequence.rows()) {
+    kv_heads = 1;
+  } else if (params.heads_kv > 1 && static_cast<int64_t>(params.heads_kv) * sequence.keys() > kSectionKeys) {
+    kv_heads = maximum(1, kSectionKeys / sequence.keys());
+  }
+  return kv_heads * heads_per_key_head(params);
+}
+
+// Tile `index` of the batch. Where keys end at the diagonal, an entry's longest tiles come first.
+template <typename Spec>
+__device__ __forceinline__ VarlenTile decode_tile(const ForwardParams& params, EntryWalk<Spec>& walk, int index) {
+  const auto place = walk.find(index);
+  const BandSequence sequence(params, place.entry);
+  const int m_blocks = ceil_div(sequence.rows(), Spec::kBlockM);
+  ScheduledTile scheduled{0, place.index};
+  if (m_blocks > 1) {
+    if (params.band.right < kUnbounded) {
+      const int section_heads = heads_per_section<Spec>(params, sequence);
+      const int first_head = place.index / (section_heads * m_blocks) * section_heads;
+      const Section section{place.index - first_head * m_blocks, first_head,
+                            minimum(section_heads, params.heads_q - first_head)};
+      scheduled = schedule_tile<MaskKind::kCausal>(section, m_blocks);
+    } else {
+      scheduled = schedule_tile<MaskKind::kFull>(Section{place.index, 0, 0}, m_blocks);
+    }
+  }
+  return VarlenTile{scheduled.m_block, scheduled.head, place.entry,      0,
+                    1,                 sequence.row.first, sequence.rows(), sequence.keys()};
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

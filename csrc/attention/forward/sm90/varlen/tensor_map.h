@@ -1,0 +1,41 @@
+// What the host passes to cuTensorMapEncodeTiled for the four tensor maps of the sm90 varlen kernels. Plain C++; see ../tensor_map.h.
+#pragma once
+
+#include "attention/forward/sm90/tensor_map.h"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// Rows of K or V that one box takes from a page: the greatest power of two that divides the page and the kernel's block, at most a
+// block. A box is at least 8 rows, the period of the swizzle; other pages are for kernels without a copy engine.
+constexpr int kLeastBoxRows = 8;
+inline int page_box_rows(int page_size, int block_n) {
+  const int both = page_size | block_n;
+  return both & -both;
+}
+
+// Ragged rows are one batch entry of all rows. The batch entries of pages are the pages.
+inline ForwardTensorMaps varlen_tensor_maps(const ForwardParams& params, int block_n) {
+  const Batch& entries = params.entries;
+  const bool has_pages = entries.block_table != nullptr;
+  const bool is_ragged_q = entries.cu_seqlens_q != nullptr;
+  const bool is_ragged_k = entries.cu_seqlens_k != nullptr;
+  const int rows = is_ragged_q ? entries.rows_total : params.seq_q;
+  const int keys = has_pages ? entries.page_size : is_ragged_k ? entries.keys_total : params.seq_k;
+  const int rows_batch = is_ragged_q ? 1 : params.batch;
+  const int keys_batch = has_pages ? entries.num_pages : is_ragged_k ? 1 : params.batch;
+  const int box_rows = has_pages ? page_box_rows(entries.page_size, block_n) : block_n;
+  return ForwardTensorMaps{tensor_map_arguments(params.q, params.q_stride, params.head_dim, rows, params.heads_q,
+                                                rows_batch, kWarpgroupRows),
+                           tensor_map_arguments(params.k, params.k_stride, params.head_dim, keys, params.heads_kv,
+                                                keys_batch, box_rows),
+                           tensor_map_arguments(params.v, params.v_stride, params.head_dim_v, keys, params.heads_kv,
+                                                keys_batch, box_rows),
+                           tensor_map_arguments(params.out, params.out_stride, params.head_dim_v, rows, params.heads_q,
+                                                rows_batch, kWarpgroupRows)};
+}
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe
