@@ -35,5 +35,29 @@ __device__ __forceinline__ float masked_score(const Band& band, float score, int
   return score + (is_finite ? max(-kLargest, min(kLargest, term)) : term);
 }
 
+// A head's sink as an exponent to base 2; -inf without one. Of folded heads each row has its own.
+__device__ __forceinline__ float sink_log2(const Band& band, int head, int row) {
+  if (band.sinks == nullptr) return ptx::negative_infinity();
+  return ptx::ld_global_float(band.sinks + (band.folded_heads > 1 ? head * band.folded_heads + row : head)) * kLog2E;
+}
+
+// A row at its end: the factor that its sums over keys take to the output, and its log-sum-exp.
+struct FinishedRow {
+  float inverse;
+  float lse;
+};
+
+// sum: over keys of 2^(exponent - shift), shift -inf where no key was seen. The sink is one term more.
+__device__ __forceinline__ FinishedRow finish_with_sink(float shift, float sum, float sink) {
+  constexpr float kNaturalLog2 = 0.693147180559945309f;
+  const float largest = ptx::max_ftz(shift, sink);
+  if (largest == ptx::negative_infinity()) {  // no term, or NaN alone, which the sum holds
+    return FinishedRow{sum == 0.0f ? 0.0f : 1.0f / sum, sum == 0.0f ? largest : sum};
+  }
+  const float factor = ptx::exp2_approx(ptx::sub_rn(shift, largest));
+  const float total = ptx::fma_rn(sum, factor, ptx::exp2_approx(ptx::sub_rn(sink, largest)));
+  return FinishedRow{factor / total, (largest + ptx::lg2_approx(total)) * kNaturalLog2};
+}
+
 }  // namespace attention
 }  // namespace flashmoe

@@ -16,6 +16,12 @@ __device__ __forceinline__ int heads_per_key_head(const ForwardParams& params) {
   return params.heads_q / params.heads_kv;
 }
 
+// Columns of v and out.
+template <MaskKind kMask>
+__device__ __forceinline__ int value_columns(const ForwardParams& params) {
+  return kMask == MaskKind::kBand ? params.head_dim_v : params.head_dim;
+}
+
 // One batch entry. Accessors, not fields: a copy would hold registers through the loop over key tiles.
 template <MaskKind kMask>
 struct Sequence {

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "attention/decode/plan.cuh"
-#include "attention/forward/mma_sync/softmax.cuh"
 #include "attention/params/forward.h"
 #include "attention/scores.cuh"
 #include "attention/sequences.cuh"
@@ -165,28 +164,16 @@ template <typename Spec>
 __device__ __forceinline__ void store_result(const ForwardParams& params, const Segment& segment, int row, int column,
                                              const PartialRow& total) {
   using Element = typename Spec::Element;
-  float shift = total.shift;
-  float sum = total.sum;
-  float factor = 1.0f;
-  const Band& band = params.band;
-  if (band.sinks != nullptr) {
-    const int head = band.folded_heads > 1 ? segment.head_q * band.folded_heads + segment.row + row : segment.head_q;
-    const float sink = ptx::ld_global_float(band.sinks + head) * kLog2E;
-    const float largest = ptx::max_ftz(shift, sink);
-    factor = weight_of(shift, largest);
-    sum = ptx::fma_rn(sum, factor, ptx::exp2_approx(ptx::sub_rn(sink, largest == ptx::negative_infinity() ? 0.0f : largest)));
-    shift = largest;
-  }
+  const FinishedRow finished =
+      finish_with_sink(total.shift, total.sum, sink_log2(params.band, segment.head_q, segment.row + row));
   const Sequence<MaskKind::kBand> sequence = segment.sequence(params);
   if (column == 0 && params.lse != nullptr) {
     const int64_t at = sequence.result_row(sequence.template result_head<false>(segment.head_q, 0)) + segment.row + row;
-    ptx::st_global_float(params.lse + at,
-                         sum == 0.0f ? ptx::negative_infinity() : (shift + ptx::lg2_approx(sum)) * kLn2);
+    ptx::st_global_float(params.lse + at, finished.lse);
   }
   if (column >= params.head_dim_v) return;
-  const float inverse = sum == 0.0f ? 0.0f : factor / sum;
-  const uint32_t packed[2] = {pack<Element>(total.out[0] * inverse, total.out[1] * inverse),
-                              pack<Element>(total.out[2] * inverse, total.out[3] * inverse)};
+  const uint32_t packed[2] = {pack<Element>(total.out[0] * finished.inverse, total.out[1] * finished.inverse),
+                              pack<Element>(total.out[2] * finished.inverse, total.out[3] * finished.inverse)};
   Element* out_gmem = static_cast<Element*>(params.out) + sequence.row_offset(params.out_stride, segment.head_q) +
                       (segment.row + row) * params.out_stride.row;
   ptx::st_global_64(out_gmem + column, packed);

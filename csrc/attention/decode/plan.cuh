@@ -13,6 +13,7 @@
 #include "attention/params/forward.h"
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
+#include "device/reduce.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
@@ -63,17 +64,6 @@ __device__ __forceinline__ int quotient(int a, int b) {
   return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
-// The sum of the lanes up to this one.
-__device__ __forceinline__ int warp_prefix_of(int value) {
-  const int lane = ptx::lane_index();
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int below = ptx::shuffle_index(value, max(0, lane - distance));
-    if (lane >= distance) value += below;
-  }
-  return value;
-}
-
 template <typename Spec>
 struct Plan {
   const ForwardParams& params;
@@ -111,7 +101,7 @@ struct Plan {
     group = first;
     load_entry(is_uniform ? 0 : first + ptx::lane_index());
     behind = items * tiles;
-    if (!is_uniform) behind = warp_prefix_of(behind);
+    if (!is_uniform) behind = warp_prefix_sum(behind);
   }
 
   __device__ __forceinline__ explicit Plan(const ForwardParams& params_)
