@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/decode/plan.cuh"
+#include "attention/forward/mma_sync/softmax.cuh"
 #include "attention/params/forward.h"
 #include "attention/scores.cuh"
 #include "attention/sequences.cuh"
