@@ -17,6 +17,7 @@
 #include "attention/sequences.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -91,33 +92,32 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
   const Sequence<MaskKind::kBand> sequence = segment.sequence(params);
   KeyLoader<Spec> loader(params, sequence, segment);
   loader.find(segment.tile);
-  const typename QueryOf<Spec>::Type Q(params,
-                                       static_cast<const typename Spec::Element*>(params.q) +
-                                           sequence.row_offset(params.q_stride, segment.head_q) +
-                                           segment.row * params.q_stride.row,
-                                       segment.rows, results.query());
-  const ScoreRules<Spec> rules(params, sequence, segment);
-  Accumulator<Spec> accumulator;
-
-  int stage = 0;  // of the tile that is loaded next, and, kStages - 1 rounds later, of the one that is multiplied
-#pragma unroll 1
-  for (int tile = segment.tile - (kStages - 1); tile < segment.end_tile; ++tile) {
-    const bool is_filling = tile < segment.tile;
-    if (!is_filling) {
-      ptx::cp_async_wait<2 * (kStages - 1) - 1>();
-      ptx::warp_sync();  // K of this tile is whole; the warp is done with the tile before, whose stage refills
-    }
-    const int next = tile + kStages - 1;
-    if (next < segment.end_tile) {
-      loader.load(next, ring_smem + stage * Spec::kStageBytes);
-      loader.find(next + 1);
+  const auto load = [&](int tile, int stage) {
+    if (tile < segment.end_tile) {
+      loader.load(tile, ring_smem + stage * Spec::kStageBytes);
+      loader.find(tile + 1);
     } else {
       ptx::cp_async_commit();
       ptx::cp_async_commit();
     }
-    stage = stage == kStages - 1 ? 0 : stage + 1;
-    if (is_filling) continue;
+  };
+  using Query = typename QueryOf<Spec>::Type;
+  const auto* Q_gmem = static_cast<const typename Spec::Element*>(params.q) +
+                       sequence.row_offset(params.q_stride, segment.head_q) + segment.row * params.q_stride.row;
+  Query::copy(params, Q_gmem, segment.rows, results.query());
+#pragma unroll 1
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) load(segment.tile + ahead, ahead);
+  const Query Q(params, Q_gmem, segment.rows, results.query());
+  const ScoreRules<Spec> rules(params, sequence, segment);
+  Accumulator<Spec> accumulator;
+
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = segment.tile; tile < segment.end_tile; ++tile) {
     const ptx::SmemPointer K_smem = ring_smem + stage * Spec::kStageBytes;
+    ptx::cp_async_wait<2 * (kStages - 1) - 1>();
+    ptx::warp_sync();  // K of this tile is whole; the warp is done with the tile before, whose stage refills
+    load(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
     float S_rmem[1][Spec::kMmaN][4];
     mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
     rules.apply(S_rmem, loader.first_key(tile));
@@ -125,6 +125,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
     ptx::warp_sync();  // V of this tile is whole
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, K_smem + Spec::kTileBytes, params.scale_log2,
                                     /*is_masked=*/true);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   ptx::cp_async_wait<0>();
   ptx::warp_sync();  // write after read, and after copies: the ring
@@ -134,6 +135,8 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
 template <typename Spec>
 __device__ __forceinline__ void decode(const ForwardParams& params) {
   const WarpResults<Spec> results{ptx::dynamic_shared_memory()};
+  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, or Q
+  ptx::grid_launch_dependents();
   Plan<Spec> plan(params);
   Segment segment{};
   for (bool is_first = true; plan.next(segment); is_first = false) {

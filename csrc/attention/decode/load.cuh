@@ -36,16 +36,21 @@ __device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, c
   }
 }
 
-// Q as A operands in registers, straight from global memory: nothing to wait for before the first product. Rows past the item's last
-// are that one again: nobody stores what becomes of them.
+// Q as A operands: in registers, straight from global memory, asked for behind the first keys; or from the warp's copy in shared
+// memory, whose copying (copy) belongs to the commit group that follows. Rows past the item's last are that one again: nobody stores
+// what becomes of them.
 template <typename Spec>
 struct QueryRegisters {
+  using Element = typename Spec::Element;
+
   uint32_t Q_rmem[Spec::kHeadDim / 16][4];
 
-  __device__ __forceinline__ QueryRegisters(const ForwardParams& params, const typename Spec::Element* Q_gmem, int rows,
+  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, int, ptx::SmemPointer) {}
+
+  __device__ __forceinline__ QueryRegisters(const ForwardParams& params, const Element* Q_gmem, int rows,
                                             ptx::SmemPointer) {
     const int lane = ptx::lane_index();
-    const typename Spec::Element* row_gmem[2];
+    const Element* row_gmem[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row_gmem[half] = Q_gmem + min(rows - 1, half * 8 + lane / 4) * params.q_stride.row + lane % 4 * 2;
@@ -65,12 +70,12 @@ struct QueryRegisters {
   }
 };
 
-// Q as A operands from the warp's copy in shared memory; the copy belongs to the first commit group that follows.
 template <typename Spec>
 struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
-  __device__ __forceinline__ QueryCopy(const ForwardParams& params, const typename Spec::Element* Q_gmem, int rows,
-                                       ptx::SmemPointer Q_smem)
-      : mma_sync::QueryOperand<Spec, false>(Q_smem) {
+  using Element = typename Spec::Element;
+
+  __device__ __forceinline__ static void copy(const ForwardParams& params, const Element* Q_gmem, int rows,
+                                              ptx::SmemPointer Q_smem) {
     ptx::warp_sync();  // write after read: the Q before
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -78,6 +83,9 @@ struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
       load_row<Spec>(Q_smem, pass, Q_gmem + min(rows - 1, row) * params.q_stride.row, true, params.head_dim);
     }
   }
+
+  __device__ __forceinline__ QueryCopy(const ForwardParams&, const Element*, int, ptx::SmemPointer Q_smem)
+      : mma_sync::QueryOperand<Spec, false>(Q_smem) {}
 };
 
 template <typename Spec, bool kInRegisters = Spec::kQueryInRegisters>
@@ -106,7 +114,7 @@ struct KeyLoader {
 
   __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kBand>& sequence_,
                                        const Segment& segment)
-      : params(params_), sequence(sequence_), visible(keys_of_entry(sequence_)) {
+      : params(params_), sequence(sequence_), visible(segment.seen) {
     int head_kv = segment.head_q;
     if (params.heads_q != params.heads_kv) head_kv = quotient(head_kv, quotient(params.heads_q, params.heads_kv));
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
@@ -124,8 +132,9 @@ struct KeyLoader {
     if (key < visible.begin || key >= visible.end) return;
     row = key;
     if (params.entries.block_table != nullptr) {
-      page = sequence.page_of(key);
-      row = key % params.entries.page_size;
+      const int page_of_entry = quotient(key, params.entries.page_size);
+      page = sequence.stated_page(page_of_entry);
+      row = key - page_of_entry * params.entries.page_size;
     }
   }
 
@@ -133,7 +142,7 @@ struct KeyLoader {
   __device__ __forceinline__ void load(int tile, ptx::SmemPointer stage_smem) const {
     const int64_t page_stride = has_value() ? params.v_stride.batch : params.k_stride.batch;
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
-    const uint64_t own = reinterpret_cast<uint64_t>(gmem + page * page_stride + row * row_stride);
+    const uint64_t own = reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
 #pragma unroll
     for (int is_value = 0; is_value < 2; ++is_value) {
 #pragma unroll

@@ -127,24 +127,29 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, int s
 template <typename Spec>
 __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
                                                  int column) {
-  constexpr int kAtOnce = 8;  // loads in flight
+  constexpr int kAtOnce = Spec::kHeadDim > 128 ? 4 : 8;  // loads in flight, for as many registers as there are
+  constexpr int kSlotRows = 2 * Spec::kBlockM;  // from one block's partial results to the next one's
   PartialRow total{};
   total.shift = ptx::negative_infinity();
-  for (int first = sharing.first_block; first <= sharing.last_block; first += kAtOnce) {
+  // The first block's may be its second ones.
+  const int64_t at = partial_row<Spec>(slot_of(sharing.first_block, false), row);
+  const float* out_gmem = params.out_partial + at * Spec::kHeadDim + column;
+  const float* state_gmem = params.lse_partial + at * 2;
+  int later = sharing.starts_late ? Spec::kBlockM : 0;
+  for (int left = sharing.last_block - sharing.first_block + 1; left > 0; left -= kAtOnce) {
     float4 out[kAtOnce];
     uint32_t state[kAtOnce][2];
     float largest = total.shift;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i > sharing.last_block) break;
-      const bool is_later = sharing.starts_late && first + i == sharing.first_block;
-      const int64_t at = partial_row<Spec>(slot_of(first + i, is_later), row);
-      ptx::ld_global_64(state[i], params.lse_partial + at * 2);
-      out[i] = ptx::ld_global_float4(params.out_partial + at * Spec::kHeadDim + column);
+      if (i >= left) break;
+      const int rows = i * kSlotRows + (i == 0 ? later : 0);
+      ptx::ld_global_64(state[i], state_gmem + rows * 2);
+      out[i] = ptx::ld_global_float4(out_gmem + rows * Spec::kHeadDim);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i <= sharing.last_block) largest = ptx::max_ftz(largest, ptx::bits_float(state[i][0]));
+      if (i < left) largest = ptx::max_ftz(largest, ptx::bits_float(state[i][0]));
     }
     const float rescale = weight_of(total.shift, largest);
     total.shift = largest;
@@ -153,9 +158,12 @@ __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, co
     for (int i = 0; i < kColumns; ++i) total.out[i] *= rescale;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i > sharing.last_block) break;
+      if (i >= left) break;
       add_weighted(total, weight_of(ptx::bits_float(state[i][0]), largest), out[i], ptx::bits_float(state[i][1]));
     }
+    out_gmem += kAtOnce * kSlotRows * Spec::kHeadDim;
+    state_gmem += kAtOnce * kSlotRows * 2;
+    later = 0;
   }
   return total;
 }

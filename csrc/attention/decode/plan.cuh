@@ -27,6 +27,7 @@ struct Segment {
   int batch;
   Extent query_rows;  // of the entry
   Extent keys;        // of the entry
+  KeyRange seen;      // keys that some row of the entry sees
   int head_q;
   int row;   // the item's first
   int rows;  // 1 to kBlockM
@@ -76,25 +77,31 @@ struct Plan {
   // Of this lane's entry:
   Extent rows;
   Extent keys;
-  int first_tile;
+  KeyRange seen;
   int tiles;   // of an item
   int items;
   int behind;  // of the row from group_tile on, where the entry ends
 
+  // Unsigned, which makes a division a shift.
+  __device__ __forceinline__ static int tile_of(int key) { return static_cast<int>(static_cast<uint32_t>(key) / Spec::kTileKeys); }
+  __device__ __forceinline__ static int row_blocks_of(int rows) {
+    return static_cast<int>((static_cast<uint32_t>(rows) + Spec::kBlockM - 1) / Spec::kBlockM);
+  }
+
   __device__ __forceinline__ void load_entry(int entry) {
     rows = keys = Extent{0, 0};
-    first_tile = items = 0;
+    seen = KeyRange{0, 0};
+    items = 0;
     tiles = 1;
     if (entry >= params.batch) return;
     const Sequence<MaskKind::kBand> sequence(params, entry);
     rows = sequence.row;
     keys = sequence.key;
     if (rows.length == 0) return;
-    const KeyRange seen = keys_of_entry(sequence);
-    first_tile = seen.begin / Spec::kTileKeys;
+    seen = keys_of_entry(sequence);
     // Rows that see no key have an output, too: one tile, all of it hidden.
-    tiles = maximum(1, (seen.end + Spec::kTileKeys - 1) / Spec::kTileKeys - first_tile);
-    items = (rows.length + Spec::kBlockM - 1) / Spec::kBlockM * params.heads_q;
+    tiles = maximum(1, tile_of(seen.end + Spec::kTileKeys - 1) - tile_of(seen.begin));
+    items = row_blocks_of(rows.length) * params.heads_q;
   }
 
   __device__ __forceinline__ void load_group(int first) {
@@ -112,7 +119,7 @@ struct Plan {
         group_tile(0) {
     if (params.num_splits == 1) {
       position = ptx::block_index();
-      end = params.batch * params.heads_q * ceil_div(params.seq_q, Spec::kBlockM);
+      end = params.batch * params.heads_q * row_blocks_of(params.seq_q);
       return;
     }
     int total = 0;
@@ -139,8 +146,9 @@ struct Plan {
     segment.batch = entry;
     segment.query_rows = Extent{ptx::shuffle_index(rows.first, lane), ptx::shuffle_index(rows.length, lane)};
     segment.keys = Extent{ptx::shuffle_index(keys.first, lane), ptx::shuffle_index(keys.length, lane)};
-    segment.tile = ptx::shuffle_index(first_tile, lane);
-    const int m_blocks = (segment.query_rows.length + Spec::kBlockM - 1) / Spec::kBlockM;
+    segment.seen = KeyRange{ptx::shuffle_index(seen.begin, lane), ptx::shuffle_index(seen.end, lane)};
+    segment.tile = tile_of(segment.seen.begin);
+    const int m_blocks = row_blocks_of(segment.query_rows.length);
     segment.head_q = m_blocks == 1 ? index : quotient(index, m_blocks);
     segment.row = (index - segment.head_q * m_blocks) * Spec::kBlockM;
     segment.rows = min(Spec::kBlockM, segment.query_rows.length - segment.row);
@@ -148,7 +156,7 @@ struct Plan {
 
   // The next item that the entry behind it has; false at the end.
   __device__ __forceinline__ bool next_whole(Segment& segment) {
-    const int most_items = params.heads_q * ceil_div(params.seq_q, Spec::kBlockM);
+    const int most_items = params.heads_q * row_blocks_of(params.seq_q);
     for (; position < end; position += ptx::grid_size()) {
       const int entry = quotient(position, most_items);
       const int index = position - entry * most_items;
