@@ -99,7 +99,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
   if (kMask == MaskKind::kBand && tile.rows <= 0) return;
   const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, false>(params, tile);
-  if (key_tiles.begin >= key_tiles.end) return;
+  if (key_tiles.end == 0 || (kMask == MaskKind::kBand && key_tiles.begin >= key_tiles.end)) return;
   KeyTileWalk<Spec, kMask> walk(params, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
   {
     StagedTile<Spec, Spec::kBlockN> K_staged;
