@@ -58,66 +58,7 @@ int32_t* counter_of(const StreamKey& key) {
   return fresh;
 }
 
-// Counters of streams and captured calls alike, each with memory that is kept until the process ends.
-class CounterSets {
- public:
-  // Of a stream; clears a fresh set in the stream, as it makes the pool.
-  int32_t* of_stream(const StreamKey& key) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = sets_.find(key);
-    if (known != sets_.end()) return known->second;
-    Pool& pool = pools_[key.first];
-    if (pool.num_left == 0) refill(pool, key);
-    int32_t* fresh = take(pool);
-    fill_words(fresh, 0, kMostCounters, key.second, "counters of a stream");
-    sets_.emplace(key, fresh);
-    return fresh;
-  }
-
-  // Of a captured call; null where the pool has none left.
-  int32_t* of_capture(int32_t device_index) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Pool& pool = pools_[device_index];
-    return pool.num_left == 0 ? nullptr : take(pool);
-  }
-
- private:
-  static constexpr int64_t kSets = 1024;  // 4 MiB
-
-  static int32_t* take(Pool& pool) {
-    int32_t* taken = pool.next;
-    pool.next += kMostCounters;
-    --pool.num_left;
-    return taken;
-  }
-
-  static void refill(Pool& pool, const StreamKey& key) {
-    Tensor memory =
-        empty({kSets * kMostCounters}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), key.first);
-    pool.next = static_cast<int32_t*>(memory.data());
-    pool.num_left = kSets;
-    fill_words(pool.next, 0, kSets * kMostCounters, key.second, "counters");
-    memory.release();
-  }
-
-  std::mutex mutex_;
-  std::map<int32_t, Pool> pools_;
-  std::map<StreamKey, int32_t*> sets_;
-};
-
 }  // namespace
-
-TileCounter zeroed_counters(const CudaCall& call, int64_t count) {
-  static CounterSets& sets = *new CounterSets;  // never destroyed, as above
-  if (!is_capturing(call.stream)) return {sets.of_stream({call.gpu.index, call.stream}), Tensor()};
-  TileCounter own;
-  own.address = sets.of_capture(call.gpu.index);
-  if (own.address != nullptr) return own;
-  own.owner = empty({count}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
-  own.address = static_cast<int32_t*>(own.owner.data());
-  fill_words(own.address, 0, count, call.stream, "counters of a captured call");
-  return own;
-}
 
 TileCounter tile_counter(const CudaCall& call) {
   if (is_capturing(call.stream)) {

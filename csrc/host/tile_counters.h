@@ -21,11 +21,5 @@ struct TileCounter {
 // replays may run beside whatever the stream does by then.
 TileCounter tile_counter(const CudaCall& call);
 
-// As many as kMostCounters of them, all zero, for kernels whose blocks count each other and put every counter back to zero. A stream
-// has them for good. So has a call that is being captured, while the pool lasts: it was cleared when it was made, by a call that was
-// not captured, and the captured graph spends no time on it. Without a pool they are cleared in the graph.
-constexpr int64_t kMostCounters = 1024;
-TileCounter zeroed_counters(const CudaCall& call, int64_t count);
-
 }  // namespace host
 }  // namespace flashmoe

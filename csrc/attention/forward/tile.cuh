@@ -52,7 +52,7 @@ __device__ __forceinline__ QueryTile locate_band_tile(const ForwardParams& param
   const int row_blocks = ptx::grid_size() / params.heads_q;
   const int index = ptx::block_index() / params.heads_q;
   QueryTile tile{0, ptx::block_index() - index * params.heads_q, 0, 0, 0, 0};
-  tile.head_kv = tile.head_q / heads_per_key_head(params);
+  tile.head_kv = tile.head_q / (params.heads_q / params.heads_kv);
   int block = row_blocks - 1 - index;  // of those of the entries from `group` on
   if (params.entries.cu_seqlens_q == nullptr) {
     const int blocks_of_entry = ceil_div(params.seq_q, kBlockM);
