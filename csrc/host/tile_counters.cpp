@@ -8,12 +8,11 @@ namespace flashmoe {
 namespace host {
 namespace {
 
-constexpr int64_t kCounterStride = 32;   // elements: a 128-byte line each, since blocks of different launches poll them
-constexpr int64_t kCountersAtOnce = 64;  // streams served by one allocation
+constexpr int64_t kStreamsAtOnce = 64;  // served by one allocation
 
 struct Pool {
   int32_t* next = nullptr;
-  int64_t num_left = 0;
+  int64_t num_left = 0;  // streams
 };
 
 using StreamKey = std::pair<int32_t, CUstream>;
@@ -27,19 +26,21 @@ bool is_capturing(CUstream stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-void clear(int32_t* counter, CUstream stream) { fill_words(counter, 0, 1, stream, "tile counter"); }
+void clear(int32_t* counters, int64_t count, CUstream stream) {
+  fill_words(counters, 0, count, stream, count, " tile counters");
+}
 
-// A counter that no other stream uses; its memory is kept until the process ends, like torch's streams.
+// Counters that no other stream uses; their memory is kept until the process ends, like torch's streams.
 int32_t* take_from_pool(Pool& pool, int32_t device_index) {
   if (pool.num_left == 0) {
-    Tensor memory = empty({kCountersAtOnce * kCounterStride}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(),
+    Tensor memory = empty({kStreamsAtOnce * kMaxCounters}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(),
                           device_index);
     pool.next = static_cast<int32_t*>(memory.data());
-    pool.num_left = kCountersAtOnce;
+    pool.num_left = kStreamsAtOnce;
     memory.release();
   }
   int32_t* taken = pool.next;
-  pool.next += kCounterStride;
+  pool.next += kMaxCounters;
   --pool.num_left;
   return taken;
 }
@@ -53,19 +54,20 @@ int32_t* counter_of(const StreamKey& key) {
   const auto known = counters.find(key);
   if (known != counters.end()) return known->second;
   int32_t* fresh = take_from_pool(pools[key.first], key.first);
-  clear(fresh, key.second);
+  clear(fresh, kMaxCounters, key.second);
   counters.emplace(key, fresh);
   return fresh;
 }
 
 }  // namespace
 
-TileCounter tile_counter(const CudaCall& call) {
+TileCounter tile_counter(const CudaCall& call, int64_t count) {
+  if (count > kMaxCounters) fail(ErrorCode::kInternal, count, " tile counters; host/tile_counters.h has ", kMaxCounters);
   if (is_capturing(call.stream)) {
     TileCounter own;
-    own.owner = empty({1}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
+    own.owner = empty({count}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
     own.address = static_cast<int32_t*>(own.owner.data());
-    clear(own.address, call.stream);
+    clear(own.address, count, call.stream);
     return own;
   }
   thread_local StreamKey last_key{-1, nullptr};

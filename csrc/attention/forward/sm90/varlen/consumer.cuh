@@ -170,7 +170,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-      const KeyRange range = key_range<Spec>(tile.sequence(params), tile);
+      const KeyRange range = tile.blocks;
       if (first_row >= tile.rows) {
         // Rows past the end: nothing to compute or to store.
         this->release_query();
@@ -182,26 +182,16 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
-      if (!Spec::kIsSplit || range.begin < range.end) {
-        attend(tile, range, first_row, output, rows);
-      } else {
-        this->release_query();
-      }
+      attend(tile, range, first_row, output, rows);
       const int row = thread_row(tile);
       float inverse_sum[2];
       float lse[2];
-      finish_rows<Spec>(params, tile, row, rows, scale_log2, inverse_sum, lse);
-      store_varlen_lse<Spec>(params, tile, row, lse);
-      if constexpr (Spec::kIsSplit) {
-        store_varlen_partial<Spec>(params, tile, row, output, inverse_sum);
-      } else {
-        store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum);
-      }
+      finish_rows(params, tile, row, rows, scale_log2, inverse_sum, lse);
+      store_varlen_lse(params, tile, row, lse);
+      store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum);
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
-    if constexpr (!Spec::kIsSplit) {
-      if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
-    }
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 

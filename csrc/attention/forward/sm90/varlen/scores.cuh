@@ -46,16 +46,15 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor
   }
 }
 
-// Where a mask tensor has the scores of this thread: keys run from first_key, two neighbours in every eight.
+// Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on.
 template <typename Element>
 struct MaskReader {
   const unsigned char* row_gmem[2];  // of key 0; null past the last row
-  int64_t key_stride;                // elements
-  int keys;
+  const Band& band;
+  const int keys;
 
   __device__ __forceinline__ MaskReader(const ForwardParams& params, const VarlenTile& tile, int row)
-      : key_stride(params.band.mask_stride_key), keys(tile.keys) {
-    const Band& band = params.band;
+      : band(params.band), keys(tile.keys) {
     const int bytes = band.mask_type == MaskTensor::kBool ? 1 : 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -65,20 +64,14 @@ struct MaskReader {
     }
   }
 
-  __device__ __forceinline__ bool is_shown(int r, int key) const {
-    return ptx::ld_global_8(row_gmem[r] + key * key_stride) != 0;
-  }
-  __device__ __forceinline__ float value(int r, int key) const {
-    return unpack<Element>(ptx::ld_global_16(row_gmem[r] + 2 * key * key_stride)).x;
-  }
-
   template <int kN>
   __device__ __forceinline__ void hide(float (&scores)[kN / 2], int first_key) const {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       const int r = i / 2 % 2;
       const int key = first_key + 8 * (i / 4) + i % 2;
-      if (row_gmem[r] != nullptr && key < keys && !is_shown(r, key)) scores[i] = ptx::negative_infinity();
+      if (row_gmem[r] == nullptr || key >= keys) continue;
+      if (ptx::ld_global_8(row_gmem[r] + key * band.mask_stride_key) == 0) scores[i] = ptx::negative_infinity();
     }
   }
 
@@ -92,9 +85,8 @@ struct MaskReader {
       const int key = first_key + 8 * (i / 4) + i % 2;
       float added = 0.0f;
       if (row_gmem[r] != nullptr && key < keys) {
-        const float given = value(r, key);
-        added = given * value_factor;
-        if (given != ptx::negative_infinity()) added = ptx::max_ftz(added, -kLargest);
+        const float value = unpack<Element>(ptx::ld_global_16(row_gmem[r] + 2 * key * band.mask_stride_key)).x;
+        added = value == ptx::negative_infinity() ? value : ptx::max_ftz(value * value_factor, -kLargest);
       }
       scores[i] = ptx::fma_rn(scores[i], factor, added);
     }
