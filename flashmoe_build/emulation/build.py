@@ -207,6 +207,7 @@ def _encode_maps(params: str, maps: TensorMaps, tile: int) -> list[str]:
 def kernel_library(unit: Unit, options: Options) -> Path:
     """The emulated library of one unit; compiled when its content is new."""
     major, minor = unit.virtual_capability
-    # The problems of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
-    level = "-O2" if unit.row.operation.startswith("attention") else "-O1"
+    # Problems of ragged attention and of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
+    is_long = unit.row.operation.startswith("attention") and "varlen" not in unit.row.operation
+    level = "-O2" if is_long else "-O1"
     return library(unit.name, unit_text(unit, options), f"sm{major}{minor}", options, level)

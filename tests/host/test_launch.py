@@ -20,7 +20,16 @@ from flashmoe_build.compile.toolchain import find_toolchain
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 SHARED = ("copies", "find_kernels", "last_kernel", "launch", "load_kernels", "tensor", "tensor_map", "tile_counters")
-ATTENTION = ("arguments", "launch", "prepare", "select", "varlen", "varlen_arguments", "varlen_lengths", "varlen_params")
+ATTENTION = (
+    "arguments",
+    "launch",
+    "prepare",
+    "select",
+    "varlen",
+    "varlen_arguments",
+    "varlen_lengths",
+    "varlen_params",
+)
 MULTIPROCESSORS = 132
 
 Launch = dict[str, Any]
@@ -184,7 +193,11 @@ def paged(page: int, pages: int = 64, heads: int = 2, head_dim: int = 64) -> tup
 
 def test_a_ragged_grid_holds_the_most_tiles_that_there_can_be(run_varlen: VarlenRunner) -> None:
     k, pages = paged(16)
-    for rows, first, grid in ((40, 10, 2 * 2), (700, 200, 2 * (-(-500 // 192) * 2)), (3000, 1, 2 * (-(-3000 // 192) + 2))):
+    for rows, first, grid in (
+        (40, 10, 2 * 2),
+        (700, 200, 2 * (-(-500 // 192) * 2)),
+        (3000, 1, 2 * (-(-3000 // 192) + 2)),
+    ):
         longest, cu_seqlens_q = rows - first, ints(0, first, rows)
         _, _, (launch,) = run_varlen(tensor(rows, 2, 64), k, (longest, 512), cu_seqlens_q=cu_seqlens_q, **pages)
         assert launch["symbol"] == "flashmoe_attention_varlen_forward_sm90_f16_d64"

@@ -8,12 +8,9 @@ from dataclasses import replace
 from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
 
-FEW = (
-    "ragged",
-    "paged",
-    "window",
-    "softcap",
-)  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
+# The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
+FEW = ("ragged", "paged", "window", "softcap")
+ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
 
@@ -22,8 +19,11 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, pages, the band, scores; then decoding."""
     is_split = bool(unit.row.options.get("split"))
     for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
-        if unit.dtype == "bf16" and problem.name not in FEW and not is_split:
-            continue
+        is_wide = unit.row.axes["head_dim"] > 64
+        if unit.dtype == "bf16" or is_wide:
+            names = ONE if unit.dtype == "bf16" and is_wide else FEW
+            if problem.name not in names and not is_split:
+                continue
         yield replace(problem, data_seed=seed)
 
 
