@@ -208,6 +208,6 @@ def kernel_library(unit: Unit, options: Options) -> Path:
     """The emulated library of one unit; compiled when its content is new."""
     major, minor = unit.virtual_capability
     # Problems of ragged attention and of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
-    is_long = unit.row.operation.startswith("attention") and "varlen" not in unit.row.operation
+    is_long = unit.row.operation.startswith(("attention_forward", "attention_combine", "attention_backward"))
     level = "-O2" if is_long else "-O1"
     return library(unit.name, unit_text(unit, options), f"sm{major}{minor}", options, level)
