@@ -18,9 +18,10 @@ struct TileCounter {
 
 constexpr int64_t kMaxCounters = 1024;
 
-// `count` zeroed counters, one behind the other, for the kernels of one call. Launches on one stream follow each other (a dependent one draws after its wait),
-// so a stream has its counters for good, cleared once. A call that is being captured gets its own, cleared in the graph:
-// replays may run beside whatever the stream does by then.
+// `count` zeroed counters, one behind the other, for the kernels of one call. Launches on one stream follow each other (a dependent one
+// draws after its wait), so a stream has its counters for good, cleared once. A call that is being captured gets its own: replays may run
+// beside whatever the stream does by then. They come out of memory that an earlier call, not captured, has cleared on its own
+// stream, whose work a capture waits for before it begins; where there is none left, they are cleared in the graph.
 TileCounter tile_counter(const CudaCall& call, int64_t count = 1);
 
 }  // namespace host

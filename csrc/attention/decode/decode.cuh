@@ -138,8 +138,9 @@ __device__ __forceinline__ void decode(const ForwardParams& params) {
   ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, or Q
   ptx::grid_launch_dependents();
   Plan<Spec> plan(params);
-  Segment segment{};
-  for (bool is_first = true; plan.next(segment); is_first = false) {
+  for (bool is_first = true;; is_first = false) {
+    Segment segment;
+    if (!plan.next(segment)) return;
     if (!is_first) ptx::barrier_sync_block();  // write after read: the warps' results
     attend<Spec>(params, segment, results);
     finish_segment<Spec>(params, segment, plan.sharing(segment), results);

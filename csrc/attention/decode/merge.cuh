@@ -64,8 +64,8 @@ struct WarpResults {
 
   __device__ __forceinline__ void store(const mma_sync::RowState (&rows)[1][2],
                                         const float (&O_rmem)[1][Spec::kMmaD][4], float scale_log2) const {
-    const int lane = ptx::lane_index();
-    const int warp = ptx::warp_index();
+    const int lane = ptx::recompute(ptx::lane_index());
+    const int warp = ptx::recompute(ptx::warp_index());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = half * 8 + lane / 4;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, int s
 template <typename Spec>
 __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
                                                  int column) {
-  constexpr int kAtOnce = Spec::kHeadDim > 128 ? 4 : 8;  // loads in flight, for as many registers as there are
+  constexpr int kAtOnce = 16;  // loads in flight, for as many registers as there are
   constexpr int kSlotRows = 2 * Spec::kBlockM;  // from one block's partial results to the next one's
   PartialRow total{};
   total.shift = ptx::negative_infinity();
@@ -138,29 +138,33 @@ __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, co
   int later = sharing.starts_late ? Spec::kBlockM : 0;
   for (int left = sharing.last_block - sharing.first_block + 1; left > 0; left -= kAtOnce) {
     float4 out[kAtOnce];
-    uint32_t state[kAtOnce][2];
+    float shift[kAtOnce];
+    float sum[kAtOnce];
     float largest = total.shift;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (i >= left) break;
-      const int rows = i * kSlotRows + (i == 0 ? later : 0);
-      ptx::ld_global_64(state[i], state_gmem + rows * 2);
-      out[i] = ptx::ld_global_float4(out_gmem + rows * Spec::kHeadDim);
+      // What no block left counts for nothing. (A register that only some paths set would be held through the whole kernel.)
+      out[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+      shift[i] = ptx::negative_infinity();
+      sum[i] = 0.0f;
+      if (i < left) {
+        const int rows = i * kSlotRows + (i == 0 ? later : 0);
+        uint32_t state[2];
+        ptx::ld_global_64(state, state_gmem + rows * 2);
+        shift[i] = ptx::bits_float(state[0]);
+        sum[i] = ptx::bits_float(state[1]);
+        out[i] = ptx::ld_global_float4(out_gmem + rows * Spec::kHeadDim);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i < left) largest = ptx::max_ftz(largest, ptx::bits_float(state[i][0]));
-    }
+    for (int i = 0; i < kAtOnce; ++i) largest = ptx::max_ftz(largest, shift[i]);
     const float rescale = weight_of(total.shift, largest);
     total.shift = largest;
     total.sum *= rescale;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) total.out[i] *= rescale;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i >= left) break;
-      add_weighted(total, weight_of(ptx::bits_float(state[i][0]), largest), out[i], ptx::bits_float(state[i][1]));
-    }
+    for (int i = 0; i < kAtOnce; ++i) add_weighted(total, weight_of(shift[i], largest), out[i], sum[i]);
     out_gmem += kAtOnce * kSlotRows * Spec::kHeadDim;
     state_gmem += kAtOnce * kSlotRows * 2;
     later = 0;
@@ -192,8 +196,10 @@ __device__ __forceinline__ void store_result(const ForwardParams& params, const 
 template <typename Spec, typename Function>
 __device__ __forceinline__ void for_each_part(const Segment& segment, Function function) {
   constexpr int kThreadsPerRow = Spec::kHeadDim / kColumns;
-  const int column = ptx::thread_index() % kThreadsPerRow * kColumns;
-  for (int row = ptx::thread_index() / kThreadsPerRow; row < segment.rows; row += Spec::kNumThreads / kThreadsPerRow) {
+  const int thread = ptx::recompute(ptx::thread_index());
+  const int column = thread % kThreadsPerRow * kColumns;
+#pragma unroll 1
+  for (int row = thread / kThreadsPerRow; row < segment.rows; row += Spec::kNumThreads / kThreadsPerRow) {
     function(row, column);
   }
 }

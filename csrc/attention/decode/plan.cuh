@@ -117,6 +117,7 @@ struct Plan {
                    (params_.entries.cu_seqlens_q == nullptr && params_.entries.cu_seqlens_k == nullptr &&
                     params_.entries.seqused_k == nullptr)),
         group_tile(0) {
+    share = 0;
     if (params.num_splits == 1) {
       position = ptx::block_index();
       end = params.batch * params.heads_q * row_blocks_of(params.seq_q);
@@ -164,6 +165,7 @@ struct Plan {
       if (index < items) {
         set_item(segment, entry, 0, index);
         segment.end_tile = segment.tile + tiles;
+        segment.item_tile = segment.item_end = segment.position = 0;
         position += ptx::grid_size();
         return true;
       }

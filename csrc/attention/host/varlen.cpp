@@ -21,7 +21,7 @@ namespace flashmoe {
 namespace attention {
 namespace {
 
-constexpr int64_t kMostSplits = 32;
+constexpr int64_t kMostSplits = 64;  // blocks that an item is worth putting together from
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -113,7 +113,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
   const int64_t items = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * params.batch;
   const int64_t tiles = params.num_splits == 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
-  const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
+  const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {
@@ -126,8 +126,9 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
     counters = host::tile_counter(call, grid);
     params.tile_counter = counters.address;
   }
+  // On whatever runs in front: the kernel waits for its end before the first access to memory.
   host::LaunchList list;
-  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/false});
+  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/true});
   list.run(call);
 }
 

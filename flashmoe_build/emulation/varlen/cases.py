@@ -53,6 +53,8 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     window = _base(unit, "window", (2 * m + 9, 4), (2 * m + 3 * n, n + 9))
     yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
     yield replace(window, name="narrow window", left=1, right=0, rows=(m + 70, 3), keys=(n, 9), has_sinks=True)
+    # Wider than a tile: where its left end is inside a tile, the right one is past it.
+    yield replace(window, name="wide window", left=2 * n + 5, right=0, rows=(m + 9, 3), keys=(m + 4 * n, 7))
     # More rows than keys, with a sink: rows without a key have it alone.
     yield replace(_base(unit, "sinks", (m + 7, 2), (5, 0)), right=0, has_sinks=True, heads_q=4, heads_kv=2)
     # Scores on both sides of where tanh bends.
