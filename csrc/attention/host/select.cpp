@@ -237,6 +237,18 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages);
 }
 
+const Kernel* select_decoding(const SelectorInput& input) {
+  // Measured on an H100 alone; below these keys one pass over them is as fast.
+  constexpr int32_t kMeasuredCapability = 90;
+  constexpr int64_t kMinKeys = 512;
+  constexpr const char* kFamily = "sm80";
+  const host::KernelRequest& request = input.request;
+  if (request.capability != kMeasuredCapability || request.forced_family != nullptr) return nullptr;
+  if (input.seq_q > kMaxDecodingRows || input.seq_k < kMinKeys) return nullptr;
+  return host::find_kernel({"attention_decode", kFamily, "", request.dtype, {input.head_dim}}, axis::kHeadDim,
+                           host::loadable_kernels(request.capability));
+}
+
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {

@@ -46,6 +46,9 @@ struct VarlenSelectorInput {
 // Few rows are a decoding kernel's, whatever the family.
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
 
+// Of a dense problem with one query position, whose heads are rows: the decoding kernel; null where another one is faster, or there is none.
+const Kernel* select_decoding(const SelectorInput& input);
+
 // Throws as host::refuse() says where no kernel serves the problem.
 Choice select_forward(const SelectorInput& input);
 

@@ -107,31 +107,6 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   list.run(call);
 }
 
-// A decoding kernel divides all key tiles evenly over its blocks, and puts items that several blocks share together itself: two
-// partial results a block, and a counter that is zero again at the end (csrc/attention/decode/).
-void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call) {
-  params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
-  const int64_t items = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * params.batch;
-  const int64_t tiles = params.num_splits == 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
-  const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
-  host::TileCounter counters;
-  host::Workspace workspace;
-  if (params.num_splits > 1) {
-    const int64_t rows = 2 * grid * kernel.block_m;
-    const int64_t out = workspace.add<float>(rows * kernel.axes[axis::kHeadDim]);
-    const int64_t states = workspace.add<float>(rows * 2);
-    workspace.allocate(call);
-    params.out_partial = workspace.address<float>(out);
-    params.lse_partial = workspace.address<float>(states);
-    counters = host::tile_counter(call, grid);
-    params.tile_counter = counters.address;
-  }
-  // On whatever runs in front: the kernel waits for its end before the first access to memory.
-  host::LaunchList list;
-  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/true});
-  list.run(call);
-}
-
 void run(const VarlenArguments& arguments, const VarlenOutputs& outputs, const Kernel& kernel, bool is_decoding,
          const host::Device& gpu) {
   ForwardParams params = make_varlen_params(arguments, outputs);
@@ -193,6 +168,40 @@ void fold_heads(ForwardParams& params) {
   band.mask_stride_head *= group;
   band.folded_heads = group;
   params.heads_q = params.heads_kv;
+}
+
+void describe_as_band(ForwardParams& params) {
+  params.head_dim_v = params.head_dim;
+  params.entries = Batch{};
+  params.band = Band{};
+  params.band.left = kUnbounded;
+  params.band.right = kUnbounded;
+  params.band.mask_factor = 1.0F;
+  params.band.folded_heads = 1;
+}
+
+// Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.
+void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call) {
+  params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
+  const int64_t items = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * params.batch;
+  const int64_t tiles = params.num_splits == 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
+  const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
+  host::TileCounter counters;
+  host::Workspace workspace;
+  if (params.num_splits > 1) {
+    const int64_t rows = 2 * grid * kernel.block_m;
+    const int64_t out = workspace.add<float>(rows * kernel.axes[axis::kHeadDim]);
+    const int64_t states = workspace.add<float>(rows * 2);
+    workspace.allocate(call);
+    params.out_partial = workspace.address<float>(out);
+    params.lse_partial = workspace.address<float>(states);
+    counters = host::tile_counter(call, grid);
+    params.tile_counter = counters.address;
+  }
+  // On whatever runs in front: the kernel waits for its end before the first access to memory.
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/true});
+  list.run(call);
 }
 
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {

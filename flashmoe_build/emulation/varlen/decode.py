@@ -17,7 +17,7 @@ from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, Varl
 from flashmoe_build.emulation.varlen.run import Results, disagreements, parameters
 from flashmoe_build.emulation.varlen.tensors import build
 
-BLOCKS = 11  # of the grid: shares end inside items, and items inside shares; more than are added up at once
+BLOCKS = 19  # of the grid: shares end inside items, and items inside shares; more than are added up at once
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
 FEW = ("decode", "shared by all")
 ONE = ("decode",)
@@ -39,7 +39,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     every = (
         base,
         # One item for all blocks, more splits than are added at once; then at most three splits of it.
-        replace(one, name="shared by all", keys=(9 * n + 5,), has_sinks=True),
+        replace(one, name="shared by all", keys=(17 * n + 5,), has_sinks=True),
         replace(one, name="three splits", keys=(9 * n + 5,), splits=3, has_counter=True),
         # Equal entries without an array of lengths; items that end where shares do.
         replace(one, name="equal", rows=(1,) * 7, keys=(2 * n,) * 7, keys_layout=Keys.DENSE, page_size=0),
