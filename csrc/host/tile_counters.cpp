@@ -84,7 +84,8 @@ CounterPools& counter_pools() {
 }  // namespace
 
 TileCounter tile_counter(const CudaCall& call, int64_t count) {
-  if (count > kMaxCounters) fail(ErrorCode::kInternal, count, " tile counters; host/tile_counters.h has ", kMaxCounters);
+  if (count > kMaxCounters)
+    fail(ErrorCode::kInternal, count, " tile counters; host/tile_counters.h has ", kMaxCounters);
   if (is_capturing(call.stream)) {
     TileCounter own;
     own.address = counter_pools().of_capture(call.gpu.index, count);

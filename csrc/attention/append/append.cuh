@@ -20,7 +20,8 @@ struct AppendSpec {
 };
 
 // Elements from a head's first row, or page, to the row of key `key`; negative where the cache has no such row.
-__device__ __forceinline__ int64_t cache_row_offset(const AppendParams& params, const Strides& stride, int batch, int key) {
+__device__ __forceinline__ int64_t cache_row_offset(const AppendParams& params, const Strides& stride, int batch,
+                                                    int key) {
   if (key < 0 || key >= params.room) return -1;
   if (params.block_table == nullptr) return batch * stride.batch + key * stride.row;
   const int index = key / params.page_size;

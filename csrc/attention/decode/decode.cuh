@@ -50,8 +50,8 @@ struct ScoreRules {
     for (int half = 0; half < 2; ++half) {
       const int row = segment.row + min(segment.rows - 1, half * 8 + ptx::recompute(ptx::lane_index()) / 4);
       const KeyRange seen = band_keys(band, sequence, row);
-      const int64_t mask_row = segment.batch * band.mask_stride_batch + segment.head_q * band.mask_stride_head +
-                               row * band.mask_stride_row;
+      const int64_t mask_row =
+          segment.batch * band.mask_stride_batch + segment.head_q * band.mask_stride_head + row * band.mask_stride_row;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll

@@ -142,7 +142,8 @@ struct KeyLoader {
   __device__ __forceinline__ void load(int tile, ptx::SmemPointer stage_smem) const {
     const int64_t page_stride = has_value() ? params.v_stride.batch : params.k_stride.batch;
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
-    const uint64_t own = reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
+    const uint64_t own =
+        reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
 #pragma unroll
     for (int is_value = 0; is_value < 2; ++is_value) {
 #pragma unroll

@@ -60,7 +60,9 @@ struct WarpResults {
     return block_smem + Spec::kNumWarps * (Spec::kRingBytes + Spec::kQueryBytes + Spec::kStateBytes);
   }
   // This warp's copy of Q, where it has one. 1024-byte aligned: the swizzle.
-  __device__ __forceinline__ ptx::SmemPointer query() const { return block_smem + Spec::kQueryOffset + ptx::warp_index() * Spec::kQueryBytes; }
+  __device__ __forceinline__ ptx::SmemPointer query() const {
+    return block_smem + Spec::kQueryOffset + ptx::warp_index() * Spec::kQueryBytes;
+  }
 
   __device__ __forceinline__ void store(const mma_sync::RowState (&rows)[1][2],
                                         const float (&O_rmem)[1][Spec::kMmaD][4], float scale_log2) const {
@@ -98,7 +100,8 @@ struct WarpResults {
     }
 #pragma unroll
     for (int warp = 0; warp < Spec::kNumWarps; ++warp) {
-      add_weighted(total, weight_of(shift[warp], total.shift), ptx::ld_shared_float4(out(warp, row, column)), sum[warp]);
+      add_weighted(total, weight_of(shift[warp], total.shift), ptx::ld_shared_float4(out(warp, row, column)),
+                   sum[warp]);
     }
     return total;
   }
@@ -127,7 +130,7 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, int s
 template <typename Spec>
 __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
                                                  int column) {
-  constexpr int kAtOnce = 16;  // loads in flight, for as many registers as there are
+  constexpr int kAtOnce = 16;                   // loads in flight, for as many registers as there are
   constexpr int kSlotRows = 2 * Spec::kBlockM;  // from one block's partial results to the next one's
   PartialRow total{};
   total.shift = ptx::negative_infinity();
@@ -238,8 +241,7 @@ __device__ __forceinline__ void finish_segment(const ForwardParams& params, cons
     if (!is_last_to_arrive<Spec>(params, sharing, results)) return;
   }
   for_each_part<Spec>(segment, [&](int row, int column) {
-    const PartialRow total =
-        is_shared ? add_blocks<Spec>(params, sharing, row, column) : results.add(row, column);
+    const PartialRow total = is_shared ? add_blocks<Spec>(params, sharing, row, column) : results.add(row, column);
     store_result<Spec>(params, segment, row, column, total);
   });
 }

@@ -78,12 +78,14 @@ struct Plan {
   Extent rows;
   Extent keys;
   KeyRange seen;
-  int tiles;   // of an item
+  int tiles;  // of an item
   int items;
   int behind;  // of the row from group_tile on, where the entry ends
 
   // Unsigned, which makes a division a shift.
-  __device__ __forceinline__ static int tile_of(int key) { return static_cast<int>(static_cast<uint32_t>(key) / Spec::kTileKeys); }
+  __device__ __forceinline__ static int tile_of(int key) {
+    return static_cast<int>(static_cast<uint32_t>(key) / Spec::kTileKeys);
+  }
   __device__ __forceinline__ static int row_blocks_of(int rows) {
     return static_cast<int>((static_cast<uint32_t>(rows) + Spec::kBlockM - 1) / Spec::kBlockM);
   }

@@ -36,8 +36,8 @@ struct DecodeSpec {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
   static constexpr int kTileBytes = kWarpKeys * kRowBytes;  // of K, of V, or of Q
   static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr int kRingBytes = kNumStages * kStageBytes;  // of one warp
-  static constexpr int kStateBytes = kBlockM * 8;              // of one warp: the row states it ends with
+  static constexpr int kRingBytes = kNumStages * kStageBytes;             // of one warp
+  static constexpr int kStateBytes = kBlockM * 8;                         // of one warp: the row states it ends with
   static constexpr int kQueryBytes = kQueryInRegisters ? 0 : kTileBytes;  // of one warp
   static constexpr int kQueryOffset = kNumWarps * kRingBytes;
   static constexpr int kArrivalBytes = 16;

@@ -27,7 +27,8 @@ const host::Kernel& find_append(const host::KernelRequest& request) {
 
 // Whether every row of the tensor starts and ends at a multiple of 16 bytes.
 bool is_aligned(const Tensor& tensor) {
-  if (reinterpret_cast<std::uintptr_t>(tensor.data()) % (host::kRowAlignElements * host::kElementBytes) != 0) return false;
+  if (reinterpret_cast<std::uintptr_t>(tensor.data()) % (host::kRowAlignElements * host::kElementBytes) != 0)
+    return false;
   const int64_t last = tensor.dim() - 1;
   for (int64_t dim = 0; dim < last; ++dim) {
     if (tensor.strides()[dim] % host::kRowAlignElements != 0) return false;

@@ -34,9 +34,10 @@ struct KeyTileWalk {
   const ptx::SmemPointer V_smem;  // [kBlockN, kHeadDim]
   const Element* K_gmem;          // [seq_k, head_dim] of this head
   const Element* V_gmem;
-  int n;                  // the current key tile
-  const int causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
-  const QueryTile tile;   // of a band alone
+  int n;  // the current key tile
+  const int
+      causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
+  const QueryTile tile;  // of a band alone
 
   __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile_, int last_tile,
                                          ptx::SmemPointer KV_smem)

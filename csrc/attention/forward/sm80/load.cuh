@@ -64,8 +64,7 @@ __device__ __forceinline__ void load_band_tile(ptx::SmemPointer tile_smem, const
   const int thread = ptx::recompute(ptx::thread_index());
   const int thread_row = thread / kSegmentChunks;
   const int thread_column = thread % kSegmentChunks * kChunkElements;
-  const ptx::SmemPointer thread_smem =
-      tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
+  const ptx::SmemPointer thread_smem = tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
   const bool is_paged = sequence.params.entries.block_table != nullptr;
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
@@ -84,9 +83,8 @@ __device__ __forceinline__ void load_band_tile(ptx::SmemPointer tile_smem, const
 #pragma unroll
     for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
       const bool valid = row_valid && segment * 64 + thread_column < columns;
-      ptx::cp_async_16(
-          thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
-          row_gmem + segment * 64, valid ? kChunkBytes : 0);
+      ptx::cp_async_16(thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
+                       row_gmem + segment * 64, valid ? kChunkBytes : 0);
     }
   }
 }
