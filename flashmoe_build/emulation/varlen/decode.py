@@ -34,17 +34,16 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     one = replace(base, rows=(1,), heads_q=4, heads_kv=1)
     few = replace(base, name="ragged", rows=(3, 1, 0, 2), keys=(4 * n + 1, n + 2, 5, 1), heads_q=2, heads_kv=1)
     few = replace(few, rows_layout=Rows.RAGGED, keys_layout=Keys.RAGGED, page_size=0, is_folded=False)
-    narrow = {"head_dim": dim // 2 + 8, "head_dim_v": dim // 2 - 8}
     many = tuple(index % 5 for index in range(MANY))
     every = (
         base,
-        # One item for all blocks, more splits than are added at once; then at most three splits of it.
-        replace(one, name="shared by all", keys=(17 * n + 5,), has_sinks=True),
+        # One item for all blocks, more splits than are added at once, and maxima among the last; then at most three splits of it.
+        replace(one, name="shared by all", keys=(17 * n + 5,), data_seed=21),
         replace(one, name="three splits", keys=(9 * n + 5,), splits=3, has_counter=True),
         # Equal entries without an array of lengths; items that end where shares do.
         replace(one, name="equal", rows=(1,) * 7, keys=(2 * n,) * 7, keys_layout=Keys.DENSE, page_size=0),
         replace(base, name="one split", splits=1),
-        replace(base, name="odd pages", page_size=3, **narrow),
+        replace(base, name="odd pages", page_size=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8),
         replace(base, name="window", left=n + 5, right=0, has_sinks=True, softcap=20.0, magnitude=3.0, page_size=48),
         replace(few, right=0, has_sinks=True, spare_keys=3),
         replace(few, name="ragged, one split", right=1, left=n, splits=1, wants_lse=False),
@@ -61,7 +60,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             made = replace(problem, mask=MaskTensor.ADDITIVE, mask_broadcast=(False, True, True), spare_keys=5)
         names = ONE if unit.dtype == "bf16" and dim > SMALLEST else FEW
         if (unit.dtype == "f16" and dim == SMALLEST) or made.name in names:
-            yield replace(made, data_seed=seed)
+            yield replace(made, data_seed=made.data_seed or seed)
 
 
 def geometry(unit: Unit, p: VarlenProblem) -> Geometry:
