@@ -47,8 +47,10 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(
         paged, name="small pages", keys_layout=Keys.PAGED, page_size=page, rows=(3, 0, 2), keys=(n + 5, 4, page + 1)
     )
-    # A page that is no part of a tile, nor a multiple.
-    yield replace(paged, name="odd pages", keys_layout=Keys.PAGED, page_size=48, rows=(5, 2), keys=(2 * n + 3, 49))
+    # A page that is no part of a tile, nor a multiple; the last entry's pages fill its row of the block table.
+    yield replace(
+        paged, name="odd pages", keys_layout=Keys.PAGED, page_size=80, rows=(5, 2), keys=(81, 2 * n + 3), slack=0
+    )
     # The window's left end inside a tile, its right end before and behind the diagonal; a sink.
     window = _base(unit, "window", (2 * m + 9, 4), (2 * m + 3 * n, n + 9))
     yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)

@@ -81,7 +81,8 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       if (is_masked) mask_block(scores, tile, block);
     }
     float rescale[2];
-    const bool moved = online_softmax<Spec::kBlockN, kIsSpecial>(scores, rows, rescale, scale_log2);
+    const bool moved = online_softmax<Spec::kBlockN, kIsSpecial>(scores, rows, rescale,
+                                                                 kIsSpecial ? scale_log2 : params.scale_log2);
 
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
@@ -103,7 +104,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 
   // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin.
   __device__ __forceinline__ void attend(const VarlenTile& tile, const KeyRange& range, int first_row,
-                                         float (&output)[kOutputs], RowState& rows) {
+                                         float (&output)[kOutputs], RowState& rows, float (&sink_log2)[2]) {
     const BandSequence sequence = tile.sequence(params);
     const KeyRange own = own_blocks(sequence, first_row, range);
     for (int block = range.end; block > own.end; --block) this->skip_block();
@@ -128,13 +129,19 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
       this->pack_probabilities(probabilities, scores);
     }
-    for (--block; block >= own.begin; --block) {
+    // Plain blocks are a loop of their own: inside one loop for all kinds they would be an eighth slower.
+    const int plain_begin = maximum(own.begin, full.begin);
+    --block;
+    while (block >= own.begin) {
       if (has_functions || is_masked(block)) {
         step<true>(output, probabilities, rows, tile, block, is_masked(block));
-      } else {
-        step<false>(output, probabilities, rows, tile, block, false);
+        --block;
+        continue;
       }
+      do step<false>(output, probabilities, rows, tile, block, false);
+      while (--block >= plain_begin);
     }
+    load_sinks(params, tile, thread_row(tile), sink_log2);
     this->release_query();
     this->wait_value();
     this->issue_output(output, probabilities, this->value_descriptor());
@@ -182,11 +189,12 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
-      attend(tile, range, first_row, output, rows);
+      float sink_log2[2];
+      attend(tile, range, first_row, output, rows, sink_log2);
       const int row = thread_row(tile);
       float inverse_sum[2];
       float lse[2];
-      finish_rows(params, tile, row, rows, scale_log2, inverse_sum, lse);
+      finish_rows(params, rows, scale_log2, sink_log2, inverse_sum, lse);
       store_varlen_lse(params, tile, row, lse);
       store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum);
     }

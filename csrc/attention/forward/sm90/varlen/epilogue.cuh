@@ -9,23 +9,27 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// sum and log-sum-exp of a thread's two rows; row: the first of the two.
-__device__ __forceinline__ void finish_rows(const ForwardParams& params, const VarlenTile& tile, int row,
-                                            const RowState& rows, float scale_log2, float (&inverse_sum)[2],
-                                            float (&lse)[2]) {
+// The sinks of a thread's two rows times log2(e), -inf for none; row: the first of the two. Asked for before the last product, which
+// hides the time that they take.
+__device__ __forceinline__ void load_sinks(const ForwardParams& params, const VarlenTile& tile, int row,
+                                           float (&sink_log2)[2]) {
   constexpr float kLog2E = 1.4426950408889634f;
-  if (params.band.sinks == nullptr) {
-    finish_softmax(rows, inverse_sum, lse, scale_log2);
-    return;
-  }
   const int folded = params.band.folded_heads;
-  float sink_log2[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int head = folded > 1 ? tile.head * folded + minimum(row + 8 * r, tile.rows - 1) : tile.head;
-    sink_log2[r] = ptx::ld_global_float(params.band.sinks + head) * kLog2E;
+    sink_log2[r] = params.band.sinks == nullptr ? ptx::negative_infinity()
+                                                : ptx::ld_global_float(params.band.sinks + head) * kLog2E;
   }
-  finish_softmax_with_sinks(rows, inverse_sum, lse, scale_log2, sink_log2);
+}
+
+__device__ __forceinline__ void finish_rows(const ForwardParams& params, const RowState& rows, float scale_log2,
+                                            const float (&sink_log2)[2], float (&inverse_sum)[2], float (&lse)[2]) {
+  if (params.band.sinks == nullptr) {
+    finish_softmax(rows, inverse_sum, lse, scale_log2);
+  } else {
+    finish_softmax_with_sinks(rows, inverse_sum, lse, scale_log2, sink_log2);
+  }
 }
 
 __device__ __forceinline__ void store_varlen_lse(const ForwardParams& params, const VarlenTile& tile, int row,
@@ -75,7 +79,7 @@ __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, c
     // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it.
     if (is_storing_thread) ptx::tma_store_wait_read<0>();
     sync_consumer(consumer);
-    store_output_shared<Spec>(smem, output, inverse_sum, first_slab);
+    store_output_shared<Spec>(smem, output, inverse_sum, first_slab, ptx::recompute(ptx::thread_index()));
     // Hazard: the copy engine, or another thread, reads before all 64 rows are written and visible to it.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
