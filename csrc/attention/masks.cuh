@@ -91,6 +91,29 @@ struct Mask {
   }
 };
 
+// A band's tiles have no part without a mask: loops that ask for each tile whether it needs one (hides_some) serve it.
+template <>
+struct Mask<MaskKind::kBand> {
+  const Sequence<MaskKind::kBand>& sequence;
+
+  __device__ __forceinline__ explicit Mask(const Sequence<MaskKind::kBand>& sequence_) : sequence(sequence_) {}
+
+  // The key that the row stands at.
+  __device__ __forceinline__ int last_key(int row) const { return band_key(sequence.params.band, sequence, row); }
+
+  // Keys that some of the rows sees.
+  __device__ __forceinline__ KeyRange keys(int row, int rows) const {
+    const Band& band = sequence.params.band;
+    return KeyRange{band_keys(band, sequence, row).begin, band_keys(band, sequence, row + rows - 1).end};
+  }
+
+  template <int kBlockN>
+  __device__ __forceinline__ KeyTiles key_tiles(int row, int rows) const {
+    const KeyRange range = keys(row, rows);
+    return KeyTiles{range.begin / kBlockN, ceil_div(range.end, kBlockN), 0};
+  }
+};
+
 // What the rows of a warp see of one key tile, as columns of that tile.
 template <MaskKind kMask>
 struct TileMask {
@@ -100,7 +123,41 @@ struct TileMask {
   __device__ __forceinline__ int last_column(int row) const {
     return kMask == MaskKind::kCausal ? min(last_key, causal_last + row) : last_key;
   }
+  // Whether some of the warp's rows does not see all of the tile.
+  template <int kBlockN>
+  __device__ __forceinline__ bool hides_some(int) const {
+    return last_column(0) < kBlockN - 1;
+  }
 };
+
+// Row 0 sees columns first to last, each row after it the same number further (all folded rows the same).
+template <>
+struct TileMask<MaskKind::kBand> {
+  int last_key;
+  int first;
+  int last;
+  int step;
+
+  __device__ __forceinline__ int first_column(int row) const { return first + row * step; }
+  __device__ __forceinline__ int last_column(int row) const { return min(last_key, last + row * step); }
+  template <int kBlockN>
+  __device__ __forceinline__ bool hides_some(int rows) const {
+    return last_column(0) < kBlockN - 1 || first_column(rows - 1) > 0;
+  }
+};
+
+// last_of_warp: Mask::last_key of the warp's first row.
+template <MaskKind kMask>
+__device__ __forceinline__ TileMask<kMask> tile_mask(const Sequence<kMask>& sequence, int last_of_warp, int first_key) {
+  if constexpr (kMask == MaskKind::kBand) {
+    const Band& band = sequence.params.band;
+    const int column = last_of_warp - first_key;
+    return {sequence.keys() - 1 - first_key, band.left >= kUnbounded ? -kUnbounded : column - band.left,
+            band.right >= kUnbounded ? kUnbounded : column + band.right, band.folded_heads > 1 ? 0 : 1};
+  } else {
+    return {sequence.keys() - 1 - first_key, last_of_warp - first_key};
+  }
+}
 
 }  // namespace attention
 }  // namespace flashmoe

@@ -16,6 +16,12 @@ __device__ __forceinline__ int heads_per_key_head(const ForwardParams& params) {
   return params.heads_q / params.heads_kv;
 }
 
+// Columns of v and out.
+template <MaskKind kMask>
+__device__ __forceinline__ int value_columns(const ForwardParams& params) {
+  return kMask == MaskKind::kBand ? params.head_dim_v : params.head_dim;
+}
+
 // One batch entry. Accessors, not fields: a copy would hold registers through the loop over key tiles.
 template <MaskKind kMask>
 struct Sequence {
@@ -108,9 +114,15 @@ struct Sequence<MaskKind::kBand> {
 
   // The number of the page that holds key `index`.
   __device__ __forceinline__ int page_of(int index) const {
+    return existing_page(stated_page(index / params.entries.page_size));
+  }
+  // In two steps, so that the second need not wait for the first's load: what the table says of an entry's page, and the page to read.
+  __device__ __forceinline__ int stated_page(int page_of_entry) const {
     const Batch& entries = params.entries;
-    const int page = load_length(entries.block_table + batch * entries.block_table_stride + index / entries.page_size);
-    return page >= 0 && page < entries.num_pages ? page : 0;
+    return load_length(entries.block_table + batch * entries.block_table_stride + page_of_entry);
+  }
+  __device__ __forceinline__ int existing_page(int page) const {
+    return page >= 0 && page < params.entries.num_pages ? page : 0;
   }
 
   // The first row of `head` among all rows of the log-sum-exp or of the partial results: [batch, heads_q, seq_q], or

@@ -3,6 +3,7 @@
 
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
 
 namespace flashmoe {
 
@@ -25,6 +26,17 @@ __device__ __forceinline__ float warp_max(float value) {
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) value += ptx::shuffle_xor(value, lanes);
+  return value;
+}
+
+// The sum of the lanes up to this one.
+__device__ __forceinline__ int warp_prefix_sum(int value) {
+  const int lane = ptx::lane_index();
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int below = ptx::shuffle_index(value, lane >= distance ? lane - distance : 0);
+    if (lane >= distance) value += below;
+  }
   return value;
 }
 

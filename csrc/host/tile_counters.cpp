@@ -8,8 +8,8 @@ namespace flashmoe {
 namespace host {
 namespace {
 
-constexpr int64_t kCounterStride = 32;   // elements: a 128-byte line each, since blocks of different launches poll them
-constexpr int64_t kCountersAtOnce = 64;  // streams served by one allocation
+constexpr int64_t kPoolCounters = 1 << 20;  // of one allocation
+constexpr int64_t kLineCounters = 32;       // 128 bytes: blocks of different launches poll different lines
 
 struct Pool {
   int32_t* next = nullptr;
@@ -27,52 +27,79 @@ bool is_capturing(CUstream stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-void clear(int32_t* counter, CUstream stream) { fill_words(counter, 0, 1, stream, "tile counter"); }
-
-// A counter that no other stream uses; its memory is kept until the process ends, like torch's streams.
-int32_t* take_from_pool(Pool& pool, int32_t device_index) {
-  if (pool.num_left == 0) {
-    Tensor memory = empty({kCountersAtOnce * kCounterStride}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(),
-                          device_index);
-    pool.next = static_cast<int32_t*>(memory.data());
-    pool.num_left = kCountersAtOnce;
-    memory.release();
-  }
-  int32_t* taken = pool.next;
-  pool.next += kCounterStride;
-  --pool.num_left;
-  return taken;
+void clear(int32_t* counters, int64_t count, CUstream stream) {
+  fill_words(counters, 0, count, stream, count, " tile counters");
 }
 
-int32_t* counter_of(const StreamKey& key) {
-  static std::mutex mutex;
-  static auto& pools =
-      *new std::map<int32_t, Pool>;  // never destroyed: other threads may launch while the process exits
-  static auto& counters = *new std::map<StreamKey, int32_t*>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = counters.find(key);
-  if (known != counters.end()) return known->second;
-  int32_t* fresh = take_from_pool(pools[key.first], key.first);
-  clear(fresh, key.second);
-  counters.emplace(key, fresh);
-  return fresh;
+// Counters that stay whose they are until the process ends: of a stream (which the process keeps, too), or of a captured graph, whose end
+// nobody tells.
+class CounterPools {
+ public:
+  int32_t* of_stream(const StreamKey& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = of_streams_.find(key);
+    if (known != of_streams_.end()) return known->second;
+    Pool& pool = pools_[key.first];
+    if (pool.num_left < kMaxCounters) refill(pool, key);
+    int32_t* fresh = take(pool, kMaxCounters);
+    clear(fresh, kMaxCounters, key.second);  // by this stream itself: another one may have made the pool just now
+    of_streams_.emplace(key, fresh);
+    return fresh;
+  }
+
+  // Null where no call that was not captured has made a pool, or captured ones have used it up.
+  int32_t* of_capture(int32_t device_index, int64_t count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Pool& pool = pools_[device_index];
+    return pool.num_left < count ? nullptr : take(pool, count);
+  }
+
+ private:
+  static int32_t* take(Pool& pool, int64_t count) {
+    const int64_t lines = (count + kLineCounters - 1) / kLineCounters * kLineCounters;
+    int32_t* taken = pool.next;
+    pool.next += lines;
+    pool.num_left -= lines;
+    return taken;
+  }
+
+  static void refill(Pool& pool, const StreamKey& key) {
+    Tensor memory = empty({kPoolCounters}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), key.first);
+    pool.next = static_cast<int32_t*>(memory.data());
+    pool.num_left = kPoolCounters;
+    clear(pool.next, kPoolCounters, key.second);
+    memory.release();
+  }
+
+  std::mutex mutex_;
+  std::map<int32_t, Pool> pools_;  // by device
+  std::map<StreamKey, int32_t*> of_streams_;
+};
+
+CounterPools& counter_pools() {
+  static auto& pools = *new CounterPools;  // never destroyed: other threads may launch while the process exits
+  return pools;
 }
 
 }  // namespace
 
-TileCounter tile_counter(const CudaCall& call) {
+TileCounter tile_counter(const CudaCall& call, int64_t count) {
+  if (count > kMaxCounters)
+    fail(ErrorCode::kInternal, count, " tile counters; host/tile_counters.h has ", kMaxCounters);
   if (is_capturing(call.stream)) {
     TileCounter own;
-    own.owner = empty({1}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
+    own.address = counter_pools().of_capture(call.gpu.index, count);
+    if (own.address != nullptr) return own;
+    own.owner = empty({count}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
     own.address = static_cast<int32_t*>(own.owner.data());
-    clear(own.address, call.stream);
+    clear(own.address, count, call.stream);
     return own;
   }
   thread_local StreamKey last_key{-1, nullptr};
   thread_local int32_t* last_counter = nullptr;
   const StreamKey key{call.gpu.index, call.stream};
   if (last_counter == nullptr || key != last_key) {
-    last_counter = counter_of(key);
+    last_counter = counter_pools().of_stream(key);
     last_key = key;
   }
   return {last_counter, Tensor()};

@@ -10,16 +10,19 @@
 namespace flashmoe {
 namespace host {
 
-// What keeps a launch's counter alive; empty for a counter that lives as long as the process.
+// What keeps a launch's counters alive; empty for those that live as long as the process.
 struct TileCounter {
   int32_t* address = nullptr;
   Tensor owner;
 };
 
-// A zeroed counter for the kernels of one call. Launches on one stream follow each other (a dependent one draws after its wait),
-// so a stream has one counter for good, cleared once. A call that is being captured gets one of its own, cleared in the graph:
-// replays may run beside whatever the stream does by then.
-TileCounter tile_counter(const CudaCall& call);
+constexpr int64_t kMaxCounters = 1024;
+
+// `count` zeroed counters, one behind the other, for the kernels of one call. Launches on one stream follow each other (a dependent one
+// draws after its wait), so a stream has its counters for good, cleared once. A call that is being captured gets its own: replays may run
+// beside whatever the stream does by then. They come out of memory that an earlier call, not captured, has cleared on its own
+// stream, whose work a capture waits for before it begins; where there is none left, they are cleared in the graph.
+TileCounter tile_counter(const CudaCall& call, int64_t count = 1);
 
 }  // namespace host
 }  // namespace flashmoe

@@ -31,6 +31,12 @@ __device__ __forceinline__ int shuffle_index(int value, int lane) {
   return result;
 }
 
+__device__ __forceinline__ uint64_t shuffle_index(uint64_t value, int lane) {
+  const auto low = static_cast<uint32_t>(shuffle_index(static_cast<int>(value), lane));
+  const auto high = static_cast<uint32_t>(shuffle_index(static_cast<int>(value >> 32), lane));
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+
 __device__ __forceinline__ bool vote_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
 __device__ __forceinline__ bool vote_all(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }

@@ -234,6 +234,7 @@ def library_file(unit: Unit, options: Options) -> Path:
 
 def _unit_job(unit: Unit, options: Options) -> _Job:
     major, minor = unit.virtual_capability
-    # The problems of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
-    level = "-O2" if unit.row.operation.startswith("attention") else "-O1"
+    # Problems of ragged attention and of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
+    is_long = unit.row.operation.startswith(("attention_forward", "attention_combine", "attention_backward"))
+    level = "-O2" if is_long else "-O1"
     return _job(unit.name, unit_text(unit, options), f"sm{major}{minor}", options, level)

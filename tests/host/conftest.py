@@ -49,6 +49,21 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
   }
 }
 
+// Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1.
+extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size, int rows,
+                             char* answer, int length) {
+  const host::KernelRequest request{capability, 132, "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  try {
+    const host::Kernel* kernel = attention::select_varlen_forward({request, head_dim, page_size, rows});
+    std::snprintf(answer, length, "%s %s", kernel->symbol, host::kernel_table().binaries[kernel->binary].target);
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(answer, length, "%s", error.what());
+    return 1;
+  }
+}
+
 // Writes the symbols of the backward kernels and their target, or nothing, to `answer`.
 extern "C" void choose_backward(int capability, const char* forced, int is_bf16, int is_causal, int head_dim,
                                 char* answer, int length) {
@@ -128,7 +143,17 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         loaded.choose_backward(capability, name, bf16, causal, head_dim, answer, len(answer))
         return tuple(answer.value.decode().split())
 
+    def choose_varlen(
+        capability: int, head_dim: int, *, rows: int, page_size: int = 0, bf16: bool = False, forced: str | None = None
+    ) -> tuple[str, ...]:
+        """Symbol and target; empty where none serves."""
+        answer = ctypes.create_string_buffer(4096)
+        name = forced.encode() if forced is not None else None
+        status = loaded.choose_varlen(capability, name, bf16, head_dim, page_size, rows, answer, len(answer))
+        return tuple(answer.value.decode().split()) if status == 0 else ()
+
     choose.backward = choose_backward  # type: ignore[attr-defined]
+    choose.varlen = choose_varlen  # type: ignore[attr-defined]
     return choose
 
 

@@ -35,7 +35,7 @@ void fill_with_ones(const attention::ForwardParams& params) {
   for (int64_t b = 0; b < params.batch; ++b)
     for (int64_t h = 0; h < params.heads_q; ++h)
       for (int64_t s = 0; s < params.seq_q; ++s)
-        for (int64_t d = 0; d < params.head_dim; ++d) {
+        for (int64_t d = 0; d < (params.head_dim_v > 0 ? params.head_dim_v : params.head_dim); ++d) {
           const attention::Strides& stride = params.out_stride;
           static_cast<uint16_t*>(params.out)[b * stride.batch + h * stride.head + s * stride.row + d] = kOne;
         }
@@ -67,6 +67,10 @@ CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned sha
   add("rows", std::to_string(params.seq_q));
   add("columns", std::to_string(params.head_dim));
   add("scale", std::to_string(params.scale));
+  add("folded", std::to_string(params.band.folded_heads));
+  add("is_ragged", truth(params.entries.cu_seqlens_q != nullptr));
+  add("mask_strides", "[" + std::to_string(params.band.mask_stride_head) + ", " +
+                          std::to_string(params.band.mask_stride_row) + "]");
   for (int32_t tensor = 0; tensor < 3; ++tensor) {
     add(&"q\0k\0v"[2 * tensor], std::to_string(reinterpret_cast<uintptr_t>(tensors[tensor])));
   }
@@ -142,13 +146,40 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   stack[1] = give(std::move(outputs.lse));
 }
 
+void boxed_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  check_counts("fake", num_arguments, 10, num_outputs, 2);
+  attention::VarlenArguments arguments;
+  arguments.q = take_tensor(stack[0]);
+  arguments.k = take_tensor(stack[1]);
+  arguments.v = take_tensor(stack[2]);
+  arguments.cu_seqlens_q = take_optional_tensor(stack[3]);
+  arguments.seqused_k = take_optional_tensor(stack[4]);
+  arguments.block_table = take_optional_tensor(stack[5]);
+  arguments.sinks = take_optional_tensor(stack[6]);
+  arguments.mask = take_optional_tensor(stack[7]);
+  arguments.max_seqlen_q = take<int64_t>(stack[8]);
+  arguments.max_seqlen_k = take<int64_t>(stack[9]);
+  arguments.scale = 0.125;
+  attention::check_varlen_arguments(arguments);
+  attention::VarlenOutputs outputs = attention::allocate_varlen_outputs(arguments, /*with_lse=*/true);
+  attention::forward_varlen_cuda(arguments, outputs);
+  stack[0] = give(std::move(outputs.out));
+  stack[1] = give(std::move(outputs.lse));
+}
+
 }  // namespace host
 }  // namespace flashmoe
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe_fake, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor lse)");
+  library.def(
+      "varlen(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? seqused_k, Tensor? block_table, Tensor? sinks, "
+      "Tensor? mask, int max_seqlen_q, int max_seqlen_k) -> (Tensor out, Tensor lse)");
 }
-STABLE_TORCH_LIBRARY_IMPL(flashmoe_fake, CPU, library) { library.impl("forward", &flashmoe::host::boxed_forward); }
+STABLE_TORCH_LIBRARY_IMPL(flashmoe_fake, CPU, library) {
+  library.impl("forward", &flashmoe::host::boxed_forward);
+  library.impl("varlen", &flashmoe::host::boxed_varlen);
+}
 
 // Begins a call on a GPU of this kind: nothing has been launched.
 extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing, int fails) {

@@ -36,6 +36,15 @@ def loads_best(unit: Unit) -> int:
     return BEYOND_THE_TABLE if unit.target.is_ptx else 10 * major + minor
 
 
+def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, forced: str | None) -> Chosen:
+    """Of ragged, paged and banded attention: for many rows, for pages that TMA cannot load, for decoding."""
+    asked = (
+        choose.varlen(capability, head_dim, rows=rows, page_size=page_size, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
+        for rows, page_size in ((4096, 0), (4096, 3), (1, 16))
+    )
+    return {(chosen[0], chosen[1]) for chosen in asked if chosen}
+
+
 @pytest.fixture(scope="module")
 def asked(choose: Chooser) -> dict[bool, Chosen]:
     """What is chosen over a grid of problems, by whether FLASHMOE_KERNEL names the family."""
@@ -62,6 +71,7 @@ def asked(choose: Chooser) -> dict[bool, Chosen]:
                 capability, head_dim, causal=causal, bf16=dtype == "bf16", forced=forced
             ) or [""]  # type: ignore[attr-defined]
             found[forced is not None] |= {(symbol, target) for symbol in backward}
+            found[forced is not None] |= varlen_kernels(choose, capability, head_dim, dtype == "bf16", forced)
             if choice.splits > 1:
                 found[forced is not None].add((f"flashmoe_attention_combine_sm80_{dtype}_d256", choice.target))
     return found
@@ -99,3 +109,9 @@ def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
         assert found == (*symbols, target)
     assert choose.backward(90, 257) == ()  # type: ignore[attr-defined]
     assert choose.backward(90, 64, bf16=True, forced="sm75") == ()  # type: ignore[attr-defined]
+
+
+def test_pages_of_no_eight_keys_are_not_for_tma(choose: Chooser) -> None:
+    for page_size, serves in ((0, True), (8, True), (48, True), (528, True), (4, False), (3, False), (1, False)):
+        found = choose.varlen(90, 72, rows=100, page_size=page_size, forced="sm90")  # type: ignore[attr-defined]
+        assert found == (("flashmoe_attention_varlen_forward_sm90_f16_d128", "sm_90a") if serves else ())

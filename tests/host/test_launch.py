@@ -20,7 +20,16 @@ from flashmoe_build.compile.toolchain import find_toolchain
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 SHARED = ("copies", "find_kernels", "last_kernel", "launch", "load_kernels", "tensor", "tensor_map", "tile_counters")
-ATTENTION = ("arguments", "launch", "prepare", "select")
+ATTENTION = (
+    "arguments",
+    "launch",
+    "prepare",
+    "select",
+    "varlen",
+    "varlen_arguments",
+    "varlen_lengths",
+    "varlen_params",
+)
 MULTIPROCESSORS = 132
 
 Launch = dict[str, Any]
@@ -152,3 +161,87 @@ def test_a_launch_that_fails_says_what_was_asked(run: Runner) -> None:
     text = r"flashmoe:driver: cuLaunchKernel failed: 1; kernel flashmoe_\w+, grid 2, block 128 threads, \d+ bytes of dynamic"
     with pytest.raises(RuntimeError, match=text):
         run(q, q, fails=True)
+
+
+VarlenRunner = Callable[..., tuple[Tensor, Tensor, list[Launch]]]
+
+
+@pytest.fixture
+def run_varlen(library: ctypes.CDLL) -> VarlenRunner:
+    """Calls the forward of ragged, paged and banded attention; returns out, lse and what was launched."""
+
+    def call(
+        q: Tensor, k: Tensor, most: tuple[int, int], *, gpu: int = 90, v: Tensor | None = None, **given: Tensor
+    ) -> tuple[Tensor, Tensor, list[Launch]]:
+        library.fake_gpu(gpu, MULTIPROCESSORS, False, False)
+        optional = [given.get(name) for name in ("cu_seqlens_q", "seqused_k", "block_table", "sinks", "mask")]
+        out, lse = torch.ops.flashmoe_fake.varlen(q, k, k if v is None else v, *optional, *most)
+        return out, lse, [json.loads(line) for line in library.fake_log().decode().splitlines()]
+
+    return call
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def paged(page: int, pages: int = 64, heads: int = 2, head_dim: int = 64) -> tuple[Tensor, dict[str, Tensor]]:
+    """K, with what names the pages of two entries."""
+    table = torch.arange(pages, dtype=torch.int32).view(2, -1)
+    return tensor(pages, page, heads, head_dim), {"seqused_k": ints(100, 7), "block_table": table}
+
+
+def test_a_ragged_grid_holds_the_most_tiles_that_there_can_be(run_varlen: VarlenRunner) -> None:
+    k, pages = paged(16)
+    for rows, first, grid in (
+        (40, 10, 2 * 2),
+        (700, 200, 2 * (-(-500 // 192) * 2)),
+        (3000, 1, 2 * (-(-3000 // 192) + 2)),
+    ):
+        longest, cu_seqlens_q = rows - first, ints(0, first, rows)
+        _, _, (launch,) = run_varlen(tensor(rows, 2, 64), k, (longest, 512), cu_seqlens_q=cu_seqlens_q, **pages)
+        assert launch["symbol"] == "flashmoe_attention_varlen_forward_sm90_f16_d64"
+        assert (launch["grid"], launch["is_ragged"], launch["maps"]) == (grid, True, 4)
+        assert not launch["has_counter"]
+    _, _, (launch,) = run_varlen(tensor(40000, 2, 64), k, (39999, 512), cu_seqlens_q=ints(0, 1, 40000), **pages)
+    assert (launch["grid"], launch["has_counter"]) == (MULTIPROCESSORS, True)
+
+
+def test_small_pages_are_not_for_the_copy_engine(run_varlen: VarlenRunner) -> None:
+    for page, family in ((8, "sm90"), (48, "sm90"), (528, "sm90"), (4, "sm80"), (3, "sm80")):
+        k, pages = paged(page)
+        _, _, (launch,) = run_varlen(tensor(2, 4, 90, 64), k, (90, 512), **pages)
+        assert f"_{family}_" in launch["symbol"], page
+
+
+def test_heads_of_one_row_each_are_folded_ragged_or_not(run_varlen: VarlenRunner) -> None:
+    k, pages = paged(16)
+    mask = torch.ones(2, 8, 1, 512, dtype=torch.bool)
+    for q, cu in ((tensor(2, 8, 1, 64), None), (tensor(2, 8, 64), ints(0, 1, 2))):
+        more = {} if cu is None else {"cu_seqlens_q": cu}
+        out, lse, (launch,) = run_varlen(q, k, (1, 512), mask=mask, **pages, **more)
+        assert (launch["heads"], launch["rows"], launch["folded"], launch["is_ragged"]) == (2, 4, 4, False)
+        assert launch["mask_strides"] == [4 * 512, 512]
+        assert torch.equal(out, torch.ones_like(out))
+        assert lse.shape == ((2, 8, 1) if cu is None else (8, 2))
+
+
+def test_value_columns_of_no_whole_pieces_are_padded_alone(run_varlen: VarlenRunner) -> None:
+    q, k = tensor(2, 2, 65, 64), tensor(2, 2, 65, 64)
+    out, _, (launch,) = run_varlen(q, k, (65, 65), v=tensor(2, 2, 65, 59))
+    assert (launch["q"], launch["k"]) == (q.data_ptr(), k.data_ptr())
+    assert out.shape == (2, 2, 65, 59)
+    assert torch.equal(out, torch.ones_like(out))
+
+
+def test_without_keys_the_sinks_are_left(run_varlen: VarlenRunner) -> None:
+    sinks = torch.tensor([1.0, 2.0])
+    for q, cu, expected in (
+        (tensor(1, 2, 3, 64), None, [[[1.0] * 3, [2.0] * 3]]),
+        (tensor(3, 2, 64), ints(0, 3), [[1.0] * 3, [2.0] * 3]),
+    ):
+        more = {} if cu is None else {"cu_seqlens_q": cu}
+        out, lse, launches = run_varlen(q, tensor(1, 2, 0, 64), (3, 0), sinks=sinks, **more)
+        assert launches == []
+        assert not out.any()
+        assert lse.tolist() == expected

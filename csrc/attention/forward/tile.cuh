@@ -6,6 +6,7 @@
 #include "attention/schedule.cuh"
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
+#include "device/reduce.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/types.cuh"
 
@@ -17,7 +18,7 @@ struct QueryTile {
   int head_q;
   int head_kv;
   int row;    // first query row
-  int rows;   // valid ones, 1 to kBlockM
+  int rows;   // valid ones, 1 to kBlockM; of a band 0 where there is no tile
   int split;  // which share of the key tiles, 0 to num_splits - 1
 };
 
@@ -43,9 +44,46 @@ __device__ __forceinline__ Section section_of_tile(const ForwardParams& params, 
   return section;
 }
 
+// Of bands. Grid: heads_q for every row block that the batch may have, by what the host knows: of those blocks the first ones find
+// none (rows 0). Row blocks are numbered entry by entry, and taken from the last one on: with a right bound the later ones of an entry
+// are longer. The heads of a row block are neighbours.
+template <int kBlockM>
+__device__ __forceinline__ QueryTile locate_band_tile(const ForwardParams& params) {
+  const int row_blocks = ptx::grid_size() / params.heads_q;
+  const int index = ptx::block_index() / params.heads_q;
+  QueryTile tile{0, ptx::block_index() - index * params.heads_q, 0, 0, 0, 0};
+  tile.head_kv = tile.head_q / (params.heads_q / params.heads_kv);
+  int block = row_blocks - 1 - index;  // of those of the entries from `group` on
+  if (params.entries.cu_seqlens_q == nullptr) {
+    const int blocks_of_entry = ceil_div(params.seq_q, kBlockM);
+    tile.batch = block / blocks_of_entry;
+    tile.row = (block - tile.batch * blocks_of_entry) * kBlockM;
+    tile.rows = min(kBlockM, params.seq_q - tile.row);
+    return tile;
+  }
+  const int lane = ptx::lane_index();
+  for (int group = 0; group < params.batch; group += 32) {
+    const int rows = group + lane < params.batch ? row_extent(params, group + lane).length : 0;
+    const int blocks = ceil_div(rows, kBlockM);
+    const int behind = warp_prefix_sum(blocks);
+    const uint32_t reached = ptx::vote_ballot(behind > block);
+    if (reached == 0) {
+      block -= ptx::shuffle_index(behind, 31);
+      continue;
+    }
+    const int found = ptx::population_count(~reached & (reached - 1));  // the first lane that reaches past it
+    tile.batch = group + found;
+    tile.row = (block - ptx::shuffle_index(behind - blocks, found)) * kBlockM;
+    tile.rows = min(kBlockM, ptx::shuffle_index(rows, found) - tile.row);
+    return tile;
+  }
+  return tile;
+}
+
 // Grid: ceil(seq_q / kBlockM) * heads_q * batch * num_splits blocks; the splits of a tile are neighbours.
 template <int kBlockM, int kHeadDim, MaskKind kMask, bool kIsSplit>
 __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& params) {
+  if constexpr (kMask == MaskKind::kBand) return locate_band_tile<kBlockM>(params);
   QueryTile tile;
   int index = ptx::block_index();
   tile.split = 0;

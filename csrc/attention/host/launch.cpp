@@ -2,9 +2,12 @@
 
 #include "host/launch.h"
 
+#include <cstring>
+
 #include "attention/host/backends.h"
 #include "attention/host/prepare.h"
 #include "attention/host/select.h"
+#include "attention/host/varlen.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/tile_counters.h"
@@ -27,6 +30,10 @@ Choice choose(const ForwardArguments& arguments, const Problem& problem, const h
   input.heads_kv = params.heads_kv;
   input.seq_q = params.seq_q;
   input.seq_k = params.seq_k;
+  if (arguments.q.sizes()[2] == 1) {
+    const Kernel* decoding = select_decoding(input);
+    if (decoding != nullptr) return {decoding, nullptr, 1};
+  }
   return select_forward(input);
 }
 
@@ -56,8 +63,14 @@ host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const hos
 // The forward kernel, and behind a split one the combining pass.
 void run(const Problem& problem, const Choice& choice, const host::Device& gpu) {
   ForwardParams params = problem.params;
-  params.num_splits = choice.num_splits;
   const Kernel& kernel = *choice.forward;
+  if (std::strcmp(kernel.operation, "attention_decode") == 0) {  // every row sees every key, folded or not
+    describe_as_band(params);
+    run_decoding(params, kernel, /*num_splits=*/0, host::CudaCall(gpu));
+    host::set_last_kernel(kernel.symbol);
+    return;
+  }
+  params.num_splits = choice.num_splits;
   const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
   const int64_t rows = heads * params.seq_q;
   const int64_t tiles = ceil_div(params.seq_q, kernel.block_m) * heads * params.num_splits;

@@ -207,6 +207,48 @@ Choice select_forward(const SelectorInput& input) {
   return {standard, nullptr, 1};
 }
 
+namespace {
+
+constexpr int64_t kMaxDecodingRows = 16;  // of one tile of a decoding kernel
+
+// A copy engine's box of a page has as many rows as the greatest power of two that divides the page, and at least eight.
+bool can_load_pages(const Kernel& kernel, int32_t page_size) {
+  constexpr int32_t kLeastBoxRows = 8;
+  return kernel.num_tensor_maps == 0 || page_size % kLeastBoxRows == 0;
+}
+
+}  // namespace
+
+const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
+  const host::KernelRequest& request = input.request;
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  const char* const operations[] = {input.rows <= kMaxDecodingRows ? "attention_decode" : nullptr,
+                                    "attention_varlen_forward"};
+  for (const char* operation : operations) {
+    if (operation == nullptr) continue;
+    for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+      if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+      const Kernel* found =
+          host::find_kernel({operation, *family, "", request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
+      if (found != nullptr && can_load_pages(*found, input.page_size)) return found;
+    }
+  }
+  const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
+  host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages);
+}
+
+const Kernel* select_decoding(const SelectorInput& input) {
+  // Measured on an H100 alone; below these keys one pass over them is as fast.
+  constexpr int32_t kMeasuredCapability = 90;
+  constexpr int64_t kMinKeys = 512;
+  constexpr const char* kFamily = "sm80";
+  const host::KernelRequest& request = input.request;
+  if (request.capability != kMeasuredCapability || request.forced_family != nullptr) return nullptr;
+  if (input.seq_q > kMaxDecodingRows || input.seq_k < kMinKeys) return nullptr;
+  return host::find_kernel({"attention_decode", kFamily, "", request.dtype, {input.head_dim}}, axis::kHeadDim,
+                           host::loadable_kernels(request.capability));
+}
+
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {

@@ -35,6 +35,20 @@ struct BackwardKernels {
   const Kernel* dkv = nullptr;
 };
 
+// Of ragged, paged and banded attention. What no host knows, the lengths of the entries, plays no part.
+struct VarlenSelectorInput {
+  host::KernelRequest request;
+  int32_t head_dim;   // the larger of the two
+  int32_t page_size;  // 0 without pages
+  int64_t rows;       // of the longest entry and a head, heads that share keys counted as rows where they are
+};
+
+// Few rows are a decoding kernel's, whatever the family.
+const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
+
+// Of a dense problem with one query position, whose heads are rows: the decoding kernel; null where another one is faster, or there is none.
+const Kernel* select_decoding(const SelectorInput& input);
+
 // Throws as host::refuse() says where no kernel serves the problem.
 Choice select_forward(const SelectorInput& input);
 

@@ -8,12 +8,9 @@ from dataclasses import replace
 from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
 
-FEW = (
-    "ragged",
-    "paged",
-    "window",
-    "softcap",
-)  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
+# The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
+FEW = ("ragged", "paged", "window", "softcap")
+ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
 
@@ -22,8 +19,11 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, pages, the band, scores; then decoding."""
     is_split = bool(unit.row.options.get("split"))
     for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
-        if unit.dtype == "bf16" and problem.name not in FEW and not is_split:
-            continue
+        is_wide = unit.row.axes["head_dim"] > 64
+        if unit.dtype == "bf16" or is_wide:
+            names = ONE if unit.dtype == "bf16" and is_wide else FEW
+            if problem.name not in names and not is_split:
+                continue
         yield replace(problem, data_seed=seed)
 
 
@@ -47,12 +47,16 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(
         paged, name="small pages", keys_layout=Keys.PAGED, page_size=page, rows=(3, 0, 2), keys=(n + 5, 4, page + 1)
     )
-    # A page that is no part of a tile, nor a multiple.
-    yield replace(paged, name="odd pages", keys_layout=Keys.PAGED, page_size=48, rows=(5, 2), keys=(2 * n + 3, 49))
+    # A page that is no part of a tile, nor a multiple; the last entry's pages fill its row of the block table.
+    yield replace(
+        paged, name="odd pages", keys_layout=Keys.PAGED, page_size=80, rows=(5, 2), keys=(81, 2 * n + 3), slack=0
+    )
     # The window's left end inside a tile, its right end before and behind the diagonal; a sink.
     window = _base(unit, "window", (2 * m + 9, 4), (2 * m + 3 * n, n + 9))
     yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
     yield replace(window, name="narrow window", left=1, right=0, rows=(m + 70, 3), keys=(n, 9), has_sinks=True)
+    # Wider than a tile: where its left end is inside a tile, the right one is past it.
+    yield replace(window, name="wide window", left=2 * n + 5, right=0, rows=(m + 9, 3), keys=(m + 4 * n, 7))
     # More rows than keys, with a sink: rows without a key have it alone.
     yield replace(_base(unit, "sinks", (m + 7, 2), (5, 0)), right=0, has_sinks=True, heads_q=4, heads_kv=2)
     # Scores on both sides of where tanh bends.

@@ -22,7 +22,7 @@ from flashmoe_build.emulation.attention import (
     tensor_map_arguments,
 )
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
-from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
+from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import worst_place
 from flashmoe_build.emulation.varlen.problem import LOG2E, Keys, MaskTensor, Rows, VarlenProblem
@@ -116,7 +116,7 @@ def _add(library: KernelLibrary, tensor: torch.Tensor | None, name: str, *, writ
     return library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=not writable, name=name)
 
 
-def _params(library: KernelLibrary, p: VarlenProblem, tensors: Tensors, results: Results) -> ctypes.Structure:
+def parameters(library: KernelLibrary, p: VarlenProblem, tensors: Tensors, results: Results) -> ctypes.Structure:
     """Maps everything and fills the kernel's parameters."""
     is_ragged_q, is_paged = p.rows_layout is Rows.RAGGED, p.keys_layout is Keys.PAGED
     table = tensors.block_table
@@ -131,7 +131,8 @@ def _params(library: KernelLibrary, p: VarlenProblem, tensors: Tensors, results:
         rows_total=tensors.q.shape[0] if is_ragged_q else 0,
         keys_total=tensors.k.shape[0] if p.keys_layout is Keys.RAGGED else 0,
     )
-    counter = library.add_buffer(results.counter.data_ptr(), 4, writable=True, initialised=True, name="tile_counter")
+    size = results.counter.nbytes
+    counter = library.add_buffer(results.counter.data_ptr(), size, writable=True, initialised=True, name="tile_counter")
     names = ("out_partial", "lse_partial") if p.splits > 1 else ()
     partial = {name: _add(library, getattr(results, name), name, writable=True) for name in names}
     return ForwardParams(
@@ -199,15 +200,12 @@ def disagreements(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list
 
 def run(unit: Unit, problem: VarlenProblem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
-    library = load(kernel_library(unit, options))
-    symbol = unit.entries[0].symbol
-    tensors = build(problem)
-    results = _results(problem, tensors)
-    with mapped(library):
-        params = _params(library, problem, tensors, results)
-        maps, keep = tensor_map_arguments(unit, library, params)
-        report = library.launch(symbol, (ctypes.addressof(params), *maps), geometry(unit, problem), settings)
-        del keep
+    return run_on(unit, problem, build(problem), settings, options)
+
+
+def run_on(unit: Unit, problem: VarlenProblem, tensors: Tensors, settings: Settings, options: Options) -> Outcome:
+    """The same on tensors that the caller may have changed."""
+    report, results = launch(unit, problem, tensors, settings, options)
     wrong: list[str] = []
     if not report.failure:
         if problem.splits > 1:
@@ -215,4 +213,19 @@ def run(unit: Unit, problem: VarlenProblem, settings: Settings, options: Options
         wrong = disagreements(problem, tensors, results.lse)
         if int(results.counter[0]) != 0:
             wrong.append(f"tile_counter is {int(results.counter[0])} after the launch; the next launch needs 0")
-    return Outcome(problem, symbol, report, tuple(wrong), tensors.out, results.lse)
+    return Outcome(problem, unit.entries[0].symbol, report, tuple(wrong), tensors.out, results.lse)
+
+
+def launch(
+    unit: Unit, problem: VarlenProblem, tensors: Tensors, settings: Settings, options: Options
+) -> tuple[LaunchReport, Results]:
+    """One launch, whatever comes of it."""
+    library = load(kernel_library(unit, options))
+    results = _results(problem, tensors)
+    with mapped(library):
+        params = parameters(library, problem, tensors, results)
+        maps, keep = tensor_map_arguments(unit, library, params)
+        arguments = (ctypes.addressof(params), *maps)
+        report = library.launch(unit.entries[0].symbol, arguments, geometry(unit, problem), settings)
+        del keep
+    return report, results

@@ -107,7 +107,7 @@ def _places(
         return cu, used if p.spare_keys else None, None, (max(1, int(cu[-1])), p.heads_kv)
     counts = [-(-length // p.page_size) for length in p.keys]
     order = torch.randperm(sum(counts) + 2, generator=generator).tolist()  # two pages are nobody's
-    table = torch.full((len(p.keys), max(*counts, -(-p.most_keys // p.page_size), 1) + 1), GARBAGE_PAGE)
+    table = torch.full((len(p.keys), max(*counts, -(-p.most_keys // p.page_size), 1)), GARBAGE_PAGE)
     table[:, -1] = -7
     for entry, count in enumerate(counts):
         table[entry, :count] = torch.tensor([order.pop() for _ in range(count)])

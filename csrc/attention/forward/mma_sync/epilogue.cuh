@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/forward/mma_sync/softmax.cuh"
+#include "attention/scores.cuh"
 #include "attention/forward/tile.cuh"
 #include "attention/params/forward.h"
 #include "attention/sequences.cuh"
@@ -46,7 +47,7 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
 #pragma unroll
     for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
       const int column = segment * 64 + chunk * kChunkElements;
-      if (warp_row + row < tile.rows && column < params.head_dim) {
+      if (warp_row + row < tile.rows && column < value_columns<kMask>(params)) {
         uint32_t value[4];
         ptx::ld_shared_128(value, warp_smem + swizzled_offset<Spec::kHeadDim>(row, segment * kSegmentChunks + chunk));
         ptx::st_global_128(out_gmem + row * stride.row + column, value);
@@ -92,14 +93,21 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + m * 16 + half * 8 + lane / 4;
       const float sum = quad_sum(rows[m][half].sum);
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      FinishedRow finished{sum == 0.0f ? 0.0f : 1.0f / sum, 0.0f};
+      if constexpr (kMask == MaskKind::kBand) {
+        finished = finish_with_sink(rows[m][half].max * params.scale_log2, sum,
+                                    sink_log2(params.band, tile.head_q, tile.row + min(row, tile.rows - 1)));
+      }
+      const float inverse = finished.inverse;
 #pragma unroll
       for (int d = 0; d < Spec::kMmaD; ++d) {
         O_rmem[m][d][2 * half] *= inverse;
         O_rmem[m][d][2 * half + 1] *= inverse;
       }
       if (wants_lse && lane % 4 == 0 && row < tile.rows) {
-        ptx::st_global_float(lse_gmem + row, log_sum_exp(rows[m][half].max, sum, params.scale_log2));
+        ptx::st_global_float(lse_gmem + row, kMask == MaskKind::kBand
+                                                 ? finished.lse
+                                                 : log_sum_exp(rows[m][half].max, sum, params.scale_log2));
       }
     }
   if constexpr (Spec::kIsSplit) {

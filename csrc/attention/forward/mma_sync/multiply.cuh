@@ -63,9 +63,10 @@ struct QueryOperand<Spec, false> {
 };
 
 // S = Q K^T: [kWarpRows, kBlockN], K_smem [kBlockN, kHeadDim].
-template <typename Spec>
-__device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
-                                                   const QueryOperand<Spec>& Q, ptx::SmemPointer K_smem) {
+// Query: QueryOperand, or what else has its get().
+template <typename Spec, typename Query>
+__device__ __forceinline__ void multiply_query_key(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4], const Query& Q,
+                                                   ptx::SmemPointer K_smem) {
   const auto walk = columns_first_walk<Spec>(K_smem);
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)

@@ -34,47 +34,63 @@ struct KeyTileWalk {
   const ptx::SmemPointer V_smem;  // [kBlockN, kHeadDim]
   const Element* K_gmem;          // [seq_k, head_dim] of this head
   const Element* V_gmem;
-  int n;                  // the current key tile
-  const int causal_last;  // last key that the warp's first row sees, if causal
+  int n;  // the current key tile
+  const int
+      causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
+  const QueryTile tile;  // of a band alone
 
-  __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, int last_tile,
+  __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile_, int last_tile,
                                          ptx::SmemPointer KV_smem)
       : params(params_),
-        sequence{params_, tile.batch},
+        sequence{params_, tile_.batch},
         K_smem(KV_smem),
         V_smem(KV_smem + Spec::kKeyBytes),
-        K_gmem(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile.head_kv)),
-        V_gmem(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile.head_kv)),
+        K_gmem(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile_.head_kv)),
+        V_gmem(static_cast<const Element*>(params.v) + sequence.key_offset(params.v_stride, tile_.head_kv)),
         n(last_tile),
-        causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
+        causal_last(Mask<kMask>(sequence).last_key(tile_.row + ptx::warp_index() * Spec::kWarpRows)),
+        tile(tile_) {}
 
-  __device__ __forceinline__ void fetch_key(StagedTile<Spec, Spec::kBlockN>& staged, int tile) const {
-    staged.fetch(K_gmem + tile * Spec::kBlockN * params.k_stride.row, params.k_stride.row, params.head_dim,
-                 sequence.keys() - tile * Spec::kBlockN);
+  // The keys of key tile `index`, of K or V.
+  __device__ __forceinline__ void fetch(StagedTile<Spec, Spec::kBlockN>& staged, const Element* head_gmem,
+                                        const Strides& stride, int columns, int index) const {
+    const int first_key = index * Spec::kBlockN;
+    if constexpr (kMask == MaskKind::kBand) {
+      staged.fetch_band(head_gmem, stride, columns, sequence, first_key,
+                        Mask<kMask>(sequence).keys(tile.row, tile.rows));
+    } else {
+      staged.fetch(head_gmem + first_key * stride.row, stride.row, columns, sequence.keys() - first_key);
+    }
+  }
+  __device__ __forceinline__ void fetch_key(StagedTile<Spec, Spec::kBlockN>& staged, int index) const {
+    fetch(staged, K_gmem, params.k_stride, params.head_dim, index);
   }
 
   // On entry K of this tile has been stored, but not yet waited for.
   template <bool kIsMasked>
-  __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q) {
+  __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q, int begin) {
     const int first_key = n * Spec::kBlockN;
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
     {
       StagedTile<Spec, Spec::kBlockN> V_staged;
-      V_staged.fetch(V_gmem + first_key * params.v_stride.row, params.v_stride.row, params.head_dim,
-                     sequence.keys() - first_key);
+      fetch(V_staged, V_gmem, params.v_stride, value_columns<kMask>(params), n);
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
       mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
       V_staged.store(V_smem);
     }
     ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
+    if constexpr (kMask == MaskKind::kBand) {
+      mma_sync::shape_scores<Spec>(S_rmem, sequence, tile.head_q, tile.row + ptx::warp_index() * Spec::kWarpRows,
+                                   first_key);
+    }
     if constexpr (kIsMasked) {
-      const TileMask<kMask> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
+      const TileMask<kMask> mask = tile_mask<kMask>(sequence, causal_last, first_key);
       mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     }
     StagedTile<Spec, Spec::kBlockN> K_staged;
-    if (n > 0) fetch_key(K_staged, n - 1);
+    if (n > begin) fetch_key(K_staged, n - 1);
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, kIsMasked);
-    if (n > 0) K_staged.store(K_smem);
+    if (n > begin) K_staged.store(K_smem);
   }
 };
 
@@ -82,8 +98,9 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
+  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
   const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, false>(params, tile);
-  if (key_tiles.end == 0) return;
+  if (key_tiles.end == 0 || (kMask == MaskKind::kBand && key_tiles.begin >= key_tiles.end)) return;
   KeyTileWalk<Spec, kMask> walk(params, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
   {
     StagedTile<Spec, Spec::kBlockN> K_staged;
@@ -97,8 +114,12 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   }
   ptx::barrier_sync_block();  // Q is whole
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
-  for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<true>(accumulator, Q);
-  for (; walk.n >= 0; --walk.n) walk.template step<false>(accumulator, Q);
+  if constexpr (kMask == MaskKind::kBand) {
+    for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<true>(accumulator, Q, key_tiles.begin);
+  } else {
+    for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<true>(accumulator, Q, 0);
+    for (; walk.n >= 0; --walk.n) walk.template step<false>(accumulator, Q, 0);
+  }
 }
 
 template <typename Spec, MaskKind kMask>
@@ -108,8 +129,15 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   Accumulator<Spec> accumulator;
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
   const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
+  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
                                      Q_smem + warp_row * Spec::kRowBytes);
+}
+
+// Ragged, paged and banded batches.
+template <typename Spec>
+__device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
+  forward<Spec, MaskKind::kBand>(params);
 }
 
 }  // namespace sm75

@@ -2,6 +2,8 @@
 // memory is free, and the latency passes under a matrix product.
 #pragma once
 
+#include "attention/masks.cuh"
+#include "attention/sequences.cuh"
 #include "device/swizzle.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
@@ -40,6 +42,32 @@ struct StagedTile {
         }
       }
       row_gmem = ptx::advance_pointer(row_gmem, pass_bytes);
+    }
+  }
+
+  // The same of a band's keys from `first_key` on, row by row; zeros where a key is not `visible`.
+  __device__ __forceinline__ void fetch_band(const Element* head_gmem, const Strides& stride, int columns,
+                                             const Sequence<MaskKind::kBand>& sequence, int first_key,
+                                             KeyRange visible) {
+    const int thread = ptx::recompute(ptx::thread_index());
+    const int thread_column = thread % kSegmentChunks * kChunkElements;
+    const bool is_paged = sequence.params.entries.block_table != nullptr;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int key = first_key + pass * kRowsPerPass + thread / kSegmentChunks;
+      const bool row_valid = key >= visible.begin && key < visible.end;
+      int64_t offset = key * stride.row;
+      if (row_valid && is_paged) {
+        offset = sequence.page_of(key) * stride.batch + key % sequence.params.entries.page_size * stride.row;
+      }
+#pragma unroll
+      for (int segment = 0; segment < kSegments; ++segment) {
+        uint32_t (&chunk)[4] = chunk_rmem[pass][segment];
+        chunk[0] = chunk[1] = chunk[2] = chunk[3] = 0;
+        if (row_valid && segment * 64 + thread_column < columns) {
+          ptx::ld_global_128(chunk, head_gmem + offset + segment * 64 + thread_column);
+        }
+      }
     }
   }
 

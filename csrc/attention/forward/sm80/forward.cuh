@@ -29,6 +29,31 @@ using mma_sync::QueryOperand;
 // Which of a loop's tiles need a mask. kSome decides for each tile and warp.
 enum class Masked { kNone, kSome, kAll };
 
+// What the walk of a band needs beside that of other masks.
+template <typename Spec, MaskKind kMask>
+struct BandWalk {
+  __device__ __forceinline__ BandWalk(const Sequence<kMask>&, const QueryTile&) {}
+};
+template <typename Spec>
+struct BandWalk<Spec, MaskKind::kBand> {
+  using Element = typename Spec::Element;
+
+  const Element* K_gmem;  // of the head's first key, or page
+  const Element* V_gmem;
+  const KeyRange visible;  // keys that some row of the tile sees
+  const int head_q;
+  const int warp_row;  // the warp's first, of the sequence
+
+  __device__ __forceinline__ BandWalk(const Sequence<MaskKind::kBand>& sequence, const QueryTile& tile)
+      : K_gmem(static_cast<const Element*>(sequence.params.k) +
+               sequence.key_offset(sequence.params.k_stride, tile.head_kv)),
+        V_gmem(static_cast<const Element*>(sequence.params.v) +
+               sequence.key_offset(sequence.params.v_stride, tile.head_kv)),
+        visible(Mask<MaskKind::kBand>(sequence).keys(tile.row, tile.rows)),
+        head_q(tile.head_q),
+        warp_row(tile.row + ptx::warp_index() * Spec::kWarpRows) {}
+};
+
 // The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands.
 template <typename Spec, MaskKind kMask>
 struct KeyTileWalk {
@@ -44,7 +69,8 @@ struct KeyTileWalk {
   int n;            // the current key tile
   const int begin;  // the last one
   int stage;        // where the current tile lies
-  int causal_last;  // last key that the warp's first row sees, if causal
+  int causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
+  const BandWalk<Spec, kMask> band;
 
   __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, const KeyTiles& key_tiles,
                                          ptx::SmemPointer KV_smem_)
@@ -58,16 +84,28 @@ struct KeyTileWalk {
         n(key_tiles.end - 1),
         begin(key_tiles.begin),
         stage(0),
-        causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)) {}
+        causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)),
+        band(sequence, tile) {}
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
+    if constexpr (kMask == MaskKind::kBand) {
+      load_band_tile<Spec, Spec::kBlockN>(KV_smem + to_stage * Spec::kKeyBytes, band.K_gmem, params.k_stride,
+                                          params.head_dim, sequence, tile * Spec::kBlockN, band.visible);
+      return;
+    }
     K_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
                                                     params.head_dim, sequence.keys() - tile * Spec::kBlockN);
   }
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_value(int tile, int to_stage) {
+    if constexpr (kMask == MaskKind::kBand) {
+      load_band_tile<Spec, Spec::kBlockN>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes, band.V_gmem,
+                                          params.v_stride, params.head_dim_v, sequence, tile * Spec::kBlockN,
+                                          band.visible);
+      return;
+    }
     V_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes,
                                                     params.v_stride.row, params.head_dim,
                                                     sequence.keys() - tile * Spec::kBlockN);
@@ -130,11 +168,16 @@ struct KeyTileWalk {
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
     const ptx::SmemPointer V_smem = scores<kMasked>(S_rmem, Q);
     const int first_key = n * Spec::kBlockN;
-    const TileMask<kMask> mask{sequence.keys() - 1 - first_key, causal_last - first_key};
+    const TileMask<kMask> mask = tile_mask<kMask>(sequence, causal_last, first_key);
     // With a limit of its own a warp needs no register for the first masked tile.
-    const bool is_masked =
-        kMasked == Masked::kAll || (kMasked == Masked::kSome && mask.last_column(0) < Spec::kBlockN - 1);
+    bool is_masked = kMasked == Masked::kAll ||
+                     (kMasked == Masked::kSome && mask.template hides_some<Spec::kBlockN>(Spec::kWarpRows));
+    if constexpr (kMask == MaskKind::kBand) {
+      mma_sync::shape_scores<Spec>(S_rmem, sequence, band.head_q, band.warp_row, first_key);
+    }
     if (is_masked) mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
+    // A mask tensor hides what it likes.
+    if constexpr (kMask == MaskKind::kBand) is_masked = true;
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
   }
 };
@@ -157,6 +200,7 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = this_query_tile<Spec, kMask>(params);
+  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
   const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(params, tile);
   if (key_tiles.begin >= key_tiles.end) return;
   load_query<Spec, kMask>(params, tile, Q_smem);
@@ -184,8 +228,16 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
   // Located again: five registers less through the loop, where there is none to spare.
   const QueryTile tile = this_query_tile<Spec, kMask>(params);
+  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
                                      Q_smem + warp_row * Spec::kRowBytes);
+}
+
+// Ragged, paged and banded batches.
+template <typename Spec>
+__device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
+  static_assert(!Spec::kHasMaskedLoop && !Spec::kIsSplit, "what a band's tiles need, each says itself; decode/ splits");
+  forward<Spec, MaskKind::kBand>(params);
 }
 
 }  // namespace sm80

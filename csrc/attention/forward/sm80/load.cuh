@@ -1,6 +1,8 @@
 // Global to shared memory by cp.async: 16 bytes a thread, eight neighbouring threads to 64 columns of a row.
 #pragma once
 
+#include "attention/masks.cuh"
+#include "attention/sequences.cuh"
 #include "device/swizzle.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/special_registers.cuh"
@@ -50,6 +52,42 @@ struct TileLoader {
     }
   }
 };
+
+// A tile of kRows keys of a band, from `first_key` on: row by row, since each page lies elsewhere. Keys outside `visible`, which may lie in
+// pages of nobody, are zeros.
+template <typename Spec, int kRows>
+__device__ __forceinline__ void load_band_tile(ptx::SmemPointer tile_smem, const typename Spec::Element* head_gmem,
+                                               const Strides& stride, int columns,
+                                               const Sequence<MaskKind::kBand>& sequence, int first_key,
+                                               KeyRange visible) {
+  constexpr int kRowsPerPass = Spec::kNumThreads / kSegmentChunks;
+  const int thread = ptx::recompute(ptx::thread_index());
+  const int thread_row = thread / kSegmentChunks;
+  const int thread_column = thread % kSegmentChunks * kChunkElements;
+  const ptx::SmemPointer thread_smem = tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
+  const bool is_paged = sequence.params.entries.block_table != nullptr;
+#pragma unroll
+  for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
+    const int key = first_key + pass * kRowsPerPass + thread_row;
+    const bool row_valid = key >= visible.begin && key < visible.end;
+    int64_t offset = 0;
+    if (row_valid) {
+      if (is_paged) {
+        const int page_size = sequence.params.entries.page_size;
+        offset = sequence.page_of(key) * stride.batch + key % page_size * stride.row;
+      } else {
+        offset = key * stride.row;
+      }
+    }
+    const typename Spec::Element* row_gmem = head_gmem + offset + thread_column;
+#pragma unroll
+    for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
+      const bool valid = row_valid && segment * 64 + thread_column < columns;
+      ptx::cp_async_16(thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
+                       row_gmem + segment * 64, valid ? kChunkBytes : 0);
+    }
+  }
+}
 
 }  // namespace sm80
 }  // namespace attention

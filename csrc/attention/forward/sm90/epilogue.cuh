@@ -28,9 +28,10 @@ __device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier
 // stmatrix stores the 16 rows of the warp and 16 columns.
 template <typename Spec>
 __device__ __forceinline__ void store_output_shared(unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
-                                                    const float (&inverse_sum)[2], int first_slab) {
-  const int lane = ptx::lane_index();
-  const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+                                                    const float (&inverse_sum)[2], int first_slab,
+                                                    int thread = ptx::thread_index()) {
+  const int lane = thread % 32;
+  const int row = thread / 32 % 4 * 16 + lane % 16;
   unsigned char* row_smem = smem + row * 128;
 #pragma unroll
   for (int step = 0; step < Spec::kNumOutputSlabs * 4; ++step) {

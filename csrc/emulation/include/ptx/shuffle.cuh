@@ -25,6 +25,12 @@ __device__ __forceinline__ int shuffle_index(int value, int lane, Site site = Si
   return static_cast<int>(emulation::shuffle_index(static_cast<uint32_t>(value), lane, site, "shuffle_index"));
 }
 
+__device__ __forceinline__ uint64_t shuffle_index(uint64_t value, int lane, Site site = Site::here()) {
+  const auto low = static_cast<uint32_t>(shuffle_index(static_cast<int>(value), lane, site));
+  const auto high = static_cast<uint32_t>(shuffle_index(static_cast<int>(value >> 32), lane, site));
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+
 __device__ __forceinline__ bool vote_any(bool predicate, Site site = Site::here()) {
   return emulation::ballot(predicate, site, "vote_any") != 0;
 }

@@ -22,13 +22,15 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   static constexpr int kProbabilities = Base::kProbabilities;
   static constexpr int kOutputs = Base::kOutputs;
 
-  const bool has_functions;  // scores pass through a softcap or a mask tensor
-  const float scale_log2;    // of what leaves them: with an additive mask the scores have it already
+  const bool has_functions;  // scores pass through a mask tensor, and a softcap before it
+  const bool is_capped;      // a softcap alone, which is the softmax's
+  const float scale_log2;    // of what leaves the functions: with an additive mask the scores have it already
 
   __device__ __forceinline__ VarlenConsumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
                                             int consumer_)
       : Base(params_, shared_, consumer_),
-        has_functions(params_.band.score_factor > 0.0f || params_.band.mask_type != MaskTensor::kNone),
+        has_functions(params_.band.mask_type != MaskTensor::kNone),
+        is_capped(params_.band.score_factor > 0.0f && params_.band.mask_type == MaskTensor::kNone),
         scale_log2(params_.band.mask_type == MaskTensor::kAdditive ? 1.0f : params_.scale_log2) {}
 
   // The first of this thread's two rows; the other is 8 further on.
@@ -40,7 +42,6 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   __device__ __forceinline__ void change_scores(float (&scores)[kScores], const VarlenTile& tile, int block) const {
     const Band& band = params.band;
     if (band.score_factor > 0.0f) cap_scores<Spec::kBlockN>(scores, band.score_factor);
-    if (band.mask_type == MaskTensor::kNone) return;
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
     const MaskReader<Element> reader(params, tile, thread_row(tile));
     if (band.mask_type == MaskTensor::kBool) {
@@ -62,8 +63,16 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     mask_scores_before<Spec::kBlockN>(scores, hidden);
   }
 
-  // As Consumer::step, whose comments hold. kIsSpecial: the block may need a mask or the scores a function.
-  template <bool kIsSpecial>
+  enum class Step {
+    kPlain,   // nothing but the softmax
+    kMasked,  // the block may need a mask, or its scores a function
+    kCapped,  // it may need a mask, and the scores have a softcap
+  };
+
+  __device__ __forceinline__ Softcap softcap() const { return Softcap{params.band.score_factor, params.scale_log2}; }
+
+  // As Consumer::step, whose comments hold.
+  template <Step kStep>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
                                        RowState& rows, const VarlenTile& tile, int block, bool is_masked) {
     float scores[kScores];
@@ -76,12 +85,17 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
     this->release_key();
-    if constexpr (kIsSpecial) {
-      if (has_functions) change_scores(scores, tile, block);
-      if (is_masked) mask_block(scores, tile, block);
-    }
+    if (kStep == Step::kMasked && has_functions) change_scores(scores, tile, block);
+    if (kStep != Step::kPlain && is_masked) mask_block(scores, tile, block);
     float rescale[2];
-    const bool moved = online_softmax<Spec::kBlockN, kIsSpecial>(scores, rows, rescale, scale_log2);
+    bool moved;
+    if constexpr (kStep == Step::kPlain) {
+      moved = online_softmax<Spec::kBlockN, false>(scores, rows, rescale, params.scale_log2);
+    } else if constexpr (kStep == Step::kMasked) {
+      moved = online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
+    } else {
+      moved = capped_softmax<Spec::kBlockN>(scores, rows, rescale, softcap());
+    }
 
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
@@ -103,7 +117,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 
   // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin.
   __device__ __forceinline__ void attend(const VarlenTile& tile, const KeyRange& range, int first_row,
-                                         float (&output)[kOutputs], RowState& rows) {
+                                         float (&output)[kOutputs], RowState& rows, float (&sink_log2)[2]) {
     const BandSequence sequence = tile.sequence(params);
     const KeyRange own = own_blocks(sequence, first_row, range);
     for (int block = range.end; block > own.end; --block) this->skip_block();
@@ -125,16 +139,29 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       this->release_key();
       if (has_functions) change_scores(scores, tile, block);
       if (is_masked(block)) mask_block(scores, tile, block);
-      online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
+      if (is_capped) {
+        capped_softmax<Spec::kBlockN>(scores, rows, rescale, softcap());
+      } else {
+        online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
+      }
       this->pack_probabilities(probabilities, scores);
     }
-    for (--block; block >= own.begin; --block) {
-      if (has_functions || is_masked(block)) {
-        step<true>(output, probabilities, rows, tile, block, is_masked(block));
-      } else {
-        step<false>(output, probabilities, rows, tile, block, false);
-      }
+    // Plain blocks are a loop of their own: inside one loop for all kinds they would be an eighth slower.
+    const int plain_begin = maximum(own.begin, full.begin);
+    --block;
+    if (is_capped) {
+      for (; block >= own.begin; --block) step<Step::kCapped>(output, probabilities, rows, tile, block, is_masked(block));
     }
+    while (block >= own.begin) {
+      if (has_functions || is_masked(block)) {
+        step<Step::kMasked>(output, probabilities, rows, tile, block, is_masked(block));
+        --block;
+        continue;
+      }
+      do step<Step::kPlain>(output, probabilities, rows, tile, block, false);
+      while (--block >= plain_begin);
+    }
+    load_sinks(params, tile, thread_row(tile), sink_log2);
     this->release_query();
     this->wait_value();
     this->issue_output(output, probabilities, this->value_descriptor());
@@ -170,7 +197,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-      const KeyRange range = key_range<Spec>(tile.sequence(params), tile);
+      const KeyRange range = tile.blocks;
       if (first_row >= tile.rows) {
         // Rows past the end: nothing to compute or to store.
         this->release_query();
@@ -182,26 +209,21 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
-      if (!Spec::kIsSplit || range.begin < range.end) {
-        attend(tile, range, first_row, output, rows);
-      } else {
-        this->release_query();
-      }
+      float sink_log2[2];
+      attend(tile, range, first_row, output, rows, sink_log2);
       const int row = thread_row(tile);
       float inverse_sum[2];
       float lse[2];
-      finish_rows<Spec>(params, tile, row, rows, scale_log2, inverse_sum, lse);
-      store_varlen_lse<Spec>(params, tile, row, lse);
-      if constexpr (Spec::kIsSplit) {
-        store_varlen_partial<Spec>(params, tile, row, output, inverse_sum);
-      } else {
-        store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum);
+      if (is_capped) {  // from here on, maxima are exponents
+        rows.max[0] = softcap().exact(rows.max[0]);
+        rows.max[1] = softcap().exact(rows.max[1]);
       }
+      finish_rows(params, rows, is_capped ? 1.0f : scale_log2, sink_log2, inverse_sum, lse);
+      store_varlen_lse(params, tile, row, lse);
+      store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum);
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
-    if constexpr (!Spec::kIsSplit) {
-      if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
-    }
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
   }
 };
 

@@ -9,39 +9,34 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// sum and log-sum-exp of a thread's two rows; row: the first of the two. Of split kernels the first share counts the sink.
-template <typename Spec>
-__device__ __forceinline__ void finish_rows(const ForwardParams& params, const VarlenTile& tile, int row,
-                                            const RowState& rows, float scale_log2, float (&inverse_sum)[2],
-                                            float (&lse)[2]) {
+// The sinks of a thread's two rows times log2(e), -inf for none; row: the first of the two. Asked for before the last product, which
+// hides the time that they take.
+__device__ __forceinline__ void load_sinks(const ForwardParams& params, const VarlenTile& tile, int row,
+                                           float (&sink_log2)[2]) {
   constexpr float kLog2E = 1.4426950408889634f;
-  if (params.band.sinks == nullptr || (Spec::kIsSplit && tile.split > 0)) {
-    finish_softmax(rows, inverse_sum, lse, scale_log2);
-    return;
-  }
   const int folded = params.band.folded_heads;
-  float sink_log2[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int head = folded > 1 ? tile.head * folded + minimum(row + 8 * r, tile.rows - 1) : tile.head;
-    sink_log2[r] = ptx::ld_global_float(params.band.sinks + head) * kLog2E;
+    sink_log2[r] = params.band.sinks == nullptr ? ptx::negative_infinity()
+                                                : ptx::ld_global_float(params.band.sinks + head) * kLog2E;
   }
-  finish_softmax_with_sinks(rows, inverse_sum, lse, scale_log2, sink_log2);
 }
 
-// The tile's row 0 among all rows of the log-sum-exp, or of the partial results.
-template <typename Spec>
-__device__ __forceinline__ int64_t first_result_row(const ForwardParams& params, const VarlenTile& tile) {
-  const BandSequence sequence = tile.sequence(params);
-  return sequence.result_row(sequence.template result_head<Spec::kIsSplit>(tile.head, tile.split));
+__device__ __forceinline__ void finish_rows(const ForwardParams& params, const RowState& rows, float scale_log2,
+                                            const float (&sink_log2)[2], float (&inverse_sum)[2], float (&lse)[2]) {
+  if (params.band.sinks == nullptr) {
+    finish_softmax(rows, inverse_sum, lse, scale_log2);
+  } else {
+    finish_softmax_with_sinks(rows, inverse_sum, lse, scale_log2, sink_log2);
+  }
 }
 
-template <typename Spec>
 __device__ __forceinline__ void store_varlen_lse(const ForwardParams& params, const VarlenTile& tile, int row,
                                                  const float (&lse)[2]) {
-  float* lse_gmem = Spec::kIsSplit ? params.lse_partial : params.lse;
-  if (ptx::lane_index() % 4 != 0 || lse_gmem == nullptr) return;
-  lse_gmem += first_result_row<Spec>(params, tile);
+  if (ptx::lane_index() % 4 != 0 || params.lse == nullptr) return;
+  const BandSequence sequence = tile.sequence(params);
+  float* lse_gmem = params.lse + sequence.result_row(sequence.template result_head<false>(tile.head, 0));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (row + 8 * r < tile.rows) ptx::st_global_float(lse_gmem + row + 8 * r, lse[r]);
@@ -84,7 +79,7 @@ __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, c
     // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it.
     if (is_storing_thread) ptx::tma_store_wait_read<0>();
     sync_consumer(consumer);
-    store_output_shared<Spec>(smem, output, inverse_sum, first_slab);
+    store_output_shared<Spec>(smem, output, inverse_sum, first_slab, ptx::recompute(ptx::thread_index()));
     // Hazard: the copy engine, or another thread, reads before all 64 rows are written and visible to it.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
@@ -97,26 +92,6 @@ __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, c
                           tile.first_row + first_row, tile.head, is_ragged ? 0 : tile.batch);
       }
       ptx::tma_store_commit();
-    }
-  }
-}
-
-// Normalised fp32 rows of params.out_partial, straight from the accumulators.
-template <typename Spec>
-__device__ __forceinline__ void store_varlen_partial(const ForwardParams& params, const VarlenTile& tile, int row,
-                                                     const float (&output)[Spec::kHeadDim / 2],
-                                                     const float (&inverse_sum)[2]) {
-  float* out_gmem = params.out_partial + first_result_row<Spec>(params, tile) * params.head_dim_v;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (row + 8 * r >= tile.rows) continue;
-    float* row_gmem =
-        out_gmem + static_cast<int64_t>(row + 8 * r) * params.head_dim_v + ptx::lane_index() % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < Spec::kHeadDim / 8; ++j) {
-      const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),
-                                ptx::float_bits(output[4 * j + 2 * r + 1] * inverse_sum[r])};
-      if (8 * j < params.head_dim_v) ptx::st_global_64(row_gmem + 8 * j, pair);
     }
   }
 }

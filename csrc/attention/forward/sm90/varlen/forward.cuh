@@ -33,8 +33,6 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  // The combining kernel may take its place in the queue; it waits for this grid's end.
-  if constexpr (Spec::kIsSplit) ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

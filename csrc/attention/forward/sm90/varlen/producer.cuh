@@ -146,8 +146,7 @@ struct VarlenProducer {
 
   // As for dense tensors: K(n-1), Q of warpgroup 0, V(n-1), Q of the others, then K(j), V(j) downwards.
   __device__ __forceinline__ void load_tile(const VarlenTile& tile, int num_tiles, int index, int& next_index) {
-    const BandSequence sequence = tile.sequence(params);
-    const KeyRange range = key_range<Spec>(sequence, tile);
+    const KeyRange& range = tile.blocks;
     const int first_key = params.entries.block_table == nullptr ? key_extent(params, tile.batch).first : 0;
     const int kv_head = tile.head / heads_per_key_head(params);
     const int last_block = range.end - 1;
@@ -155,12 +154,11 @@ struct VarlenProducer {
     const auto draw = [&]() {
       if (lane == 0) next_index = next_tile_index(params.tile_counter, num_tiles, index);
     };
-    const bool has_keys = !Spec::kIsSplit || range.begin < range.end;
     if (last_block <= draw_block) draw();
     Box box = find_box(tile, first_key, last_block);
-    if (has_keys) load_key(box, kv_head);
+    load_key(box, kv_head);
     load_query(0, tile);
-    if (has_keys) load_value(box, kv_head, tile.keys - last_block * Spec::kBlockN);
+    load_value(box, kv_head, tile.keys - last_block * Spec::kBlockN);
 #pragma unroll
     for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) load_query(consumer, tile);
     for (int block = last_block - 1; block >= range.begin; --block) {
@@ -186,7 +184,7 @@ struct VarlenProducer {
 #pragma unroll
     for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
       ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
-      publish_tile(shared.tile(query.stage, consumer), VarlenTile{-1, 0, 0, 0, 1, 0, 0, 0});
+      publish_tile(shared.tile(query.stage, consumer), VarlenTile{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}});
       ptx::mbarrier_arrive(shared.query_full(query.stage, consumer));
     }
   }

@@ -21,11 +21,10 @@ struct VarlenTile {
   int m_block;
   int head;
   int batch;
-  int split;      // 0 to num_splits - 1
-  int num_splits; // of this entry
   int first_row;  // of the entry, among all rows
   int rows;
   int keys;
+  KeyRange blocks;  // of keys: what some row of the tile sees
 
   __device__ __forceinline__ BandSequence sequence(const ForwardParams& params) const {
     return BandSequence(params, batch, Extent{first_row, rows}, Extent{0, keys});
@@ -57,17 +56,6 @@ __device__ __forceinline__ KeyRange seen_blocks(const BandSequence& sequence, in
   return KeyRange{begin, maximum(end, begin + 1)};
 }
 
-// Those of a work item: its share of the tile's.
-template <typename Spec>
-__device__ __forceinline__ KeyRange key_range(const BandSequence& sequence, const VarlenTile& tile) {
-  const int first_row = tile.m_block * Spec::kBlockM;
-  const KeyRange range = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
-  if constexpr (!Spec::kIsSplit) return range;
-  const int blocks = range.end - range.begin;
-  return KeyRange{range.begin + blocks * tile.split / tile.num_splits,
-                  range.begin + blocks * (tile.split + 1) / tile.num_splits};
-}
-
 // A warp's walk over the entries of a batch, 32 at a time, one for each lane. Tile numbers that it is asked for must not decrease.
 template <typename Spec>
 class EntryWalk {
@@ -77,6 +65,7 @@ class EntryWalk {
   // Of the whole batch. All lanes.
   __device__ __forceinline__ int count_tiles() const {
     int tiles = tiles_of_entry(ptx::lane_index());
+#pragma unroll 4
     for (int entry = 32 + ptx::lane_index(); entry < params_.batch; entry += 32) tiles += tiles_of_entry(entry);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) tiles += static_cast<int>(ptx::shuffle_xor(static_cast<uint32_t>(tiles), mask));
@@ -153,8 +142,9 @@ __device__ __forceinline__ VarlenTile decode_tile(const ForwardParams& params, E
       scheduled = schedule_tile<MaskKind::kFull>(Section{place.index, 0, 0}, m_blocks);
     }
   }
-  return VarlenTile{scheduled.m_block, scheduled.head, place.entry,      0,
-                    1,                 sequence.row.first, sequence.rows(), sequence.keys()};
+  const int first_row = scheduled.m_block * Spec::kBlockM;
+  const KeyRange blocks = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
+  return VarlenTile{scheduled.m_block, scheduled.head, place.entry, sequence.row.first, sequence.rows(), sequence.keys(), blocks};
 }
 
 }  // namespace sm90

@@ -17,45 +17,129 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// scores become tanh(scores * factor), within 2e-7. Up to 1/2 by a polynomial, which leaves the exponential units to the softmax;
-// where some score of the warp is larger, by an exponential.
+constexpr float kTwoLog2E = 2.8853900817779268f;
+
+// scores become tanh(scores * factor), where a mask tensor follows: 1 - 2 / (e^2x + 1), right at both infinities.
 template <int kN>
 __device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor) {
-  constexpr float kPolynomialEnd = 0.5f;
-  float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) {
-    scores[i] *= factor;
-    largest = ptx::max_ftz(largest, fabsf(scores[i]));
-  }
-  if (!ptx::vote_any(largest > kPolynomialEnd)) {
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      const float square = scores[i] * scores[i];
-      float series = ptx::fma_rn(square, -0.04422886f, 0.13185846f);
-      series = ptx::fma_rn(square, series, -0.33326459f);
-      scores[i] = ptx::fma_rn(scores[i] * square, series, scores[i]);
-    }
-    return;
-  }
-  constexpr float kTwoLog2E = 2.8853900817779268f;
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {  // 1 - 2 / (e^2x + 1)
-    const float inverse = ptx::rcp_approx(ptx::exp2_approx(scores[i] * kTwoLog2E) + 1.0f);
+    const float inverse = ptx::rcp_approx(ptx::exp2_approx(scores[i] * (factor * kTwoLog2E)) + 1.0f);
     scores[i] = ptx::fma_rn(-2.0f, inverse, 1.0f);
   }
 }
 
-// Where a mask tensor has the scores of this thread: keys run from first_key, two neighbours in every eight.
+// The softcap inside the softmax: exponents scale_log2 * tanh(score * factor) of raw scores, whose order they keep, so that maxima are
+// those of raw scores.
+//
+// Up to kSoftEnd tanh(x) is x + x^3 c1 + x^5 c2, 4e-7 off; three multiply-adds a score, where two more operations of the exponential
+// units would cost more than all of the softmax. Below -kSoftEnd the series falls faster than tanh, and that does not show: beside a
+// maximum of -1/8 or more, with a cap of kLeastSoftcap or more, it gives such scores less than 7% weight, and errs by 3e-5 of the
+// largest one.
+struct Softcap {
+  static constexpr float kSoftEnd = 0.3125f;
+  static constexpr float kSoftBegin = -0.125f;
+  static constexpr float kLeastSoftcap = 15.0f * 1.44269504f;  // as scale_log2
+
+  float factor;
+  float scale_log2;
+
+  __device__ __forceinline__ bool is_soft(float max) const {
+    return max * factor <= kSoftEnd && max * factor >= kSoftBegin && scale_log2 >= kLeastSoftcap;
+  }
+  __device__ __forceinline__ float slope() const { return factor * scale_log2; }
+
+  // score * series(score): the exponent.
+  __device__ __forceinline__ float series(float score) const {
+    constexpr float kCube = -0.33308466f;
+    constexpr float kFifth = 0.12584438f;
+    const float square = score * score;
+    const float at = factor * factor;
+    return ptx::fma_rn(square, ptx::fma_rn(square, kFifth * at * at * slope(), kCube * at * slope()), slope());
+  }
+  __device__ __forceinline__ float exact(float score) const {
+    const float inverse = ptx::rcp_approx(ptx::exp2_approx(score * (factor * kTwoLog2E)) + 1.0f);
+    const float exponent = ptx::fma_rn(-2.0f * scale_log2, inverse, scale_log2);
+    return score == ptx::negative_infinity() ? score : exponent;
+  }
+  template <bool kIsSoft>
+  __device__ __forceinline__ float exponent(float score) const {
+    return kIsSoft ? score * series(score) : exact(score);
+  }
+};
+
+// What online_softmax does after it has a row's new maxima.
+template <int kN, bool kIsSoft>
+__device__ __forceinline__ void capped_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&new_max)[2],
+                                                    bool moved, float (&rescale)[2], const Softcap& cap) {
+  float shift[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float before = cap.exponent<kIsSoft>(rows.max[r]);
+    shift[r] = before;
+    if (moved) {
+      rows.max[r] = new_max[r];
+      shift[r] = cap.exponent<kIsSoft>(new_max[r]);
+    }
+    if (!kIsSoft && rows.max[r] == ptx::negative_infinity()) shift[r] = 0.0f;
+    if (moved) {
+      rescale[r] = ptx::exp2_approx(ptx::sub_rn(before, shift[r]));
+      rows.sum[r] *= rescale[r];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    const int r = i / 2 % 2;
+    float& score = scores[i];
+    if constexpr (kIsSoft) {
+      score = ptx::exp2_approx(ptx::fma_rn(score, cap.series(score), -shift[r]));
+    } else {
+      score = ptx::exp2_approx(cap.exact(score) - shift[r]);
+    }
+    rows.sum[r] += score;
+  }
+}
+
+// online_softmax of raw scores under a softcap.
+template <int kN>
+__device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
+                                               const Softcap& cap) {
+  constexpr float kMaxExponent = 8.0f;
+  float new_max[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    new_max[r] = rows.max[r];
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+      new_max[r] = ptx::max_ftz(new_max[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+    }
+  }
+  // False for the NaN of a row without keys.
+  const bool stays = (new_max[0] - rows.max[0]) * cap.slope() <= kMaxExponent &&
+                     (new_max[1] - rows.max[1]) * cap.slope() <= kMaxExponent;
+  const bool moved = ptx::vote_any(!stays);
+  const bool is_soft = ptx::vote_all(cap.is_soft(new_max[0]) && cap.is_soft(new_max[1]));
+  if (moved) {
+    new_max[0] = quad_max(new_max[0]);
+    new_max[1] = quad_max(new_max[1]);
+  }
+  if (is_soft) {
+    capped_exponentials<kN, true>(scores, rows, new_max, moved, rescale, cap);
+  } else {
+    capped_exponentials<kN, false>(scores, rows, new_max, moved, rescale, cap);
+  }
+  return moved;
+}
+
+// Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on.
 template <typename Element>
 struct MaskReader {
   const unsigned char* row_gmem[2];  // of key 0; null past the last row
-  int64_t key_stride;                // elements
-  int keys;
+  const Band& band;
+  const int keys;
 
   __device__ __forceinline__ MaskReader(const ForwardParams& params, const VarlenTile& tile, int row)
-      : key_stride(params.band.mask_stride_key), keys(tile.keys) {
-    const Band& band = params.band;
+      : band(params.band), keys(tile.keys) {
     const int bytes = band.mask_type == MaskTensor::kBool ? 1 : 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -65,20 +149,14 @@ struct MaskReader {
     }
   }
 
-  __device__ __forceinline__ bool is_shown(int r, int key) const {
-    return ptx::ld_global_8(row_gmem[r] + key * key_stride) != 0;
-  }
-  __device__ __forceinline__ float value(int r, int key) const {
-    return unpack<Element>(ptx::ld_global_16(row_gmem[r] + 2 * key * key_stride)).x;
-  }
-
   template <int kN>
   __device__ __forceinline__ void hide(float (&scores)[kN / 2], int first_key) const {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       const int r = i / 2 % 2;
       const int key = first_key + 8 * (i / 4) + i % 2;
-      if (row_gmem[r] != nullptr && key < keys && !is_shown(r, key)) scores[i] = ptx::negative_infinity();
+      if (row_gmem[r] == nullptr || key >= keys) continue;
+      if (ptx::ld_global_8(row_gmem[r] + key * band.mask_stride_key) == 0) scores[i] = ptx::negative_infinity();
     }
   }
 
@@ -92,9 +170,8 @@ struct MaskReader {
       const int key = first_key + 8 * (i / 4) + i % 2;
       float added = 0.0f;
       if (row_gmem[r] != nullptr && key < keys) {
-        const float given = value(r, key);
-        added = given * value_factor;
-        if (given != ptx::negative_infinity()) added = ptx::max_ftz(added, -kLargest);
+        const float value = unpack<Element>(ptx::ld_global_16(row_gmem[r] + 2 * key * band.mask_stride_key)).x;
+        added = value == ptx::negative_infinity() ? value : ptx::max_ftz(value * value_factor, -kLargest);
       }
       scores[i] = ptx::fma_rn(scores[i], factor, added);
     }

@@ -9,13 +9,13 @@ namespace attention {
 namespace sm90 {
 
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_>
+          int kNumQueryStages_, int kNumOutputSlabs_>
 struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumStages_, kNumWarps_, kNumQueryStages_,
-                                kNumOutputSlabs_, kSplit_, 32, 1> {
+                                kNumOutputSlabs_, 0, 32, 1> {
   // The producing warp holds the places of entries and pages, and takes from the consumers what that needs.
   static constexpr int kConsumers = kBlockM_ / 64;
-  static constexpr int kProducerRegisters = kConsumers == 4 ? 64 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 4 ? 104 : kConsumers == 3 ? 152 : 224;
+  static constexpr int kProducerRegisters = kConsumers == 4 ? 64 : kConsumers == 3 ? 80 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 4 ? 104 : kConsumers == 3 ? 144 : 224;
   static_assert(kHeadDim_ / 64 * (kBlockN_ / 8) <= 32, "a lane of the producing warp asks for one box of a block");
 };
 

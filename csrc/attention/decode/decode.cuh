@@ -1,0 +1,152 @@
+// Attention of few query rows over many keys (decoding): a kernel that waits for memory, and for nothing else.
+//
+// The query heads that share a key head are the rows of one 16-row tile, so that K and V are read once. Each warp streams its own 16 keys
+// of every key tile through its own ring of shared memory and never waits for another warp; the warps of a block meet once a segment
+// (plan.cuh), to add up what they have.
+#pragma once
+
+#include "attention/decode/load.cuh"
+#include "attention/decode/merge.cuh"
+#include "attention/decode/plan.cuh"
+#include "attention/decode/spec.cuh"
+#include "attention/forward/mma_sync/accumulate.cuh"
+#include "attention/forward/mma_sync/multiply.cuh"
+#include "attention/masks.cuh"
+#include "attention/params/forward.h"
+#include "attention/scores.cuh"
+#include "attention/sequences.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace decode {
+
+using mma_sync::Accumulator;
+
+// Softcap, mask and visibility of a warp's scores S [16 rows, 16 keys]. What few tiles need is computed there: registers are dear.
+template <typename Spec>
+struct ScoreRules {
+  const ForwardParams& params;
+  const Sequence<MaskKind::kBand>& sequence;
+  const Segment& segment;
+  KeyRange seen_by_all;  // keys that no row of the tile is kept from
+
+  __device__ __forceinline__ ScoreRules(const ForwardParams& params_, const Sequence<MaskKind::kBand>& sequence_,
+                                        const Segment& segment_)
+      : params(params_), sequence(sequence_), segment(segment_) {
+    seen_by_all.begin = band_keys(params.band, sequence, segment.row + segment.rows - 1).begin;
+    seen_by_all.end = band_keys(params.band, sequence, segment.row).end;
+  }
+
+  // Rows past the last one go by the last one's rules; nobody sees what becomes of them.
+  template <bool kHasMask>
+  __device__ __forceinline__ void hide(float (&S_rmem)[1][Spec::kMmaN][4], int first_key) const {
+    const Band& band = params.band;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = segment.row + min(segment.rows - 1, half * 8 + ptx::recompute(ptx::lane_index()) / 4);
+      const KeyRange seen = band_keys(band, sequence, row);
+      const int64_t mask_row =
+          segment.batch * band.mask_stride_batch + segment.head_q * band.mask_stride_head + row * band.mask_stride_row;
+#pragma unroll
+      for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = first_key + n * 8 + ptx::lane_index() % 4 * 2 + i;
+          float& score = S_rmem[0][n][2 * half + i];
+          if (key < seen.begin || key >= seen.end) {
+            score = ptx::negative_infinity();
+          } else if (kHasMask) {
+            score = masked_score<typename Spec::Element>(band, score, mask_row + key * band.mask_stride_key);
+          }
+        }
+    }
+  }
+
+  __device__ __forceinline__ void apply(float (&S_rmem)[1][Spec::kMmaN][4], int first_key) const {
+    const Band& band = params.band;
+    if (band.score_factor > 0.0f) {
+#pragma unroll
+      for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) S_rmem[0][n][i] = capped_score(band, S_rmem[0][n][i]);
+    }
+    if (band.mask != nullptr) {
+      hide<true>(S_rmem, first_key);
+    } else if (first_key < seen_by_all.begin || first_key + kWarpKeys > seen_by_all.end) {
+      hide<false>(S_rmem, first_key);
+    }
+  }
+};
+
+// This warp's part of a segment, left in shared memory.
+template <typename Spec>
+__device__ __forceinline__ void attend(const ForwardParams& params, const Segment& segment,
+                                       const WarpResults<Spec>& results) {
+  constexpr int kStages = Spec::kNumStages;
+  const ptx::SmemPointer ring_smem = results.block_smem + ptx::warp_index() * Spec::kRingBytes;
+  const Sequence<MaskKind::kBand> sequence = segment.sequence(params);
+  KeyLoader<Spec> loader(params, sequence, segment);
+  loader.find(segment.tile);
+  const auto load = [&](int tile, int stage) {
+    if (tile < segment.end_tile) {
+      loader.load(tile, ring_smem + stage * Spec::kStageBytes);
+      loader.find(tile + 1);
+    } else {
+      ptx::cp_async_commit();
+      ptx::cp_async_commit();
+    }
+  };
+  using Query = typename QueryOf<Spec>::Type;
+  const auto* Q_gmem = static_cast<const typename Spec::Element*>(params.q) +
+                       sequence.row_offset(params.q_stride, segment.head_q) + segment.row * params.q_stride.row;
+  Query::copy(params, Q_gmem, segment.rows, results.query());
+#pragma unroll 1
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) load(segment.tile + ahead, ahead);
+  const Query Q(params, Q_gmem, segment.rows, results.query());
+  const ScoreRules<Spec> rules(params, sequence, segment);
+  Accumulator<Spec> accumulator;
+
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = segment.tile; tile < segment.end_tile; ++tile) {
+    const ptx::SmemPointer K_smem = ring_smem + stage * Spec::kStageBytes;
+    ptx::cp_async_wait<2 * (kStages - 1) - 1>();
+    ptx::warp_sync();  // K of this tile is whole; the warp is done with the tile before, whose stage refills
+    load(tile + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+    float S_rmem[1][Spec::kMmaN][4];
+    mma_sync::multiply_query_key<Spec>(S_rmem, Q, K_smem);
+    rules.apply(S_rmem, loader.first_key(tile));
+    ptx::cp_async_wait<2 * (kStages - 1)>();
+    ptx::warp_sync();  // V of this tile is whole
+    mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, K_smem + Spec::kTileBytes, params.scale_log2,
+                                    /*is_masked=*/true);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+  ptx::cp_async_wait<0>();
+  ptx::warp_sync();  // write after read, and after copies: the ring
+  results.store(accumulator.rows, accumulator.O_rmem, params.scale_log2);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void decode(const ForwardParams& params) {
+  const WarpResults<Spec> results{ptx::dynamic_shared_memory()};
+  ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, or Q
+  ptx::grid_launch_dependents();
+  Plan<Spec> plan(params);
+  for (bool is_first = true;; is_first = false) {
+    Segment segment;
+    if (!plan.next(segment)) return;
+    if (!is_first) ptx::barrier_sync_block();  // write after read: the warps' results
+    attend<Spec>(params, segment, results);
+    finish_segment<Spec>(params, segment, plan.sharing(segment), results);
+  }
+}
+
+}  // namespace decode
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,164 @@
+// What a warp loads: its 16 keys of each key tile, K and V, by cp.async into its own ring; and the item's query rows.
+#pragma once
+
+#include "attention/decode/plan.cuh"
+#include "attention/decode/spec.cuh"
+#include "attention/forward/mma_sync/multiply.cuh"
+#include "attention/sequences.cuh"
+#include "device/swizzle.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace decode {
+
+// Rows of a 16-row tile that one lane copies, of each 64-column segment: lane / 8 and every fourth after it.
+constexpr int kRowsPerPass = 32 / kSegmentChunks;
+constexpr int kPasses = kWarpKeys / kRowsPerPass;
+
+// Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, are zeros.
+template <typename Spec>
+__device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, const typename Spec::Element* row_gmem,
+                                         bool valid, int columns) {
+  const int lane = ptx::lane_index();
+  const int column = lane % kSegmentChunks * kChunkElements;
+  // Rows of two passes differ by 4: the swizzle is another one, but for every second.
+  const ptx::SmemPointer row_smem =
+      tile_smem + swizzled_offset<Spec::kHeadDim>(pass * kRowsPerPass + lane / kSegmentChunks, lane % kSegmentChunks);
+#pragma unroll
+  for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
+    ptx::cp_async_16(row_smem + segment * (kSegmentChunks * kChunkBytes), row_gmem + segment * 64 + column,
+                     valid && segment * 64 + column < columns ? kChunkBytes : 0);
+  }
+}
+
+// Q as A operands: in registers, straight from global memory, asked for behind the first keys; or from the warp's copy in shared
+// memory, whose copying (copy) belongs to the commit group that follows. Rows past the item's last are that one again: nobody stores
+// what becomes of them.
+template <typename Spec>
+struct QueryRegisters {
+  using Element = typename Spec::Element;
+
+  uint32_t Q_rmem[Spec::kHeadDim / 16][4];
+
+  __device__ __forceinline__ static void copy(const ForwardParams&, const Element*, int, ptx::SmemPointer) {}
+
+  __device__ __forceinline__ QueryRegisters(const ForwardParams& params, const Element* Q_gmem, int rows,
+                                            ptx::SmemPointer) {
+    const int lane = ptx::lane_index();
+    const Element* row_gmem[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_gmem[half] = Q_gmem + min(rows - 1, half * 8 + lane / 4) * params.q_stride.row + lane % 4 * 2;
+    }
+#pragma unroll
+    for (int k = 0; k < Spec::kHeadDim / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = k * 16 + i / 2 * 8;
+        Q_rmem[k][i] = column < params.head_dim ? ptx::ld_global_32(row_gmem[i % 2] + column) : 0;
+      }
+  }
+
+  __device__ __forceinline__ void get(uint32_t (&a)[1][4], int k) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[0][i] = Q_rmem[k][i];
+  }
+};
+
+template <typename Spec>
+struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
+  using Element = typename Spec::Element;
+
+  __device__ __forceinline__ static void copy(const ForwardParams& params, const Element* Q_gmem, int rows,
+                                              ptx::SmemPointer Q_smem) {
+    ptx::warp_sync();  // write after read: the Q before
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = pass * kRowsPerPass + ptx::lane_index() / kSegmentChunks;
+      load_row<Spec>(Q_smem, pass, Q_gmem + min(rows - 1, row) * params.q_stride.row, true, params.head_dim);
+    }
+  }
+
+  __device__ __forceinline__ QueryCopy(const ForwardParams&, const Element*, int, ptx::SmemPointer Q_smem)
+      : mma_sync::QueryOperand<Spec, false>(Q_smem) {}
+};
+
+template <typename Spec, bool kInRegisters = Spec::kQueryInRegisters>
+struct QueryOf {
+  using Type = QueryRegisters<Spec>;
+};
+template <typename Spec>
+struct QueryOf<Spec, false> {
+  using Type = QueryCopy<Spec>;
+};
+
+// A warp's keys of one key tile after the other. Lanes 0 to 15 know where K of the tile's 16 keys lies, the others where V does.
+template <typename Spec>
+struct KeyLoader {
+  using Element = typename Spec::Element;
+
+  const ForwardParams& params;
+  const Sequence<MaskKind::kBand>& sequence;
+  const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
+  const Element* gmem;     // this lane's tensor, from the head's first element on
+  // Of this lane's key of the next tile: its page, and which row of the page (of the sequence) it is.
+  int page;
+  int row;
+
+  __device__ __forceinline__ static bool has_value() { return ptx::lane_index() >= kWarpKeys; }
+
+  __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kBand>& sequence_,
+                                       const Segment& segment)
+      : params(params_), sequence(sequence_), visible(segment.seen) {
+    int head_kv = segment.head_q;
+    if (params.heads_q != params.heads_kv) head_kv = quotient(head_kv, quotient(params.heads_q, params.heads_kv));
+    gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
+           sequence.key_offset(has_value() ? params.v_stride : params.k_stride, head_kv);
+  }
+
+  __device__ __forceinline__ static int first_key(int tile) {
+    return tile * Spec::kTileKeys + ptx::warp_index() * kWarpKeys;
+  }
+
+  // Asks for the page of a tile's key, some time before its load.
+  __device__ __forceinline__ void find(int tile) {
+    const int key = first_key(tile) + ptx::lane_index() % kWarpKeys;
+    page = row = 0;
+    if (key < visible.begin || key >= visible.end) return;
+    row = key;
+    if (params.entries.block_table != nullptr) {
+      const int page_of_entry = quotient(key, params.entries.page_size);
+      page = sequence.stated_page(page_of_entry);
+      row = key - page_of_entry * params.entries.page_size;
+    }
+  }
+
+  // K and V of the tile whose keys were found, a commit group each.
+  __device__ __forceinline__ void load(int tile, ptx::SmemPointer stage_smem) const {
+    const int64_t page_stride = has_value() ? params.v_stride.batch : params.k_stride.batch;
+    const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
+    const uint64_t own =
+        reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
+#pragma unroll
+    for (int is_value = 0; is_value < 2; ++is_value) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int key = pass * kRowsPerPass + ptx::lane_index() / kSegmentChunks;
+        const bool valid = first_key(tile) + key >= visible.begin && first_key(tile) + key < visible.end;
+        const uint64_t row_gmem = ptx::shuffle_index(own, is_value * kWarpKeys + key);
+        load_row<Spec>(stage_smem + is_value * Spec::kTileBytes, pass, reinterpret_cast<const Element*>(row_gmem),
+                       valid, is_value ? params.head_dim_v : params.head_dim);
+      }
+      ptx::cp_async_commit();
+    }
+  }
+};
+
+}  // namespace decode
+}  // namespace attention
+}  // namespace flashmoe

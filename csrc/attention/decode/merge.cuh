@@ -1,0 +1,251 @@
+// From the outputs of a block's warps to that of the block, and from those of an item's blocks to the result.
+//
+// A partial result of a row is (out, shift, sum): out and sum are sums over keys of exp2(score * scale_log2 - shift) times V or 1.
+// Partial results are added in the order of warps and of blocks, so that the result does not depend on which block is last.
+#pragma once
+
+#include "attention/decode/plan.cuh"
+#include "attention/forward/mma_sync/softmax.cuh"
+#include "attention/params/forward.h"
+#include "attention/scores.cuh"
+#include "attention/sequences.cuh"
+#include "device/convert.cuh"
+#include "device/reduce.cuh"
+#include "ptx/atomics.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace decode {
+
+constexpr int kColumns = 4;  // of a row, that one thread adds up
+
+// Of four columns of a row.
+struct PartialRow {
+  float out[kColumns];
+  float shift;
+  float sum;
+};
+
+// What partial results of `shift` count for among others whose largest is `largest`: where that is -inf, no key was seen (or every
+// score was NaN, which the sums carry).
+__device__ __forceinline__ float weight_of(float shift, float largest) {
+  return largest == ptx::negative_infinity() ? 1.0f : ptx::exp2_approx(ptx::sub_rn(shift, largest));
+}
+
+__device__ __forceinline__ void add_weighted(PartialRow& total, float weight, const float4& out, float sum) {
+  total.out[0] = ptx::fma_rn(weight, out.x, total.out[0]);
+  total.out[1] = ptx::fma_rn(weight, out.y, total.out[1]);
+  total.out[2] = ptx::fma_rn(weight, out.z, total.out[2]);
+  total.out[3] = ptx::fma_rn(weight, out.w, total.out[3]);
+  total.sum = ptx::fma_rn(weight, sum, total.sum);
+}
+
+// Where the warps of a block leave their partial results.
+template <typename Spec>
+struct WarpResults {
+  ptx::SmemPointer block_smem;
+
+  __device__ __forceinline__ ptx::SmemPointer out(int warp, int row, int column) const {
+    return block_smem + (warp * Spec::kRingBytes + row * Spec::kOutputRowBytes + column * 4);
+  }
+  __device__ __forceinline__ ptx::SmemPointer state(int warp, int row) const {
+    return block_smem + (Spec::kNumWarps * (Spec::kRingBytes + Spec::kQueryBytes) + warp * Spec::kStateBytes + row * 8);
+  }
+  __device__ __forceinline__ ptx::SmemPointer arrival() const {
+    return block_smem + Spec::kNumWarps * (Spec::kRingBytes + Spec::kQueryBytes + Spec::kStateBytes);
+  }
+  // This warp's copy of Q, where it has one. 1024-byte aligned: the swizzle.
+  __device__ __forceinline__ ptx::SmemPointer query() const {
+    return block_smem + Spec::kQueryOffset + ptx::warp_index() * Spec::kQueryBytes;
+  }
+
+  __device__ __forceinline__ void store(const mma_sync::RowState (&rows)[1][2],
+                                        const float (&O_rmem)[1][Spec::kMmaD][4], float scale_log2) const {
+    const int lane = ptx::recompute(ptx::lane_index());
+    const int warp = ptx::recompute(ptx::warp_index());
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = half * 8 + lane / 4;
+      const float sum = quad_sum(rows[0][half].sum);
+      if (lane % 4 == 0) {
+        const uint32_t words[2] = {ptx::float_bits(rows[0][half].max * scale_log2), ptx::float_bits(sum)};
+        ptx::st_shared_64(state(warp, row), words);
+      }
+#pragma unroll
+      for (int d = 0; d < Spec::kMmaD; ++d) {
+        const uint32_t words[2] = {ptx::float_bits(O_rmem[0][d][2 * half]),
+                                   ptx::float_bits(O_rmem[0][d][2 * half + 1])};
+        ptx::st_shared_64(out(warp, row, d * 8 + lane % 4 * 2), words);
+      }
+    }
+  }
+
+  __device__ __forceinline__ PartialRow add(int row, int column) const {
+    float shift[Spec::kNumWarps];
+    float sum[Spec::kNumWarps];
+    PartialRow total{};
+    total.shift = ptx::negative_infinity();
+#pragma unroll
+    for (int warp = 0; warp < Spec::kNumWarps; ++warp) {
+      uint32_t words[2];
+      ptx::ld_shared_64(words, state(warp, row));
+      shift[warp] = ptx::bits_float(words[0]);
+      sum[warp] = ptx::bits_float(words[1]);
+      total.shift = ptx::max_ftz(total.shift, shift[warp]);
+    }
+#pragma unroll
+    for (int warp = 0; warp < Spec::kNumWarps; ++warp) {
+      add_weighted(total, weight_of(shift[warp], total.shift), ptx::ld_shared_float4(out(warp, row, column)),
+                   sum[warp]);
+    }
+    return total;
+  }
+};
+
+// Partial results in global memory: out_partial [2 * blocks, kBlockM, kHeadDim], lse_partial [2 * blocks, kBlockM, 2].
+template <typename Spec>
+__device__ __forceinline__ int64_t partial_row(int slot, int row) {
+  return static_cast<int64_t>(slot) * Spec::kBlockM + row;
+}
+
+template <typename Spec>
+__device__ __forceinline__ void store_partial(const ForwardParams& params, int slot, int row, int column,
+                                              const PartialRow& partial) {
+  const int64_t at = partial_row<Spec>(slot, row);
+  const uint32_t out[4] = {ptx::float_bits(partial.out[0]), ptx::float_bits(partial.out[1]),
+                           ptx::float_bits(partial.out[2]), ptx::float_bits(partial.out[3])};
+  ptx::st_global_128(params.out_partial + at * Spec::kHeadDim + column, out);
+  if (column == 0) {
+    const uint32_t state[2] = {ptx::float_bits(partial.shift), ptx::float_bits(partial.sum)};
+    ptx::st_global_64(params.lse_partial + at * 2, state);
+  }
+}
+
+// The sum over the blocks of an item.
+template <typename Spec>
+__device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
+                                                 int column) {
+  constexpr int kAtOnce = 16;                   // loads in flight, for as many registers as there are
+  constexpr int kSlotRows = 2 * Spec::kBlockM;  // from one block's partial results to the next one's
+  PartialRow total{};
+  total.shift = ptx::negative_infinity();
+  // The first block's may be its second ones.
+  const int64_t at = partial_row<Spec>(slot_of(sharing.first_block, false), row);
+  const float* out_gmem = params.out_partial + at * Spec::kHeadDim + column;
+  const float* state_gmem = params.lse_partial + at * 2;
+  int later = sharing.starts_late ? Spec::kBlockM : 0;
+  for (int left = sharing.last_block - sharing.first_block + 1; left > 0; left -= kAtOnce) {
+    float4 out[kAtOnce];
+    float shift[kAtOnce];
+    float sum[kAtOnce];
+    float largest = total.shift;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      // What no block left counts for nothing. (A register that only some paths set would be held through the whole kernel.)
+      out[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+      shift[i] = ptx::negative_infinity();
+      sum[i] = 0.0f;
+      if (i < left) {
+        const int rows = i * kSlotRows + (i == 0 ? later : 0);
+        uint32_t state[2];
+        ptx::ld_global_64(state, state_gmem + rows * 2);
+        shift[i] = ptx::bits_float(state[0]);
+        sum[i] = ptx::bits_float(state[1]);
+        out[i] = ptx::ld_global_float4(out_gmem + rows * Spec::kHeadDim);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) largest = ptx::max_ftz(largest, shift[i]);
+    const float rescale = weight_of(total.shift, largest);
+    total.shift = largest;
+    total.sum *= rescale;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) total.out[i] *= rescale;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) add_weighted(total, weight_of(shift[i], largest), out[i], sum[i]);
+    out_gmem += kAtOnce * kSlotRows * Spec::kHeadDim;
+    state_gmem += kAtOnce * kSlotRows * 2;
+    later = 0;
+  }
+  return total;
+}
+
+// The sink joins the sum, once; then the row is divided, rounded and stored.
+template <typename Spec>
+__device__ __forceinline__ void store_result(const ForwardParams& params, const Segment& segment, int row, int column,
+                                             const PartialRow& total) {
+  using Element = typename Spec::Element;
+  const FinishedRow finished =
+      finish_with_sink(total.shift, total.sum, sink_log2(params.band, segment.head_q, segment.row + row));
+  const Sequence<MaskKind::kBand> sequence = segment.sequence(params);
+  if (column == 0 && params.lse != nullptr) {
+    const int64_t at = sequence.result_row(sequence.template result_head<false>(segment.head_q, 0)) + segment.row + row;
+    ptx::st_global_float(params.lse + at, finished.lse);
+  }
+  if (column >= params.head_dim_v) return;
+  const uint32_t packed[2] = {pack<Element>(total.out[0] * finished.inverse, total.out[1] * finished.inverse),
+                              pack<Element>(total.out[2] * finished.inverse, total.out[3] * finished.inverse)};
+  Element* out_gmem = static_cast<Element*>(params.out) + sequence.row_offset(params.out_stride, segment.head_q) +
+                      (segment.row + row) * params.out_stride.row;
+  ptx::st_global_64(out_gmem + column, packed);
+}
+
+// Calls with every row and four columns of them that fall to this thread.
+template <typename Spec, typename Function>
+__device__ __forceinline__ void for_each_part(const Segment& segment, Function function) {
+  constexpr int kThreadsPerRow = Spec::kHeadDim / kColumns;
+  const int thread = ptx::recompute(ptx::thread_index());
+  const int column = thread % kThreadsPerRow * kColumns;
+#pragma unroll 1
+  for (int row = thread / kThreadsPerRow; row < segment.rows; row += Spec::kNumThreads / kThreadsPerRow) {
+    function(row, column);
+  }
+}
+
+// True in the block that finds the partial results of all the item's blocks there; that is the last one to ask.
+template <typename Spec>
+__device__ __forceinline__ bool is_last_to_arrive(const ForwardParams& params, const Sharing& sharing,
+                                                  const WarpResults<Spec>& results) {
+  ptx::barrier_sync_block();  // the block's partial results are stored
+  if (ptx::thread_index() == 0) {
+    ptx::fence_device();  // and seen before the count
+    // No other item that several blocks share begins in first_block: the counter is this item's.
+    int32_t* counter_gmem = params.tile_counter + sharing.first_block;
+    const int others = sharing.last_block - sharing.first_block;
+    const bool is_last = ptx::atomic_add_global(counter_gmem, 1) == others;
+    if (is_last) {
+      ptx::st_global_32(counter_gmem, 0);  // for the next launch
+      ptx::fence_device();                 // the others' results are read after the count
+    }
+    ptx::st_shared_32(results.arrival(), is_last ? 1u : 0u);
+  }
+  ptx::barrier_sync_block();  // read after write: the answer
+  return ptx::ld_shared_32(results.arrival()) != 0;
+}
+
+// On entry every warp's partial results are in shared memory, but not yet waited for. On return other warps may still read them.
+template <typename Spec>
+__device__ __forceinline__ void finish_segment(const ForwardParams& params, const Segment& segment,
+                                               const Sharing& sharing, const WarpResults<Spec>& results) {
+  ptx::barrier_sync_block();  // read after write: the warps' results
+  const bool is_shared = sharing.first_block != sharing.last_block;
+  if (is_shared) {
+    for_each_part<Spec>(segment, [&](int row, int column) {
+      store_partial<Spec>(params, sharing.slot, row, column, results.add(row, column));
+    });
+    if (!is_last_to_arrive<Spec>(params, sharing, results)) return;
+  }
+  for_each_part<Spec>(segment, [&](int row, int column) {
+    const PartialRow total = is_shared ? add_blocks<Spec>(params, sharing, row, column) : results.add(row, column);
+    store_result<Spec>(params, segment, row, column, total);
+  });
+}
+
+}  // namespace decode
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,226 @@
+// How the key tiles of a batch are divided over the blocks of a decoding kernel, from the lengths in device memory.
+//
+// An item is a query tile (up to kBlockM rows) of one head of one entry, with the key tiles that its entry's rows see. The tiles of all
+// items stand in one row, item by item, and every block takes an equal share of it, whatever the lengths: a block's share is the end
+// of one item, whole items, and the beginning of another one. An item that several blocks share is put together by whichever of
+// them is done last (merge.cuh). With num_splits == 1 nothing is shared: a block takes whole items, so that the order of a row's
+// sums does not depend on the batch.
+//
+// All warps of a block make the same plan, each for itself; entries are looked at 32 at a time, one a lane.
+#pragma once
+
+#include "attention/masks.cuh"
+#include "attention/params/forward.h"
+#include "attention/sequences.cuh"
+#include "device/math.cuh"
+#include "device/reduce.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace decode {
+
+// An item's part that falls to a block. Key tiles are counted from the entry's first key.
+struct Segment {
+  int batch;
+  Extent query_rows;  // of the entry
+  Extent keys;        // of the entry
+  KeyRange seen;      // keys that some row of the entry sees
+  int head_q;
+  int row;   // the item's first
+  int rows;  // 1 to kBlockM
+  int tile;  // first key tile
+  int end_tile;
+  // Of the row of all tiles: the item's, and the segment's first. Unused where no item is shared.
+  int item_tile;
+  int item_end;
+  int position;
+
+  __device__ __forceinline__ Sequence<MaskKind::kBand> sequence(const ForwardParams& params) const {
+    return Sequence<MaskKind::kBand>(params, batch, query_rows, keys);
+  }
+};
+
+// The blocks that share an item.
+struct Sharing {
+  int first_block;
+  int last_block;
+  bool starts_late;  // first_block has the end of another item before this one
+  int slot;          // of this block's partial results: see slot_of
+};
+
+// Of a block that ends one item and begins another one, each has a place for its partial results.
+__device__ __forceinline__ int slot_of(int block, bool is_later) { return 2 * block + (is_later ? 1 : 0); }
+
+// The keys that some row of an entry sees.
+__device__ __forceinline__ KeyRange keys_of_entry(const Sequence<MaskKind::kBand>& sequence) {
+  const Band& band = sequence.params.band;
+  return KeyRange{band_keys(band, sequence, 0).begin, band_keys(band, sequence, sequence.rows() - 1).end};
+}
+
+// Unsigned: the signed division takes half as many instructions more.
+__device__ __forceinline__ int quotient(int a, int b) {
+  return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+}
+
+template <typename Spec>
+struct Plan {
+  const ForwardParams& params;
+  const bool is_uniform;  // one look says what all entries ask for
+  int share;              // tiles of a block; with num_splits == 1, unused
+  int position;           // of the row of all tiles: where the next segment begins; with num_splits == 1, the next item
+  int end;                // of the block's share; with num_splits == 1, of all items
+  int group;              // entries group to group + 31 are in the lanes
+  int group_tile;         // of the row, the group's first
+  // Of this lane's entry:
+  Extent rows;
+  Extent keys;
+  KeyRange seen;
+  int tiles;  // of an item
+  int items;
+  int behind;  // of the row from group_tile on, where the entry ends
+
+  // Unsigned, which makes a division a shift.
+  __device__ __forceinline__ static int tile_of(int key) {
+    return static_cast<int>(static_cast<uint32_t>(key) / Spec::kTileKeys);
+  }
+  __device__ __forceinline__ static int row_blocks_of(int rows) {
+    return static_cast<int>((static_cast<uint32_t>(rows) + Spec::kBlockM - 1) / Spec::kBlockM);
+  }
+
+  __device__ __forceinline__ void load_entry(int entry) {
+    rows = keys = Extent{0, 0};
+    seen = KeyRange{0, 0};
+    items = 0;
+    tiles = 1;
+    if (entry >= params.batch) return;
+    const Sequence<MaskKind::kBand> sequence(params, entry);
+    rows = sequence.row;
+    keys = sequence.key;
+    if (rows.length == 0) return;
+    seen = keys_of_entry(sequence);
+    // Rows that see no key have an output, too: one tile, all of it hidden.
+    tiles = maximum(1, tile_of(seen.end + Spec::kTileKeys - 1) - tile_of(seen.begin));
+    items = row_blocks_of(rows.length) * params.heads_q;
+  }
+
+  __device__ __forceinline__ void load_group(int first) {
+    group = first;
+    load_entry(is_uniform ? 0 : first + ptx::lane_index());
+    behind = items * tiles;
+    if (!is_uniform) behind = warp_prefix_sum(behind);
+  }
+
+  __device__ __forceinline__ explicit Plan(const ForwardParams& params_)
+      : params(params_),
+        is_uniform(params_.batch == 1 ||
+                   (params_.entries.cu_seqlens_q == nullptr && params_.entries.cu_seqlens_k == nullptr &&
+                    params_.entries.seqused_k == nullptr)),
+        group_tile(0) {
+    share = 0;
+    if (params.num_splits == 1) {
+      position = ptx::block_index();
+      end = params.batch * params.heads_q * row_blocks_of(params.seq_q);
+      return;
+    }
+    int total = 0;
+    int most = 0;
+    for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // the first one last
+      load_group(first);
+      total += ptx::shuffle_index(behind, 31);
+      most = max(most, tiles);
+    }
+    if (is_uniform) {
+      total *= params.batch;
+    } else {
+      most = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(most)));
+    }
+    // Shares do not begin where items do: an item of num_splits - 1 shares may meet num_splits blocks.
+    share = max(quotient(total + ptx::grid_size() - 1, ptx::grid_size()),
+                quotient(most + params.num_splits - 2, params.num_splits - 1));
+    position = min(total, ptx::block_index() * share);
+    end = min(total, position + share);
+  }
+
+  // The item `index` of the entry that `lane` holds.
+  __device__ __forceinline__ void set_item(Segment& segment, int entry, int lane, int index) const {
+    segment.batch = entry;
+    segment.query_rows = Extent{ptx::shuffle_index(rows.first, lane), ptx::shuffle_index(rows.length, lane)};
+    segment.keys = Extent{ptx::shuffle_index(keys.first, lane), ptx::shuffle_index(keys.length, lane)};
+    segment.seen = KeyRange{ptx::shuffle_index(seen.begin, lane), ptx::shuffle_index(seen.end, lane)};
+    segment.tile = tile_of(segment.seen.begin);
+    const int m_blocks = row_blocks_of(segment.query_rows.length);
+    segment.head_q = m_blocks == 1 ? index : quotient(index, m_blocks);
+    segment.row = (index - segment.head_q * m_blocks) * Spec::kBlockM;
+    segment.rows = min(Spec::kBlockM, segment.query_rows.length - segment.row);
+  }
+
+  // The next item that the entry behind it has; false at the end.
+  __device__ __forceinline__ bool next_whole(Segment& segment) {
+    const int most_items = params.heads_q * row_blocks_of(params.seq_q);
+    for (; position < end; position += ptx::grid_size()) {
+      const int entry = quotient(position, most_items);
+      const int index = position - entry * most_items;
+      load_entry(entry);
+      if (index < items) {
+        set_item(segment, entry, 0, index);
+        segment.end_tile = segment.tile + tiles;
+        segment.item_tile = segment.item_end = segment.position = 0;
+        position += ptx::grid_size();
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // The next part of the block's share; false at its end.
+  __device__ __forceinline__ bool next(Segment& segment) {
+    if (params.num_splits == 1) return next_whole(segment);
+    if (position >= end) return false;
+    int entry = 0;
+    int entry_tile;  // of the row
+    int lane = 0;
+    if (is_uniform) {
+      if (params.batch > 1) entry = quotient(position, behind);
+      entry_tile = entry * behind;
+    } else {
+      uint32_t reached = ptx::vote_ballot(group_tile + behind > position);
+      while (reached == 0) {
+        group_tile += ptx::shuffle_index(behind, 31);
+        load_group(group + 32);
+        reached = ptx::vote_ballot(group_tile + behind > position);
+      }
+      lane = ptx::population_count(~reached & (reached - 1));  // the first that reaches past it
+      entry = group + lane;
+      entry_tile = group_tile + ptx::shuffle_index(behind - items * tiles, lane);
+    }
+    const int item_tiles = ptx::shuffle_index(tiles, lane);
+    const int index = quotient(position - entry_tile, item_tiles);
+    set_item(segment, entry, lane, index);
+    segment.item_tile = entry_tile + index * item_tiles;
+    segment.item_end = segment.item_tile + item_tiles;
+    segment.position = position;
+    segment.tile += position - segment.item_tile;
+    const int segment_end = min(segment.item_end, end);
+    segment.end_tile = segment.tile + segment_end - position;
+    position = segment_end;
+    return true;
+  }
+
+  // Asked for at a segment's end: nothing before it needs to know.
+  __device__ __forceinline__ Sharing sharing(const Segment& segment) const {
+    if (params.num_splits == 1) return Sharing{0, 0, false, 0};
+    Sharing result;
+    result.first_block = quotient(segment.item_tile, share);
+    result.last_block = quotient(segment.item_end - 1, share);
+    result.starts_late = segment.item_tile > result.first_block * share;
+    result.slot = slot_of(ptx::block_index(), segment.position > ptx::block_index() * share);
+    return result;
+  }
+};
+
+}  // namespace decode
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,64 @@
+// Compile-time description of a decoding kernel: few query rows, many keys.
+#pragma once
+
+#include "ptx/mma.cuh"
+#include "ptx/types.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace decode {
+
+constexpr int kWarpKeys = 16;  // of a key tile; a warp's own
+
+// One block computes up to 16 query rows of one key head. A key tile has kBlockN keys, 16 for each warp; a warp loads and multiplies
+// its own alone, so that nothing in the loop over tiles waits for another warp.
+//
+// kNumStages          key tiles of a warp's ring, K and V; kNumStages - 1 of them are in flight.
+// kQueryInRegisters   1: a warp keeps Q; 0: it reads its own copy in shared memory for every tile, for want of registers.
+template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
+          int kQueryInRegisters_>
+struct DecodeSpec {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kTileKeys = kBlockN_;
+  static constexpr int kNumStages = kNumStages_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumThreads = 32 * kNumWarps;
+
+  // What the products of a warp (mma_sync/) ask for.
+  static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
+  static constexpr int kBlockN = kWarpKeys;
+  static constexpr int kMmaM = 1;
+  static constexpr int kMmaN = kBlockN / 8;
+  static constexpr int kMmaD = kHeadDim / 8;
+
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
+  static constexpr int kTileBytes = kWarpKeys * kRowBytes;  // of K, of V, or of Q
+  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr int kRingBytes = kNumStages * kStageBytes;             // of one warp
+  static constexpr int kStateBytes = kBlockM * 8;                         // of one warp: the row states it ends with
+  static constexpr int kQueryBytes = kQueryInRegisters ? 0 : kTileBytes;  // of one warp
+  static constexpr int kQueryOffset = kNumWarps * kRingBytes;
+  static constexpr int kArrivalBytes = 16;
+  static constexpr int kSharedBytes = kNumWarps * (kRingBytes + kQueryBytes + kStateBytes) + kArrivalBytes;
+
+  // A warp's output in fp32, over its own ring. Rows are 32 bytes apart in the banks: four quads store at once.
+  static constexpr int kOutputRowBytes = kHeadDim * 4 + 32;
+
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    ptx::mma_m16n8k16<Element>(d, a, b0, b1);
+  }
+
+  static_assert(sizeof(Element) == 2, "mma.m16n8k16 and ldmatrix here take 16-bit elements");
+  static_assert(kHeadDim % 64 == 0, "the swizzle permutes within 64 columns");
+  static_assert(kBlockM == 16, "the rows of one m16n8k16 product");
+  static_assert(kTileKeys == kWarpKeys * kNumWarps, "each warp has 16 keys of a tile");
+  static_assert(kNumStages >= 2, "a tile is multiplied while another one loads");
+  static_assert(kBlockM * kOutputRowBytes <= kRingBytes, "a warp leaves its output in its ring");
+  static_assert(kNumThreads % (kHeadDim / 4) == 0, "a thread adds up four columns of a row");
+};
+
+}  // namespace decode
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,236 @@
+// The forward of ragged, paged and banded attention on a GPU. Nothing here reads device memory: lengths, offsets and page numbers are the
+// kernels' business, and grids are sized for the most that there can be.
+
+#include "attention/host/varlen.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "attention/forward/sm90/varlen/tensor_map.h"
+#include "attention/host/backends.h"
+#include "attention/host/prepare.h"
+#include "attention/host/select.h"
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "host/launch.h"
+#include "host/tensor_map.h"
+#include "host/tile_counters.h"
+#include "host/workspace.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+constexpr int64_t kMostSplits = 64;  // blocks that an item is worth putting together from
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+bool has_keys(const VarlenArguments& arguments) {
+  return arguments.max_seqlen_k > 0 && arguments.k.sizes()[0] > 0;  // of all entries, or pages
+}
+
+// Another view on the same memory, of the same rank or not.
+Tensor view_as(const Tensor& tensor, int64_t rank, const int64_t* sizes, const int64_t* strides) {
+  AtenTensorHandle handle = nullptr;
+  host::check_shim(aoti_torch__reinterpret_tensor(tensor.get(), rank, sizes, strides, 0, &handle),
+                   "_reinterpret_tensor");
+  return Tensor(handle);
+}
+
+void copy(const Tensor& from, const Tensor& to) {
+  host::check_shim(aoti_torch_copy_(to.get(), from.get(), /*non_blocking=*/0), "copy_");
+}
+
+// No key at all: the output is zero, and the log-sum-exp that of the sink alone.
+void fill_without_keys(const VarlenArguments& arguments, const VarlenOutputs& outputs, const host::Device& gpu) {
+  const host::CudaCall call(gpu);
+  const int64_t rows = arguments.rows_total() * arguments.heads_q();
+  constexpr uint32_t kMinusInfinity = 0xff800000U;
+  host::fill_bytes(outputs.out.data(), 0, rows * arguments.head_dim_v() * host::kElementBytes, call.stream,
+                   "output of ", rows, " rows");
+  if (!VarlenArguments::has(outputs.lse)) return;
+  if (!VarlenArguments::has(arguments.sinks)) {
+    host::fill_words(outputs.lse.data(), kMinusInfinity, rows, call.stream, "log-sum-exp of ", rows, " rows");
+    return;
+  }
+  const int64_t ragged[] = {1, 0};
+  const int64_t dense[] = {0, 1, 0};
+  copy(view_as(arguments.sinks, outputs.lse.dim(), outputs.lse.sizes(), arguments.has_ragged_rows() ? ragged : dense),
+       outputs.lse);
+}
+
+// The same tensors again, except those that the kernel cannot load where they lie.
+VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kernel& kernel) {
+  const auto same = [](const Tensor& tensor) { return VarlenArguments::has(tensor) ? host::alias(tensor) : Tensor(); };
+  VarlenArguments result;
+  result.q = host::loadable(arguments.q, kernel);
+  result.k = host::loadable(arguments.k, kernel);
+  result.v = host::loadable(arguments.v, kernel);
+  result.cu_seqlens_q = same(arguments.cu_seqlens_q);
+  result.cu_seqlens_k = same(arguments.cu_seqlens_k);
+  result.seqused_k = same(arguments.seqused_k);
+  result.block_table = same(arguments.block_table);
+  result.sinks = same(arguments.sinks);
+  result.mask = same(arguments.mask);
+  result.max_seqlen_q = arguments.max_seqlen_q;
+  result.max_seqlen_k = arguments.max_seqlen_k;
+  result.scale = arguments.scale;
+  result.softcap = arguments.softcap;
+  result.window_left = arguments.window_left;
+  result.window_right = arguments.window_right;
+  result.num_splits = arguments.num_splits;
+  result.dtype = arguments.dtype;
+  result.torch_dtype = arguments.torch_dtype;
+  result.device_type = arguments.device_type;
+  result.device_index = arguments.device_index;
+  return result;
+}
+
+TensorMaps make_varlen_tensor_maps(const ForwardParams& params, const Kernel& kernel) {
+  const sm90::ForwardTensorMaps from = sm90::varlen_tensor_maps(params, kernel.block_n);
+  return {host::encode_tensor_map(from.q, kernel.dtype, "q"), host::encode_tensor_map(from.k, kernel.dtype, "k"),
+          host::encode_tensor_map(from.v, kernel.dtype, "v"), host::encode_tensor_map(from.out, kernel.dtype, "out")};
+}
+
+void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall& call) {
+  const int64_t tiles = most_row_blocks(params, kernel.block_m) * params.heads_q;
+  const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
+  host::TileCounter counter;
+  if (tiles > grid) {
+    counter = host::tile_counter(call);
+    params.tile_counter = counter.address;
+  }
+  TensorMaps maps;
+  if (kernel.num_tensor_maps > 0) maps = make_varlen_tensor_maps(params, kernel);
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
+  list.run(call);
+}
+
+void run(const VarlenArguments& arguments, const VarlenOutputs& outputs, const Kernel& kernel, bool is_decoding,
+         const host::Device& gpu) {
+  ForwardParams params = make_varlen_params(arguments, outputs);
+  const host::CudaCall call(gpu);
+  // Folded, what was [heads_q, entries] comes as [entries, heads_q].
+  Tensor folded_lse;
+  if (has_one_row_each(arguments)) {
+    fold_heads(params);
+    if (arguments.has_ragged_rows() && params.lse != nullptr && params.batch > 1 && arguments.heads_q() > 1) {
+      folded_lse = host::empty({params.batch, arguments.heads_q()}, outputs.lse.dtype(), outputs.lse.device_type(),
+                               outputs.lse.device_index());
+      params.lse = static_cast<float*>(folded_lse.data());
+    }
+  }
+  if (is_decoding) {
+    run_decoding(params, kernel, arguments.num_splits, call);
+  } else {
+    run_tiles(params, kernel, call);
+  }
+  host::set_last_kernel(kernel.symbol);
+  if (VarlenArguments::has(folded_lse)) {
+    const int64_t strides[] = {1, arguments.heads_q()};
+    copy(view_as(folded_lse, 2, outputs.lse.sizes(), strides), outputs.lse);
+  }
+}
+
+const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) {
+  const int64_t group = arguments.heads_q() / arguments.heads_kv();
+  VarlenSelectorInput input{};
+  input.request = host::make_request(gpu, arguments.dtype);
+  input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
+  input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
+  input.rows = has_one_row_each(arguments) ? group : arguments.max_seqlen_q;
+  return *select_varlen_forward(input);
+}
+
+}  // namespace
+
+bool has_one_row_each(const VarlenArguments& arguments) {
+  return arguments.max_seqlen_q == 1 && arguments.rows_total() == arguments.batch();
+}
+
+void fold_heads(ForwardParams& params) {
+  if (params.entries.cu_seqlens_q != nullptr) {
+    params.entries.cu_seqlens_q = nullptr;
+    params.entries.rows_total = 0;
+    params.q_stride.batch = params.q_stride.row;
+    params.out_stride.batch = params.out_stride.row;
+  }
+  const int32_t group = params.heads_q / params.heads_kv;
+  params.seq_q = group;
+  if (group == 1) return;
+  for (Strides* stride : {&params.q_stride, &params.out_stride}) {
+    stride->row = stride->head;
+    stride->head *= group;
+  }
+  Band& band = params.band;
+  band.mask_stride_row = band.mask_stride_head;
+  band.mask_stride_head *= group;
+  band.folded_heads = group;
+  params.heads_q = params.heads_kv;
+}
+
+void describe_as_band(ForwardParams& params) {
+  params.head_dim_v = params.head_dim;
+  params.entries = Batch{};
+  params.band = Band{};
+  params.band.left = kUnbounded;
+  params.band.right = kUnbounded;
+  params.band.mask_factor = 1.0F;
+  params.band.folded_heads = 1;
+}
+
+// Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.
+void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call) {
+  params.num_splits = static_cast<int32_t>(num_splits == 0 ? kMostSplits : num_splits);
+  const int64_t items = ceil_div(params.seq_q, kernel.block_m) * params.heads_q * params.batch;
+  const int64_t tiles = params.num_splits == 1 ? items : items * (ceil_div(params.seq_k, kernel.block_n) + 1);
+  const int64_t grid = std::min(host::grid_for(kernel, tiles, call.gpu), host::kMaxCounters);
+  host::TileCounter counters;
+  host::Workspace workspace;
+  if (params.num_splits > 1) {
+    const int64_t rows = 2 * grid * kernel.block_m;
+    const int64_t out = workspace.add<float>(rows * kernel.axes[axis::kHeadDim]);
+    const int64_t states = workspace.add<float>(rows * 2);
+    workspace.allocate(call);
+    params.out_partial = workspace.address<float>(out);
+    params.lse_partial = workspace.address<float>(states);
+    counters = host::tile_counter(call, grid);
+    params.tile_counter = counters.address;
+  }
+  // On whatever runs in front: the kernel waits for its end before the first access to memory.
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/true});
+  list.run(call);
+}
+
+int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
+  const int64_t of_longest = ceil_div(params.seq_q, block_m) * params.batch;
+  if (params.entries.cu_seqlens_q == nullptr) return of_longest;
+  return std::min(of_longest, ceil_div(params.entries.rows_total, block_m) + params.batch);
+}
+
+void forward_varlen_cuda(const VarlenArguments& arguments, const VarlenOutputs& outputs) {
+  const host::Device& gpu = host::device(arguments.device_index);
+  if (!has_keys(arguments)) {
+    fill_without_keys(arguments, outputs, gpu);
+    return;
+  }
+  const Kernel& kernel = select(arguments, gpu);
+  const bool is_decoding = std::strcmp(kernel.operation, "attention_decode") == 0;
+  const bool is_whole = arguments.head_dim_v() % host::kRowAlignElements == 0;
+  if (is_whole && host::is_loadable(arguments.q, kernel) && host::is_loadable(arguments.k, kernel) &&
+      host::is_loadable(arguments.v, kernel)) {
+    run(arguments, outputs, kernel, is_decoding, gpu);
+    return;
+  }
+  const VarlenArguments copied = loadable_arguments(arguments, kernel);
+  VarlenOutputs padded;
+  padded.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  if (VarlenArguments::has(outputs.lse)) padded.lse = host::alias(outputs.lse);
+  run(copied, padded, kernel, is_decoding, gpu);
+  if (!is_whole) host::copy_unpadded(padded.out, outputs.out);
+}
+
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,29 @@
+// From the arguments of ragged, paged and banded attention to what a kernel is launched with.
+#pragma once
+
+#include "attention/host/select.h"
+#include "attention/host/varlen_arguments.h"
+#include "host/driver.h"
+
+namespace flashmoe {
+namespace attention {
+
+// Whether the rows are one for each entry, in the entries' order.
+bool has_one_row_each(const VarlenArguments& arguments);
+
+// One row for each entry: ragged rows become dense ones, of which lse is [batch, heads_q], and the query heads that share a key head
+// become the rows of that one position (Band::folded_heads), so that their keys are read once.
+void fold_heads(ForwardParams& params);
+
+// What a decoding kernel reads of a dense problem beside the other kernels' params: a band that hides nothing, all lengths alike.
+void describe_as_band(ForwardParams& params);
+
+// A decoding kernel divides all key tiles evenly over its blocks, and puts items that several blocks share together itself
+// (csrc/attention/decode/). num_splits: 0 for the kernel's choice; 1: nothing is shared, and a row's result is the same in any batch.
+void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_splits, const host::CudaCall& call);
+
+// Row blocks that all entries have together, for one head, at most; the lengths are in device memory.
+int64_t most_row_blocks(const ForwardParams& params, int64_t block_m);
+
+}  // namespace attention
+}  // namespace flashmoe

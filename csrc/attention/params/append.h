@@ -1,0 +1,36 @@
+// What the host passes to the kernel that puts new keys and values into a cache.
+#pragma once
+
+#include "attention/params/forward.h"
+
+namespace flashmoe {
+namespace attention {
+
+// New key i of entry b becomes key cache_seqlens[b] + i of the entry's cache; dropped where the cache has no room for it, or its page is
+// none of the cache's. The cache is dense, [batch, heads_kv, room, ...], or pages as Batch says, block_table_pages of them an entry.
+struct AppendParams {
+  void* k_cache;
+  void* v_cache;
+  const void* k_new;  // [batch, heads_kv, new_keys, head_dim]
+  const void* v_new;  // [batch, heads_kv, new_keys, head_dim_v]
+  Strides k_cache_stride;
+  Strides v_cache_stride;
+  Strides k_new_stride;
+  Strides v_new_stride;
+  const int32_t* cache_seqlens;  // [batch]
+  const int32_t* block_table;    // [batch, block_table_pages], rows block_table_stride apart; null: a dense cache
+  int64_t block_table_stride;
+  int32_t block_table_pages;
+  int32_t page_size;
+  int32_t num_pages;
+  int32_t batch;
+  int32_t heads_kv;
+  int32_t new_keys;
+  int32_t room;  // keys of an entry
+  int32_t head_dim;
+  int32_t head_dim_v;
+  int32_t is_aligned;  // every row starts and ends at a multiple of 16 bytes
+};
+
+}  // namespace attention
+}  // namespace flashmoe

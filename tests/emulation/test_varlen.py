@@ -1,0 +1,47 @@
+"""Ragged, paged and banded attention on emulated kernels: what the suite's comparison with fp64 would not show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flashmoe.tools.tables import Unit, load_tables
+from flashmoe_build.emulation.build import Options
+from flashmoe_build.emulation.machine import Settings
+from flashmoe_build.emulation.varlen.problem import VarlenProblem
+from flashmoe_build.emulation.varlen.run import launch, run_on
+from flashmoe_build.emulation.varlen.tensors import build
+
+NAME = "attention_varlen_forward_sm90_f16_d64"
+
+
+def sm90() -> Unit:
+    return next(unit for unit in load_tables().units() if unit.name == NAME)
+
+
+def test_a_result_does_not_depend_on_the_rows_that_follow_it() -> None:
+    """Rows of a tile past an entry's end are the next entry's: they may not move the maximum of its own."""
+    problem = VarlenProblem("neighbours", "f16", (70, 20, 5), (210, 150, 9), 2, 1, 64, 64, softcap=4.0)
+    problem = replace(problem, magnitude=0.3)
+    outs = []
+    for factor in (1.0, 40.0):
+        tensors = build(problem)
+        tensors.entries[1][0].mul_(factor)
+        outcome = run_on(sm90(), problem, tensors, Settings(), Options())
+        assert outcome.passed, outcome.explain()
+        first = int(tensors.cu_seqlens_q[0]) if tensors.cu_seqlens_q is not None else 0
+        outs.append(outcome.out[first : first + 70].clone())
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_lengths_that_lie_stay_inside_the_tensors() -> None:
+    """cu_seqlens that decrease, pass either end, or hold more rows than max_seqlen_q: wrong rows at most, no other memory."""
+    problem = VarlenProblem("wrong", "f16", (20, 30, 5), (40, 33, 9), 2, 1, 64, 64)
+    for wrong in ([30, 20, 40, 61], [3, 50, 10**6, 2 * 10**6], [-5, 10, 61, -7]):
+        tensors = build(problem)
+        for cu in (tensors.cu_seqlens_q, tensors.cu_seqlens_k):
+            assert cu is not None
+            cu.copy_(torch.tensor(wrong))
+        report, _ = launch(sm90(), problem, tensors, Settings(), Options())
+        assert report.failure is None, str(report.failure)
