@@ -47,7 +47,7 @@ def problems(unit: Unit) -> Iterator[AppendProblem]:
     yield replace(paged, name="pages of one key", page_size=1, room=20, held=(16, 0, 19), head_dim_v=64)
 
 
-def _strides(tensor: torch.Tensor, *, is_paged: bool = False) -> Strides:
+def _strides(tensor: torch.Tensor, *, is_paged: bool = False) -> ctypes.Structure:
     stride = tensor.stride()
     return Strides(stride[0], stride[2], stride[1]) if is_paged else Strides(stride[0], stride[1], stride[2])
 

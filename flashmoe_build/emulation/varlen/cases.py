@@ -66,7 +66,8 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     masked = _base(unit, "mask", (33, 33), (n + 9, n + 9))
     masked = replace(masked, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
-    yield replace(masked, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
+    even = replace(masked, keys=(n + 10, n + 10))  # two values of a row in one load
+    yield replace(even, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
     # Dense rows and keys with room behind the used ones; more tiles than blocks, and no counter.
     dense = _base(unit, "dense", (m + 3,) * 3, (n, 2 * n + 1, 0))
     yield replace(dense, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1, has_counter=False)

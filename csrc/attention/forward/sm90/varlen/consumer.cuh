@@ -43,11 +43,12 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     const Band& band = params.band;
     if (band.score_factor > 0.0f) cap_scores<Spec::kBlockN>(scores, band.score_factor);
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const MaskReader<Element> reader(params, tile, thread_row(tile));
+    const MaskReader<Element> reader(band, tile, first_key, (block + 1) * Spec::kBlockN);
+    const int row = thread_row(tile);
     if (band.mask_type == MaskTensor::kBool) {
-      reader.template hide<Spec::kBlockN>(scores, first_key);
+      reader.template hide<Spec::kBlockN>(scores, row);
     } else {
-      reader.template add<Spec::kBlockN>(scores, first_key, params.scale_log2, band.mask_factor * params.scale_log2);
+      reader.template add<Spec::kBlockN>(scores, row, params.scale_log2, band.mask_factor * params.scale_log2);
     }
   }
 

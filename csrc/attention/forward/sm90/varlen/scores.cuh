@@ -131,49 +131,93 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
   return moved;
 }
 
-// Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on.
+// Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on. Row by row, so
+// that only one row's loads wait in registers.
 template <typename Element>
 struct MaskReader {
-  const unsigned char* row_gmem[2];  // of key 0; null past the last row
   const Band& band;
-  const int keys;
+  const VarlenTile& tile;
+  const int first_key;
+  const bool is_paired;  // two neighbours in one load
 
-  __device__ __forceinline__ MaskReader(const ForwardParams& params, const VarlenTile& tile, int row)
-      : band(params.band), keys(tile.keys) {
-    const int bytes = band.mask_type == MaskTensor::kBool ? 1 : 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t offset = tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head +
-                             (row + 8 * r) * band.mask_stride_row;
-      row_gmem[r] = row + 8 * r < tile.rows ? static_cast<const unsigned char*>(band.mask) + offset * bytes : nullptr;
-    }
+  // end_key: of the block.
+  __device__ __forceinline__ MaskReader(const Band& band_, const VarlenTile& tile_, int first_key_, int end_key)
+      : band(band_), tile(tile_), first_key(first_key_), is_paired(has_pairs(band_) && end_key <= tile_.keys) {}
+
+  // Of an additive mask.
+  static __device__ __forceinline__ bool has_pairs(const Band& band) {
+    const auto strides = static_cast<int>(band.mask_stride_batch | band.mask_stride_head | band.mask_stride_row);
+    const auto address = static_cast<int>(reinterpret_cast<uint64_t>(band.mask) >> 1);
+    return band.mask_stride_key == 1 && ((strides | address) & 1) == 0;
+  }
+
+  template <int kBytes>
+  __device__ __forceinline__ const unsigned char* row_of(int row) const {
+    const int64_t offset = tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head +
+                           row * band.mask_stride_row + first_key * band.mask_stride_key;
+    return static_cast<const unsigned char*>(band.mask) + ptx::recompute(offset) * kBytes;
+  }
+
+  // From a pair's first key to its second, and from there to the next pair's first.
+  template <int kBytes>
+  __device__ __forceinline__ const unsigned char* next_key(const unsigned char* gmem, int c) const {
+    return ptx::advance_pointer(gmem, (c == 0 ? 1 : 7) * band.mask_stride_key * kBytes);
   }
 
   template <int kN>
-  __device__ __forceinline__ void hide(float (&scores)[kN / 2], int first_key) const {
+  __device__ __forceinline__ void hide(float (&scores)[kN / 2], int first_row) const {
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      const int r = i / 2 % 2;
-      const int key = first_key + 8 * (i / 4) + i % 2;
-      if (row_gmem[r] == nullptr || key >= keys) continue;
-      if (ptx::ld_global_8(row_gmem[r] + key * band.mask_stride_key) == 0) scores[i] = ptx::negative_infinity();
+    for (int r = 0; r < 2; ++r) {
+      if (first_row + 8 * r >= tile.rows) continue;
+      const unsigned char* gmem = row_of<1>(first_row + 8 * r);
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (first_key + 8 * j + c < tile.keys && ptx::ld_global_8(gmem) == 0) {
+            scores[4 * j + 2 * r + c] = ptx::negative_infinity();
+          }
+          gmem = next_key<1>(gmem, c);
+        }
+      }
     }
   }
 
   // scores become score * factor + value * value_factor; the product is held to the range of float, unless the value is infinite.
   template <int kN>
-  __device__ __forceinline__ void add(float (&scores)[kN / 2], int first_key, float factor, float value_factor) const {
+  __device__ __forceinline__ void add(float (&scores)[kN / 2], int first_row, float factor, float value_factor) const {
     constexpr float kLargest = 3.0e38f;
+    const auto sum = [&](float& score, float value) {
+      const float held = ptx::max_ftz(value * value_factor, -kLargest);
+      score = ptx::fma_rn(score, factor, value == ptx::negative_infinity() ? value : held);
+    };
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      const int r = i / 2 % 2;
-      const int key = first_key + 8 * (i / 4) + i % 2;
-      float added = 0.0f;
-      if (row_gmem[r] != nullptr && key < keys) {
-        const float value = unpack<Element>(ptx::ld_global_16(row_gmem[r] + 2 * key * band.mask_stride_key)).x;
-        added = value == ptx::negative_infinity() ? value : ptx::max_ftz(value * value_factor, -kLargest);
+    for (int r = 0; r < 2; ++r) {
+      const unsigned char* gmem = row_of<2>(minimum(first_row + 8 * r, tile.rows - 1));
+      if (is_paired) {
+        uint32_t pairs[kN / 8];
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) pairs[j] = ptx::ld_global_32(gmem + 16 * j);
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) {
+          const float2 values = unpack<Element>(pairs[j]);
+          sum(scores[4 * j + 2 * r], values.x);
+          sum(scores[4 * j + 2 * r + 1], values.y);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float value = 0.0f;
+            if (first_key + 8 * j + c < tile.keys) {
+              value = unpack<Element>(ptx::ld_global_16(gmem)).x;
+            }
+            sum(scores[4 * j + 2 * r + c], value);
+            gmem = next_key<2>(gmem, c);
+          }
+        }
       }
-      scores[i] = ptx::fma_rn(scores[i], factor, added);
     }
   }
 };
