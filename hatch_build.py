@@ -1,4 +1,4 @@
-"""Hatchling's build hook: compiles the library for a wheel, records the commit for an sdist."""
+"""Hatchling's build hook: compiles the library for a wheel, records the commit for an sdist; and the version of either."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).resolve().parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+
+def project_version() -> str:
+    """What pyproject.toml has hatchling ask for the version."""
+    from flashmoe_build.release import version
+
+    return version.project_version(ROOT)
 
 
 class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
