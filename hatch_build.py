@@ -1,4 +1,4 @@
-"""Hatchling's hooks: the library of a wheel, the commit of an sdist, the long description of both."""
+"""Hatchling's hooks: the library of a wheel, the commit of an sdist, the version and the long description of both."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 ROOT = Path(__file__).resolve().parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+
+def project_version() -> str:
+    """What pyproject.toml has hatchling ask for the version."""
+    from flashmoe_build.release import version
+
+    return version.project_version(ROOT)
 
 
 class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]

@@ -16,10 +16,10 @@ from flashmoe._path import is_started_as_program, leave_current_folder
 if is_started_as_program(sys.orig_argv):  # before any other import: it might be found in the current folder
     leave_current_folder()
 
-from importlib import import_module  # noqa: E402
-from typing import TYPE_CHECKING, Any  # noqa: E402
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from flashmoe._version import __version__  # noqa: E402
+from flashmoe._version import __version__
 
 if TYPE_CHECKING:
     from flashmoe.functional import attention, scaled_dot_product_attention

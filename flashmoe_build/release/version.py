@@ -3,7 +3,7 @@
     python -m flashmoe_build.release.version                # prints the version that a build of this checkout carries
     python -m flashmoe_build.release.version --tag v0.1.0   # exit 1 unless that is the release of this clean commit
 
-Hatchling evaluates project_version() (pyproject.toml), so every road to a wheel or an sdist gives the same version.
+hatch_build.py hands project_version() to hatchling, so every road to a wheel or an sdist gives the same version.
 """
 
 from __future__ import annotations

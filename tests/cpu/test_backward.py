@@ -148,3 +148,42 @@ def test_a_head_of_more_than_the_kept_scratch(backend: Backend) -> None:
     alone = _run(backend, given, False, 0.06, threads=1)
     assert _same(_run(backend, given, False, 0.06, threads=2), alone)
     torch.testing.assert_close(alone[0].double(), expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seq_q", [1, 3, 40])  # few rows are summed in another order than many
+def test_one_key_is_exact_at_any_magnitude(backend: Backend, seq_q: int) -> None:
+    """P is 1 and dS is 0: lse and the scores are rounded alike, and dO V^T as rowsum(dO * O) is."""
+    for head_dim, factor in ((64, 1.0), (33, 30.0), (256, 300.0)):
+        q, k, v = make_inputs(Problem(seq_q, 1, head_dim), "cpu", torch.float32)
+        out, lse = backend.forward(q * factor, k, v)
+        grad_out = torch.randn_like(out)
+        dq, dk, dv = backend.backward(grad_out, q * factor, k, v, out, lse)
+        assert not dq.any()
+        assert not dk.any()
+        torch.testing.assert_close(dv[:, :, 0], grad_out.double().sum(2).float(), rtol=1e-6, atol=1e-6 * seq_q)
+
+
+@pytest.mark.parametrize("seq_q", [2, 40])
+@pytest.mark.parametrize("seq_k", [100, 200])  # one block of keys, and two
+def test_float32_gradients_are_as_exact_as_plain_ones(backend: Backend, seq_q: int, seq_k: int) -> None:
+    """Scores in the hundreds, and values with a mean: a rounded lse was worth a thousand times plain PyTorch's error."""
+    for factor, mean in ((30.0, 0.0), (1.0, 30.0)):
+        q, k, v = make_inputs(Problem(seq_q, seq_k, 128), "cpu", torch.float32)
+        q, v = q * factor, v + mean
+        out, lse = backend.forward(q, k, v)
+        grad_out = torch.randn_like(out)
+        found = backend.backward(grad_out, q, k, v, out, lse)
+        exact, plain = (
+            _plain(grad_out.to(dtype), q.to(dtype), k.to(dtype), v.to(dtype))
+            for dtype in (torch.float64, torch.float32)
+        )
+        for name, a, b, c in zip("qkv", found, exact, plain, strict=True):
+            error, bar = (a.double() - b).abs().max().item(), (c.double() - b).abs().max().item()
+            assert error <= 5 * bar + 4e-7 * b.abs().max().item(), f"d{name}: {error:.1e}, plain {bar:.1e}"
+
+
+def _plain(grad_out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    q, k, v = (tensor.repeat_interleave(leaves[0].shape[1] // tensor.shape[1], 1) for tensor in leaves)
+    out = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+    return torch.autograd.grad(out, leaves, grad_out)

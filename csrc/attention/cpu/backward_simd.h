@@ -38,27 +38,27 @@ constexpr int32_t kSumWords = 64;
 // row or of two: with words of one element both are the same memory.
 template <class T>
 struct BackwardScratch {
-  int64_t dim_stride;     // of anything with head_dim columns
-  int64_t packed_words;   // of head_dim, in k_t and v_t
-  float* q_rows;          // [rows, head_dim]
-  float* q_columns;       // the same
-  float* dout_rows;       // [rows, head_dim]
-  float* dout_columns;    // the same
-  float* k_t;             // [pair of vectors of keys, words of head_dim, kPairColumns]
-  float* v_t;             // the same
-  float* k_columns;       // [keys, head_dim]
-  float* scores;          // [rows, keys]: S, and P in its place where a word is an element
-  float* dscores;         // the same: dP, dS
-  float* p_columns;       // [rows, keys]
-  float* ds_columns;      // the same
-  float* ds_rows;         // the same
-  float* dk;              // [keys, head_dim] fp32 sums
-  float* dv;              // the same
-  float* dq;              // [heads, rows, head_dim] of the task: fp32 sums
-  float* lse;             // [rows]; +inf of a row that sees no key, so that its P is 0
-  float* row_term;        // [rows]
-  float* row_terms;       // [heads, rows] of the task: all of them, from the first block of keys on
-  float* square;          // as score_row needs it
+  int64_t dim_stride;    // of anything with head_dim columns
+  int64_t packed_words;  // of head_dim, in k_t and v_t
+  float* q_rows;         // [rows, head_dim]
+  float* q_columns;      // the same
+  float* dout_rows;      // [rows, head_dim]
+  float* dout_columns;   // the same
+  float* k_t;            // [pair of vectors of keys, words of head_dim, kPairColumns]
+  float* v_t;            // the same
+  float* k_columns;      // [keys, head_dim]
+  float* scores;         // [rows, keys]: S, and P in its place where a word is an element
+  float* dscores;        // the same: dP, dS
+  float* p_columns;      // [rows, keys]
+  float* ds_columns;     // the same
+  float* ds_rows;        // the same
+  float* dk;             // [keys, head_dim] fp32 sums
+  float* dv;             // the same
+  float* dq;             // [heads, rows, head_dim] of the task: fp32 sums
+  float* lse;            // [rows]; +inf of a row that sees no key, so that its P is 0
+  float* row_term;       // [rows]
+  float* row_terms;      // [heads, rows] of the task: all of them, from the first block of keys on
+  float* square;         // as score_row needs it
   size_t bytes;
 
   BackwardScratch(void* base, const BackwardTask& task) {
@@ -209,7 +209,8 @@ class Backward {
       out[i] = row_of(params_.out, params_.out_stride, head, int64_t{row} + i);
     }
     float* row_terms = s_.row_terms + int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin;
-    if (key_ == task_.key_begin && !is_one_block_) {  // every row that sees a key of this task sees one of the first block
+    if (key_ == task_.key_begin &&
+        !is_one_block_) {  // every row that sees a key of this task sees one of the first block
       multiply_rows(dout, out, rows, s_.row_term);
       for (int32_t i = 0; i < rows; ++i) {
         row_terms[i] = params_.dlse == nullptr ? s_.row_term[i] : s_.row_term[i] - params_.dlse[first + i];
@@ -293,7 +294,8 @@ class Backward {
       Vector::Float weights = Vector::zero(), products = Vector::zero();
       for (int32_t column = 0; column < columns; column += Vector::kWidth) {
         const Vector::Float dscore = Vector::load(s_.dscores + i * kScoreStride + column);
-        const Vector::Float p = Vector::from_lane(end - column, Vector::zero(), exp2<ExpDegree<T>::value>(exponent(i, column)));
+        const Vector::Float p =
+            Vector::from_lane(end - column, Vector::zero(), exp2<ExpDegree<T>::value>(exponent(i, column)));
         weights = Vector::add(weights, p);
         products = Vector::fma(p, Vector::from_lane(end - column, Vector::zero(), dscore), products);
       }

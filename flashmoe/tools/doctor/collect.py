@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import shutil
@@ -197,7 +196,7 @@ def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = error.stdout if isinstance(error.stdout, str) else (error.stdout or b"").decode(errors="replace")
+        said = bytes(error.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
         probe = parse_probe(1, said, f"no answer within {timeout_s:.0f} s", time.monotonic() - clock)
         return replace(probe, timed_out=True)
     except OSError as error:

@@ -6,7 +6,6 @@ Run by the doctor in a process of its own that imports from where the doctor's o
 from __future__ import annotations
 
 import json
-import sys
 
 
 def say(**facts: object) -> None:
