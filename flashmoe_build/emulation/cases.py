@@ -17,6 +17,8 @@ from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
 from flashmoe_build.emulation.moe import few_rows, gemm, mma_sync, routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
+from flashmoe_build.emulation.varlen import cases as varlen_cases
+from flashmoe_build.emulation.varlen import run as varlen
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
 FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}
@@ -180,6 +182,7 @@ class _Operation:
 
 _OPERATIONS = {
     "attention_forward": _Operation(_forward_problems, run_forward, huge.run_forward),
+    "attention_varlen_forward": _Operation(varlen_cases.problems, varlen.run),
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),

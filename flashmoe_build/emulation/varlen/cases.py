@@ -1,0 +1,88 @@
+"""The suite of one kernel for ragged, paged and banded attention: every branch, on problems as small as its tile lets them be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashmoe.tools.tables import Unit
+from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
+
+FEW = (
+    "ragged",
+    "paged",
+    "window",
+    "softcap",
+)  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
+SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
+MAX_SPLITS = 5
+
+
+def problems(unit: Unit) -> Iterator[VarlenProblem]:
+    """In the order of what they need: lengths, pages, the band, scores; then decoding."""
+    is_split = bool(unit.row.options.get("split"))
+    for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
+        if unit.dtype == "bf16" and problem.name not in FEW and not is_split:
+            continue
+        yield replace(problem, data_seed=seed)
+
+
+def _base(unit: Unit, name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
+    dim = unit.row.axes["head_dim"]
+    return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, dim)
+
+
+def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
+    page = SMALL_PAGE[unit.row.family]
+    narrow = dim // 2 + 8
+    # Entries without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
+    yield replace(_base(unit, "ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, n, 0, 4, 7)), right=0)
+    # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the entries.
+    full = _base(unit, "full", (7, m, 0), (n + 3, 2 * n, 0))
+    yield replace(full, heads_q=3, heads_kv=3, head_dim=narrow, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False)
+    # Pages in random order, a shared one, keys past the end of an entry that are nobody's.
+    paged = _base(unit, "paged", (m + 2, 3, 1), (2 * n + 5, n - 1, 17))
+    yield replace(paged, keys_layout=Keys.PAGED, page_size=16, right=0, slack=9)
+    yield replace(
+        paged, name="small pages", keys_layout=Keys.PAGED, page_size=page, rows=(3, 0, 2), keys=(n + 5, 4, page + 1)
+    )
+    # A page that is no part of a tile, nor a multiple.
+    yield replace(paged, name="odd pages", keys_layout=Keys.PAGED, page_size=48, rows=(5, 2), keys=(2 * n + 3, 49))
+    # The window's left end inside a tile, its right end before and behind the diagonal; a sink.
+    window = _base(unit, "window", (2 * m + 9, 4), (2 * m + 3 * n, n + 9))
+    yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
+    yield replace(window, name="narrow window", left=1, right=0, rows=(m + 70, 3), keys=(n, 9), has_sinks=True)
+    # More rows than keys, with a sink: rows without a key have it alone.
+    yield replace(_base(unit, "sinks", (m + 7, 2), (5, 0)), right=0, has_sinks=True, heads_q=4, heads_kv=2)
+    # Scores on both sides of where tanh bends.
+    softcap = replace(_base(unit, "softcap", (37, 2), (2 * n + 3, 9)), softcap=7.0, magnitude=6.0)
+    yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
+    yield replace(softcap, name="soft softcap", softcap=50.0, magnitude=1.0, left=n, right=0, has_sinks=True)
+    masked = _base(unit, "mask", (33, 33), (n + 9, n + 9))
+    masked = replace(masked, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
+    yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
+    yield replace(masked, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
+    # Dense rows and keys with room behind the used ones; more tiles than blocks, and no counter.
+    dense = _base(unit, "dense", (m + 3,) * 3, (n, 2 * n + 1, 0))
+    yield replace(dense, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1, has_counter=False)
+    # More entries than a warp has lanes.
+    rows = tuple(index % 3 for index in range(70))
+    yield replace(_base(unit, "many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
+
+
+def _decoding(unit: Unit) -> Iterator[VarlenProblem]:
+    n = unit.row.block_n
+    splits = MAX_SPLITS if unit.row.options.get("split") else 1
+    # One query position an entry, the heads of a group as rows; a long entry among short ones.
+    decode = replace(
+        _base(unit, "decode", (1,) * 5, (3 * n + 7, 3, 0, n, 2 * n + 1)), heads_q=8, heads_kv=2, is_folded=True
+    )
+    decode = replace(decode, rows_layout=Rows.DENSE, keys_layout=Keys.PAGED, page_size=16, splits=splits)
+    yield decode
+    yield replace(decode, name="decode, sinks", has_sinks=True, softcap=20.0, left=n + 5, right=0)
+    mask = replace(decode, name="decode, mask", mask=MaskTensor.ADDITIVE, keys_layout=Keys.DENSE, spare_keys=9)
+    yield replace(mask, keys=(2 * n + 7, 3, 5, n, n + 1))
+    # Few rows an entry, causal, ragged: a share may hold no key that a row sees.
+    few = replace(_base(unit, "few rows", (3, 1, 0, 2), (4 * n + 1, n + 2, 5, 1)), right=0, has_sinks=True)
+    yield replace(few, keys_layout=Keys.RAGGED, spare_keys=3, splits=splits)
