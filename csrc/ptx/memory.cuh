@@ -101,6 +101,12 @@ __device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (
                : "memory");
 }
 
+__device__ __forceinline__ uint32_t ld_global_8(const void* gmem) {
+  uint32_t value;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(gmem)) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint16_t ld_global_16(const void* gmem) {
   uint16_t value;
   asm volatile("ld.global.b16 %0, [%1];" : "=h"(value) : "l"(__cvta_generic_to_global(gmem)) : "memory");

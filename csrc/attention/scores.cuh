@@ -1,0 +1,39 @@
+// What a band does to single scores: the softcap and the additive or boolean mask. Which keys a row sees at all is in masks.cuh.
+#pragma once
+
+#include "attention/params/forward.h"
+#include "device/convert.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace attention {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// Absolute error 3e-7: 1 - 2 / (1 + e^2x), in which both infinities come out right.
+__device__ __forceinline__ float tanh_of(float x) {
+  return ptx::fma_rn(-2.0f, ptx::rcp_approx(1.0f + ptx::exp2_approx(x * (2.0f * kLog2E))), 1.0f);
+}
+
+__device__ __forceinline__ float capped_score(const Band& band, float score) {
+  return tanh_of(score * band.score_factor);
+}
+
+// The score with what the mask says of it; `index`: elements from the mask's first.
+template <typename Element>
+__device__ __forceinline__ float masked_score(const Band& band, float score, int64_t index) {
+  if (band.mask_type == MaskTensor::kBool) {
+    const bool is_visible = ptx::ld_global_8(static_cast<const unsigned char*>(band.mask) + index) != 0;
+    return is_visible ? score : ptx::negative_infinity();
+  }
+  const float value = unpack<Element>(ptx::ld_global_16(static_cast<const Element*>(band.mask) + index)).x;
+  const float term = value * band.mask_factor;
+  // A finite value stays one, and so does its exponent: a row whose keys all have the lowest one averages them. -inf hides a key.
+  constexpr float kLargest = 1.3e36f;
+  const bool is_finite = value > ptx::negative_infinity() && value < -ptx::negative_infinity();
+  return score + (is_finite ? max(-kLargest, min(kLargest, term)) : term);
+}
+
+}  // namespace attention
+}  // namespace flashmoe
