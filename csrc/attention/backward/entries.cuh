@@ -33,7 +33,7 @@ __device__ __forceinline__ Extent own_extent(const BackwardParams& params, int e
   const int most = kOwnsKeys ? params.seq_k : params.seq_q;
   if (cu_seqlens == nullptr) return Extent{0, entry < params.batch ? most : 0};
   const int total = kOwnsKeys ? params.entries.keys_total : params.entries.rows_total;
-  if (entry < params.batch) return extent_of(cu_seqlens, entry, total, most);
+  if (entry < params.batch) return extent_of(cu_seqlens, entry, total, total);
   const bool is_behind = entry == params.batch;
   const int limit = max(0, min(total, load_length(cu_seqlens + (is_behind ? params.batch : 0))));
   return is_behind ? Extent{limit, total - limit} : Extent{0, limit};
@@ -46,7 +46,11 @@ __device__ __forceinline__ EntryExtents entry_extents(const BackwardParams& para
   extents.key_room = extents.key.length;
   if (entry >= params.batch) {
     extents.row.length = extents.key.length = 0;
-  } else if (params.entries.seqused_k != nullptr) {
+    return extents;
+  }
+  extents.row.length = min(extents.row.length, params.seq_q);
+  extents.key.length = min(extents.key.length, params.seq_k);
+  if (params.entries.seqused_k != nullptr) {
     extents.key.length = max(0, min(extents.key.length, load_length(params.entries.seqused_k + entry)));
   }
   return extents;

@@ -78,6 +78,50 @@ __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const
   }
 }
 
+// What a tile needs once, for all its own rows; of a band as the producer noted it.
+template <typename Spec>
+__device__ __forceinline__ const Tile& noted(const SharedMemory<Spec>&, const Tile& tile) {
+  return tile;
+}
+template <typename Spec>
+__device__ __forceinline__ BandTile noted(const SharedMemory<Spec>& shared, const BandTile&) {
+  return read_tile<BandTile>(shared.produced_tile());
+}
+template <typename Spec>
+__device__ __forceinline__ void note(const SharedMemory<Spec>&, const Tile&) {}
+template <typename Spec>
+__device__ __forceinline__ void note(const SharedMemory<Spec>& shared, const BandTile& tile) {
+  publish_tile(shared.produced_tile(), tile);
+}
+
+// Q and dO of every warpgroup.
+template <typename Spec, typename TileType>
+__device__ __forceinline__ void load_own_rows(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                              const ptx::TensorMap& q_map, const ptx::TensorMap& dout_map, int parity,
+                                              const TileType& current) {
+  const auto& tile = noted(shared, current);
+  const auto query_place = rows_read(params.entry_rows.q, tile, tile.head);
+  const auto dout_place = rows_read(params.entry_rows.dout, tile, tile.head);
+#pragma unroll
+  for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
+    load_own<Spec>(shared, q_map, dout_map, own, parity, tile, query_place, dout_place);
+  }
+}
+
+// K and V of every warpgroup.
+template <typename Spec, typename TileType>
+__device__ __forceinline__ void load_own_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                              const ptx::TensorMap& k_map, const ptx::TensorMap& v_map, int parity,
+                                              const TileType& current) {
+  const auto& tile = noted(shared, current);
+  const auto key_place = keys_read(params.entry_rows.k, tile, tile.head);
+  const auto value_place = keys_read(params.entry_rows.v, tile, tile.head);
+#pragma unroll
+  for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
+    load_own<Spec>(shared, k_map, v_map, own, parity, tile, key_place, value_place);
+  }
+}
+
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void end_work(const SharedMemory<Spec>& shared, int parity) {
 #pragma unroll
@@ -105,6 +149,7 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
     int next_number = 0;
     const MaskTile<kMask> tile = schedule.tile(number);
     if (kMask != MaskKind::kBand || ptx::lane_index() == 0) {
+      note(shared, tile);
       const int kv_head = tile.head / heads_per_kv;
       const int first_row = tile.index * Spec::kOwnRows;
       const BlockRange range = key_blocks<Spec, kMask>(params, tile, first_row, first_row + Spec::kOwnRows);
@@ -119,12 +164,7 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
         key.advance();
         value.advance();
         if (block == last_block) {
-          const auto query_place = rows_read(params.entry_rows.q, tile, tile.head);
-          const auto dout_place = rows_read(params.entry_rows.dout, tile, tile.head);
-#pragma unroll
-          for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-            load_own<Spec>(shared, q_map, dout_map, own, own_parity, tile, query_place, dout_place);
-          }
+          load_own_rows<Spec>(params, shared, q_map, dout_map, own_parity, tile);
         }
       }
     }
@@ -169,19 +209,6 @@ struct Statistics {
   }
 };
 
-// K and V of every warpgroup.
-template <typename Spec, typename TileType>
-__device__ __forceinline__ void load_own_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
-                                              const ptx::TensorMap& k_map, const ptx::TensorMap& v_map, int parity,
-                                              const TileType& tile) {
-  const auto key_place = keys_read(params.entry_rows.k, tile, tile.head);
-  const auto value_place = keys_read(params.entry_rows.v, tile, tile.head);
-#pragma unroll
-  for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-    load_own<Spec>(shared, k_map, v_map, own, parity, tile, key_place, value_place);
-  }
-}
-
 // Of the kernel of dk and dv; one warp: its first lane feeds the copy engine, all lanes the statistics. Per tile, for
 // each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once a tile) K and V of every warpgroup.
 template <typename Spec, MaskKind kMask>
@@ -199,6 +226,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
     const MaskTile<kMask> tile = schedule.tile(number);
+    if (is_first_lane) note(shared, tile);
     const int first_key = tile.index * Spec::kOwnRows;
     const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + Spec::kOwnRows);
     const int first_head = tile.head * heads_per_kv;

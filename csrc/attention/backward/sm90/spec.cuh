@@ -58,9 +58,10 @@ struct TileSpec {
   static_assert(!kIsPaired || kFirstStages == kSecondStages, "a stage is one of both");
   static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
-  static constexpr int kProducerRegisters = kIsBand ? (kNumConsumers == 3 ? 56 : 48) : kNumConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kIsBand ? (kNumConsumers == 3 ? 152 : 232) : kNumConsumers == 3 ? 160 : 240;
+  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and what a launch of as many threads
+  // gets.
+  static constexpr int kProducerRegisters = kIsBand ? 56 : kNumConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kIsBand ? (kNumConsumers == 3 ? 152 : 224) : kNumConsumers == 3 ? 160 : 240;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kOwnSlabBytes = 64 * 128;
@@ -79,7 +80,7 @@ struct TileSpec {
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
   static constexpr int kTileBytes = kIsBand ? 48 : 16;  // Tile, BandTile
   static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
-  static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * kTileBytes;
+  static constexpr int kBarrierOffset = kTileOffset + (kNumOwnTiles + (kIsBand ? 1 : 0)) * kTileBytes;
   static constexpr int kNumBarriers = 3 * kNumOwnTiles + 2 * (kFirstStages + (kIsPaired ? 0 : kSecondStages));
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
@@ -153,6 +154,9 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* probabilities() const { return base + Spec::kProbabilityOffset; }
   // The Tile or BandTile (schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
   __device__ __forceinline__ unsigned char* tile(int tile) const { return base + Spec::kTileOffset + tile * Spec::kTileBytes; }
+
+  // Of a band: the tile that the producer is at, its own notes. In registers it would not fit.
+  __device__ __forceinline__ unsigned char* produced_tile() const { return tile(Spec::kNumOwnTiles); }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
