@@ -16,13 +16,15 @@ namespace backward {
 
 // Rows and keys of one entry, and how many of them the tensors have room for: gradients of those past the last are zero.
 struct EntryExtents {
-  Extent row;
-  Extent key;
+  int row_count;
+  int key_count;
+  int first_row;
+  int first_key;
   int row_room;
   int key_room;
 
-  __device__ __forceinline__ int rows() const { return row.length; }
-  __device__ __forceinline__ int keys() const { return key.length; }
+  __device__ __forceinline__ int rows() const { return row_count; }
+  __device__ __forceinline__ int keys() const { return key_count; }
 };
 
 // What a gradient is due to: the rows of an entry (dq), or the keys that it has room for (dk and dv). Two entries more have what
@@ -41,17 +43,14 @@ __device__ __forceinline__ Extent own_extent(const BackwardParams& params, int e
 __device__ __forceinline__ int num_entries(const BackwardParams& params) { return params.batch + 2; }
 
 __device__ __forceinline__ EntryExtents entry_extents(const BackwardParams& params, int entry) {
-  EntryExtents extents{own_extent<false>(params, entry), own_extent<true>(params, entry), 0, 0};
-  extents.row_room = extents.row.length;
-  extents.key_room = extents.key.length;
-  if (entry >= params.batch) {
-    extents.row.length = extents.key.length = 0;
-    return extents;
-  }
-  extents.row.length = min(extents.row.length, params.seq_q);
-  extents.key.length = min(extents.key.length, params.seq_k);
+  const Extent row = own_extent<false>(params, entry);
+  const Extent key = own_extent<true>(params, entry);
+  EntryExtents extents{0, 0, row.first, key.first, row.length, key.length};
+  if (entry >= params.batch) return extents;
+  extents.row_count = min(row.length, params.seq_q);
+  extents.key_count = min(key.length, params.seq_k);
   if (params.entries.seqused_k != nullptr) {
-    extents.key.length = max(0, min(extents.key.length, load_length(params.entries.seqused_k + entry)));
+    extents.key_count = max(0, min(extents.key_count, load_length(params.entries.seqused_k + entry)));
   }
   return extents;
 }
@@ -71,13 +70,19 @@ struct TileFinder {
   const int heads;
   int first_entry = 0;  // of the warp's
   int first_tile = 0;   // of that entry
-  int tiles;            // of a head of this lane's entry
-  int end;              // and of it and of those of the lanes before
+  int end;              // tiles of a head of this lane's entry and of those of the lanes before
 
-  __device__ __forceinline__ TileFinder(const BackwardParams& params_)
+  __device__ __forceinline__ explicit TileFinder(const BackwardParams& params_)
       : params(params_), heads(kOwnsKeys ? params_.heads_kv : params_.heads_q) {
     load();
   }
+  // As it was left.
+  __device__ __forceinline__ TileFinder(const BackwardParams& params_, int first_entry_, int first_tile_, int end_)
+      : params(params_),
+        heads(kOwnsKeys ? params_.heads_kv : params_.heads_q),
+        first_entry(first_entry_),
+        first_tile(first_tile_),
+        end(end_) {}
 
   __device__ __forceinline__ int tiles_of(int entry) const {
     return entry < num_entries(params) ? ceil_div(own_extent<kOwnsKeys>(params, entry).length, kOwnRows) : 0;
@@ -85,7 +90,7 @@ struct TileFinder {
 
   __device__ __forceinline__ void load() {
     const int lane = ptx::lane_index();
-    tiles = end = tiles_of(first_entry + lane);
+    end = tiles_of(first_entry + lane);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int before = ptx::shuffle_index(end, max(0, lane - distance));
@@ -115,8 +120,9 @@ struct TileFinder {
       load();
     }
     const int lane = ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
-    const int tiles_of_head = ptx::shuffle_index(tiles, lane);
-    const int tiles_before = ptx::shuffle_index(end, lane) - tiles_of_head;
+    const int before = ptx::shuffle_index(end, max(0, lane - 1));
+    const int tiles_before = lane > 0 ? before : 0;
+    const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
     return tile_of_entry<kFittingRows>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads);
   }
 

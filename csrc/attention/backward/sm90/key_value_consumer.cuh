@@ -38,10 +38,10 @@ __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::
   ptx::wgmma_fence_operands(gradients);
 }
 
-// What the scores of a thread's two keys need beside the statistics: the tile, the query head, the place of the block.
-template <MaskKind kMask>
+// What the scores of a thread's two keys need beside the statistics: the tile, in shared memory, the query head, the place of
+// the block.
 struct BlockPlace {
-  const MaskTile<kMask>& tile;
+  const unsigned char* tile_smem;
   int head;
   int first_key;  // of the warpgroup
   int block;
@@ -50,13 +50,14 @@ struct BlockPlace {
 // Columns that see the keys of a thread's two rows, counted from its first column.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const BackwardParams& params,
-                                                const BlockPlace<kMask>& place) {
+                                                const BlockPlace& place) {
+  const auto lengths = lengths_in<kMask>(params, place.tile_smem);
   const int lane = ptx::lane_index();
   const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
   const int column = place.block * Spec::kStreamRows + lane % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    visible[r] = visible_rows<kMask>(params, place.tile, key + 8 * r);
+    visible[r] = visible_rows<kMask>(params, lengths, key + 8 * r);
     visible[r] = KeyRange{visible[r].begin - column, visible[r].end - column};
   }
 }
@@ -65,7 +66,7 @@ __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const Ba
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                              const float (&lse_log2)[Spec::kStreamRows / 4],
-                                             const BlockPlace<kMask>& place) {
+                                             const BlockPlace& place) {
   KeyRange visible[2] = {{0, 0}, {0, 0}};
   if constexpr (kIsMasked) visible_columns<Spec, kMask>(visible, params, place);
 #pragma unroll
@@ -84,14 +85,15 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void band_weights(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                              uint32_t (&packed)[Spec::kStreamRows / 4],
                                              const float (&lse_log2)[Spec::kStreamRows / 4],
-                                             const BlockPlace<kMask>& place) {
+                                             const BlockPlace& place) {
   const Band& band = params.band;
   KeyRange visible[2];
   visible_columns<Spec, kMask>(visible, params, place);
   const int lane = ptx::lane_index();
   const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
   const int row = place.block * Spec::kStreamRows + lane % 4 * 2;
-  const int64_t mask_at = place.tile.batch * band.mask_stride_batch + place.head * band.mask_stride_head +
+  const auto entry = static_cast<int>(ptx::ld_shared_32(place.tile_smem + 8));
+  const int64_t mask_at = entry * band.mask_stride_batch + place.head * band.mask_stride_head +
                           row * band.mask_stride_row + key * band.mask_stride_key;
 #pragma unroll
   for (int i = 0; i < Spec::kStreamRows / 2; i += 2) {
@@ -111,12 +113,33 @@ __device__ __forceinline__ void band_weights(const BackwardParams& params, float
   }
 }
 
+// Of a band: scores (S^T) to P^T, packed, and to what dS^T has of it in their place.
+template <typename Spec>
+__device__ __forceinline__ void weigh_band(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                           uint32_t (&packed)[Spec::kStreamRows / 4],
+                                           const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place,
+                                           Scores kind) {
+  if (kind == Scores::kGeneral) return band_weights<Spec, MaskKind::kBand>(params, scores, packed, lse_log2, place);
+  if (kind == Scores::kMasked) {
+    exponentials<Spec, MaskKind::kBand, true>(params, scores, lse_log2, place);
+  } else {
+    exponentials<Spec, MaskKind::kBand, false>(params, scores, lse_log2, place);
+  }
+  Products<Spec>::pack_scores(packed, scores);
+}
+
+// Which of them a block needs.
+__device__ __forceinline__ Scores band_scores(const BackwardParams& params, const BlockRange& range, int block) {
+  if (changes_scores(params.band)) return Scores::kGeneral;
+  return block < range.full_begin || block >= range.full_end ? Scores::kMasked : Scores::kPlain;
+}
+
 template <typename Spec, MaskKind kMask>
 struct KeyValueGradientConsumer {
   static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
-  using Place = BlockPlace<kMask>;
+  using Place = BlockPlace;
   static constexpr bool kIsBand = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
@@ -143,10 +166,11 @@ struct KeyValueGradientConsumer {
                                                             shared.second(at.stage));
   }
 
+  // band_scores: of a band, known at run time alone.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const Place& place) {
+                                       const Place& place, Scores band_scores = kScores) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -165,13 +189,13 @@ struct KeyValueGradientConsumer {
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
-    if constexpr (kScores == Scores::kGeneral) {
-      band_weights<Spec, kMask>(params, scores, p_packed, lse_log2, place);
+    if constexpr (kIsBand) {
+      weigh_band<Spec>(params, scores, p_packed, lse_log2, place, band_scores);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
     }
     if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
-    if constexpr (kScores != Scores::kGeneral) Product::pack_scores(p_packed, scores);
+    if constexpr (!kIsBand) Product::pack_scores(p_packed, scores);
     Product::issue_output(dv, p_packed, shared.second(at.stage));
 
     ptx::wgmma_wait<1>();  // dP^T
@@ -268,7 +292,7 @@ struct KeyValueGradientConsumer {
     step(No{}, No{}, Yes{}, odd, even);
   }
 
-  // The same of a band, where blocks at both ends may need a mask.
+  // The same of a band, where blocks at both ends may need a mask; two blocks or more.
   __device__ __forceinline__ void compute_band_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
                                                      float (&dv)[Product::kOutputs],
                                                      uint32_t (&p_packed)[Product::kPacked],
@@ -289,7 +313,6 @@ struct KeyValueGradientConsumer {
     issue_scores(even);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_gradients(gradients);
-    if (place.block == last) return step(Yes{}, Yes{}, even, odd);
     step(Yes{}, No{}, even, odd);
     while (place.block <= last - 2) {
       step(No{}, No{}, odd, even);
@@ -300,32 +323,24 @@ struct KeyValueGradientConsumer {
     step(No{}, Yes{}, even, odd);
   }
 
-  template <Scores kEnds, Scores kMiddle>
-  __device__ __forceinline__ void compute_blocks(const BlockRange& range, float (&dk)[Product::kOutputs],
-                                                 float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
-                                                 uint32_t (&ds_packed)[Product::kPacked], Place place) {
-    int& block = place.block;
-    for (; block < range.full_begin; ++block) step<kEnds>(dk, dv, p_packed, ds_packed, place);
-    for (; block < range.full_end; ++block) step<kMiddle>(dk, dv, p_packed, ds_packed, place);
-    if constexpr (kIsBand) {
-      for (; block < range.end; ++block) step<kEnds>(dk, dv, p_packed, ds_packed, place);
-    }
-  }
-
   // The blocks of one head.
   __device__ __forceinline__ void compute(const BlockRange& range, float (&dk)[Product::kOutputs],
                                           float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
-                                          uint32_t (&ds_packed)[Product::kPacked], const Place& place) {
-    if (kIsBand && range.begin == range.end) return;
-    if (kIsBand && changes_scores(params.band)) {
-      const BlockRange general{range.begin, range.begin, range.end, range.end};
-      compute_blocks<Scores::kGeneral, Scores::kGeneral>(general, dk, dv, p_packed, ds_packed, place);
-    } else if constexpr (!Spec::kLookahead) {
-      compute_blocks<Scores::kMasked, Scores::kPlain>(range, dk, dv, p_packed, ds_packed, place);
-    } else if constexpr (kIsBand) {
-      compute_band_ahead(range, dk, dv, p_packed, ds_packed, place);
-    } else {
+                                          uint32_t (&ds_packed)[Product::kPacked], Place place) {
+    int& block = place.block;
+    if constexpr (kIsBand) {
+      if (!Spec::kLookahead || changes_scores(params.band) || range.begin + 1 >= range.end) {
+        for (; block < range.end; ++block) {
+          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place, band_scores(params, range, block));
+        }
+      } else if constexpr (Spec::kLookahead) {
+        compute_band_ahead(range, dk, dv, p_packed, ds_packed, place);
+      }
+    } else if constexpr (Spec::kLookahead) {
       compute_ahead(range, dk, dv, p_packed, ds_packed, place);
+    } else {
+      for (; block < range.full_begin; ++block) step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+      for (; block < range.end; ++block) step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
     }
   }
 
@@ -353,7 +368,9 @@ struct KeyValueGradientConsumer {
       const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
       const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
       const int tile_key = tile.index * Spec::kOwnRows;
-      const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
+      const BlockRange all = tile_blocks(tile, [&] {
+        return query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
+      });
       if (first_key < key_room(params, tile)) {
         float dk[Product::kOutputs];
         float dv[Product::kOutputs];
@@ -366,7 +383,7 @@ struct KeyValueGradientConsumer {
             finish_products(dk, dv);
             for (int block = all.begin; block < range.begin; ++block) skip_block();
           }
-          compute(range, dk, dv, p_packed, ds_packed, Place{tile, tile.head * heads + head, first_key, range.begin});
+          compute(range, dk, dv, p_packed, ds_packed, Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
           if constexpr (kIsBand) {
             const int end = maximum(all.begin, range.end);
             if (end < all.end) finish_products(dk, dv);

@@ -7,6 +7,7 @@
 // The heads of a group are added up by the one block that owns the keys, in their order.
 #pragma once
 
+#include "attention/backward/sm90/band_producer.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/shared_key_value_consumer.cuh"
@@ -40,7 +41,13 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0) produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+    if (warp == 0) {
+      if constexpr (kMask == MaskKind::kBand) {
+        produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+      } else {
+        produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+      }
+    }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     if constexpr (Spec::kSharesRows) {

@@ -49,16 +49,16 @@ __device__ __forceinline__ DensePlace keys_read(int, const Tile& tile, int head)
 __device__ __forceinline__ DensePlace rows_stored(int, const Tile& tile) { return DensePlace{tile.head, tile.batch}; }
 __device__ __forceinline__ DensePlace keys_stored(int, const Tile& tile) { return DensePlace{tile.head, tile.batch}; }
 __device__ __forceinline__ RaggedPlace rows_read(int entry_rows, const BandTile& tile, int head) {
-  return ragged_place(entry_rows, tile.batch, head, tile.extents.row.first, tile.extents.row.length);
+  return ragged_place(entry_rows, tile.batch, head, tile.extents.first_row, tile.extents.row_count);
 }
 __device__ __forceinline__ RaggedPlace keys_read(int entry_rows, const BandTile& tile, int head) {
-  return ragged_place(entry_rows, tile.batch, head, tile.extents.key.first, tile.extents.key.length);
+  return ragged_place(entry_rows, tile.batch, head, tile.extents.first_key, tile.extents.key_count);
 }
 __device__ __forceinline__ RaggedPlace rows_stored(int entry_rows, const BandTile& tile) {
-  return ragged_place(entry_rows, tile.batch, tile.head, tile.extents.row.first, tile.extents.row_room);
+  return ragged_place(entry_rows, tile.batch, tile.head, tile.extents.first_row, tile.extents.row_room);
 }
 __device__ __forceinline__ RaggedPlace keys_stored(int entry_rows, const BandTile& tile) {
-  return ragged_place(entry_rows, tile.batch, tile.head, tile.extents.key.first, tile.extents.key_room);
+  return ragged_place(entry_rows, tile.batch, tile.head, tile.extents.first_key, tile.extents.key_room);
 }
 
 }  // namespace sm90

@@ -78,50 +78,6 @@ __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const
   }
 }
 
-// What a tile needs once, for all its own rows; of a band as the producer noted it.
-template <typename Spec>
-__device__ __forceinline__ const Tile& noted(const SharedMemory<Spec>&, const Tile& tile) {
-  return tile;
-}
-template <typename Spec>
-__device__ __forceinline__ BandTile noted(const SharedMemory<Spec>& shared, const BandTile&) {
-  return read_tile<BandTile>(shared.produced_tile());
-}
-template <typename Spec>
-__device__ __forceinline__ void note(const SharedMemory<Spec>&, const Tile&) {}
-template <typename Spec>
-__device__ __forceinline__ void note(const SharedMemory<Spec>& shared, const BandTile& tile) {
-  publish_tile(shared.produced_tile(), tile);
-}
-
-// Q and dO of every warpgroup.
-template <typename Spec, typename TileType>
-__device__ __forceinline__ void load_own_rows(const BackwardParams& params, const SharedMemory<Spec>& shared,
-                                              const ptx::TensorMap& q_map, const ptx::TensorMap& dout_map, int parity,
-                                              const TileType& current) {
-  const auto& tile = noted(shared, current);
-  const auto query_place = rows_read(params.entry_rows.q, tile, tile.head);
-  const auto dout_place = rows_read(params.entry_rows.dout, tile, tile.head);
-#pragma unroll
-  for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-    load_own<Spec>(shared, q_map, dout_map, own, parity, tile, query_place, dout_place);
-  }
-}
-
-// K and V of every warpgroup.
-template <typename Spec, typename TileType>
-__device__ __forceinline__ void load_own_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
-                                              const ptx::TensorMap& k_map, const ptx::TensorMap& v_map, int parity,
-                                              const TileType& current) {
-  const auto& tile = noted(shared, current);
-  const auto key_place = keys_read(params.entry_rows.k, tile, tile.head);
-  const auto value_place = keys_read(params.entry_rows.v, tile, tile.head);
-#pragma unroll
-  for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-    load_own<Spec>(shared, k_map, v_map, own, parity, tile, key_place, value_place);
-  }
-}
-
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void end_work(const SharedMemory<Spec>& shared, int parity) {
 #pragma unroll
@@ -132,14 +88,14 @@ __device__ __forceinline__ void end_work(const SharedMemory<Spec>& shared, int p
   }
 }
 
-// Of the kernel of dq; one thread, or, with a band, one warp, which finds the tiles together. Per tile, with key blocks n-1 down to 0: K(n-1), V(n-1), then Q and dO of every
+// Of the kernel of dq; one thread. Per tile, with key blocks n-1 down to 0: K(n-1), V(n-1), then Q and dO of every
 // warpgroup, then K(j), V(j) downwards.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                              const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                              const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  Schedule<Spec, kMask, true> schedule(params, params.seq_q, params.heads_q, params.seq_k, heads_per_kv);
+  const Schedule<Spec, kMask, true> schedule(params, params.seq_q, params.heads_q, params.seq_k, heads_per_kv);
   const int num_tiles = schedule.num_tiles();
   RingPosition<Spec::kFirstStages> key;
   RingPosition<Spec::kSecondStages> value;
@@ -147,30 +103,28 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
 
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
-    const MaskTile<kMask> tile = schedule.tile(number);
-    if (kMask != MaskKind::kBand || ptx::lane_index() == 0) {
-      note(shared, tile);
-      const int kv_head = tile.head / heads_per_kv;
-      const int first_row = tile.index * Spec::kOwnRows;
-      const BlockRange range = key_blocks<Spec, kMask>(params, tile, first_row, first_row + Spec::kOwnRows);
-      const int last_block = range.end - 1;
-      const int draw_block = kMask != MaskKind::kFull ? minimum(last_block, range.begin + kDrawAhead) : last_block;
-      const auto key_place = keys_read(params.entry_rows.k, tile, kv_head);
-      const auto value_place = keys_read(params.entry_rows.v, tile, kv_head);
-      for (int block = last_block; block >= range.begin; --block) {
-        if (block == draw_block) next_number = next_tile_index(params.tile_counter, num_tiles, number);
-        const int row = block * Spec::kStreamRows;
-        load_block<Spec>(shared, key, value, k_map, v_map, row, key_place, value_place);
-        key.advance();
-        value.advance();
-        if (block == last_block) {
-          load_own_rows<Spec>(params, shared, q_map, dout_map, own_parity, tile);
+    const Tile tile = schedule.tile(number);
+    const DensePlace stream{tile.head / heads_per_kv, tile.batch};
+    const int first_row = tile.index * Spec::kOwnRows;
+    const int last_block = key_blocks<Spec, kMask>(params, tile, first_row, first_row + Spec::kOwnRows).end - 1;
+    const int draw_block = kMask == MaskKind::kCausal ? minimum(last_block, kDrawAhead) : last_block;
+    for (int block = last_block; block >= 0; --block) {
+      if (block == draw_block) next_number = next_tile_index(params.tile_counter, num_tiles, number);
+      const int row = block * Spec::kStreamRows;
+      load_block<Spec>(shared, key, value, k_map, v_map, row, stream, stream);
+      key.advance();
+      value.advance();
+      if (block == last_block) {
+        const DensePlace own_place{tile.head, tile.batch};
+#pragma unroll
+        for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
+          load_own<Spec>(shared, q_map, dout_map, own, own_parity, tile, own_place, own_place);
         }
       }
     }
-    number = kMask == MaskKind::kBand ? ptx::shuffle_index(next_number, 0) : next_number;
+    number = next_number;
   }
-  if (kMask != MaskKind::kBand || ptx::lane_index() == 0) end_work<Spec, kMask>(shared, own_parity);
+  end_work<Spec, kMask>(shared, own_parity);
 }
 
 // The log-sum-exp and row_dot of the rows of one block, kStreamRows / 32 a lane, on their way to shared memory.
@@ -216,8 +170,9 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  Schedule<Spec, kMask, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv, 1);
+  const Schedule<Spec, kMask, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv, 1);
   const int num_tiles = schedule.num_tiles();
+  const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
   RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
   int own_parity = 0;
@@ -225,39 +180,31 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
 
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
-    const MaskTile<kMask> tile = schedule.tile(number);
-    if (is_first_lane) note(shared, tile);
+    const Tile tile = schedule.tile(number);
     const int first_key = tile.index * Spec::kOwnRows;
-    const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + Spec::kOwnRows);
+    const int begin_block = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 1).begin;
     const int first_head = tile.head * heads_per_kv;
-    const int draw_head = kMask != MaskKind::kFull ? first_head + heads_per_kv - 1 : first_head;
-    const int draw_block =
-        kMask != MaskKind::kFull ? maximum(range.begin, range.end - 1 - kDrawAhead) : range.begin;
-    const int rows = lengths_of(params, tile).rows();
+    const int draw_head = kMask == MaskKind::kCausal ? first_head + heads_per_kv - 1 : first_head;
+    const int draw_block = kMask == MaskKind::kCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
     int head = first_head;
-    int block = range.begin;
+    int block = begin_block;
     bool own_is_loaded = false;
-    auto query_place = rows_read(params.entry_rows.q, tile, head);
-    auto dout_place = rows_read(params.entry_rows.dout, tile, head);
-    if constexpr (kMask == MaskKind::kBand) {
-      if (range.begin == range.end) {  // keys that no query sees
-        head = first_head + heads_per_kv;
-        if (is_first_lane) {
-          next_number = next_tile_index(params.tile_counter, num_tiles, number);
-          load_own_keys<Spec>(params, shared, k_map, v_map, own_parity, tile);
-        }
-      }
-    }
-    if (head < first_head + heads_per_kv) statistics.fetch(params, first_statistic(params, tile, head), rows, block);
+    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
     while (head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
           next_number = next_tile_index(params.tile_counter, num_tiles, number);
         }
         const int row = block * Spec::kStreamRows;
-        query_place.head = dout_place.head = head;
-        load_block<Spec>(shared, at, at, q_map, dout_map, row, query_place, dout_place);
-        if (!own_is_loaded) load_own_keys<Spec>(params, shared, k_map, v_map, own_parity, tile);
+        const DensePlace stream{head, tile.batch};
+        load_block<Spec>(shared, at, at, q_map, dout_map, row, stream, stream);
+        if (!own_is_loaded) {
+          const DensePlace own_place{tile.head, tile.batch};
+#pragma unroll
+          for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
+            load_own<Spec>(shared, k_map, v_map, own, own_parity, tile, own_place, own_place);
+          }
+        }
       }
       own_is_loaded = true;
       // Hazard: the statistics of this stage may still be read; the first lane has waited for that, the others have not.
@@ -265,11 +212,13 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
       statistics.store(shared.statistics(at.stage));
       ptx::mbarrier_arrive(shared.first_full(at.stage));
       at.advance();
-      if (++block == range.end) {
-        block = range.begin;
+      if (++block == end_block) {
+        block = begin_block;
         ++head;
       }
-      if (head < first_head + heads_per_kv) statistics.fetch(params, first_statistic(params, tile, head), rows, block);
+      if (head < first_head + heads_per_kv) {
+        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
+      }
     }
     number = ptx::shuffle_index(next_number, 0);
   }

@@ -38,21 +38,16 @@ struct Weight {
   float derivative;
 };
 
-// mask_at: the score's element of the mask tensor.
+// mask_at: the score's element of the mask tensor. Without a branch, for there are many of these.
 template <typename Element>
 __device__ __forceinline__ Weight band_weight(const BackwardParams& params, float score, float lse_log2,
                                               bool is_visible, int64_t mask_at) {
   const Band& band = params.band;
-  Weight weight{0.0f, 1.0f};
-  if (band.score_factor > 0.0f) {
-    score = capped_score(band, score);
-    weight.derivative = ptx::fma_rn(-score, score, 1.0f);
-  }
-  if (is_visible) {
-    if (band.mask_type != MaskTensor::kNone) score = masked_score<Element>(band, score, mask_at);
-    weight.probability = ptx::exp2_approx(ptx::fma_rn(score, params.scale_log2, -lse_log2));
-  }
-  return weight;
+  const bool is_capped = band.score_factor > 0.0f;
+  const float capped = capped_score(band, score);
+  score = (is_capped ? capped : score) + mask_term<Element>(band, mask_at, is_visible);
+  const float probability = ptx::exp2_approx(ptx::fma_rn(score, params.scale_log2, -lse_log2));
+  return Weight{is_visible ? probability : 0.0f, is_capped ? ptx::fma_rn(-capped, capped, 1.0f) : 1.0f};
 }
 
 // Whether a band asks for more than ranges of keys.

@@ -9,6 +9,7 @@
 // have work of this warpgroup all the time. dS is never stored: the accumulator layout is the operand layout.
 #pragma once
 
+#include "attention/backward/sm90/band_producer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
 #include "ptx/register_control.cuh"
@@ -134,11 +135,12 @@ struct QueryGradientConsumer {
     const int first_key = block * Spec::kStreamRows + ptx::lane_index() % 4 * 2;
     KeyRange visible[2] = {{0, 0}, {0, 0}};  // columns, from this thread's first
     if constexpr (kScores != Scores::kPlain) {
+      const auto& lengths = lengths_of(params, tile);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        visible[r] = visible_keys<kMask>(params, tile, row + 8 * r);
+        visible[r] = visible_keys<kMask>(params, lengths, row + 8 * r);
         // The mask tensor has no rows past the last.
-        if (kScores == Scores::kGeneral && row + 8 * r >= lengths_of(params, tile).rows()) visible[r].end = 0;
+        if (kScores == Scores::kGeneral && row + 8 * r >= lengths.rows()) visible[r].end = 0;
         visible[r] = KeyRange{visible[r].begin - first_key, visible[r].end - first_key};
       }
     }
@@ -277,7 +279,7 @@ struct QueryGradientConsumer {
     step_ahead<false, false, true>(dq, odd, even, gradients, packed, tile, block);
   }
 
-  // The same of a band, where blocks at both ends may need a mask.
+  // The same of a band, where blocks at both ends may need a mask; two blocks or more.
   __device__ __forceinline__ void compute_band_ahead(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                                      float (&dq)[Product::kOutputs],
                                                      uint32_t (&packed)[Product::kPacked]) {
@@ -294,7 +296,6 @@ struct QueryGradientConsumer {
     issue_scores(even);
     issue_gradients(gradients);
     finish_rows(loads, tile);
-    if (block == range.begin) return step(Yes{}, Yes{}, even, odd);
     step(Yes{}, No{}, even, odd);
     while (block >= range.begin + 2) {
       step(No{}, No{}, odd, even);
@@ -305,32 +306,64 @@ struct QueryGradientConsumer {
     step(No{}, Yes{}, even, odd);
   }
 
-  template <Scores kEnds, Scores kMiddle>
+  // Of a band, block by block: what a block's scores go through is known at run time alone.
+  __device__ __forceinline__ void compute_band(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                               float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+    float scores[Product::kScores];
+    float gradients[Product::kScores];  // dP, then dS
+    const bool is_general = changes_scores(params.band);
+    issue_scores(scores);
+    issue_gradients(gradients);
+    finish_rows(loads, tile);
+    Product::clear(dq);
+    int block = range.end - 1;
+    while (true) {
+      ptx::wgmma_wait<1>();  // S; and dQ of the block before
+      ptx::wgmma_fence_operands(scores);
+      if (block != range.end - 1) release_key();
+      if (is_general) {
+        exponentials<Scores::kGeneral>(scores, tile, block);
+      } else if (block >= range.full_end || block < range.full_begin) {
+        exponentials<Scores::kMasked>(scores, tile, block);
+      } else {
+        exponentials<Scores::kPlain>(scores, tile, block);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(gradients);
+      release_value();
+      multiply(gradients, scores);
+      Product::pack_scores(packed, gradients);
+      Product::issue_output(dq, packed, shared.first(key.stage));
+      key.advance();
+      if (block == range.begin) break;
+      --block;
+      issue_scores(scores);
+      issue_gradients(gradients);
+    }
+  }
+
   __device__ __forceinline__ void compute_blocks(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                                  float (&dq)[Product::kOutputs],
                                                  uint32_t (&packed)[Product::kPacked]) {
     int block = range.end - 1;
-    step<kEnds, true>(dq, packed, loads, tile, block);
-    for (--block; block >= range.full_end; --block) step<kEnds, false>(dq, packed, loads, tile, block);
-    if constexpr (kMiddle != kEnds) {
-      for (; block >= range.full_begin; --block) step<kMiddle, false>(dq, packed, loads, tile, block);
-    }
-    if constexpr (kIsBand) {
-      for (; block >= range.begin; --block) step<kEnds, false>(dq, packed, loads, tile, block);
-    }
+    step<Scores::kMasked, true>(dq, packed, loads, tile, block);
+    for (--block; block >= range.full_end; --block) step<Scores::kMasked, false>(dq, packed, loads, tile, block);
+    for (; block >= 0; --block) step<Scores::kPlain, false>(dq, packed, loads, tile, block);
   }
 
   __device__ __forceinline__ void compute(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                           float (&dq)[Product::kOutputs]) {
     uint32_t packed[Product::kPacked];
-    if (kIsBand && changes_scores(params.band)) {
-      compute_blocks<Scores::kGeneral, Scores::kGeneral>(tile, range, loads, dq, packed);
-    } else if constexpr (!Spec::kLookahead) {
-      compute_blocks<Scores::kMasked, Scores::kPlain>(tile, range, loads, dq, packed);
-    } else if constexpr (kIsBand) {
-      compute_band_ahead(tile, range, loads, dq, packed);
-    } else {
+    if constexpr (kIsBand) {
+      if (!Spec::kLookahead || changes_scores(params.band) || range.begin + 1 == range.end) {
+        compute_band(tile, range, loads, dq, packed);
+      } else if constexpr (Spec::kLookahead) {
+        compute_band_ahead(tile, range, loads, dq, packed);
+      }
+    } else if constexpr (Spec::kLookahead) {
       compute_ahead(tile, range.end, loads, dq, packed);
+    } else {
+      compute_blocks(tile, range, loads, dq, packed);
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(dq);
@@ -344,7 +377,9 @@ struct QueryGradientConsumer {
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
       if (tile.index < 0) break;
       const int tile_row = tile.index * Spec::kOwnRows;
-      const BlockRange all = key_blocks<Spec, kMask>(params, tile, tile_row, tile_row + Spec::kOwnRows);
+      const BlockRange all = tile_blocks(tile, [&] {
+        return key_blocks<Spec, kMask>(params, tile, tile_row, tile_row + Spec::kOwnRows);
+      });
       int end = all.end;
       if (first_row(tile) < row_room(params, tile)) {
         const BlockRange range = key_blocks<Spec, kMask>(params, tile, first_row(tile), first_row(tile) + 64);
@@ -401,8 +436,10 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0 && (kMask == MaskKind::kBand || ptx::elect_one())) {
-      produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+    if constexpr (kMask == MaskKind::kBand) {
+      if (warp == 0) produce_band_keys<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+    } else {
+      if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
     }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();

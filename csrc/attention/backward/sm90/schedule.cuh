@@ -22,14 +22,15 @@ struct Tile {
   int padding = 0;  // a tile passes through shared memory in 16 bytes
 };
 
-// The same in batches that a Batch describes, with what the consumers need of the entry: they read no lengths.
+// The same in batches that a Batch describes, with what the consumers need of the entry: they read no lengths. 48 bytes.
 struct BandTile {
   int index;
   int head;
-  int batch;  // the entry
-  int padding = 0;
+  int batch;        // the entry
+  int begin_block;  // of the stream
   EntryExtents extents;
-  int padding_behind[2] = {0, 0};
+  int end_block;
+  int padding = 0;
 };
 
 template <MaskKind kMask>
@@ -56,6 +57,26 @@ __device__ __forceinline__ const EntryExtents& lengths_of(const BackwardParams&,
   return tile.extents;
 }
 
+// Lengths alone, and where they lie in a BandTile: consumers read them where a block needs a mask, and keep no register.
+struct BandLengths {
+  int row_count;
+  int key_count;
+
+  __device__ __forceinline__ int rows() const { return row_count; }
+  __device__ __forceinline__ int keys() const { return key_count; }
+};
+
+template <MaskKind kMask>
+__device__ __forceinline__ auto lengths_in(const BackwardParams& params, const unsigned char* tile_smem) {
+  if constexpr (kMask == MaskKind::kBand) {
+    uint32_t words[2];
+    ptx::ld_shared_64(words, tile_smem + 16);
+    return BandLengths{static_cast<int>(words[0]), static_cast<int>(words[1])};
+  } else {
+    return Lengths{params};
+  }
+}
+
 // Rows and keys of a tile's entry that have a gradient: as many as the tensors hold.
 __device__ __forceinline__ int row_room(const BackwardParams& params, const Tile&) { return params.seq_q; }
 __device__ __forceinline__ int row_room(const BackwardParams&, const BandTile& tile) { return tile.extents.row_room; }
@@ -63,9 +84,9 @@ __device__ __forceinline__ int key_room(const BackwardParams& params, const Tile
 __device__ __forceinline__ int key_room(const BackwardParams&, const BandTile& tile) { return tile.extents.key_room; }
 
 // Keys visible to query `row`.
-template <MaskKind kMask, typename TileType>
-__device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const TileType& tile, int row) {
-  if constexpr (kMask == MaskKind::kBand) return band_keys(params.band, lengths_of(params, tile), row);
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
+  if constexpr (kMask == MaskKind::kBand) return band_keys(params.band, lengths, row);
   if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
   return KeyRange{0, maximum(0, minimum(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
 }
@@ -84,20 +105,20 @@ template <typename Spec, MaskKind kMask, typename TileType>
 __device__ __forceinline__ BlockRange key_blocks(const BackwardParams& params, const TileType& tile, int first_row,
                                                  int end_row) {
   const int last_row = minimum(end_row, lengths_of(params, tile).rows()) - 1;
-  const KeyRange last = visible_keys<kMask>(params, tile, last_row);
+  const KeyRange last = visible_keys<kMask>(params, lengths_of(params, tile), last_row);
   const int end = maximum(1, ceil_div(last.end, Spec::kStreamRows));
-  const KeyRange first = visible_keys<kMask>(params, tile, first_row);
+  const KeyRange first = visible_keys<kMask>(params, lengths_of(params, tile), first_row);
   if constexpr (kMask != MaskKind::kBand) return BlockRange{0, 0, first.end / Spec::kStreamRows, end};
   const int begin = minimum(first.begin / Spec::kStreamRows, end - 1);
   return BlockRange{begin, ceil_div(last.begin, Spec::kStreamRows), maximum(begin, first.end / Spec::kStreamRows), end};
 }
 
 // Queries that see key `key`. Without a window every key is seen by the last query. Keys past the last are seen by none.
-template <MaskKind kMask, typename TileType>
-__device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const TileType& tile, int key) {
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
   if constexpr (kMask == MaskKind::kBand) {
-    if (key >= lengths_of(params, tile).keys()) return KeyRange{0, 0};
-    return band_rows(params.band, lengths_of(params, tile), key);
+    if (key >= lengths.keys()) return KeyRange{0, 0};
+    return band_rows(params.band, lengths, key);
   }
   if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
   return KeyRange{maximum(0, diagonal_row(Lengths{params}, key)), params.seq_q};
@@ -109,8 +130,8 @@ __device__ __forceinline__ BlockRange query_blocks(const BackwardParams& params,
                                                    int end_key) {
   const int keys = lengths_of(params, tile).keys();
   const int last_key = minimum(end_key, keys) - 1;
-  const KeyRange first = visible_rows<kMask>(params, tile, first_key);
-  const KeyRange last = visible_rows<kMask>(params, tile, last_key);
+  const KeyRange first = visible_rows<kMask>(params, lengths_of(params, tile), first_key);
+  const KeyRange last = visible_rows<kMask>(params, lengths_of(params, tile), last_key);
   const int begin = first.begin / Spec::kStreamRows;
   const int full_begin = ceil_div(last.begin, Spec::kStreamRows);
   const int end = ceil_div(last.end, Spec::kStreamRows);
@@ -122,12 +143,22 @@ __device__ __forceinline__ BlockRange query_blocks(const BackwardParams& params,
   return BlockRange{begin, minimum(full_begin, end), maximum(begin, full_end), maximum(begin, end)};
 }
 
+// The blocks that some row or key of a tile sees: a BandTile says it.
+template <typename Compute>
+__device__ __forceinline__ BlockRange tile_blocks(const Tile&, Compute compute) {
+  return compute();
+}
+template <typename Compute>
+__device__ __forceinline__ BlockRange tile_blocks(const BandTile& tile, Compute) {
+  return BlockRange{tile.begin_block, 0, 0, tile.end_block};
+}
+
 // The first row of query head `head` of a tile's entry, among all rows of the log-sum-exp and of row_dot.
 __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const Tile& tile, int head) {
   return (static_cast<int64_t>(tile.batch) * params.heads_q + head) * params.seq_q;
 }
 __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const BandTile& tile, int head) {
-  return statistics_row(params, tile.batch, head, tile.extents.row.first);
+  return statistics_row(params, tile.batch, head, tile.extents.first_row);
 }
 
 // Elements from the start of a tensor to the first row of `head` of a tile's entry.
@@ -135,7 +166,7 @@ __device__ __forceinline__ int64_t row_offset(const Strides& stride, const Tile&
   return tile.batch * stride.batch + head * stride.head;
 }
 __device__ __forceinline__ int64_t row_offset(const Strides& stride, const BandTile& tile, int head) {
-  return tile.batch * stride.batch + head * stride.head + tile.extents.row.first * stride.row;
+  return tile.batch * stride.batch + head * stride.head + tile.extents.first_row * stride.row;
 }
 
 // How the tiles of a launch are numbered.
@@ -177,23 +208,6 @@ struct Schedule {
     }
     const int batch = head / heads;
     return Tile{index, head - batch * heads, batch};
-  }
-};
-
-// A whole warp takes part. `tile` is asked for growing numbers.
-template <typename Spec, bool kDescending>
-struct Schedule<Spec, MaskKind::kBand, kDescending> {
-  static constexpr bool kOwnsKeys = !kDescending;
-  static constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
-  TileFinder<Spec::kOwnRows, kOwnsKeys> finder;
-
-  __device__ __forceinline__ Schedule(const BackwardParams& params, int, int, int, int) : finder(params) {}
-
-  __device__ __forceinline__ int num_tiles() const { return finder.count(); }
-
-  __device__ __forceinline__ BandTile tile(int number) {
-    const EntryTile found = finder.template find<kSectionRows>(number);
-    return BandTile{found.index, found.head, found.entry, 0, entry_extents(finder.params, found.entry)};
   }
 };
 

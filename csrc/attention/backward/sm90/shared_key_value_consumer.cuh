@@ -22,7 +22,7 @@ template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
-  using Place = BlockPlace<kMask>;
+  using Place = BlockPlace;
   static constexpr bool kIsBand = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
@@ -33,18 +33,6 @@ struct SharedConsumer {
 
   __device__ __forceinline__ SharedConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
-
-  template <Scores kEnds, Scores kMiddle>
-  __device__ __forceinline__ void compute_blocks(const BlockRange& range, float (&output)[Product::kOutputs],
-                                                 uint32_t (&packed)[Product::kPacked], Place place) {
-    Derived& derived = static_cast<Derived&>(*this);
-    int& block = place.block;
-    for (; block < range.full_begin; ++block) derived.template step<kEnds>(output, packed, place);
-    for (; block < range.full_end; ++block) derived.template step<kMiddle>(output, packed, place);
-    if constexpr (kIsBand) {
-      for (; block < range.end; ++block) derived.template step<kEnds>(output, packed, place);
-    }
-  }
 
   // entry_rows: of the gradient.
   __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int entry_rows,
@@ -63,12 +51,15 @@ struct SharedConsumer {
       uint32_t packed[Product::kPacked];
       Product::clear(output);
       for (int head = 0; head < heads; ++head) {
-        const Place place{tile, tile.head * heads + head, first_key, range.begin};
-        if (kIsBand && changes_scores(params.band)) {
-          const BlockRange general{range.begin, range.begin, range.end, range.end};
-          compute_blocks<Scores::kGeneral, Scores::kGeneral>(general, output, packed, place);
+        Place place{shared.tile(0), tile.head * heads + head, first_key, range.begin};
+        int& block = place.block;
+        if constexpr (kIsBand) {
+          for (; block < range.end; ++block) {
+            derived.template step<Scores::kPlain>(output, packed, place, band_scores(params, range, block));
+          }
         } else {
-          compute_blocks<Scores::kMasked, Scores::kPlain>(range, output, packed, place);
+          for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, place);
+          for (; block < range.end; ++block) derived.template step<Scores::kPlain>(output, packed, place);
         }
       }
       derived.finish(output);
@@ -109,7 +100,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   // Of a band that changes scores the other warpgroup gets P^T times the derivative: it needs no more.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place& place) {
+                                       const Place& place, Scores band_scores = kScores) {
     float scores[Product::kScores];
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
@@ -120,14 +111,15 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     release_used();
     has_used = true;
     uint32_t handed_on[Product::kPacked];
-    if constexpr (kScores == Scores::kGeneral) {
-      band_weights<Spec, kMask>(params, scores, packed, lse_log2, place);
-      Product::pack_scores(handed_on, scores);
+    if constexpr (Base::kIsBand) {
+      weigh_band<Spec>(params, scores, packed, lse_log2, place, band_scores);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
     }
     release(shared.first_empty(at.stage));
-    if constexpr (kScores != Scores::kGeneral) {
+    if constexpr (Base::kIsBand) {
+      Product::pack_scores(handed_on, scores);
+    } else {
       Product::pack_scores(packed, scores);
 #pragma unroll
       for (int i = 0; i < Product::kPacked; ++i) handed_on[i] = packed[i];
@@ -181,7 +173,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
 
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place&) {
+                                       const Place&, Scores = kScores) {
     float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];

@@ -79,8 +79,9 @@ struct TileSpec {
   static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * kStreamBytes;
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
   static constexpr int kTileBytes = kIsBand ? 48 : 16;  // Tile, BandTile
+  static constexpr int kProducerBytes = kIsBand ? kTileBytes + 32 * 16 : 0;  // what its producer puts down
   static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
-  static constexpr int kBarrierOffset = kTileOffset + (kNumOwnTiles + (kIsBand ? 1 : 0)) * kTileBytes;
+  static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * kTileBytes + kProducerBytes;
   static constexpr int kNumBarriers = 3 * kNumOwnTiles + 2 * (kFirstStages + (kIsPaired ? 0 : kSecondStages));
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
@@ -155,8 +156,9 @@ struct SharedMemory {
   // The Tile or BandTile (schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
   __device__ __forceinline__ unsigned char* tile(int tile) const { return base + Spec::kTileOffset + tile * Spec::kTileBytes; }
 
-  // Of a band: the tile that the producer is at, its own notes. In registers it would not fit.
+  // Of a band, what the producer notes for itself: the tile that it is at, and 16 bytes for each lane of its finder.
   __device__ __forceinline__ unsigned char* produced_tile() const { return tile(Spec::kNumOwnTiles); }
+  __device__ __forceinline__ unsigned char* finder() const { return tile(Spec::kNumOwnTiles + 1); }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;
