@@ -46,7 +46,9 @@ __device__ __forceinline__ Weight band_weight(const BackwardParams& params, floa
   const bool is_capped = band.score_factor > 0.0f;
   const float capped = capped_score(band, score);
   score = (is_capped ? capped : score) + mask_term<Element>(band, mask_at, is_visible);
-  const float probability = ptx::exp2_approx(ptx::fma_rn(score, params.scale_log2, -lse_log2));
+  // No weight is above 1; but of scores near the lowest float, as a mask gives them, the difference is a rounding error.
+  const float exponent = min(ptx::fma_rn(score, params.scale_log2, -lse_log2), 0.0f);
+  const float probability = ptx::exp2_approx(exponent);
   return Weight{is_visible ? probability : 0.0f, is_capped ? ptx::fma_rn(-capped, capped, 1.0f) : 1.0f};
 }
 
