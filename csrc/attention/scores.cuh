@@ -59,5 +59,20 @@ __device__ __forceinline__ FinishedRow finish_with_sink(float shift, float sum, 
   return FinishedRow{factor / total, (largest + ptx::lg2_approx(total)) * kNaturalLog2};
 }
 
+// What the mask adds to a score, zero without a mask and where is_read is false; without a branch.
+template <typename Element>
+__device__ __forceinline__ float mask_term(const Band& band, int64_t index, bool is_read) {
+  const bool is_bool = band.mask_type == MaskTensor::kBool;
+  const auto* mask = static_cast<const unsigned char*>(band.mask);
+  const uint32_t flag = ptx::ld_global_8_if(mask + index, is_read && is_bool);
+  const uint32_t bits = ptx::ld_global_16_if(mask + 2 * index, is_read && band.mask_type == MaskTensor::kAdditive);
+  if (is_bool) return is_read && flag == 0 ? ptx::negative_infinity() : 0.0f;
+  const float value = unpack<Element>(bits).x;
+  const float term = value * band.mask_factor;
+  constexpr float kLargest = 1.3e36f;
+  const bool is_finite = value > ptx::negative_infinity() && value < -ptx::negative_infinity();
+  return is_finite ? max(-kLargest, min(kLargest, term)) : term;
+}
+
 }  // namespace attention
 }  // namespace flashmoe

@@ -29,20 +29,22 @@ __device__ __forceinline__ int next_tile_index(int32_t* const& counter_gmem, int
 // loads would wait for the answer.
 constexpr int kDrawAhead = 3;
 
-// A tile's place, 16 bytes, through shared memory; the barriers of `slot_smem` are the kernel's.
+// A tile's place, 16 bytes or a multiple, through shared memory; the barriers of `slot_smem` are the kernel's.
 template <typename Tile>
 __device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const Tile& tile) {
-  static_assert(sizeof(Tile) == 16, "a tile passes through shared memory in one 16-byte store");
-  uint32_t words[4];
+  static_assert(sizeof(Tile) % 16 == 0, "a tile passes through shared memory in 16-byte stores");
+  uint32_t words[sizeof(Tile) / 16][4];
   memcpy(words, &tile, sizeof(Tile));
-  ptx::st_shared_128(slot_smem, words);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Tile) / 16); ++i) ptx::st_shared_128(slot_smem + i * 16, words[i]);
 }
 
 template <typename Tile>
 __device__ __forceinline__ Tile read_tile(const unsigned char* slot_smem) {
-  static_assert(sizeof(Tile) == 16, "a tile passes through shared memory in one 16-byte store");
-  uint32_t words[4];
-  ptx::ld_shared_128(words, slot_smem);
+  static_assert(sizeof(Tile) % 16 == 0, "a tile passes through shared memory in 16-byte stores");
+  uint32_t words[sizeof(Tile) / 16][4];
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Tile) / 16); ++i) ptx::ld_shared_128(words[i], slot_smem + i * 16);
   Tile tile;
   memcpy(&tile, words, sizeof(Tile));
   return tile;

@@ -27,7 +27,7 @@ void emulation_clear_buffers() { flashmoe::emulation::clear_buffers(); }
 
 const char* emulation_encode_tensor_map(void* map, int element_bytes, int rank, uint64_t address, const uint64_t* dims,
                                         const uint64_t* strides, const uint32_t* box, int swizzle_bytes) {
-  if (rank < 1 || rank > 4) return "rank: 1 to 4 are modelled";
+  if (rank < 1 || rank > 5) return "rank: 1 to 5 are modelled";
   if (address % 16 != 0) return "the global address is not a multiple of 16";
   TensorMapContent content{};
   content.magic = kTensorMapMagic;

@@ -162,7 +162,7 @@ struct TensorMapContent {
   uint64_t address;
   uint64_t dims[5];     // elements
   uint64_t strides[4];  // bytes, of dimensions 1 to 4
-  uint32_t box[4];
+  uint32_t box[5];
 };
 static_assert(sizeof(TensorMapContent) <= 128, "a tensor map has 128 bytes");
 constexpr uint32_t kTensorMapMagic = 0x7a3b19c5;

@@ -114,6 +114,37 @@ __device__ __forceinline__ uint16_t ld_global_16(const void* gmem) {
   return value;
 }
 
+// Zero where `is_read` is false, and no access.
+__device__ __forceinline__ uint32_t ld_global_8_if(const void* gmem, bool is_read) {
+  uint32_t value;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "setp.ne.u32 p, %2, 0;\n\t"
+      "mov.u32 %0, 0;\n\t"
+      "@p ld.global.u8 %0, [%1];\n\t"
+      "}"
+      : "=&r"(value)
+      : "l"(__cvta_generic_to_global(gmem)), "r"(static_cast<uint32_t>(is_read))
+      : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t ld_global_16_if(const void* gmem, bool is_read) {
+  uint32_t value;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "setp.ne.u32 p, %2, 0;\n\t"
+      "mov.u32 %0, 0;\n\t"
+      "@p ld.global.u16 %0, [%1];\n\t"
+      "}"
+      : "=&r"(value)
+      : "l"(__cvta_generic_to_global(gmem)), "r"(static_cast<uint32_t>(is_read))
+      : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint32_t ld_global_32(const void* gmem) {
   uint32_t value;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(gmem)) : "memory");

@@ -32,11 +32,29 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, Mb
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(void* smem, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2,
+                                            int c3, int c4, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem_address(smem)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
+      "l"(static_cast<uint64_t>(hint))
+      : "memory");
+}
+
 // Starts the copy of a box from shared memory. Ordinary stores to `smem` need fence_proxy_async_shared() before it.
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* smem, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
                    reinterpret_cast<uint64_t>(map)),
                "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+__device__ __forceinline__ void tma_store_5d(const TensorMap* map, const void* smem, int c0, int c1, int c2, int c3,
+                                             int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                : "memory");
 }
 

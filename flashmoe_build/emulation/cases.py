@@ -18,6 +18,7 @@ from flashmoe_build.emulation.moe import backward as moe_backward
 from flashmoe_build.emulation.moe import few_rows, gemm, mma_sync, routing
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 from flashmoe_build.emulation.varlen import append, decode
+from flashmoe_build.emulation.varlen import backward as varlen_backward
 from flashmoe_build.emulation.varlen import cases as varlen_cases
 from flashmoe_build.emulation.varlen import run as varlen
 
@@ -189,6 +190,7 @@ _OPERATIONS = {
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
+    **{name: _Operation(varlen_backward.problems, varlen_backward.run) for name in varlen_backward.RESULTS},
     **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},
     "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),

@@ -7,6 +7,18 @@
 namespace flashmoe {
 namespace attention {
 
+// Rows from an entry of a dense batch to the next one: stride.batch / stride.row. 0 where rows or keys are ragged. For kernels
+// of MaskKind::kBand that load by tensor maps.
+struct EntryRows {
+  int32_t q;
+  int32_t k;
+  int32_t v;
+  int32_t dout;
+  int32_t dq;
+  int32_t dk;
+  int32_t dv;
+};
+
 struct BackwardParams {
   const void* q;      // [batch, heads_q,  seq_q, head_dim]
   const void* k;      // [batch, heads_kv, seq_k, head_dim]
@@ -43,6 +55,7 @@ struct BackwardParams {
   int32_t head_dim_v;  // of v, out, dout and dv
   Batch entries;
   Band band;
+  EntryRows entry_rows;
 };
 
 // With P = exp(scale * q k^T - lse):

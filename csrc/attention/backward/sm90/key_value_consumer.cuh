@@ -12,21 +12,6 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Query blocks of one head that a warpgroup works on: [begin, full) with a mask, [full, end) without.
-struct QueryRange {
-  int begin;
-  int full;
-  int end;
-};
-
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ QueryRange query_range(const BackwardParams& params, int first_key) {
-  const int last_key = minimum(first_key + 63, params.seq_k - 1);
-  return QueryRange{first_query<kMask>(params, first_key) / Spec::kStreamRows,
-                    ceil_div(first_query<kMask>(params, last_key), Spec::kStreamRows),
-                    ceil_div(params.seq_q, Spec::kStreamRows)};
-}
-
 // The log-sum-exp, or row_dot, of a thread's columns: 8j + 2 * (lane % 4) and the next. Loads queue behind products that
 // the warp has issued and the tensor cores have not begun, so they stand a product ahead of their use.
 template <typename Spec>
@@ -53,39 +38,109 @@ __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::
   ptx::wgmma_fence_operands(gradients);
 }
 
+// What the scores of a thread's two keys need beside the statistics: the tile, in shared memory, the query head, the place of
+// the block.
+struct BlockPlace {
+  const unsigned char* tile_smem;
+  int head;
+  int first_key;  // of the warpgroup
+  int block;
+};
+
+// Columns that see the keys of a thread's two rows, counted from its first column.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const BackwardParams& params,
+                                                const BlockPlace& place) {
+  const auto lengths = lengths_in<kMask>(params, place.tile_smem);
+  const int lane = ptx::lane_index();
+  const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+  const int column = place.block * Spec::kStreamRows + lane % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    visible[r] = visible_rows<kMask>(params, lengths, key + 8 * r);
+    visible[r] = KeyRange{visible[r].begin - column, visible[r].end - column};
+  }
+}
+
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the row of Q is past the end or sees no key.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                             const float (&lse_log2)[Spec::kStreamRows / 4], int first_key, int block) {
-  int masked[2] = {0, 0};  // leading columns that do not see the row's key, counted from this thread's first
-  if constexpr (kIsMasked) {
-    const int lane = ptx::lane_index();
-    const int key = first_key + ptx::warp_index() % 4 * 16 + lane / 4;
-    const int column = block * Spec::kStreamRows + lane % 4 * 2;
-    masked[0] = first_query<kMask>(params, key) - column;
-    masked[1] = first_query<kMask>(params, key + 8) - column;
-  }
+                                             const float (&lse_log2)[Spec::kStreamRows / 4],
+                                             const BlockPlace& place) {
+  KeyRange visible[2] = {{0, 0}, {0, 0}};
+  if constexpr (kIsMasked) visible_columns<Spec, kMask>(visible, params, place);
 #pragma unroll
   for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
     scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[i / 4 * 2 + i % 2]));
     if constexpr (kIsMasked) {
-      if (8 * (i / 4) + i % 2 < masked[i / 2 % 2]) scores[i] = 0.0f;
+      const int column = 8 * (i / 4) + i % 2;
+      const KeyRange& range = visible[i / 2 % 2];
+      if (column < range.begin || (kMask == MaskKind::kBand && column >= range.end)) scores[i] = 0.0f;
     }
   }
 }
 
-// Compile-time answers for a generic lambda.
-struct Yes {
-  static constexpr bool value = true;
-};
-struct No {
-  static constexpr bool value = false;
-};
+// Of a band that changes scores: P^T, packed, and P^T times the derivative, in place of the scores.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void band_weights(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                             uint32_t (&packed)[Spec::kStreamRows / 4],
+                                             const float (&lse_log2)[Spec::kStreamRows / 4],
+                                             const BlockPlace& place) {
+  const Band& band = params.band;
+  KeyRange visible[2];
+  visible_columns<Spec, kMask>(visible, params, place);
+  const int lane = ptx::lane_index();
+  const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+  const int row = place.block * Spec::kStreamRows + lane % 4 * 2;
+  const auto entry = static_cast<int>(ptx::ld_shared_32(place.tile_smem + 8));
+  const int64_t mask_at = entry * band.mask_stride_batch + place.head * band.mask_stride_head +
+                          row * band.mask_stride_row + key * band.mask_stride_key;
+#pragma unroll
+  for (int i = 0; i < Spec::kStreamRows / 2; i += 2) {
+    const int r = i / 2 % 2;
+    float probability[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int column = 8 * (i / 4) + j;
+      const bool is_visible = column >= visible[r].begin && column < visible[r].end;
+      const Weight weight =
+          band_weight<typename Spec::Element>(params, scores[i + j], lse_log2[i / 4 * 2 + j], is_visible,
+                                              mask_at + column * band.mask_stride_row + 8 * r * band.mask_stride_key);
+      probability[j] = weight.probability;
+      scores[i + j] = weight.probability * weight.derivative;
+    }
+    packed[i / 2] = pack<typename Spec::Element>(probability[0], probability[1]);
+  }
+}
+
+// Of a band: scores (S^T) to P^T, packed, and to what dS^T has of it in their place.
+template <typename Spec>
+__device__ __forceinline__ void weigh_band(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                           uint32_t (&packed)[Spec::kStreamRows / 4],
+                                           const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place,
+                                           Scores kind) {
+  if (kind == Scores::kGeneral) return band_weights<Spec, MaskKind::kBand>(params, scores, packed, lse_log2, place);
+  if (kind == Scores::kMasked) {
+    exponentials<Spec, MaskKind::kBand, true>(params, scores, lse_log2, place);
+  } else {
+    exponentials<Spec, MaskKind::kBand, false>(params, scores, lse_log2, place);
+  }
+  Products<Spec>::pack_scores(packed, scores);
+}
+
+// Which of them a block needs.
+__device__ __forceinline__ Scores band_scores(const BackwardParams& params, const BlockRange& range, int block) {
+  if (changes_scores(params.band)) return Scores::kGeneral;
+  return block < range.full_begin || block >= range.full_end ? Scores::kMasked : Scores::kPlain;
+}
 
 template <typename Spec, MaskKind kMask>
 struct KeyValueGradientConsumer {
   static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
   using Product = Products<Spec>;
+  using Tile = MaskTile<kMask>;
+  using Place = BlockPlace;
+  static constexpr bool kIsBand = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -111,10 +166,11 @@ struct KeyValueGradientConsumer {
                                                             shared.second(at.stage));
   }
 
-  template <bool kIsMasked>
+  // band_scores: of a band, known at run time alone.
+  template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       int first_key, int block) {
+                                       const Place& place, Scores band_scores = kScores) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -133,9 +189,13 @@ struct KeyValueGradientConsumer {
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
-    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, first_key, block);
+    if constexpr (kIsBand) {
+      weigh_band<Spec>(params, scores, p_packed, lse_log2, place, band_scores);
+    } else {
+      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
+    }
     if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
-    Product::pack_scores(p_packed, scores);
+    if constexpr (!kIsBand) Product::pack_scores(p_packed, scores);
     Product::issue_output(dv, p_packed, shared.second(at.stage));
 
     ptx::wgmma_wait<1>();  // dP^T
@@ -152,17 +212,23 @@ struct KeyValueGradientConsumer {
 
   // A block with lookahead. In flight at the beginning, in this order: dV of the block before, S^T of this block, dK of the
   // block before, dP^T of this block (no dV and dK for the first); at the end the same, a block further, or nothing.
+  // is_masked: of a band, known at run time alone.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                              float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
                                              float (&gradients)[Product::kScores], float (&lse_log2)[Product::kColumns],
                                              uint32_t (&p_packed)[Product::kPacked],
-                                             uint32_t (&ds_packed)[Product::kPacked], int first_key, int block) {
+                                             uint32_t (&ds_packed)[Product::kPacked], const Place& place,
+                                             bool is_masked = kIsMasked) {
     const unsigned char* q_smem = shared.first(at.stage);
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
     ptx::wgmma_fence_operands(scores);
-    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, first_key, block);
+    if (is_masked) {
+      exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+    } else {
+      exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
+    }
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, row_dot_smem);
     Product::pack_scores(p_packed, scores);
@@ -194,20 +260,20 @@ struct KeyValueGradientConsumer {
   }
 
   // The blocks of one head with lookahead; which of two register sets holds the scores is known to the compiler.
-  __device__ __forceinline__ void compute_ahead(const QueryRange& range, float (&dk)[Product::kOutputs],
+  __device__ __forceinline__ void compute_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
                                                 float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
-                                                uint32_t (&ds_packed)[Product::kPacked], int first_key) {
+                                                uint32_t (&ds_packed)[Product::kPacked], Place place) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
     float lse_log2[Product::kColumns];
-    int block = range.begin;
+    int& block = place.block;
     const int last = range.end - 1;
     const auto step = [&](auto masked, auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
       step_ahead<decltype(masked)::value && kMask == MaskKind::kCausal, decltype(first)::value,
-                 decltype(is_last)::value>(dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed,
-                                           first_key, block++);
+                 decltype(is_last)::value>(dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed, place);
+      ++block;
     };
     wait_block();
     issue_scores(even);
@@ -224,6 +290,58 @@ struct KeyValueGradientConsumer {
     if (block == last) return step(No{}, No{}, Yes{}, even, odd);
     step(No{}, No{}, No{}, even, odd);
     step(No{}, No{}, Yes{}, odd, even);
+  }
+
+  // The same of a band, where blocks at both ends may need a mask; two blocks or more.
+  __device__ __forceinline__ void compute_band_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
+                                                     float (&dv)[Product::kOutputs],
+                                                     uint32_t (&p_packed)[Product::kPacked],
+                                                     uint32_t (&ds_packed)[Product::kPacked], Place place) {
+    float even[Product::kScores];
+    float odd[Product::kScores];
+    float gradients[Product::kScores];
+    float lse_log2[Product::kColumns];
+    const int last = range.end - 1;
+    const auto step = [&](auto first, auto is_last, float (&scores)[Product::kScores],
+                          float (&next_scores)[Product::kScores]) {
+      const bool is_masked = place.block < range.full_begin || place.block >= range.full_end;
+      step_ahead<false, decltype(first)::value, decltype(is_last)::value>(
+          dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed, place, is_masked);
+      ++place.block;
+    };
+    wait_block();
+    issue_scores(even);
+    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    issue_gradients(gradients);
+    step(Yes{}, No{}, even, odd);
+    while (place.block <= last - 2) {
+      step(No{}, No{}, odd, even);
+      step(No{}, No{}, even, odd);
+    }
+    if (place.block == last) return step(No{}, Yes{}, odd, even);
+    step(No{}, No{}, odd, even);
+    step(No{}, Yes{}, even, odd);
+  }
+
+  // The blocks of one head.
+  __device__ __forceinline__ void compute(const BlockRange& range, float (&dk)[Product::kOutputs],
+                                          float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
+                                          uint32_t (&ds_packed)[Product::kPacked], Place place) {
+    int& block = place.block;
+    if constexpr (kIsBand) {
+      if (!Spec::kLookahead || changes_scores(params.band) || range.begin + 1 >= range.end) {
+        for (; block < range.end; ++block) {
+          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place, band_scores(params, range, block));
+        }
+      } else if constexpr (Spec::kLookahead) {
+        compute_band_ahead(range, dk, dv, p_packed, ds_packed, place);
+      }
+    } else if constexpr (Spec::kLookahead) {
+      compute_ahead(range, dk, dv, p_packed, ds_packed, place);
+    } else {
+      for (; block < range.full_begin; ++block) step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+      for (; block < range.end; ++block) step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
+    }
   }
 
   // Passes over a block that only keys of other warpgroups are seen from.
@@ -248,9 +366,12 @@ struct KeyValueGradientConsumer {
       if (tile.index < 0) break;
       ptx::mbarrier_wait(shared.own_full(consumer), parity);
       const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
-      const QueryRange range = query_range<Spec, kMask>(params, first_key);
-      const int tile_begin = first_query<kMask>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
-      if (first_key < params.seq_k) {
+      const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
+      const int tile_key = tile.index * Spec::kOwnRows;
+      const BlockRange all = tile_blocks(tile, [&] {
+        return query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
+      });
+      if (first_key < key_room(params, tile)) {
         float dk[Product::kOutputs];
         float dv[Product::kOutputs];
         uint32_t p_packed[Product::kPacked];
@@ -258,16 +379,15 @@ struct KeyValueGradientConsumer {
         Product::clear(dk);
         Product::clear(dv);
         for (int head = 0; head < heads; ++head) {
-          int block = tile_begin;
-          if (block < range.begin) {
+          if (all.begin < range.begin) {
             finish_products(dk, dv);
-            for (; block < range.begin; ++block) skip_block();
+            for (int block = all.begin; block < range.begin; ++block) skip_block();
           }
-          if constexpr (Spec::kLookahead) {
-            compute_ahead(range, dk, dv, p_packed, ds_packed, first_key);
-          } else {
-            for (; block < range.full; ++block) step<true>(dk, dv, p_packed, ds_packed, first_key, block);
-            for (; block < range.end; ++block) step<false>(dk, dv, p_packed, ds_packed, first_key, block);
+          compute(range, dk, dv, p_packed, ds_packed, Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
+          if constexpr (kIsBand) {
+            const int end = maximum(all.begin, range.end);
+            if (end < all.end) finish_products(dk, dv);
+            for (int block = end; block < all.end; ++block) skip_block();
           }
         }
         finish_products(dk, dv);
@@ -281,8 +401,8 @@ struct KeyValueGradientConsumer {
         if (ptx::thread_index() % 128 == 0) {
           const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
           const int row = done.index * Spec::kOwnRows + consumer * 64;
-          Product::store_global(dv_map, shared.own_second(consumer), row, done);
-          Product::store_global(dk_map, shared.own_first(consumer), row, done);
+          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
+          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
           ptx::tma_store_wait_read<0>();
@@ -290,7 +410,7 @@ struct KeyValueGradientConsumer {
       } else {
         // Keys past the end: nothing to compute or to store.
         for (int head = 0; head < heads; ++head) {
-          for (int block = tile_begin; block < range.end; ++block) skip_block();
+          for (int block = all.begin; block < all.end; ++block) skip_block();
         }
         sync_consumer(consumer);  // every warp has read the tile's number
       }

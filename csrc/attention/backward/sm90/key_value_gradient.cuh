@@ -7,6 +7,7 @@
 // The heads of a group are added up by the one block that owns the keys, in their order.
 #pragma once
 
+#include "attention/backward/sm90/band_producer.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/shared_key_value_consumer.cuh"
@@ -40,7 +41,13 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0) produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+    if (warp == 0) {
+      if constexpr (kMask == MaskKind::kBand) {
+        produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+      } else {
+        produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+      }
+    }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     if constexpr (Spec::kSharesRows) {
@@ -53,6 +60,14 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
       KeyValueGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
     }
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void varlen_key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
+                                                          const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                          const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
+                                                          const ptx::TensorMap& dv_map) {
+  key_value_gradient<Spec, MaskKind::kBand>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

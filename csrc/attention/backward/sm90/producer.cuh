@@ -1,6 +1,7 @@
 // The producers: what feeds the copy engine, and hands tiles to the consumers.
 #pragma once
 
+#include "attention/backward/sm90/place.cuh"
 #include "attention/backward/sm90/schedule.cuh"
 #include "attention/backward/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -15,50 +16,50 @@ namespace backward {
 namespace sm90 {
 
 // Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
-template <typename Spec>
+template <typename Spec, typename Place>
 __device__ __forceinline__ void copy_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                            int row, int head, int batch) {
+                                            int row, const Place& place) {
 #pragma unroll
   for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    ptx::tma_load_4d(smem + slab * Spec::kStreamSlabBytes, &map, full, slab * 64, row, head, batch,
-                     ptx::CacheHint::kEvictLast);
+    load_box(smem + slab * Spec::kStreamSlabBytes, map, full, slab * 64, row, place, ptx::CacheHint::kEvictLast);
   }
 }
 
 // A block of one tensor, once its buffer is free.
-template <typename Spec>
+template <typename Spec, typename Place>
 __device__ __forceinline__ void load_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                            ptx::Mbarrier* empty, int parity, int row, int head, int batch) {
+                                            ptx::Mbarrier* empty, int parity, int row, const Place& place) {
   ptx::mbarrier_wait(empty, parity ^ 1);
   ptx::mbarrier_arrive_expect_tx(full, Spec::kStreamBytes);
-  copy_stream<Spec>(smem, map, full, row, head, batch);
+  copy_stream<Spec>(smem, map, full, row, place);
 }
 
 // A block of both, the first one's before the second's.
-template <typename Spec>
+template <typename Spec, typename Place>
 __device__ __forceinline__ void load_block(const SharedMemory<Spec>& shared,
                                            const RingPosition<Spec::kFirstStages>& first,
                                            const RingPosition<Spec::kSecondStages>& second,
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map, int row,
-                                           int head, int batch) {
+                                           const Place& first_place, const Place& second_place) {
   ptx::Mbarrier* full = shared.first_full(first.stage);
   if constexpr (Spec::kIsPaired) {
     ptx::mbarrier_wait(shared.first_empty(first.stage), first.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kStreamBytes);
-    copy_stream<Spec>(shared.first(first.stage), first_map, full, row, head, batch);
-    copy_stream<Spec>(shared.second(second.stage), second_map, full, row, head, batch);
+    copy_stream<Spec>(shared.first(first.stage), first_map, full, row, first_place);
+    copy_stream<Spec>(shared.second(second.stage), second_map, full, row, second_place);
   } else {
     load_stream<Spec>(shared.first(first.stage), first_map, full, shared.first_empty(first.stage), first.parity, row,
-                      head, batch);
+                      first_place);
     load_stream<Spec>(shared.second(second.stage), second_map, shared.second_full(second.stage),
-                      shared.second_empty(second.stage), second.parity, row, head, batch);
+                      shared.second_empty(second.stage), second.parity, row, second_place);
   }
 }
 
 // The 64 rows of both tensors that own tile `own` holds, and the tile they belong to.
-template <typename Spec>
+template <typename Spec, typename TileType, typename Place>
 __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const ptx::TensorMap& first_map,
-                                         const ptx::TensorMap& second_map, int own, int parity, const Tile& tile) {
+                                         const ptx::TensorMap& second_map, int own, int parity, const TileType& tile,
+                                         const Place& first_place, const Place& second_place) {
   ptx::Mbarrier* full = shared.own_full(own);
   const int row = tile.index * Spec::kOwnRows + own * 64;
   ptx::mbarrier_wait(shared.own_empty(own), parity ^ 1);
@@ -67,22 +68,22 @@ __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const
   ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kOwnBytes);
 #pragma unroll
   for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    ptx::tma_load_4d(shared.own_first(own) + slab * Spec::kOwnSlabBytes, &first_map, full, slab * 64, row, tile.head,
-                     tile.batch, ptx::CacheHint::kEvictFirst);
+    load_box(shared.own_first(own) + slab * Spec::kOwnSlabBytes, first_map, full, slab * 64, row, first_place,
+             ptx::CacheHint::kEvictFirst);
   }
 #pragma unroll
   for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    ptx::tma_load_4d(shared.own_second(own) + slab * Spec::kOwnSlabBytes, &second_map, full, slab * 64, row, tile.head,
-                     tile.batch, ptx::CacheHint::kEvictFirst);
+    load_box(shared.own_second(own) + slab * Spec::kOwnSlabBytes, second_map, full, slab * 64, row, second_place,
+             ptx::CacheHint::kEvictFirst);
   }
 }
 
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void end_work(const SharedMemory<Spec>& shared, int parity) {
 #pragma unroll
   for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
     ptx::mbarrier_wait(shared.own_empty(own), parity ^ 1);
-    publish_tile(shared.tile(own), Tile{-1, 0, 0});
+    publish_tile(shared.tile(own), MaskTile<kMask>{-1, 0, 0});
     ptx::mbarrier_arrive(shared.tile_full(own));
   }
 }
@@ -103,25 +104,27 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
     const Tile tile = schedule.tile(number);
-    const int kv_head = tile.head / heads_per_kv;
-    const int last_block = key_blocks<Spec, kMask>(params, (tile.index + 1) * Spec::kOwnRows) - 1;
+    const DensePlace stream{tile.head / heads_per_kv, tile.batch};
+    const int first_row = tile.index * Spec::kOwnRows;
+    const int last_block = key_blocks<Spec, kMask>(params, tile, first_row, first_row + Spec::kOwnRows).end - 1;
     const int draw_block = kMask == MaskKind::kCausal ? minimum(last_block, kDrawAhead) : last_block;
     for (int block = last_block; block >= 0; --block) {
       if (block == draw_block) next_number = next_tile_index(params.tile_counter, num_tiles, number);
       const int row = block * Spec::kStreamRows;
-      load_block<Spec>(shared, key, value, k_map, v_map, row, kv_head, tile.batch);
+      load_block<Spec>(shared, key, value, k_map, v_map, row, stream, stream);
       key.advance();
       value.advance();
       if (block == last_block) {
+        const DensePlace own_place{tile.head, tile.batch};
 #pragma unroll
         for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-          load_own<Spec>(shared, q_map, dout_map, own, own_parity, tile);
+          load_own<Spec>(shared, q_map, dout_map, own, own_parity, tile, own_place, own_place);
         }
       }
     }
     number = next_number;
   }
-  end_work<Spec>(shared, own_parity);
+  end_work<Spec, kMask>(shared, own_parity);
 }
 
 // The log-sum-exp and row_dot of the rows of one block, kStreamRows / 32 a lane, on their way to shared memory.
@@ -131,15 +134,15 @@ struct Statistics {
   float lse[kRows];
   float row_dot[kRows];
 
-  // `head`: among those of all batch entries.
-  __device__ __forceinline__ void fetch(const BackwardParams& params, int head, int block) {
+  // first: of the head's rows among all; rows: how many it has.
+  __device__ __forceinline__ void fetch(const BackwardParams& params, int64_t first, int rows, int block) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = block * Spec::kStreamRows + i * 32 + ptx::lane_index();
-      const int64_t at = static_cast<int64_t>(head) * params.seq_q + row;
+      const int64_t at = first + row;
       lse[i] = ptx::negative_infinity();
       row_dot[i] = 0.0f;
-      if (row < params.seq_q) {
+      if (row < rows) {
         lse[i] = ptx::ld_global_float(params.lse + at);
         row_dot[i] = ptx::ld_global_float(params.row_dot + at);
       }
@@ -178,26 +181,28 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
     const Tile tile = schedule.tile(number);
-    const int begin_block = first_query<kMask>(params, tile.index * Spec::kOwnRows) / Spec::kStreamRows;
+    const int first_key = tile.index * Spec::kOwnRows;
+    const int begin_block = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 1).begin;
     const int first_head = tile.head * heads_per_kv;
-    const int batch_head = tile.batch * params.heads_q;
     const int draw_head = kMask == MaskKind::kCausal ? first_head + heads_per_kv - 1 : first_head;
     const int draw_block = kMask == MaskKind::kCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;
-    statistics.fetch(params, batch_head + head, block);
+    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
     while (head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
           next_number = next_tile_index(params.tile_counter, num_tiles, number);
         }
         const int row = block * Spec::kStreamRows;
-        load_block<Spec>(shared, at, at, q_map, dout_map, row, head, tile.batch);
+        const DensePlace stream{head, tile.batch};
+        load_block<Spec>(shared, at, at, q_map, dout_map, row, stream, stream);
         if (!own_is_loaded) {
+          const DensePlace own_place{tile.head, tile.batch};
 #pragma unroll
           for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
-            load_own<Spec>(shared, k_map, v_map, own, own_parity, tile);
+            load_own<Spec>(shared, k_map, v_map, own, own_parity, tile, own_place, own_place);
           }
         }
       }
@@ -211,11 +216,13 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
         block = begin_block;
         ++head;
       }
-      if (head < first_head + heads_per_kv) statistics.fetch(params, batch_head + head, block);
+      if (head < first_head + heads_per_kv) {
+        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
+      }
     }
     number = ptx::shuffle_index(next_number, 0);
   }
-  if (is_first_lane) end_work<Spec>(shared, own_parity);
+  if (is_first_lane) end_work<Spec, kMask>(shared, own_parity);
 }
 
 }  // namespace sm90

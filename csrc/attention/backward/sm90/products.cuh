@@ -4,8 +4,10 @@
 // 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next.
 #pragma once
 
+#include "attention/backward/sm90/place.cuh"
 #include "attention/backward/sm90/schedule.cuh"
 #include "attention/backward/sm90/spec.cuh"
+#include "attention/scores.cuh"
 #include "device/convert.cuh"
 #include "device/reduce.cuh"
 #include "ptx/barrier.cuh"
@@ -23,6 +25,37 @@ namespace sm90 {
 
 // Joins the 128 threads of one consumer warpgroup. Named barrier 0 is the block's.
 __device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier_sync(1 + consumer, 128); }
+
+// What a block's scores go through.
+//   kPlain     all of them count
+//   kMasked    a range of each row's or key's does
+//   kGeneral   of a band: that, a softcap, a mask tensor; at run time
+enum class Scores { kPlain, kMasked, kGeneral };
+
+// P of one score, times what dS has of it beside dP - row_dot: with a softcap 1 - tanh^2.
+struct Weight {
+  float probability;
+  float derivative;
+};
+
+// mask_at: the score's element of the mask tensor. Without a branch, for there are many of these.
+template <typename Element>
+__device__ __forceinline__ Weight band_weight(const BackwardParams& params, float score, float lse_log2,
+                                              bool is_visible, int64_t mask_at) {
+  const Band& band = params.band;
+  const bool is_capped = band.score_factor > 0.0f;
+  const float capped = capped_score(band, score);
+  score = (is_capped ? capped : score) + mask_term<Element>(band, mask_at, is_visible);
+  // No weight is above 1; but of scores near the lowest float, as a mask gives them, the difference is a rounding error.
+  const float exponent = min(ptx::fma_rn(score, params.scale_log2, -lse_log2), 0.0f);
+  const float probability = ptx::exp2_approx(exponent);
+  return Weight{is_visible ? probability : 0.0f, is_capped ? ptx::fma_rn(-capped, capped, 1.0f) : 1.0f};
+}
+
+// Whether a band asks for more than ranges of keys.
+__device__ __forceinline__ bool changes_scores(const Band& band) {
+  return band.score_factor > 0.0f || band.mask_type != MaskTensor::kNone;
+}
 
 template <typename Spec>
 struct Products {
@@ -96,13 +129,22 @@ struct Products {
     }
   }
 
+  template <typename Place>
   static __device__ __forceinline__ void store_global(const ptx::TensorMap& map, const unsigned char* smem, int row,
-                                                      const Tile& tile) {
+                                                      const Place& place) {
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      ptx::tma_store_4d(&map, smem + slab * Spec::kOwnSlabBytes, slab * 64, row, tile.head, tile.batch);
+      store_box(map, smem + slab * Spec::kOwnSlabBytes, slab * 64, row, place);
     }
   }
+};
+
+// Compile-time answers for a generic lambda.
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
 };
 
 // One arrival a warp: its wgmma_wait says that its own part of the product has read the buffer; the warp barrier, that

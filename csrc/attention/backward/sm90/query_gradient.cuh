@@ -9,6 +9,7 @@
 // have work of this warpgroup all the time. dS is never stored: the accumulator layout is the operand layout.
 #pragma once
 
+#include "attention/backward/sm90/band_producer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
 #include "ptx/register_control.cuh"
@@ -33,6 +34,8 @@ struct QueryGradientConsumer {
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
   using RowLoads = sm90::RowLoads<Spec>;
+  using Tile = MaskTile<kMask>;
+  static constexpr bool kIsBand = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -70,13 +73,11 @@ struct QueryGradientConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
-      const bool is_inside = row < params.seq_q;
-      const char* out_gmem =
-          static_cast<const char*>(params.out) +
-          2 * (tile.batch * params.out_stride.batch + tile.head * params.out_stride.head + row * params.out_stride.row);
+      const bool is_inside = row < lengths_of(params, tile).rows();
+      const char* out_gmem = static_cast<const char*>(params.out) +
+                             2 * (row_offset(params.out_stride, tile, tile.head) + row * params.out_stride.row);
       const char* dout_gmem = static_cast<const char*>(params.dout) +
-                              2 * (tile.batch * params.dout_stride.batch + tile.head * params.dout_stride.head +
-                                   row * params.dout_stride.row);
+                              2 * (row_offset(params.dout_stride, tile, tile.head) + row * params.dout_stride.row);
       const int64_t at = row_of_statistics(tile, row);
       loads.lse[r] = ptx::negative_infinity();
       loads.dlse[r] = 0.0f;
@@ -87,7 +88,7 @@ struct QueryGradientConsumer {
         const int column = 32 * i + lane % 4 * 8;
 #pragma unroll
         for (int w = 0; w < 4; ++w) loads.out[r][i][w] = loads.dout[r][i][w] = 0;
-        if (is_inside && column < params.head_dim) {
+        if (is_inside && column < (kIsBand ? params.head_dim_v : params.head_dim)) {
           ptx::ld_global_128(loads.out[r][i], out_gmem + 2 * column);
           ptx::ld_global_128(loads.dout[r][i], dout_gmem + 2 * column);
         }
@@ -96,7 +97,7 @@ struct QueryGradientConsumer {
   }
 
   __device__ __forceinline__ int64_t row_of_statistics(const Tile& tile, int row) const {
-    return (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * params.seq_q + row;
+    return first_statistic(params, tile, tile.head) + row;
   }
 
   __device__ __forceinline__ void finish_rows(const RowLoads& loads, const Tile& tile) {
@@ -120,31 +121,50 @@ struct QueryGradientConsumer {
       row_dot[r] = is_visible ? sum - loads.dlse[r] : 0.0f;
       lse_log2[r] = is_visible ? loads.lse[r] * kLog2e : -ptx::negative_infinity();
       const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
-      if (lane % 4 == 0 && row < params.seq_q) {
+      if (lane % 4 == 0 && row < row_room(params, tile)) {
         ptx::st_global_float(params.row_dot + row_of_statistics(tile, row), row_dot[r]);
       }
     }
   }
 
-  // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
-  // anything up to inf.
-  template <bool kIsMasked>
+  // scores to P, or, of kGeneral, to P times the derivative. Masked ones are set to zero after the exponential: a key past the
+  // end scores 0, and exp2(0 - lse) may be anything up to inf.
+  template <Scores kScores>
   __device__ __forceinline__ void exponentials(float (&scores)[Product::kScores], const Tile& tile, int block) const {
-    int visible[2] = {0, 0};
-    if constexpr (kIsMasked) {
-      const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
-      const int first_key = block * Spec::kStreamRows + ptx::lane_index() % 4 * 2;
-      visible[0] = visible_keys<kMask>(params, row) - first_key;
-      visible[1] = visible_keys<kMask>(params, row + 8) - first_key;
+    const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+    const int first_key = block * Spec::kStreamRows + ptx::lane_index() % 4 * 2;
+    KeyRange visible[2] = {{0, 0}, {0, 0}};  // columns, from this thread's first
+    if constexpr (kScores != Scores::kPlain) {
+      const auto& lengths = lengths_of(params, tile);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        visible[r] = visible_keys<kMask>(params, lengths, row + 8 * r);
+        // The mask tensor has no rows past the last.
+        if (kScores == Scores::kGeneral && row + 8 * r >= lengths.rows()) visible[r].end = 0;
+        visible[r] = KeyRange{visible[r].begin - first_key, visible[r].end - first_key};
+      }
     }
 #pragma unroll
     for (int i = 0; i < Product::kScores; ++i) {
       const int r = (i / 2) % 2;
-      scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[r]));
-      if constexpr (kIsMasked) {
-        if (8 * (i / 4) + i % 2 >= visible[r]) scores[i] = 0.0f;
+      const int column = 8 * (i / 4) + i % 2;
+      const bool is_visible = column < visible[r].end && (!kIsBand || column >= visible[r].begin);
+      if constexpr (kScores == Scores::kGeneral) {
+        const int64_t mask_at = mask_row(tile, row + 8 * r) + (first_key + column) * params.band.mask_stride_key;
+        const Weight weight = band_weight<Element>(params, scores[i], lse_log2[r], is_visible, mask_at);
+        scores[i] = weight.probability * weight.derivative;
+      } else {
+        scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[r]));
+        if constexpr (kScores == Scores::kMasked) {
+          if (!is_visible) scores[i] = 0.0f;
+        }
       }
     }
+  }
+
+  __device__ __forceinline__ int64_t mask_row(const Tile& tile, int row) const {
+    const Band& band = params.band;
+    return tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head + row * band.mask_stride_row;
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
@@ -166,7 +186,7 @@ struct QueryGradientConsumer {
   }
 
   // A block by itself. In flight at the beginning: dQ of the block before, if there is one; at the end: dQ.
-  template <bool kIsMasked, bool kIsFirst>
+  template <Scores kScores, bool kIsFirst>
   __device__ __forceinline__ void step(float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
                                        const RowLoads& loads, const Tile& tile, int block) {
     float scores[Product::kScores];
@@ -178,7 +198,7 @@ struct QueryGradientConsumer {
     ptx::wgmma_wait<1>();  // S; and dQ of the block before
     ptx::wgmma_fence_operands(scores);
     if constexpr (!kIsFirst) release_key();
-    exponentials<kIsMasked>(scores, tile, block);
+    exponentials<kScores>(scores, tile, block);
     // This phase has ended; but ptxas moves no exponential over the branch, and else it puts them all behind the wait for
     // dP, which is to run beside them.
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
@@ -195,14 +215,19 @@ struct QueryGradientConsumer {
 
   // A block with lookahead. In flight at the beginning, in this order: S of this block, dQ of the block before (if there
   // is one), dP of this block; at the end: S of the next block, dQ, dP of the next block.
+  // is_masked: of a band, known at run time alone.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dq)[Product::kOutputs], float (&scores)[Product::kScores],
                                              float (&next_scores)[Product::kScores],
                                              float (&gradients)[Product::kScores], uint32_t (&packed)[Product::kPacked],
-                                             const Tile& tile, int block) {
+                                             const Tile& tile, int block, bool is_masked = kIsMasked) {
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();
     ptx::wgmma_fence_operands(scores);
-    exponentials<kIsMasked>(scores, tile, block);
+    if (is_masked) {
+      exponentials<Scores::kMasked>(scores, tile, block);
+    } else {
+      exponentials<Scores::kPlain>(scores, tile, block);
+    }
     const unsigned char* key_smem = shared.first(key.stage);
     key.advance();
     if constexpr (!kIsLast) issue_scores(next_scores);
@@ -254,17 +279,91 @@ struct QueryGradientConsumer {
     step_ahead<false, false, true>(dq, odd, even, gradients, packed, tile, block);
   }
 
-  __device__ __forceinline__ void compute(const Tile& tile, int own_end, const RowLoads& loads,
+  // The same of a band, where blocks at both ends may need a mask; two blocks or more.
+  __device__ __forceinline__ void compute_band_ahead(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                                     float (&dq)[Product::kOutputs],
+                                                     uint32_t (&packed)[Product::kPacked]) {
+    float even[Product::kScores];
+    float odd[Product::kScores];
+    float gradients[Product::kScores];
+    int block = range.end - 1;
+    const auto step = [&](auto first, auto last, float (&scores)[Product::kScores],
+                          float (&next_scores)[Product::kScores]) {
+      const bool is_masked = block >= range.full_end || block < range.full_begin;
+      step_ahead<false, decltype(first)::value, decltype(last)::value>(dq, scores, next_scores, gradients, packed, tile,
+                                                                       block--, is_masked);
+    };
+    issue_scores(even);
+    issue_gradients(gradients);
+    finish_rows(loads, tile);
+    step(Yes{}, No{}, even, odd);
+    while (block >= range.begin + 2) {
+      step(No{}, No{}, odd, even);
+      step(No{}, No{}, even, odd);
+    }
+    if (block == range.begin) return step(No{}, Yes{}, odd, even);
+    step(No{}, No{}, odd, even);
+    step(No{}, Yes{}, even, odd);
+  }
+
+  // Of a band, block by block: what a block's scores go through is known at run time alone.
+  __device__ __forceinline__ void compute_band(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                               float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+    float scores[Product::kScores];
+    float gradients[Product::kScores];  // dP, then dS
+    const bool is_general = changes_scores(params.band);
+    issue_scores(scores);
+    issue_gradients(gradients);
+    finish_rows(loads, tile);
+    Product::clear(dq);
+    int block = range.end - 1;
+    while (true) {
+      ptx::wgmma_wait<1>();  // S; and dQ of the block before
+      ptx::wgmma_fence_operands(scores);
+      if (block != range.end - 1) release_key();
+      if (is_general) {
+        exponentials<Scores::kGeneral>(scores, tile, block);
+      } else if (block >= range.full_end || block < range.full_begin) {
+        exponentials<Scores::kMasked>(scores, tile, block);
+      } else {
+        exponentials<Scores::kPlain>(scores, tile, block);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(gradients);
+      release_value();
+      multiply(gradients, scores);
+      Product::pack_scores(packed, gradients);
+      Product::issue_output(dq, packed, shared.first(key.stage));
+      key.advance();
+      if (block == range.begin) break;
+      --block;
+      issue_scores(scores);
+      issue_gradients(gradients);
+    }
+  }
+
+  __device__ __forceinline__ void compute_blocks(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                                 float (&dq)[Product::kOutputs],
+                                                 uint32_t (&packed)[Product::kPacked]) {
+    int block = range.end - 1;
+    step<Scores::kMasked, true>(dq, packed, loads, tile, block);
+    for (--block; block >= range.full_end; --block) step<Scores::kMasked, false>(dq, packed, loads, tile, block);
+    for (; block >= 0; --block) step<Scores::kPlain, false>(dq, packed, loads, tile, block);
+  }
+
+  __device__ __forceinline__ void compute(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                           float (&dq)[Product::kOutputs]) {
     uint32_t packed[Product::kPacked];
-    if constexpr (Spec::kLookahead) {
-      compute_ahead(tile, own_end, loads, dq, packed);
+    if constexpr (kIsBand) {
+      if (!Spec::kLookahead || changes_scores(params.band) || range.begin + 1 == range.end) {
+        compute_band(tile, range, loads, dq, packed);
+      } else if constexpr (Spec::kLookahead) {
+        compute_band_ahead(tile, range, loads, dq, packed);
+      }
+    } else if constexpr (Spec::kLookahead) {
+      compute_ahead(tile, range.end, loads, dq, packed);
     } else {
-      const int full_end = visible_keys<kMask>(params, first_row(tile)) / Spec::kStreamRows;
-      int block = own_end - 1;
-      step<true, true>(dq, packed, loads, tile, block);
-      for (--block; block >= full_end; --block) step<true, false>(dq, packed, loads, tile, block);
-      for (; block >= 0; --block) step<false, false>(dq, packed, loads, tile, block);
+      compute_blocks(tile, range, loads, dq, packed);
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(dq);
@@ -277,15 +376,22 @@ struct QueryGradientConsumer {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
       if (tile.index < 0) break;
-      int end = key_blocks<Spec, kMask>(params, (tile.index + 1) * Spec::kOwnRows);
-      if (first_row(tile) < params.seq_q) {
-        const int own_end = key_blocks<Spec, kMask>(params, first_row(tile) + 64);
+      const int tile_row = tile.index * Spec::kOwnRows;
+      const BlockRange all = tile_blocks(tile, [&] {
+        return key_blocks<Spec, kMask>(params, tile, tile_row, tile_row + Spec::kOwnRows);
+      });
+      int end = all.end;
+      if (first_row(tile) < row_room(params, tile)) {
+        const BlockRange range = key_blocks<Spec, kMask>(params, tile, first_row(tile), first_row(tile) + 64);
         RowLoads loads;
         fetch_rows(loads, tile);
-        for (; end > own_end; --end) skip_block();
+        for (; end > range.end; --end) skip_block();
         ptx::mbarrier_wait(shared.own_full(consumer), parity);
         float dq[Product::kOutputs];
-        compute(tile, own_end, loads, dq);
+        compute(tile, range, loads, dq);
+        if constexpr (kIsBand) {
+          for (end = range.begin; end > all.begin; --end) skip_block();
+        }
         // Hazard: dQ takes the place of Q while another warp of the warpgroup still multiplies with it.
         sync_consumer(consumer);
         Product::store_shared(shared.own_first(consumer), dq, params.scale);
@@ -293,14 +399,14 @@ struct QueryGradientConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (is_storing_thread) {
-          Product::store_global(dq_map, shared.own_first(consumer), first_row(tile), tile);
+          Product::store_global(dq_map, shared.own_first(consumer), first_row(tile), rows_stored(params.entry_rows.dq, tile));
           ptx::tma_store_commit();
           // Hazard: the next tile's Q overwrites dQ while the store still reads it.
           ptx::tma_store_wait_read<0>();
         }
       } else {
         // Rows past the end: nothing to compute or to store.
-        for (; end > 0; --end) skip_block();
+        for (; end > all.begin; --end) skip_block();
         ptx::mbarrier_wait(shared.own_full(consumer), parity);
         sync_consumer(consumer);  // every warp has read the tile's number
       }
@@ -330,11 +436,22 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+    if constexpr (kMask == MaskKind::kBand) {
+      if (warp == 0) produce_band_keys<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+    } else {
+      if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+    }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     QueryGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dq_map);
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void varlen_query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
+                                                      const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                      const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
+  query_gradient<Spec, MaskKind::kBand>(params, q_map, k_map, v_map, dout_map, dq_map);
 }
 
 }  // namespace sm90

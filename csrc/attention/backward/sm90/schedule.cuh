@@ -1,6 +1,7 @@
 // Which tile a block works on, and which blocks of the stream a tile sees.
 #pragma once
 
+#include "attention/backward/entries.cuh"
 #include "attention/backward/sm90/spec.cuh"
 #include "attention/masks.cuh"
 #include "attention/params/backward.h"
@@ -21,8 +22,27 @@ struct Tile {
   int padding = 0;  // a tile passes through shared memory in 16 bytes
 };
 
-__device__ __forceinline__ int minimum(int a, int b) { return a < b ? a : b; }
-__device__ __forceinline__ int maximum(int a, int b) { return a > b ? a : b; }
+// The same in batches that a Batch describes, with what the consumers need of the entry: they read no lengths. 48 bytes.
+struct BandTile {
+  int index;
+  int head;
+  int batch;        // the entry
+  int begin_block;  // of the stream
+  EntryExtents extents;
+  int end_block;
+  int padding = 0;
+};
+
+template <MaskKind kMask>
+struct TileOfMask {
+  using Type = Tile;
+};
+template <>
+struct TileOfMask<MaskKind::kBand> {
+  using Type = BandTile;
+};
+template <MaskKind kMask>
+using MaskTile = typename TileOfMask<kMask>::Type;
 
 // Of every batch entry, for the mask rule.
 struct Lengths {
@@ -32,26 +52,121 @@ struct Lengths {
   __device__ __forceinline__ int keys() const { return params.seq_k; }
 };
 
-// Leading keys visible to query `row`.
-template <MaskKind kMask>
-__device__ __forceinline__ int visible_keys(const BackwardParams& params, int row) {
-  if constexpr (kMask == MaskKind::kFull) return params.seq_k;
-  return maximum(0, minimum(params.seq_k, diagonal_key(Lengths{params}, row + 1)));
+__device__ __forceinline__ Lengths lengths_of(const BackwardParams& params, const Tile&) { return Lengths{params}; }
+__device__ __forceinline__ const EntryExtents& lengths_of(const BackwardParams&, const BandTile& tile) {
+  return tile.extents;
 }
 
-// Key blocks that some row before end_row sees: the last row sees the most. Rows that see no key work on one block, all
-// of it masked: that gives zeros, and no tile needs a path of its own.
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int key_blocks(const BackwardParams& params, int end_row) {
-  const int last_row = minimum(end_row, params.seq_q) - 1;
-  return maximum(1, ceil_div(visible_keys<kMask>(params, last_row), Spec::kStreamRows));
+// Lengths alone, and where they lie in a BandTile: consumers read them where a block needs a mask, and keep no register.
+struct BandLengths {
+  int row_count;
+  int key_count;
+
+  __device__ __forceinline__ int rows() const { return row_count; }
+  __device__ __forceinline__ int keys() const { return key_count; }
+};
+
+template <MaskKind kMask>
+__device__ __forceinline__ auto lengths_in(const BackwardParams& params, const unsigned char* tile_smem) {
+  if constexpr (kMask == MaskKind::kBand) {
+    uint32_t words[2];
+    ptx::ld_shared_64(words, tile_smem + 16);
+    return BandLengths{static_cast<int>(words[0]), static_cast<int>(words[1])};
+  } else {
+    return Lengths{params};
+  }
 }
 
-// The first query that sees key `key`. Every key is seen by the last query.
-template <MaskKind kMask>
-__device__ __forceinline__ int first_query(const BackwardParams& params, int key) {
-  if constexpr (kMask == MaskKind::kFull) return 0;
-  return maximum(0, diagonal_row(Lengths{params}, key));
+// Rows and keys of a tile's entry that have a gradient: as many as the tensors hold.
+__device__ __forceinline__ int row_room(const BackwardParams& params, const Tile&) { return params.seq_q; }
+__device__ __forceinline__ int row_room(const BackwardParams&, const BandTile& tile) { return tile.extents.row_room; }
+__device__ __forceinline__ int key_room(const BackwardParams& params, const Tile&) { return params.seq_k; }
+__device__ __forceinline__ int key_room(const BackwardParams&, const BandTile& tile) { return tile.extents.key_room; }
+
+// Keys visible to query `row`.
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
+  if constexpr (kMask == MaskKind::kBand) return band_keys(params.band, lengths, row);
+  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
+  return KeyRange{0, maximum(0, minimum(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
+}
+
+// Blocks of the stream [begin, end); those of [full_begin, full_end) need no mask.
+struct BlockRange {
+  int begin;
+  int full_begin;
+  int full_end;
+  int end;
+};
+
+// Key blocks that some of the rows first_row to end_row - 1 sees: the last row sees the last ones, the first row the first.
+// Rows that see no key work on one block, all of it masked: that gives zeros, and no tile needs a path of its own.
+template <typename Spec, MaskKind kMask, typename TileType>
+__device__ __forceinline__ BlockRange key_blocks(const BackwardParams& params, const TileType& tile, int first_row,
+                                                 int end_row) {
+  const int last_row = minimum(end_row, lengths_of(params, tile).rows()) - 1;
+  const KeyRange last = visible_keys<kMask>(params, lengths_of(params, tile), last_row);
+  const int end = maximum(1, ceil_div(last.end, Spec::kStreamRows));
+  const KeyRange first = visible_keys<kMask>(params, lengths_of(params, tile), first_row);
+  if constexpr (kMask != MaskKind::kBand) return BlockRange{0, 0, first.end / Spec::kStreamRows, end};
+  const int begin = minimum(first.begin / Spec::kStreamRows, end - 1);
+  return BlockRange{begin, ceil_div(last.begin, Spec::kStreamRows), maximum(begin, first.end / Spec::kStreamRows), end};
+}
+
+// Queries that see key `key`. Without a window every key is seen by the last query. Keys past the last are seen by none.
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
+  if constexpr (kMask == MaskKind::kBand) {
+    if (key >= lengths.keys()) return KeyRange{0, 0};
+    return band_rows(params.band, lengths, key);
+  }
+  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
+  return KeyRange{maximum(0, diagonal_row(Lengths{params}, key)), params.seq_q};
+}
+
+// Query blocks of one head that some of the keys first_key to end_key - 1 is seen from; none for keys past the last.
+template <typename Spec, MaskKind kMask, typename TileType>
+__device__ __forceinline__ BlockRange query_blocks(const BackwardParams& params, const TileType& tile, int first_key,
+                                                   int end_key) {
+  const int keys = lengths_of(params, tile).keys();
+  const int last_key = minimum(end_key, keys) - 1;
+  const KeyRange first = visible_rows<kMask>(params, lengths_of(params, tile), first_key);
+  const KeyRange last = visible_rows<kMask>(params, lengths_of(params, tile), last_key);
+  const int begin = first.begin / Spec::kStreamRows;
+  const int full_begin = ceil_div(last.begin, Spec::kStreamRows);
+  const int end = ceil_div(last.end, Spec::kStreamRows);
+  if constexpr (kMask != MaskKind::kBand) return BlockRange{begin, full_begin, end, end};
+  if (first_key >= keys) return BlockRange{0, 0, 0, 0};
+  // Queries past the end need no mask: their log-sum-exp is +inf. Keys past the end that have room do: their gradient is stored.
+  int full_end = first.end == lengths_of(params, tile).rows() ? end : first.end / Spec::kStreamRows;
+  if (end_key > keys && keys < key_room(params, tile)) full_end = begin;
+  return BlockRange{begin, minimum(full_begin, end), maximum(begin, full_end), maximum(begin, end)};
+}
+
+// The blocks that some row or key of a tile sees: a BandTile says it.
+template <typename Compute>
+__device__ __forceinline__ BlockRange tile_blocks(const Tile&, Compute compute) {
+  return compute();
+}
+template <typename Compute>
+__device__ __forceinline__ BlockRange tile_blocks(const BandTile& tile, Compute) {
+  return BlockRange{tile.begin_block, 0, 0, tile.end_block};
+}
+
+// The first row of query head `head` of a tile's entry, among all rows of the log-sum-exp and of row_dot.
+__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const Tile& tile, int head) {
+  return (static_cast<int64_t>(tile.batch) * params.heads_q + head) * params.seq_q;
+}
+__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const BandTile& tile, int head) {
+  return statistics_row(params, tile.batch, head, tile.extents.first_row);
+}
+
+// Elements from the start of a tensor to the first row of `head` of a tile's entry.
+__device__ __forceinline__ int64_t row_offset(const Strides& stride, const Tile& tile, int head) {
+  return tile.batch * stride.batch + head * stride.head;
+}
+__device__ __forceinline__ int64_t row_offset(const Strides& stride, const BandTile& tile, int head) {
+  return tile.batch * stride.batch + head * stride.head + tile.extents.first_row * stride.row;
 }
 
 // How the tiles of a launch are numbered.

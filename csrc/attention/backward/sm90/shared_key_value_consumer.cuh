@@ -16,24 +16,27 @@ constexpr int kProbabilitiesFull = 8;
 constexpr int kProbabilitiesEmpty = 9;
 
 // What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
-//   step<kIsMasked>(output, packed, block)   one block; may leave its last product under way
+//   step<kScores>(output, packed, place)   one block; may leave its last product under way
 //   finish(output)                           waits for that, and releases what it reads
 template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
   using Product = Products<Spec>;
+  using Tile = MaskTile<kMask>;
+  using Place = BlockPlace;
+  static constexpr bool kIsBand = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
   RingPosition<Spec::kFirstStages> at;
   RingPosition<Spec::kFirstStages> used;  // the oldest whose last product is under way, if has_used
   bool has_used = false;
-  int first_key = 0;
 
   __device__ __forceinline__ SharedConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
 
-  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, unsigned char* output_smem, int consumer,
-                                            float factor) {
+  // entry_rows: of the gradient.
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int entry_rows,
+                                            unsigned char* output_smem, int consumer, float factor) {
     Derived& derived = static_cast<Derived&>(*this);
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
     const int heads = params.heads_q / params.heads_kv;
@@ -42,15 +45,22 @@ struct SharedConsumer {
       const Tile tile = read_tile<Tile>(shared.tile(0));
       if (tile.index < 0) break;
       ptx::mbarrier_wait(shared.own_full(0), parity);
-      first_key = tile.index * Spec::kOwnRows;
-      const QueryRange range = query_range<Spec, kMask>(params, first_key);
+      const int first_key = tile.index * Spec::kOwnRows;
+      const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + Spec::kOwnRows);
       float output[Product::kOutputs];
       uint32_t packed[Product::kPacked];
       Product::clear(output);
       for (int head = 0; head < heads; ++head) {
-        int block = range.begin;
-        for (; block < range.full; ++block) derived.template step<true>(output, packed, block);
-        for (; block < range.end; ++block) derived.template step<false>(output, packed, block);
+        Place place{shared.tile(0), tile.head * heads + head, first_key, range.begin};
+        int& block = place.block;
+        if constexpr (kIsBand) {
+          for (; block < range.end; ++block) {
+            derived.template step<Scores::kPlain>(output, packed, place, band_scores(params, range, block));
+          }
+        } else {
+          for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, place);
+          for (; block < range.end; ++block) derived.template step<Scores::kPlain>(output, packed, place);
+        }
       }
       derived.finish(output);
       // Hazard: the gradient takes the place of K or V while another warp of the warpgroup still multiplies with it.
@@ -60,7 +70,7 @@ struct SharedConsumer {
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (is_storing_thread) {
-        Product::store_global(map, output_smem, first_key, tile);
+        Product::store_global(map, output_smem, first_key, keys_stored(entry_rows, tile));
         ptx::tma_store_commit();
         // Hazard: the next tile's K or V overwrites the gradient while the store still reads it.
         ptx::tma_store_wait_read<0>();
@@ -74,7 +84,8 @@ template <typename Spec, MaskKind kMask>
 struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer<Spec, kMask>> {
   using Base = SharedConsumer<Spec, kMask, ValueGradientConsumer>;
   using Product = Products<Spec>;
-  using Base::at, Base::used, Base::has_used, Base::first_key, Base::params, Base::shared;
+  using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
+  using typename Base::Place;
 
   __device__ __forceinline__ ValueGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -86,9 +97,10 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     }
   }
 
-  template <bool kIsMasked>
+  // Of a band that changes scores the other warpgroup gets P^T times the derivative: it needs no more.
+  template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       int block) {
+                                       const Place& place, Scores band_scores = kScores) {
     float scores[Product::kScores];
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
@@ -98,16 +110,27 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     ptx::wgmma_fence_operands(scores);
     release_used();
     has_used = true;
-    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, first_key, block);
+    uint32_t handed_on[Product::kPacked];
+    if constexpr (Base::kIsBand) {
+      weigh_band<Spec>(params, scores, packed, lse_log2, place, band_scores);
+    } else {
+      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
+    }
     release(shared.first_empty(at.stage));
-    Product::pack_scores(packed, scores);
+    if constexpr (Base::kIsBand) {
+      Product::pack_scores(handed_on, scores);
+    } else {
+      Product::pack_scores(packed, scores);
+#pragma unroll
+      for (int i = 0; i < Product::kPacked; ++i) handed_on[i] = packed[i];
+    }
 
     // Hazard: the other warpgroup still reads the last block's P^T.
     ptx::named_barrier_sync(kProbabilitiesEmpty, 256);
     unsigned char* mine = shared.probabilities() + ptx::thread_index() % 128 * 16;
 #pragma unroll
     for (int i = 0; i < Product::kPacked / 4; ++i) {
-      const uint32_t words[4] = {packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]};
+      const uint32_t words[4] = {handed_on[4 * i], handed_on[4 * i + 1], handed_on[4 * i + 2], handed_on[4 * i + 3]};
       ptx::st_shared_128(mine + i * 2048, words);
     }
     ptx::named_barrier_arrive(kProbabilitiesFull, 256);
@@ -125,7 +148,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
-    Base::run_tiles(dv_map, shared.own_first(0), 0, 1.0f);
+    Base::run_tiles(dv_map, params.entry_rows.dv, shared.own_first(0), 0, 1.0f);
     ptx::named_barrier_sync(kProbabilitiesEmpty, 256);  // the arrival that is left over
   }
 };
@@ -136,6 +159,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
+  using typename Base::Place;
 
   __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -147,8 +171,9 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
     }
   }
 
-  template <bool kIsMasked>
-  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked], int) {
+  template <Scores kScores>
+  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
+                                       const Place&, Scores = kScores) {
     float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];
@@ -188,7 +213,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map) {
     ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);  // nothing to read yet
-    Base::run_tiles(dk_map, shared.own_second(0), 1, params.scale);
+    Base::run_tiles(dk_map, params.entry_rows.dk, shared.own_second(0), 1, params.scale);
   }
 };
 

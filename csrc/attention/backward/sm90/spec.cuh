@@ -27,8 +27,9 @@ namespace sm90 {
 //   kIsPaired        the two tensors of a block come and go together, under the barriers of the first: a wait and an
 //                    arrival less a block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
+//   kIsBand          of MaskKind::kBand: a tile carries its entry's extents
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
-          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_>
+          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsBand_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -40,6 +41,7 @@ struct TileSpec {
   static constexpr bool kHasStatistics = kHasStatistics_;
   static constexpr bool kSharesRows = kSharesRows_;
   static constexpr bool kIsPaired = kIsPaired_;
+  static constexpr bool kIsBand = kIsBand_;
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
@@ -56,9 +58,10 @@ struct TileSpec {
   static_assert(!kIsPaired || kFirstStages == kSecondStages, "a stage is one of both");
   static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
-  static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and what a launch of as many threads
+  // gets.
+  static constexpr int kProducerRegisters = kIsBand ? 56 : kNumConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kIsBand ? (kNumConsumers == 3 ? 152 : 224) : kNumConsumers == 3 ? 160 : 240;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kOwnSlabBytes = 64 * 128;
@@ -75,8 +78,10 @@ struct TileSpec {
   static constexpr int kSecondOffset = kFirstOffset + kFirstStages * kStreamBytes;
   static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * kStreamBytes;
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
+  static constexpr int kTileBytes = kIsBand ? 48 : 16;  // Tile, BandTile
+  static constexpr int kProducerBytes = kIsBand ? kTileBytes + 32 * 16 : 0;  // what its producer puts down
   static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
-  static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * 16;
+  static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * kTileBytes + kProducerBytes;
   static constexpr int kNumBarriers = 3 * kNumOwnTiles + 2 * (kFirstStages + (kIsPaired ? 0 : kSecondStages));
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
@@ -85,9 +90,9 @@ struct TileSpec {
 // A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead_>
+          int kLookahead_, bool kIsBand_ = false>
 struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false,
-                                    false, kLookahead_ == 0 && kNumStages == kValueStages> {
+                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsBand_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
@@ -98,15 +103,25 @@ struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumSta
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
 //                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
-          int kStartsFromRowDot_>
+          int kStartsFromRowDot_, bool kIsBand_ = false>
 struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
-                                       kBlockN == 64, kBlockN != 64> {
+                                       kBlockN == 64, kBlockN != 64, kIsBand_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
   static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
   static_assert(kNumStages >= 2, "a block of dO, too, is released once the next block's scores have been issued");
   static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
 };
+
+// For MaskKind::kBand.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
+          int kLookahead>
+using VarlenQueryGradientSpec =
+    QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kValueStages, kLookahead, true>;
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead,
+          int kStartsFromRowDot>
+using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
+                                                        kLookahead, kStartsFromRowDot, true>;
 
 // Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
 // t = lane % 4, side by side for one 16-byte load.
@@ -138,8 +153,12 @@ struct SharedMemory {
   }
   // [kStreamRows / 16][128 threads][16 bytes]: the packed P of each thread.
   __device__ __forceinline__ unsigned char* probabilities() const { return base + Spec::kProbabilityOffset; }
-  // The Tile (16 bytes, schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
-  __device__ __forceinline__ unsigned char* tile(int tile) const { return base + Spec::kTileOffset + tile * 16; }
+  // The Tile or BandTile (schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
+  __device__ __forceinline__ unsigned char* tile(int tile) const { return base + Spec::kTileOffset + tile * Spec::kTileBytes; }
+
+  // Of a band, what the producer notes for itself: the tile that it is at, and 16 bytes for each lane of its finder.
+  __device__ __forceinline__ unsigned char* produced_tile() const { return tile(Spec::kNumOwnTiles); }
+  __device__ __forceinline__ unsigned char* finder() const { return tile(Spec::kNumOwnTiles + 1); }
 
   __device__ __forceinline__ ptx::Mbarrier* barrier(int index) const {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kBarrierOffset) + index;

@@ -4,12 +4,15 @@
 
 #include "attention/params/backward.h"
 #include "attention/forward/sm90/tensor_map.h"
+#include "attention/ragged_tensor_map.h"
 
 namespace flashmoe {
 namespace attention {
 namespace backward {
 namespace sm90 {
 
+using attention::sm90::kElementBytes;
+using attention::sm90::kSlabColumns;
 using attention::sm90::kWarpgroupRows;
 using attention::sm90::tensor_map_arguments;
 using attention::sm90::TensorMapArguments;
@@ -58,6 +61,66 @@ inline KeyValueGradientTensorMaps key_value_gradient_tensor_maps(const BackwardP
                                     query_map(params, params.dout, params.dout_stride, block_m),
                                     key_map(params, params.dk, params.dk_stride, kWarpgroupRows),
                                     key_map(params, params.dv, params.dv_stride, kWarpgroupRows)};
+}
+
+// Of MaskKind::kBand: ragged maps (attention/ragged_tensor_map.h). Preconditions beyond those of the others: a stride between
+// entries is a multiple of that between rows, which is below 2^34 elements.
+struct RaggedTensorMapArguments {
+  void* address;
+  std::uint64_t dims[kRaggedMapRank];
+  std::uint64_t strides_bytes[kRaggedMapRank - 1];
+  std::uint32_t box[kRaggedMapRank];
+  std::uint32_t element_strides[kRaggedMapRank];
+};
+
+inline RaggedTensorMapArguments ragged_map(const void* address, const Strides& strides, int head_dim, int heads,
+                                           int box_rows) {
+  constexpr std::uint64_t kAnyRow = 0x7fff0000;  // a bound that no coordinate reaches
+  const auto row = static_cast<std::uint64_t>(strides.row) * kElementBytes;
+  const auto head = static_cast<std::uint64_t>(heads == 1 ? 8 : strides.head) * kElementBytes;
+  return RaggedTensorMapArguments{
+      const_cast<void*>(address),
+      {static_cast<std::uint64_t>(head_dim), kRaggedRows, static_cast<std::uint64_t>(heads), kAnyRow, kAnyRow},
+      {row, head, row, (std::uint64_t{1} << 35) - row},
+      {kSlabColumns, static_cast<std::uint32_t>(box_rows), 1, 1, 1},
+      {1, 1, 1, 1, 1}};
+}
+
+struct VarlenQueryGradientTensorMaps {
+  RaggedTensorMapArguments q;
+  RaggedTensorMapArguments k;
+  RaggedTensorMapArguments v;
+  RaggedTensorMapArguments dout;
+  RaggedTensorMapArguments dq;
+};
+
+struct VarlenKeyValueGradientTensorMaps {
+  RaggedTensorMapArguments q;
+  RaggedTensorMapArguments k;
+  RaggedTensorMapArguments v;
+  RaggedTensorMapArguments dout;
+  RaggedTensorMapArguments dk;
+  RaggedTensorMapArguments dv;
+};
+
+inline VarlenQueryGradientTensorMaps varlen_query_gradient_tensor_maps(const BackwardParams& params, int block_n) {
+  const auto& p = params;
+  return VarlenQueryGradientTensorMaps{ragged_map(p.q, p.q_stride, p.head_dim, p.heads_q, kWarpgroupRows),
+                                       ragged_map(p.k, p.k_stride, p.head_dim, p.heads_kv, block_n),
+                                       ragged_map(p.v, p.v_stride, p.head_dim_v, p.heads_kv, block_n),
+                                       ragged_map(p.dout, p.dout_stride, p.head_dim_v, p.heads_q, kWarpgroupRows),
+                                       ragged_map(p.dq, p.dq_stride, p.head_dim, p.heads_q, kWarpgroupRows)};
+}
+
+inline VarlenKeyValueGradientTensorMaps varlen_key_value_gradient_tensor_maps(const BackwardParams& params,
+                                                                              int block_m) {
+  const auto& p = params;
+  return VarlenKeyValueGradientTensorMaps{ragged_map(p.q, p.q_stride, p.head_dim, p.heads_q, block_m),
+                                          ragged_map(p.k, p.k_stride, p.head_dim, p.heads_kv, kWarpgroupRows),
+                                          ragged_map(p.v, p.v_stride, p.head_dim_v, p.heads_kv, kWarpgroupRows),
+                                          ragged_map(p.dout, p.dout_stride, p.head_dim_v, p.heads_q, block_m),
+                                          ragged_map(p.dk, p.dk_stride, p.head_dim, p.heads_kv, kWarpgroupRows),
+                                          ragged_map(p.dv, p.dv_stride, p.head_dim_v, p.heads_kv, kWarpgroupRows)};
 }
 
 }  // namespace sm90

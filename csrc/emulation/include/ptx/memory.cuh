@@ -94,6 +94,14 @@ __device__ __forceinline__ uint16_t ld_global_16(const void* gmem, Site site = S
   return value;
 }
 
+__device__ __forceinline__ uint32_t ld_global_8_if(const void* gmem, bool is_read, Site site = Site::here()) {
+  return is_read ? ld_global_8(gmem, site) : 0;
+}
+
+__device__ __forceinline__ uint32_t ld_global_16_if(const void* gmem, bool is_read, Site site = Site::here()) {
+  return is_read ? ld_global_16(gmem, site) : 0;
+}
+
 __device__ __forceinline__ uint32_t ld_global_32(const void* gmem, Site site = Site::here()) {
   uint32_t value;
   emulation::load_global(&value, gmem, 4, site, "ld_global_32");

@@ -27,10 +27,24 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, Mb
                          "tma_load_4d");
 }
 
+__device__ __forceinline__ void tma_load_5d(void* smem, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2,
+                                            int c3, int c4, CacheHint hint, Site site = Site::here()) {
+  (void)hint;
+  const int coordinates[5] = {c0, c1, c2, c3, c4};
+  emulation::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), 5, coordinates, site,
+                         "tma_load_5d");
+}
+
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* smem, int c0, int c1, int c2, int c3,
                                              Site site = Site::here()) {
   const int coordinates[4] = {c0, c1, c2, c3};
   emulation::tensor_store(map, smem_address(smem, site), 4, coordinates, site, "tma_store_4d");
+}
+
+__device__ __forceinline__ void tma_store_5d(const TensorMap* map, const void* smem, int c0, int c1, int c2, int c3,
+                                             int c4, Site site = Site::here()) {
+  const int coordinates[5] = {c0, c1, c2, c3, c4};
+  emulation::tensor_store(map, smem_address(smem, site), 5, coordinates, site, "tma_store_5d");
 }
 
 __device__ __forceinline__ void tma_store_commit(Site site = Site::here()) {

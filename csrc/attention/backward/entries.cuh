@@ -1,0 +1,156 @@
+// What kernels of MaskKind::kBand work on: the entries of a batch, dense or ragged, and which tiles of rows or keys they have.
+// The lengths are in device memory; no host knows them.
+#pragma once
+
+#include "attention/masks.cuh"
+#include "attention/params/backward.h"
+#include "attention/sequences.cuh"
+#include "device/math.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+
+// Rows and keys of one entry, and how many of them the tensors have room for: gradients of those past the last are zero.
+struct EntryExtents {
+  int row_count;
+  int key_count;
+  int first_row;
+  int first_key;
+  int row_room;
+  int key_room;
+
+  __device__ __forceinline__ int rows() const { return row_count; }
+  __device__ __forceinline__ int keys() const { return key_count; }
+};
+
+// What a gradient is due to: the rows of an entry (dq), or the keys that it has room for (dk and dv). Two entries more have what
+// belongs to none in a ragged tensor: the rows or keys behind the last sequence, and those before the first.
+template <bool kOwnsKeys>
+__device__ __forceinline__ Extent own_extent(const BackwardParams& params, int entry) {
+  const int32_t* cu_seqlens = kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q;
+  const int most = kOwnsKeys ? params.seq_k : params.seq_q;
+  if (cu_seqlens == nullptr) return Extent{0, entry < params.batch ? most : 0};
+  const int total = kOwnsKeys ? params.entries.keys_total : params.entries.rows_total;
+  if (entry < params.batch) return extent_of(cu_seqlens, entry, total, total);
+  const bool is_behind = entry == params.batch;
+  const int limit = max(0, min(total, load_length(cu_seqlens + (is_behind ? params.batch : 0))));
+  return is_behind ? Extent{limit, total - limit} : Extent{0, limit};
+}
+__device__ __forceinline__ int num_entries(const BackwardParams& params) { return params.batch + 2; }
+
+__device__ __forceinline__ EntryExtents entry_extents(const BackwardParams& params, int entry) {
+  const Extent row = own_extent<false>(params, entry);
+  const Extent key = own_extent<true>(params, entry);
+  EntryExtents extents{0, 0, row.first, key.first, row.length, key.length};
+  if (entry >= params.batch) return extents;
+  extents.row_count = min(row.length, params.seq_q);
+  extents.key_count = min(key.length, params.seq_k);
+  if (params.entries.seqused_k != nullptr) {
+    extents.key_count = max(0, min(extents.key_count, load_length(params.entries.seqused_k + entry)));
+  }
+  return extents;
+}
+
+// A tile as its number among those of its entry says.
+struct EntryTile {
+  int entry;
+  int index;
+  int head;
+};
+
+// Finds tiles by their numbers: entry by entry, in each as `tile_of_entry` orders them. A warp's lanes hold 32 entries at a
+// time; all of them take part in every call.
+template <int kOwnRows, bool kOwnsKeys>
+struct TileFinder {
+  const BackwardParams& params;
+  const int heads;
+  int first_entry = 0;  // of the warp's
+  int first_tile = 0;   // of that entry
+  int end;              // tiles of a head of this lane's entry and of those of the lanes before
+
+  __device__ __forceinline__ explicit TileFinder(const BackwardParams& params_)
+      : params(params_), heads(kOwnsKeys ? params_.heads_kv : params_.heads_q) {
+    load();
+  }
+  // As it was left.
+  __device__ __forceinline__ TileFinder(const BackwardParams& params_, int first_entry_, int first_tile_, int end_)
+      : params(params_),
+        heads(kOwnsKeys ? params_.heads_kv : params_.heads_q),
+        first_entry(first_entry_),
+        first_tile(first_tile_),
+        end(end_) {}
+
+  __device__ __forceinline__ int tiles_of(int entry) const {
+    return entry < num_entries(params) ? ceil_div(own_extent<kOwnsKeys>(params, entry).length, kOwnRows) : 0;
+  }
+
+  __device__ __forceinline__ void load() {
+    const int lane = ptx::lane_index();
+    end = tiles_of(first_entry + lane);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = ptx::shuffle_index(end, max(0, lane - distance));
+      if (lane >= distance) end += before;
+    }
+  }
+
+  // Of all entries and heads.
+  __device__ __forceinline__ int count() const {
+    int sum = 0;
+    for (int entry = ptx::lane_index(); entry < num_entries(params); entry += 32) sum += tiles_of(entry);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      sum += static_cast<int>(ptx::shuffle_xor(static_cast<uint32_t>(sum), distance));
+    }
+    return sum * heads;
+  }
+
+  // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
+  // fit the second-level cache.
+  template <int kFittingRows>
+  __device__ __forceinline__ EntryTile find(int number) {
+    int chunk;
+    while (number >= first_tile + (chunk = ptx::shuffle_index(end, 31) * heads)) {
+      first_tile += chunk;
+      first_entry += 32;
+      load();
+    }
+    const int lane = ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
+    const int before = ptx::shuffle_index(end, max(0, lane - 1));
+    const int tiles_before = lane > 0 ? before : 0;
+    const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
+    return tile_of_entry<kFittingRows>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads);
+  }
+
+  // In sections of heads whose streams fit the cache, the tiles with the longest streams (of a causal mask) first: the last
+  // rows, or the first keys.
+  template <int kFittingRows>
+  __device__ __forceinline__ EntryTile tile_of_entry(int entry, int tiles_of_head, int number) const {
+    const int group = params.heads_q / params.heads_kv;
+    const int fitting = kOwnsKeys ? max(1, kFittingRows / max(1, params.seq_q * group))
+                                  : max(1, kFittingRows / max(1, params.seq_k)) * group;
+    const int section_heads = min(heads, fitting);
+    const int first_head = number / (section_heads * tiles_of_head) * section_heads;
+    const int in_section = min(section_heads, heads - first_head);
+    const int rest = number - first_head * tiles_of_head;
+    const int index = rest / in_section;
+    return EntryTile{entry, kOwnsKeys ? index : tiles_of_head - 1 - index, first_head + rest - index * in_section};
+  }
+};
+
+// The first row of `head` of an entry in the log-sum-exp, its gradient and row_dot: [batch, heads_q, seq_q], or
+// [heads_q, rows_total].
+__device__ __forceinline__ int64_t statistics_row(const BackwardParams& params, int entry, int head, int first_row) {
+  if (params.entries.cu_seqlens_q != nullptr) {
+    return static_cast<int64_t>(head) * params.entries.rows_total + first_row;
+  }
+  return (static_cast<int64_t>(entry) * params.heads_q + head) * params.seq_q;
+}
+
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,189 @@
+// The backward pass of ragged and banded attention on a GPU: which kernels, on what, and the two launches. Nothing here reads device
+// memory: grids are sized for the most tiles that there can be.
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/backward/sm90/tensor_map.h"
+#include "attention/host/axes.h"
+#include "attention/host/backends.h"
+#include "attention/host/select.h"
+#include "host/copies.h"
+#include "host/last_kernel.h"
+#include "host/launch.h"
+#include "host/tensor_map.h"
+#include "host/tile_counters.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+BackwardKernels select_varlen_backward(const VarlenArguments& arguments, const host::Device& gpu) {
+  const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
+  const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const auto find = [&](const char* operation) {
+      return host::find_kernel({operation, *family, "", request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+    };
+    const BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
+    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
+  }
+  host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
+}
+
+// Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And
+// they need a row stride where there is but one row, too.
+bool has_whole_entries(const Tensor& tensor, const Kernel& kernel) {
+  if (kernel.num_tensor_maps == 0) return true;
+  const bool is_ragged = tensor.dim() == 3;
+  const int64_t row = tensor.strides()[is_ragged ? 0 : 2];
+  if (row <= 0 || row % host::kRowAlignElements != 0) return false;
+  return is_ragged || tensor.sizes()[0] == 1 || tensor.strides()[0] % row == 0;
+}
+
+Tensor operand(const Tensor& tensor, const Kernel& kernel) {
+  return host::is_loadable(tensor, kernel) && has_whole_entries(tensor, kernel) ? host::alias(tensor)
+                                                                                 : host::padded_copy(tensor);
+}
+
+// A gradient where the kernels can store it: the caller's tensor, or one at the width of whole 16-byte pieces.
+Tensor result(const Tensor& tensor, const Kernel& kernel) {
+  return host::is_loadable(tensor, kernel) && has_whole_entries(tensor, kernel)
+             ? host::alias(tensor)
+             : host::empty_like(tensor, host::padded_sizes(tensor));
+}
+
+VarlenBackwardArguments loadable_arguments(const VarlenBackwardArguments& arguments, const Kernel& kernel) {
+  const auto same = [](const Tensor& tensor) { return VarlenArguments::has(tensor) ? host::alias(tensor) : Tensor(); };
+  const VarlenArguments& from = arguments.forward;
+  VarlenBackwardArguments copied;
+  VarlenArguments& forward = copied.forward;
+  forward.q = operand(from.q, kernel);
+  forward.k = operand(from.k, kernel);
+  forward.v = operand(from.v, kernel);
+  forward.cu_seqlens_q = same(from.cu_seqlens_q);
+  forward.cu_seqlens_k = same(from.cu_seqlens_k);
+  forward.seqused_k = same(from.seqused_k);
+  forward.sinks = same(from.sinks);
+  forward.mask = same(from.mask);
+  forward.max_seqlen_q = from.max_seqlen_q;
+  forward.max_seqlen_k = from.max_seqlen_k;
+  forward.scale = from.scale;
+  forward.softcap = from.softcap;
+  forward.window_left = from.window_left;
+  forward.window_right = from.window_right;
+  forward.dtype = from.dtype;
+  forward.torch_dtype = from.torch_dtype;
+  forward.device_type = from.device_type;
+  forward.device_index = from.device_index;
+  copied.out = operand(arguments.out, kernel);
+  copied.dout = operand(arguments.dout, kernel);
+  copied.lse = host::alias(arguments.lse);
+  copied.dlse = same(arguments.dlse);
+  return copied;
+}
+
+int32_t rows_between_entries(const Strides& strides) {
+  return strides.batch == 0 ? 0 : static_cast<int32_t>(strides.batch / strides.row);
+}
+
+EntryRows entry_rows(const BackwardParams& params) {
+  return {rows_between_entries(params.q_stride),    rows_between_entries(params.k_stride),
+          rows_between_entries(params.v_stride),    rows_between_entries(params.dout_stride),
+          rows_between_entries(params.dq_stride),   rows_between_entries(params.dk_stride),
+          rows_between_entries(params.dv_stride)};
+}
+
+// Tiles of a head: of each entry the last one may be broken. In a ragged tensor what belongs to no entry, in front and behind, counts
+// for two more.
+int64_t most_tiles(bool is_ragged, int64_t total, int64_t longest, int64_t entries, int64_t block) {
+  return is_ragged ? ceil_div(total, block) + entries + 2 : ceil_div(longest, block) * entries;
+}
+
+template <class Maps>
+std::vector<CUtensorMap> encode_all(const Kernel& kernel, const Maps& maps) {
+  std::vector<CUtensorMap> encoded;
+  for (const auto& [map, name] : maps) encoded.push_back(host::encode_tensor_map(*map, kernel.dtype, name));
+  return encoded;
+}
+
+using NamedMap = std::pair<const backward::sm90::RaggedTensorMapArguments*, const char*>;
+
+std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
+  if (kernel.num_tensor_maps == 0) return {};
+  const auto maps = backward::sm90::varlen_query_gradient_tensor_maps(params, kernel.block_n);
+  return encode_all(kernel, std::vector<NamedMap>{{&maps.q, "q"},
+                                                  {&maps.k, "k"},
+                                                  {&maps.v, "v"},
+                                                  {&maps.dout, "grad_out"},
+                                                  {&maps.dq, "dq"}});
+}
+
+std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
+  if (kernel.num_tensor_maps == 0) return {};
+  const auto maps = backward::sm90::varlen_key_value_gradient_tensor_maps(params, kernel.block_m);
+  return encode_all(kernel, std::vector<NamedMap>{{&maps.q, "q"},
+                                                  {&maps.k, "k"},
+                                                  {&maps.v, "v"},
+                                                  {&maps.dout, "grad_out"},
+                                                  {&maps.dk, "dk"},
+                                                  {&maps.dv, "dv"}});
+}
+
+void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const Kernel& dq = *kernels.dq;
+  const Kernel& dkv = *kernels.dkv;
+  const Batch& entries = params.entries;
+  params.entry_rows = entry_rows(params);
+  const int64_t dq_tiles =
+      most_tiles(entries.cu_seqlens_q != nullptr, entries.rows_total, params.seq_q, params.batch, dq.block_m);
+  const int64_t dkv_tiles =
+      most_tiles(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch, dkv.block_n);
+  const int64_t dq_grid = host::grid_for(dq, dq_tiles * params.heads_q, gpu);
+  const int64_t dkv_grid = host::grid_for(dkv, dkv_tiles * params.heads_kv, gpu);
+  const host::CudaCall call(gpu);
+  host::TileCounter counter;
+  if (dq.is_persistent || dkv.is_persistent) {
+    counter = host::tile_counter(call);  // one for both, which follow each other
+    params.tile_counter = counter.address;
+  }
+  const std::vector<CUtensorMap> dq_maps = query_gradient_maps(params, dq);
+  const std::vector<CUtensorMap> dkv_maps = key_value_gradient_maps(params, dkv);
+  host::LaunchList list;
+  list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
+  list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
+  list.run(call);
+  host::set_last_kernel(dkv.symbol);
+}
+
+// Back from a result of another width or order.
+void give_back(const Tensor& from, const Tensor& to) {
+  if (from.data() != to.data()) host::copy_unpadded(from, to);
+}
+
+}  // namespace
+
+void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients) {
+  const host::Device& gpu = host::device(arguments.forward.device_index);
+  const BackwardKernels kernels = select_varlen_backward(arguments.forward, gpu);
+  const VarlenBackwardArguments operands = loadable_arguments(arguments, *kernels.dq);
+  VarlenGradients results;
+  results.dq = result(gradients.dq, *kernels.dq);
+  results.dk = result(gradients.dk, *kernels.dq);
+  results.dv = result(gradients.dv, *kernels.dq);
+  results.row_dot = host::alias(gradients.row_dot);
+  run(make_varlen_backward_params(operands, results), kernels, gpu);
+  give_back(results.dq, gradients.dq);
+  give_back(results.dk, gradients.dk);
+  give_back(results.dv, gradients.dv);
+}
+
+}  // namespace attention
+}  // namespace flashmoe

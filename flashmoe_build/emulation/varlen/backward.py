@@ -1,0 +1,370 @@
+"""Runs one ragged or banded problem on an emulated backward kernel, dq's or that of dk and dv, and checks the gradients with fp64.
+
+NaN stands in every row and key that belongs to no entry, of dout and the statistics too; their gradients must be zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashmoe.tools.operations import Header
+from flashmoe.tools.tables import Unit
+from flashmoe_build.emulation.attention import (
+    EMULATED_MULTIPROCESSORS,
+    Outcome,
+    launch_registers,
+    load,
+    mapped,
+    tensor_map_arguments,
+)
+from flashmoe_build.emulation.backward import BackwardParams
+from flashmoe_build.emulation.build import CSRC, Options, kernel_library
+from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
+from flashmoe_build.emulation.parameters import structure
+from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, worst_place
+from flashmoe_build.emulation.varlen.problem import LOG2E, Keys, MaskTensor, Rows, VarlenProblem
+from flashmoe_build.emulation.varlen.reference import visible
+from flashmoe_build.emulation.varlen.run import Batch, _add, _band, _strides
+from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _entries_of_rows, build
+
+EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
+RESULTS = {"attention_varlen_backward_dq": ("dq",), "attention_varlen_backward_dkv": ("dk", "dv")}
+FEW = ("ragged", "window")  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
+# Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
+SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
+
+
+def problems(unit: Unit) -> Iterator[VarlenProblem]:
+    """In the order of what they need: lengths, the band, scores."""
+    for seed, problem in enumerate(_problems(unit)):
+        if unit.dtype == "f16" or problem.name in FEW:
+            yield replace(problem, data_seed=seed)
+
+
+def _problems(unit: Unit) -> Iterator[VarlenProblem]:
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
+
+    def base(name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
+        return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, dim)
+
+    # Entries without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
+    yield replace(base("ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, 7, 0, 4, 7)), right=0)
+    # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the entries.
+    full = base("full", (7, m, 0), (n + 3, n, 0))
+    yield replace(full, heads_q=3, heads_kv=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False)
+    # The window's left end inside a tile, its right end before and behind the diagonal; a sink.
+    window = base("window", (2 * m + 9, 4), (2 * m + 2 * n, n + 9))
+    yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
+    narrow = base("narrow window", (m + 70, 3), (n, 9))
+    yield replace(narrow, left=1, right=0, has_sinks=True, has_counter=False)
+    # Keys that no query sees, in front of the window, for whole tiles; a group of three.
+    yield replace(base("unseen keys", (5, 1), (2 * n + 70, n + 1)), left=3, right=0, heads_q=3)
+    # More rows than keys, with a sink: rows without a key have it alone.
+    yield replace(base("sinks", (m + 7, 2), (5, 0)), right=0, has_sinks=True, heads_q=4, heads_kv=2)
+    # Scores on both sides of where tanh bends.
+    softcap = replace(base("softcap", (37, 2), (n + 3, 9)), softcap=7.0, magnitude=6.0)
+    yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
+    soft = replace(softcap, name="soft softcap", softcap=50.0, magnitude=1.0, rows=(m + 3, 2), keys=(m + 9, 3))
+    yield replace(soft, left=m, right=0, has_sinks=True)
+    masked = replace(base("mask", (33, 33), (n + 9, n + 9)), rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
+    yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
+    yield replace(masked, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
+    # Dense rows and keys with room behind the used ones; more tiles than blocks.
+    dense = base("dense", (m + 3,) * 3, (n, n + 1, 0))
+    yield replace(dense, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1, right=3)
+    # Ragged keys with room behind the used ones.
+    yield replace(base("spare keys", (9, 5), (n - 3, 2)), spare_keys=7, left=40)
+    # More entries than a warp has lanes.
+    rows = tuple(index % 3 for index in range(70))
+    yield replace(base("many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the kernels read beside q, k and v, as it lies in memory; NaN where it belongs to no entry."""
+
+    out: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor  # [batch, heads, rows], or [heads, rows of all]
+    dlse: torch.Tensor | None
+    row_dot: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one entry: gradients, error bounds and row_dot in fp64, [heads, rows or keys, columns]."""
+
+    gradients: dict[str, torch.Tensor]
+    bounds: dict[str, torch.Tensor]
+    row_dot: torch.Tensor
+
+
+def _statistic_entries(p: VarlenProblem, tensors: Tensors, statistic: torch.Tensor) -> list[torch.Tensor]:
+    """[heads, rows] of each entry."""
+    cu = tensors.cu_seqlens_q
+    if cu is None:
+        return list(statistic)
+    return [statistic[:, first : first + rows] for first, rows in zip(cu.tolist(), p.rows, strict=False)]
+
+
+def _entries_of_keys(p: VarlenProblem, tensor: torch.Tensor, cu: torch.Tensor | None) -> list[torch.Tensor]:
+    """Views of the used keys, one for each entry: [heads, keys, columns]."""
+    if cu is None:
+        return [own[:, :keys] for own, keys in zip(tensor, p.keys, strict=True)]
+    return [tensor[first : first + keys].transpose(0, 1) for first, keys in zip(cu.tolist(), p.keys, strict=False)]
+
+
+def expect(
+    p: VarlenProblem, tensors: Tensors, *, shares_weights: bool, score_unit: float
+) -> tuple[Given, list[Expected]]:
+    """Gradients in fp64 from the 16-bit tensors that the kernels read; the bounds are those of the dense kernels
+    (flashmoe_build/emulation/backward.py), with the fp32 error of the score functions."""
+    generator = torch.Generator().manual_seed(p.data_seed * 101 + 3)
+    sizes = (*tensors.q.shape[:-1],)
+    statistics = (len(p.rows), p.heads_q, p.rows[0]) if p.rows_layout is Rows.DENSE else (p.heads_q, sizes[0])
+    out = torch.full((*sizes, p.head_dim_v), NAN, dtype=tensors.q.dtype)
+    dout = torch.full_like(out, NAN)
+    lse, dlse, row_dot = (torch.full(statistics, NAN) for _ in range(3))
+    expected = []
+    views = zip(
+        *(_entries_of_rows(p, tensor, tensors.cu_seqlens_q) for tensor in (out, dout)),
+        *(_statistic_entries(p, tensors, tensor) for tensor in (lse, dlse, row_dot)),
+        strict=True,
+    )
+    for entry, (out_view, dout_view, lse_view, dlse_view, row_dot_view) in enumerate(views):
+        dout_view.copy_(torch.randn(dout_view.shape, generator=generator))
+        dlse_view.copy_(torch.randn(dlse_view.shape, generator=generator) if p.wants_lse else torch.zeros(()))
+        values = _Entry.of(p, tensors, entry)
+        out_view.copy_(values.weights @ values.v)
+        lse_view.copy_(values.lse)
+        dot = (dout_view.double() * out_view.double()).sum(-1) - dlse_view.double()
+        dot = dot.masked_fill(torch.isinf(values.lse), 0.0)
+        row_dot_view.copy_(dot)
+        noise_unit = score_unit * values.magnitude + 2e-5
+        expected.append(_gradients(p, values, dout_view.double(), dot, noise_unit, shares_weights=shares_weights))
+    return Given(out, dout, lse, dlse if p.wants_lse else None, row_dot), expected
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One entry in fp64, keys and values repeated for each query head."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    weights: torch.Tensor
+    derivative: torch.Tensor  # of the softcap
+    magnitude: torch.Tensor  # of the exponents
+    lse: torch.Tensor
+
+    @classmethod
+    def of(cls, p: VarlenProblem, tensors: Tensors, entry: int) -> _Entry:
+        q, k, v = (tensor.double() for tensor in tensors.entries[entry])
+        k, v = (tensor.repeat_interleave(p.group, dim=0) for tensor in (k, v))
+        rows, keys = q.shape[1], k.shape[1]
+        scores = q @ k.mT * p.scale
+        magnitude, derivative = scores.abs(), torch.ones_like(scores)
+        if p.softcap > 0:
+            bent = torch.tanh(scores / p.softcap)
+            scores, derivative, magnitude = p.softcap * bent, 1.0 - bent * bent, magnitude + p.softcap
+        if tensors.mask is not None:
+            mask = tensors.mask[entry, :, :rows, :keys]
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            else:
+                scores = scores + mask.double()
+                magnitude = magnitude + mask.double().abs().nan_to_num(posinf=0.0)
+        scores = scores.masked_fill(~visible(p, rows, keys), float("-inf"))
+        terms = scores
+        if tensors.sinks is not None:
+            terms = torch.cat([scores, tensors.sinks.double()[:, None, None].expand(-1, rows, 1)], dim=-1)
+        lse = torch.logsumexp(terms, dim=-1)
+        weights = torch.exp(scores - lse.masked_fill(torch.isinf(lse), 0.0)[..., None])
+        return cls(q, k, v, weights, derivative, magnitude, lse)
+
+
+def _gradients(
+    p: VarlenProblem,
+    values: _Entry,
+    dout: torch.Tensor,
+    row_dot: torch.Tensor,
+    noise_unit: torch.Tensor,
+    *,
+    shares_weights: bool,
+) -> Expected:
+    unit, scale = UNIT_ROUNDOFF[p.dtype], p.scale
+    small = 2.0**-25 if p.dtype == "f16" else 0.0
+    d_weights = dout @ values.v.mT
+    d_scores = values.weights * values.derivative * (d_weights - row_dot[..., None])
+    reach = dout.abs() @ values.v.abs().mT + row_dot.abs()[..., None]
+    score_error = unit * d_scores.abs() + values.weights * (1e-5 + noise_unit) * reach
+    if shares_weights:
+        score_error = score_error + unit * d_scores.abs() + small * (d_weights.abs() + row_dot.abs()[..., None])
+
+    def of_keys(tensor: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = tensor.unflatten(0, (p.heads_kv, p.group)).sum(1)
+        return summed
+
+    gradients = {
+        "dq": scale * d_scores @ values.k,
+        "dk": scale * of_keys(d_scores.mT @ values.q),
+        "dv": of_keys(values.weights.mT @ dout),
+    }
+    bounds = {
+        "dq": scale * (score_error + small) @ values.k.abs(),
+        "dk": scale * of_keys((score_error + small).mT @ values.q.abs()),
+        "dv": of_keys(((unit + noise_unit) * values.weights + small).mT @ dout.abs()),
+    }
+    for name, value in gradients.items():
+        bounds[name] += unit * value.abs() + 1e-6
+    return Expected(gradients, bounds, row_dot)
+
+
+def own_blocks(p: VarlenProblem, unit: Unit) -> int:
+    """Tiles of a head, at most: what the host knows without reading lengths."""
+    if unit.row.operation == "attention_varlen_backward_dq":
+        block, is_dense, most = unit.row.block_m, p.rows_layout is Rows.DENSE, p.most_rows
+        total = sum(p.rows) + 2 * SPARE_ROWS
+    else:
+        block, is_dense, most = unit.row.block_n, p.keys_layout is Keys.DENSE, p.most_keys
+        total = max(1, sum(p.keys) + p.spare_keys * len(p.keys))
+    # Each entry ends with a broken tile at most, and so do the two with what belongs to none.
+    return math.ceil(most / block) * len(p.rows) if is_dense else math.ceil(total / block) + len(p.rows) + 2
+
+
+def geometry(unit: Unit, p: VarlenProblem) -> Geometry:
+    """Grid, threads, shared memory and registers at launch, as csrc/attention/host/backward_varlen.cpp chooses them."""
+    row = unit.row
+    tiles = own_blocks(p, unit) * (p.heads_q if row.operation == "attention_varlen_backward_dq" else p.heads_kv)
+    grid = min(tiles, EMULATED_MULTIPROCESSORS) if row.schedule == "persistent" else tiles
+    return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), launch_registers(unit))
+
+
+def _params(
+    library: KernelLibrary,
+    p: VarlenProblem,
+    tensors: Tensors,
+    given: Given,
+    results: dict[str, torch.Tensor],
+    counter: torch.Tensor,
+) -> ctypes.Structure:
+    """Maps everything and fills the kernel's parameters. What the kernel has no part in stays null."""
+    named = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "out": given.out, "dout": given.dout, **results}
+    row_dot = named.pop("row_dot", None)
+    queries = ("q", "out", "dout", "dq")
+    strides = {name: _strides(p, tensor, is_query=name in queries) for name, tensor in named.items()}
+    entries = Batch(
+        cu_seqlens_q=_add(library, tensors.cu_seqlens_q, "cu_seqlens_q"),
+        cu_seqlens_k=_add(library, tensors.cu_seqlens_k, "cu_seqlens_k"),
+        seqused_k=_add(library, tensors.seqused_k, "seqused_k"),
+        rows_total=tensors.q.shape[0] if p.rows_layout is Rows.RAGGED else 0,
+        keys_total=tensors.k.shape[0] if p.keys_layout is Keys.RAGGED else 0,
+    )
+    at = library.add_buffer(counter.data_ptr(), 4, writable=True, initialised=True, name="tile_counter")
+    return BackwardParams(
+        **{name: _add(library, tensor, name, writable=name in results) for name, tensor in named.items()},
+        **{f"{name}_stride": stride for name, stride in strides.items()},
+        lse=_add(library, given.lse, "lse"),
+        dlse=_add(library, given.dlse, "dlse"),
+        row_dot=_add(library, given.row_dot if row_dot is None else row_dot, "row_dot", writable=row_dot is not None),
+        tile_counter=at if p.has_counter else 0,
+        batch=len(p.rows),
+        heads_q=p.heads_q,
+        heads_kv=p.heads_kv,
+        seq_q=p.most_rows,
+        seq_k=p.most_keys,
+        head_dim=p.head_dim,
+        scale=p.scale,
+        scale_log2=(p.softcap if p.softcap > 0 else p.scale) * LOG2E,
+        head_dim_v=p.head_dim_v,
+        entries=entries,
+        band=_band(library, p, tensors),
+        entry_rows=EntryRows(**{name: s.batch // s.row for name, s in strides.items() if name != "out"}),
+    )
+
+
+def _shares_weights(unit: Unit) -> bool:
+    """Whether dS is made from P that another warp computed and rounded to the type."""
+    if unit.row.operation != "attention_varlen_backward_dkv":
+        return False
+    return unit.row.block_n == 64 if unit.row.family == "sm90" else unit.row.options.get("roles") != 1
+
+
+def run(unit: Unit, problem: VarlenProblem, settings: Settings, options: Options) -> Outcome:
+    """Compiles (or finds) the kernel, runs the problem on it and compares with fp64. ``out`` and ``lse`` of the outcome are the
+    first gradient and row_dot."""
+    library = load(kernel_library(unit, options))
+    symbol = unit.entries[0].symbol
+    tensors = build(problem)
+    score_unit = SCORE_UNIT[unit.row.family]
+    given, expected = expect(problem, tensors, shares_weights=_shares_weights(unit), score_unit=score_unit)
+    names = RESULTS[unit.row.operation]
+    results = {n: torch.full_like({"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}[n], NAN) for n in names}
+    if names == ("dq",):
+        results["row_dot"] = torch.full_like(given.row_dot, NAN)
+    counter = torch.zeros(1, dtype=torch.int32)
+    with mapped(library):
+        params = _params(library, problem, tensors, given, results, counter)
+        maps, keep = tensor_map_arguments(unit, library, params)
+        report = library.launch(symbol, (ctypes.addressof(params), *maps), geometry(unit, problem), settings)
+        del keep
+    wrong: list[str] = []
+    if not report.failure:
+        for name in names:
+            wrong += _disagreements(problem, tensors, name, results[name], expected)
+        if "row_dot" in results:
+            wrong += _row_dot_disagreements(problem, tensors, results["row_dot"], given, expected)
+        if int(counter[0]) != 0:
+            wrong.append(f"tile_counter is {int(counter[0])} after the launch; the next launch needs 0")
+    return Outcome(problem, symbol, report, tuple(wrong), results[names[0]], results.get("row_dot", given.row_dot))
+
+
+def _disagreements(
+    p: VarlenProblem, tensors: Tensors, name: str, gradient: torch.Tensor, expected: list[Expected]
+) -> list[str]:
+    """What is wrong with a gradient; rows and keys of no entry must have zero."""
+    found: list[str] = []
+    rest = gradient.clone()
+    views, rests = (
+        _entries_of_rows(p, tensor, tensors.cu_seqlens_q) if name == "dq" else _entries_of_keys(p, tensor, tensors.cu_seqlens_k)
+        for tensor in (gradient, rest)
+    )
+    for entry, (own, other) in enumerate(zip(views, rests, strict=True)):
+        if own.numel() > 0:
+            found += worst_place(
+                f"{name} of entry {entry}",
+                own[None],
+                expected[entry].gradients[name][None],
+                expected[entry].bounds[name][None],
+            )
+        other.zero_()
+    if not bool((rest == 0).all()):
+        found.append(f"{name} of rows that belong to no entry is not zero everywhere")
+    return found
+
+
+def _row_dot_disagreements(
+    p: VarlenProblem, tensors: Tensors, row_dot: torch.Tensor, given: Given, expected: list[Expected]
+) -> list[str]:
+    found: list[str] = []
+    rest = row_dot.clone()
+    views = zip(
+        _statistic_entries(p, tensors, row_dot),
+        _statistic_entries(p, tensors, rest),
+        _entries_of_rows(p, given.out, tensors.cu_seqlens_q),
+        _entries_of_rows(p, given.dout, tensors.cu_seqlens_q),
+        strict=True,
+    )
+    for entry, (own, other, out, dout) in enumerate(views):
+        if own.numel() > 0:
+            error = 1e-5 * (out.double() * dout.double()).abs().sum(-1) + 1e-5
+            found += worst_place(f"row_dot of entry {entry}", own[None], expected[entry].row_dot[None], error[None])
+        other.zero_()
+    if not bool((rest == 0).all()):
+        found.append("row_dot of rows that belong to no entry is not zero everywhere")
+    return found
