@@ -228,13 +228,18 @@ def attention_with_kvcache(
     if k_new is not None and v_new is not None:
         _append_checked(k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
         used = cache_seqlens + k_new.shape[2]
-    room = 0
-    if block_table is not None and isinstance(block_table, Tensor) and isinstance(k_cache, Tensor):
-        if block_table.dim() == 2 and k_cache.dim() == 4:
-            room = min(block_table.shape[1] * k_cache.shape[1], varlen_arguments.MAX_LENGTH)
+    room = 0 if block_table is None else _room(k_cache, block_table)
     lengths = (None, None, used, block_table)
     numbers = (0, room, scale, causal, window, softcap, num_splits)
     return call(q, k_cache, v_cache, lengths, sinks, None, *numbers, return_lse=return_lse)
+
+
+def _room(pages: Tensor, block_table: Tensor) -> int:
+    """Keys that a sequence's pages hold; 0 for tensors that the operator refuses."""
+    try:
+        return min(block_table.shape[1] * pages.shape[1], varlen_arguments.MAX_LENGTH)
+    except (AttributeError, IndexError):
+        return 0
 
 
 def _append_checked(*given: Any) -> None:
