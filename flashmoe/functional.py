@@ -102,16 +102,19 @@ def attention(
     """
     if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
-    is_plain = window is None and attn_mask is None and sinks is None and type(softcap) is float and softcap == 0.0
-    if not is_plain or _is_unequal(q, v):
+    if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
         return varlen.attend(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
     if is_compiling():
+        if _is_unequal(q, v):
+            return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
         out, lse = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
     else:
         try:
             if not return_lse and _is_plain(q, k, v):
                 only: Tensor = _inference_operator(q, k, v, scale, causal)
                 return only
+            if _is_unequal(q, v):
+                return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
             if are_stand_ins(q, k, v):
@@ -119,6 +122,8 @@ def attention(
                     attention, (q, k, v), q, k, v, causal=causal, scale=scale, return_lse=return_lse
                 )
                 return traced
+            if _is_unequal(q, v):  # whose rules are the other operators'
+                return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
             cause = arguments.explain(error, q, k, v, scale, causal)
             if cause is error:
                 raise
@@ -127,7 +132,7 @@ def attention(
 
 
 def _is_unequal(q: Tensor, v: Tensor) -> bool:
-    """Whether the values have a head_dim of their own."""
+    """Whether the values have a head_dim of their own, which the inference operators find out themselves."""
     try:
         return q.size(-1) != v.size(-1)
     except (AttributeError, IndexError, TypeError, RuntimeError):  # the operator says what is wrong
@@ -224,7 +229,7 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
             only: Tensor | None = _drop_in_operator(q, k, v, scale, causal, enable_gqa)
             return only
         shape = q.shape
-        if not is_drop_in(shape, k.shape, causal, enable_gqa):
+        if not is_drop_in(shape, k.shape, causal, enable_gqa) or _is_unequal(q, v):
             return None
         return _call(q, k, v, shape[3] ** -0.5 if scale is None else scale, causal)[0]
     except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):

@@ -296,9 +296,9 @@ def _weighted(out: Tensor, weight: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     causal: bool,
     scale: float | None,
     window: Window | None,
@@ -329,9 +329,9 @@ def attend(
 
 
 def call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
     lengths: Sequence[Tensor | None],
     sinks: Tensor | None,
     mask: Tensor | None,
@@ -372,6 +372,7 @@ def _call(given: tuple[Any, ...], return_lse: bool) -> Tensor | tuple[Tensor, Te
     """The operator in eager mode: where no gradient can be asked for, without the autograd rule in Python."""
     q, k, v, sinks, mask = (*given[:3], *given[7:9])
     tensors = [tensor for tensor in (q, k, v, sinks, mask) if tensor is not None]
+    result: tuple[Tensor, Tensor]
     if transforms_are_active():
         result = varlen.under_transforms(*given)
         return result if return_lse else result[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.errors import DifferentiationError
+from flashmoe import _extension
+from flashmoe.errors import ArgumentError, DifferentiationError
 
 from .gradients import make_leaves
 from .reference import DTYPES
-from .varlen_reference import Band, Ragged, by_definition, expected
+from .varlen_reference import Band, Ragged, by_definition, check_ragged, expected
 
 # Error of the largest gradient's size, as tests/cpu/test_backward.py has it; a softcap's slope costs some more.
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -37,9 +39,30 @@ def _compare(found: Any, wanted: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_ragged(band: Band, with_sinks: bool, device: str) -> None:
     """Of out and lse, in q, k, v and sinks; tokens of no sequence have zero gradients."""
+    _check_ragged(band, device, DTYPES[device], with_sinks=with_sinks)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16"])
+def test_instruction_sets(isa: str) -> None:
+    """The CPU's kernels in every version that this machine has, forward and backward."""
+    before = _extension.cpu_isa()
+    try:
+        _extension.set_cpu_isa(isa)
+    except ArgumentError:
+        pytest.skip(f"not run: this machine has no {isa}")
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            ragged = Ragged((65, 1, 40, 3), (65, 90, 10, 300), 4, 2, 72, 40, spare=2)
+            check_ragged(ragged, BANDS[2], "cpu", dtype, with_sinks=True)
+            _check_ragged(BANDS[2], "cpu", (dtype,), with_sinks=True)
+    finally:
+        _extension.set_cpu_isa(before)
+
+
+def _check_ragged(band: Band, device: str, dtypes: Sequence[torch.dtype], *, with_sinks: bool) -> None:
     ragged = Ragged((65, 1, 0, 70, 40), (65, 90, 4, 131, 10), 4, 2, 64, 40, spare=2)
     tokens = sum(ragged.lengths_q)
-    for dtype in DTYPES[device]:
+    for dtype in dtypes:
         q, k, v = (t.nan_to_num() for t in ragged.tensors(device, dtype))
         sinks = [torch.linspace(-1, 1, 4, device=device)] if with_sinks else []
         ours = make_leaves(q, k, v, *sinks)

@@ -285,7 +285,7 @@ def forward_flops(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, 
     seqused_k, heads = arguments[0], q.shape[1]
     lengths = (_lengths(cu_seqlens_q, q, max_seqlen_q), _lengths(cu_seqlens_k, k, max_seqlen_k, seqused_k, block_table))
     scores = sum(rows * keys for rows, keys in zip(*lengths, strict=True))
-    return 2 * heads * scores * (q.shape[-1] + v.shape[-1])
+    return int(2 * heads * scores * (q.shape[-1] + v.shape[-1]))
 
 
 def backward_flops(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *arguments: Any, **_: Any) -> int:
@@ -293,7 +293,7 @@ def backward_flops(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *argume
     cu_seqlens_q, cu_seqlens_k, seqused_k = arguments[:3]
     lengths = (_lengths(cu_seqlens_q, q, arguments[7]), _lengths(cu_seqlens_k, k, arguments[8], seqused_k))
     scores = sum(rows * keys for rows, keys in zip(*lengths, strict=True))
-    return 2 * q.shape[1] * scores * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return int(2 * q.shape[1] * scores * (3 * q.shape[-1] + 2 * v.shape[-1]))
 
 
 def _lengths(

@@ -19,7 +19,8 @@ def _has_equal_rows(inputs: Inputs) -> bool:
 
 def _dense_queries(inputs: Inputs) -> torch.Tensor:
     """[B, Hq, Sq, D], a view."""
-    return inputs.q.unflatten(0, (inputs.problem.batch, -1)).transpose(1, 2)
+    p = inputs.problem
+    return inputs.q.view(p.batch, -1, p.heads_q, p.head_dim).transpose(1, 2)
 
 
 def _flashmoe(inputs: Inputs) -> Prepared:

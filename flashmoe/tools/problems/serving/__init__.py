@@ -128,7 +128,8 @@ class ServingProblem:
         most = fields.count(row.get("most_keys", 2**31), where, "most_keys")
         sizes = itertools.product(*(fields.counts(row, where, name) for name in _SIZES))
         for dtype, values, page, spread in itertools.product(dtypes, list(sizes), pages, spreads):
-            problem = cls(dtype, *values, causal=causal, page_size=page, spread=spread)
+            head_dim, heads_q, heads_kv, batch, seq_q, seq_k = values
+            problem = cls(dtype, head_dim, heads_q, heads_kv, batch, seq_q, seq_k, causal, page, spread)
             fields.divide(problem.heads_q, problem.heads_kv, where, "heads", "heads_kv")
             if sum(problem.lengths_k) <= most:
                 yield problem

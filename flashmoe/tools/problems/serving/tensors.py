@@ -62,6 +62,7 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
     rows, keys = problem.lengths_q, problem.lengths_k
     q = values(sum(rows), problem.heads_q, d)
     table = None
+    shape: tuple[int, ...] = (sum(keys), problem.heads_kv, d)
     if problem.page_size:
         longest = -(-max(keys) // problem.page_size)
         counts = [-(-one // problem.page_size) for one in keys]
@@ -72,8 +73,6 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
             table[entry, :count] = order[first : first + count]
             first += count
         shape = (sum(counts), problem.page_size, problem.heads_kv, d)
-    else:
-        shape = (sum(keys), problem.heads_kv, d)
     return Inputs(
         problem,
         q,
