@@ -91,7 +91,7 @@ VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, boo
   if (with_row_dot) {
     gradients.row_dot = host::empty(arguments.lse.dim(), arguments.lse.sizes(), arguments.lse.dtype(),
                                     forward.device_type, forward.device_index);
-    if (is_empty || forward.has_ragged_rows()) zero(gradients.row_dot);
+    if (forward.has_ragged_rows()) zero(gradients.row_dot);
   }
   return gradients;
 }
@@ -122,7 +122,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   check_varlen_backward_arguments(arguments);
   const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
   // The CPU's kernels keep row_dot to themselves.
-  VarlenGradients gradients = allocate_gradients(arguments, !Backend::kIsCpu, is_empty);
+  VarlenGradients gradients = allocate_gradients(arguments, !Backend::kIsCpu && !is_empty, is_empty);
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
   stack[0] = give(std::move(gradients.dq));
@@ -171,7 +171,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
       "_attention_varlen_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
       "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
       "int window_left, int window_right, float softcap, int num_splits) -> Tensor");
-  // scale is above zero. row_dot, of CUDA alone: rowsum(grad_out * out) - grad_lse.
+  // scale is above zero. row_dot, of CUDA kernels alone: rowsum(grad_out * out) - grad_lse.
   library.def(
       "_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
       "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int "
