@@ -119,8 +119,9 @@ inline F rounded(F x) {
   return x;
 }
 
-// lse of the block's first `rows` rows, natural logarithm; none if lse is null. score * scale of the maximum is rounded first, as
-// the backward pass rounds it: what was lost there cancels, and a key that has all of the weight gets exactly 1. logf: the double function's newest version needs a newer glibc than the oldest that the wheel runs on.
+// lse of the block's first `rows` rows, natural logarithm; none if lse is null. score * scale of the maximum is rounded first,
+// as the backward pass rounds it: what was lost there cancels, and a key that has all of the weight gets exactly 1. logf: the
+// double function's newest version needs a newer glibc than the oldest that the wheel runs on.
 inline void store_lse(SoftmaxState state, int32_t rows, Scale scale, float* lse) {
   if (lse == nullptr) return;
   for (int32_t row = 0; row < rows; ++row) {
