@@ -118,7 +118,7 @@ def test_compiled_with_inductor(device: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_sdpa(dynamic: bool, device: str) -> None:
-    """Square, wide and tall causal, and a mask, which goes to torch inside the graph."""
+    """Square, wide and tall causal, and a mask."""
     compiled = torch.compile(
         flashmoe.scaled_dot_product_attention, fullgraph=True, dynamic=dynamic, backend="aot_eager"
     )

@@ -16,17 +16,17 @@ namespace attention {
 struct VarlenArguments {
   Tensor q;
   Tensor k;
-  Tensor v;             // its head_dim may differ from that of q and k
-  Tensor cu_seqlens_q;  // [batch + 1] int32, contiguous
-  Tensor cu_seqlens_k;  // [batch + 1] int32, contiguous
-  Tensor seqused_k;     // [batch] int32, contiguous
-  Tensor block_table;   // [batch, pages] int32, last dimension contiguous
-  Tensor sinks;         // [heads_q] float32, contiguous
-  Tensor mask;          // [batch, heads_q, max_seqlen_q, max_seqlen_k], bool or of q's type, any strides
+  Tensor v;                  // its head_dim may differ from that of q and k
+  Tensor cu_seqlens_q;       // [batch + 1] int32, contiguous
+  Tensor cu_seqlens_k;       // [batch + 1] int32, contiguous
+  Tensor seqused_k;          // [batch] int32, contiguous
+  Tensor block_table;        // [batch, pages] int32, last dimension contiguous
+  Tensor sinks;              // [heads_q] float32, contiguous
+  Tensor mask;               // [batch, heads_q, max_seqlen_q, max_seqlen_k], bool or of q's type, any strides
   int64_t max_seqlen_q = 0;  // of the longest entry; set by the check where rows, or keys, are dense
   int64_t max_seqlen_k = 0;
-  double scale = 0.0;  // above zero once make_scale_positive has run, which is before any backend does
-  double softcap = 0.0;  // 0: none
+  double scale = 0.0;        // above zero once make_scale_positive has run, which is before any backend does
+  double softcap = 0.0;      // 0: none
   int64_t window_left = -1;  // -1: unbounded
   int64_t window_right = -1;
   int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
@@ -67,12 +67,15 @@ struct VarlenGradients {
   Tensor dq;
   Tensor dk;
   Tensor dv;
-  Tensor row_dot;  // as lse: BackwardParams::row_dot, which the caller needs for the gradient of the sinks
+  Tensor
+      row_dot;  // as lse: BackwardParams::row_dot, which the caller needs for the gradient of the sinks. A GPU's alone
 };
 
 // Throws with a code and a message on the first rule that the arguments break. What only device memory could tell is asked of
 // the CPU's tensors always, and of a GPU's where $FLASHMOE_CHECK_LENGTHS is 1, at the cost of a synchronisation.
 void check_varlen_arguments(VarlenArguments& arguments);
+
+void check_varlen_backward_arguments(VarlenBackwardArguments& arguments);
 
 // Kernels find a row's maximum before they scale, and take a softcap's factor as given: a scale of zero or less moves into a
 // copy of q. Softcap or not, the result is the same.
@@ -92,9 +95,9 @@ BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& argume
 // k_new [batch, heads_kv, new keys, head_dim] and v_new go behind the first cache_seqlens[b] keys of entry b. Keys past the
 // room of the cache, and of pages outside the table or the cache, are dropped.
 struct AppendArguments {
-  Tensor k_cache;        // [batch, heads_kv, keys, head_dim], or pages [num_pages, page_size, heads_kv, head_dim]
-  Tensor v_cache;        // its head_dim may differ from that of k_cache
-  Tensor k_new;          // any strides with a contiguous last dimension
+  Tensor k_cache;  // [batch, heads_kv, keys, head_dim], or pages [num_pages, page_size, heads_kv, head_dim]
+  Tensor v_cache;  // its head_dim may differ from that of k_cache
+  Tensor k_new;    // any strides with a contiguous last dimension
   Tensor v_new;
   Tensor cache_seqlens;  // [batch] int32, contiguous
   Tensor block_table;    // [batch, pages] int32, last dimension contiguous; a null handle: dense caches
@@ -105,6 +108,8 @@ struct AppendArguments {
 
   bool has_pages() const { return block_table.get() != nullptr; }
 };
+
+void check_append_arguments(AppendArguments& arguments);
 
 }  // namespace attention
 }  // namespace flashmoe
