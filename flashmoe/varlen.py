@@ -24,7 +24,8 @@ from flashmoe.transforms import has_tangent
 
 _extension.load()
 _operator = torch.ops.flashmoe.attention_varlen_forward.default
-_inference_operator = torch.ops.flashmoe._attention_varlen_inference.default
+# What an OpOverload's __call__ hands its arguments to; the compiler never sees it.
+_inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op
 _append = torch.ops.flashmoe.attention_append_.default
 Window = tuple[int, int]
 
@@ -215,7 +216,7 @@ def attention_with_kvcache(
         DifferentiationError: a gradient was asked for; call it under torch.no_grad().
     """
     tensors = (q, k_cache, v_cache, k_new, v_new, sinks)
-    if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+    if is_grad_enabled() and any(t.requires_grad for t in tensors if isinstance(t, Tensor)):
         msg = "attention_with_kvcache has no gradient; call it under torch.no_grad(), or use attention_varlen for training"
         raise DifferentiationError(msg)
     if not isinstance(cache_seqlens, Tensor):
@@ -346,15 +347,19 @@ def call(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` with its arguments as users give them. lengths: cu_seqlens_q and _k, seqused_k, block_table."""
-    arguments.check_scalars(scale, causal)
     left, right = _sides(window, causal)
-    varlen_arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
+    is_usual = type(causal) is bool and type(softcap) is float and (scale is None or type(scale) is float)  # type: ignore[redundant-expr]
+    if not (
+        is_usual and type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
+    ):
+        arguments.check_scalars(scale, causal)
+        varlen_arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
+        scale, softcap = None if scale is None else float(scale), float(softcap)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
     if isinstance(sinks, Tensor) and sinks.is_floating_point():
         sinks = sinks.float().contiguous()
-    numbers = (max_seqlen_q, max_seqlen_k, float(scale), left, right, float(softcap), num_splits)
-    given = (q, k, v, *lengths, sinks, mask, *numbers)
+    given = (q, k, v, *lengths, sinks, mask, max_seqlen_q, max_seqlen_k, scale, left, right, softcap, num_splits)
     if is_compiling():
         out, lse = _operator(*given)
         return (out, lse) if return_lse else out
@@ -370,20 +375,25 @@ def call(
 
 def _call(given: tuple[Any, ...], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """The operator in eager mode: where no gradient can be asked for, without the autograd rule in Python."""
-    q, k, v, sinks, mask = (*given[:3], *given[7:9])
-    tensors = [tensor for tensor in (q, k, v, sinks, mask) if tensor is not None]
     result: tuple[Tensor, Tensor]
     if transforms_are_active():
         result = varlen.under_transforms(*given)
         return result if return_lse else result[0]
-    if forward_ad._current_level >= 0 and has_tangent(*tensors):
+    tensors = (*given[:3], *given[7:9])  # q, k, v, sinks, mask
+    if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
-    is_plain = not (is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-    if is_plain and not return_lse and num_dispatch_modes() == 0 and not is_tracing():
+    if not (return_lse or _needs_gradient(*tensors) or num_dispatch_modes() > 0 or is_tracing()):
         only: Tensor = _inference_operator(*given)
         return only
     result = _operator(*given)
     return result if return_lse else result[0]
+
+
+def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None) -> bool:
+    if not is_grad_enabled():
+        return False
+    is_needed = q.requires_grad or k.requires_grad or v.requires_grad
+    return is_needed or (sinks is not None and sinks.requires_grad) or (mask is not None and mask.requires_grad)
 
 
 def _sides(window: Window | None, causal: bool) -> Window:
