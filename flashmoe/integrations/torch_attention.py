@@ -12,6 +12,7 @@ On Hopper torch asks cuDNN before its flash backend. While active cuDNN's attent
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,10 +97,12 @@ def _install() -> _Active:
     """Called by torch's registry. Keeps torch's kernels, then puts ours before them."""
     global _active
     library = torch.library.Library("aten", "IMPL")
-    for name, (keys, function) in KERNELS.items():
-        for key in keys:
-            _torch_kernels.setdefault(f"{name}/{key}", torch.library.get_kernel(f"aten::{name}", key))
-            library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one is overridden is the aim
+        for name, (keys, function) in KERNELS.items():
+            for key in keys:
+                _torch_kernels.setdefault(f"{name}/{key}", torch.library.get_kernel(f"aten::{name}", key))
+                library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
     _active = _Active(library, torch.backends.cuda.cudnn_sdp_enabled())
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     return _active

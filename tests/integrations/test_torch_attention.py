@@ -14,6 +14,11 @@ import flashmoe
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
 
+pytestmark = [  # what torch's compilers say about torch itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
+]
 FORWARD = {
     "cpu": "flashmoe::flash_attention_forward",
     "cuda": "flashmoe::flash_attention_forward",
