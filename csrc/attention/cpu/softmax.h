@@ -26,7 +26,7 @@ struct SoftmaxState {
   float* alpha;     // what the sum and the output so far must be multiplied by for the new maximum
 };
 
-// Writes -inf where the mask hides a key. scores_t: [keys, rows].
+// Writes -inf where the mask hides a key of keys_of_any(). scores_t: [keys, rows].
 inline void mask_scores(float* scores_t, BlockMask mask) {
   const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
   const int32_t end = mask.keys_of_any(kBlockRows).end;
@@ -35,6 +35,22 @@ inline void mask_scores(float* scores_t, BlockMask mask) {
     for (int c = 0; c < kBlockVectors; ++c) {
       float* p = scores_t + int64_t{key} * kBlockRows + c * Vector::kWidth;
       Vector::store(p, Vector::from_lane(first_lane - c * Vector::kWidth, Vector::load(p), hidden));
+    }
+  }
+}
+
+// The same of a band's block, which is all keys of keys_of_any().
+inline void mask_scores(float* scores_t, BandBlockMask mask) {
+  const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
+  const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
+  for (int32_t key = any.begin; key < any.end; ++key) {
+    if (key == all.begin && all.begin < all.end) key = all.end;
+    if (key == any.end) return;
+    const int32_t first_lane = mask.first_row(key), end_lane = mask.end_row(key);
+    for (int c = 0; c < kBlockVectors; ++c) {
+      float* p = scores_t + int64_t{key} * kBlockRows + c * Vector::kWidth;
+      const Vector::Float from_first = Vector::from_lane(first_lane - c * Vector::kWidth, Vector::load(p), hidden);
+      Vector::store(p, Vector::from_lane(end_lane - c * Vector::kWidth, hidden, from_first));
     }
   }
 }
@@ -66,10 +82,10 @@ inline void update_sum(SoftmaxState state, int c, Vector::Float block_sum) {
   Vector::store(sum, Vector::fma(Vector::load(sum), alpha, block_sum));
 }
 
-inline void clear_state(SoftmaxState state) {
+inline void set_state(SoftmaxState state, float max_log2, float sum) {
   for (int c = 0; c < kBlockVectors; ++c) {
-    Vector::store(state.max_log2 + c * Vector::kWidth, Vector::broadcast(kMinusInfinity));
-    Vector::store(state.sum + c * Vector::kWidth, Vector::zero());
+    Vector::store(state.max_log2 + c * Vector::kWidth, Vector::broadcast(max_log2));
+    Vector::store(state.sum + c * Vector::kWidth, Vector::broadcast(sum));
   }
 }
 
