@@ -30,7 +30,7 @@ def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
     if not dist.is_available() or not dist.is_initialized():
         msg = "torch.distributed is not initialised; call torch.distributed.init_process_group first"
         raise DistributedError(msg)
-    found = dist.group.WORLD if group is None else group
+    found = dist.distributed_c10d._get_default_group() if group is None else group
     rank = dist.get_rank(found)
     if rank < 0:
         msg = "this process is not in the group that was given; call from the group's ranks only"

@@ -67,7 +67,9 @@ def context_parallel_attention(
         msg = f"method is {method!r}; supported: {', '.join(METHODS)}"
         raise ArgumentError(msg)
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] != k.shape[2]:
-        msg = f"q has shape {list(q.shape)} and k {list(k.shape)}; both need [B, heads, S / W, D] with the same part of S"
+        msg = (
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; both need [B, heads, S / W, D] with the same part of S"
+        )
         raise ShapeError(msg)
     if causal and q.shape[2] % 2:
         msg = f"a rank's part has {q.shape[2]} queries; with causal=True it is two pieces of equal length: pad S to a multiple of {2 * size}"
@@ -198,7 +200,7 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         group, rank, size, scale, causal = ctx.ring
@@ -257,7 +259,7 @@ class _Gathered(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         group, rank, size, scale, causal = ctx.ring

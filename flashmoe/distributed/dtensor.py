@@ -75,5 +75,3 @@ def _backward_rules(
 
     placements = [Replicate(), *(Shard(dim) for dim in _shardable(q, k))]
     return [([placement] * 3, inputs(placement)) for placement in placements]
-
-

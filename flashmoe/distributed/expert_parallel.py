@@ -79,7 +79,12 @@ class ExpertParallel:
             if name in options:
                 msg = f"{name} is given; ExpertParallel does not take it: leave it out"
                 raise ArgumentError(msg)
-        if x.dim() != 2 or topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape:
+        if (
+            x.dim() != 2
+            or topk_ids.dim() != 2
+            or topk_ids.shape[0] != x.shape[0]
+            or topk_weights.shape != topk_ids.shape
+        ):
             msg = (
                 f"x has shape {list(x.shape)}, topk_ids {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; "
                 "needed: [T, H], [T, k] and [T, k]"
@@ -183,7 +188,7 @@ class _Dispatch(torch.autograd.Function):
         return rows, their_weights, their_ids
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         with explained(CALL, dist.get_rank(ctx.send.group), "the group"):
@@ -200,7 +205,7 @@ class _Rows(torch.autograd.Function):
         return send(rows)[0]
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with explained(CALL, dist.get_rank(ctx.send.group), "the group"):
             return ctx.send.back()(gradient)[0], None
@@ -237,7 +242,7 @@ class _Combine(torch.autograd.Function):
         return torch.nn.functional.embedding_bag(bags, table, mode="sum", padding_idx=returned.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         rows = gradient.new_zeros((ctx.rows + 1, gradient.shape[1]))

@@ -11,6 +11,7 @@ import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,10 +51,14 @@ def _attention(rank: int, size: int) -> None:
             first = None
             for _ in range(2):
                 own = [shard_sequence(tensor.detach()).requires_grad_() for tensor in whole]
-                out, own_lse = context_parallel_attention(*own, causal=causal, method=method, return_lse=True)
+                out, own_lse = context_parallel_attention(
+                    own[0], own[1], own[2], causal=causal, method=method, return_lse=True
+                )
                 found = torch.autograd.grad(out, own, shard_sequence(upstream))
                 if first is not None:
-                    assert all(torch.equal(a, b) for a, b in zip(first, (out, *found), strict=True)), "another run, other bits"
+                    assert all(torch.equal(a, b) for a, b in zip(first, (out, *found), strict=True)), (
+                        "another run, other bits"
+                    )
                 first = (out, *found)
             limit = _tolerance(dtype)
             assert torch.allclose(unshard_sequence(out), expected, atol=limit)
@@ -69,7 +74,11 @@ def _experts(rank: int, size: int) -> None:
     w13 = (torch.randn(experts, 2 * inner, hidden) / 4).to(device, dtype).requires_grad_()
     w2 = (torch.randn(experts, hidden, inner) / 4).to(device, dtype).requires_grad_()
     x = torch.randn(size, tokens, hidden).to(device, dtype)
-    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(size * tokens)]).view(size, tokens, top_k).to(device)
+    ids = (
+        torch.stack([torch.randperm(experts)[:top_k] for _ in range(size * tokens)])
+        .view(size, tokens, top_k)
+        .to(device)
+    )
     ids[0, 0, 0] = -1
     ids[0, 1, 0] = experts
     weights = torch.rand(size, tokens, top_k, device=device)
@@ -104,7 +113,9 @@ def _uneven_tokens(rank: int, size: int) -> None:
     x = torch.randn(tokens, 8).to(device, dtype)
     ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
     out = ExpertParallel()(x, w13[rank : rank + 1], w2[rank : rank + 1], weights, ids)
-    assert torch.allclose(out, flashmoe.fused_moe(x, w13, w2, weights, ids), atol=_tolerance(dtype), rtol=_tolerance(dtype))
+    assert torch.allclose(
+        out, flashmoe.fused_moe(x, w13, w2, weights, ids), atol=_tolerance(dtype), rtol=_tolerance(dtype)
+    )
 
 
 def _disagreement(rank: int, size: int) -> None:
@@ -122,7 +133,8 @@ def _absence(rank: int, size: int) -> None:
 
 
 def _dtensor(rank: int, size: int) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     device, dtype = _device()
     register_dtensor_rules()
@@ -134,14 +146,15 @@ def _dtensor(rank: int, size: int) -> None:
     gradients = torch.autograd.grad(expected.sum(), whole)
     for placement in (Shard(0), Shard(1), Replicate()):
         parts = [distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_() for tensor in whole]
-        out = flashmoe.attention(*parts, causal=True)
+        out: Any = flashmoe.attention(*parts, causal=True)
         assert isinstance(out, DTensor)
         assert out.placements == (placement,)
-        found = torch.autograd.grad(out.sum(), parts)
+        found: Any = torch.autograd.grad(out.sum(), parts)
         assert torch.equal(out.full_tensor(), expected)
         assert all(torch.allclose(a.full_tensor(), b) for a, b in zip(found, gradients, strict=True))
         with torch.no_grad():
-            assert torch.equal(flashmoe.attention(*parts, causal=True).full_tensor(), expected)
+            inference: Any = flashmoe.attention(*parts, causal=True)
+            assert torch.equal(inference.full_tensor(), expected)
     divided = [distribute_tensor(tensor.detach(), mesh, [Shard(2)]) for tensor in whole]
     with pytest.raises(ShapeError, match=r"sharded by its sequence.*context_parallel_attention"):
         flashmoe.attention(*divided)

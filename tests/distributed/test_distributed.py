@@ -33,7 +33,9 @@ def _run(group: str, folder: Path) -> None:
     size, device, jobs = GROUPS[group]
     command = [sys.executable, "-P", str(PROGRAM)]
     processes = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder), device, *jobs], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(size), str(folder), device, *jobs], stderr=subprocess.PIPE, text=True
+        )
         for rank in range(size)
     ]
     try:

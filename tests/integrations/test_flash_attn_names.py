@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashmoe.compat import bert_padding, flash_attn, install_as_flash_attn, uninstall_flash_attn
+import flashmoe.compat.flash_attn as names
+from flashmoe.compat import bert_padding, install_as_flash_attn, uninstall_flash_attn
 from flashmoe.errors import ArgumentError, ShapeError
 
+flash_attn: Any = names  # what its functions return depends on their arguments
 LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (1, 147), (33, 33)]
 WINDOWS = [(-1, -1), (17, 5)]
 
@@ -93,7 +96,9 @@ def test_padded_batches_unpad_run_and_pad_again(device: str, causal: bool) -> No
     assert (longest, used.tolist(), cu.tolist()) == (40, [40, 17], [0, 40, 57])
     keys, values = (bert_padding.unpad_input(t, valid)[0] for t in (k, v))
     packed = flash_attn.flash_attn_varlen_func(rows, keys, values, cu, cu, longest, longest, causal=causal)
-    again = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack((rows, keys, values), 1), cu, longest, causal=causal)
+    again = flash_attn.flash_attn_varlen_qkvpacked_func(
+        torch.stack((rows, keys, values), 1), cu, longest, causal=causal
+    )
     third = flash_attn.flash_attn_varlen_kvpacked_func(
         rows, torch.stack((keys, values), 1), cu, cu, longest, longest, causal=causal
     )
@@ -101,7 +106,9 @@ def test_padded_batches_unpad_run_and_pad_again(device: str, causal: bool) -> No
     assert torch.equal(packed, third)
     out = bert_padding.pad_input(packed, indices, 2, 40)
     for entry, length in enumerate((40, 17)):
-        wanted = expected(q[entry : entry + 1, :length], k[entry : entry + 1, :length], v[entry : entry + 1, :length], causal)
+        wanted = expected(
+            q[entry : entry + 1, :length], k[entry : entry + 1, :length], v[entry : entry + 1, :length], causal
+        )
         assert close(out[entry : entry + 1, :length], wanted)
         assert not out[entry, length:].any()
 

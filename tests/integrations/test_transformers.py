@@ -74,7 +74,7 @@ def both(model: Any, tokens: Tensor, **options: Any) -> tuple[list[Tensor], list
         use(model, ours)
         output = model(tokens, labels=tokens, **options)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(output.loss, parameters, allow_unused=True)
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(output.loss, parameters, allow_unused=True)
         results.append([output.logits, *(g for g in gradients if g is not None)])
     return results[0], results[1]
 
@@ -135,7 +135,9 @@ def test_packed_sequences_are_one_ragged_batch(device: str) -> None:
     packed = model(
         tokens, position_ids=position, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=13, max_length_k=13
     ).logits
-    by_mask = model(tokens, position_ids=position, use_cache=False).logits  # with a cache transformers looks at no positions
+    by_mask = model(
+        tokens, position_ids=position, use_cache=False
+    ).logits  # with a cache transformers looks at no positions
     alone = torch.cat([model(part).logits for part in tokens.split(lengths, 1)], 1)
     assert torch.allclose(packed, alone, atol=limit(model), rtol=limit(model))
     assert torch.allclose(by_mask, alone, atol=limit(model), rtol=limit(model))

@@ -51,7 +51,12 @@ def backward(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *arg
     """(dq, dk, dv, dsinks), dense in the layout of what they belong to; dsinks [Hq], or [0] without sinks."""
     sinks = arguments[3]
     gradients = [shapes.dense_like(t) if t.dim() == 4 else t.new_empty(t.shape) for t in (q, k, v)]
-    return gradients[0], gradients[1], gradients[2], q.new_empty(0 if sinks is None else q.shape[1], dtype=torch.float32)
+    return (
+        gradients[0],
+        gradients[1],
+        gradients[2],
+        q.new_empty(0 if sinks is None else q.shape[1], dtype=torch.float32),
+    )
 
 
 def kernel_backward(grad_out: Tensor, grad_lse: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -228,7 +233,9 @@ _FORWARD = ((0, 1, 2, 5, 8), (3, 4, 6, 7))
 _BACKWARD = ((0, 1, 2, 3, 4, 7, 9, 10, 11), (5, 6, 8))
 
 
-def vmap_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def vmap_forward(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     return _map(torch.ops.flashmoe.attention_varlen_forward.default, info.batch_size, in_dims, arguments, _FORWARD)
 
 
@@ -237,7 +244,9 @@ def vmap_inference(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) 
     return _map(call, info.batch_size, in_dims, arguments, _FORWARD)[0][0], 0
 
 
-def vmap_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def vmap_backward(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     return _map(torch.ops.flashmoe.attention_varlen_backward.default, info.batch_size, in_dims, arguments, _BACKWARD)
 
 
@@ -288,7 +297,11 @@ def backward_flops(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *argume
 
 
 def _lengths(
-    cu_seqlens: Tensor | None, tensor: Tensor, longest: int, used: Tensor | None = None, block_table: Tensor | None = None
+    cu_seqlens: Tensor | None,
+    tensor: Tensor,
+    longest: int,
+    used: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> Sequence[int]:
     """Of each sequence; where a tensor has no data, as if all were the longest."""
     for counted in (used, cu_seqlens):

@@ -107,7 +107,9 @@ def _check_companion(name: str, tensor: Any, device: torch.device, dtype: torch.
         raise ShapeError(msg)
 
 
-def _check_counts(batch: int, q: Tensor, k: Tensor, cu_seqlens_k: Any, seqused_k: Any, block_table: Any, sinks: Any) -> None:
+def _check_counts(
+    batch: int, q: Tensor, k: Tensor, cu_seqlens_k: Any, seqused_k: Any, block_table: Any, sinks: Any
+) -> None:
     counts = {
         "cu_seqlens_k": (cu_seqlens_k, batch + 1, "one more than there are sequences of q"),
         "seqused_k": (seqused_k, batch, "one for each sequence of q"),
@@ -125,7 +127,9 @@ def _check_counts(batch: int, q: Tensor, k: Tensor, cu_seqlens_k: Any, seqused_k
         msg = f"a page must hold at least one key; found k {shape_of(k)}"
         raise ShapeError(msg)
     if cu_seqlens_k is None and block_table is None and k.shape[0] != batch:
-        msg = f"q and k must share the batch size; found {batch} sequences of q and {k.shape[0]} in k; expand one of them"
+        msg = (
+            f"q and k must share the batch size; found {batch} sequences of q and {k.shape[0]} in k; expand one of them"
+        )
         raise ShapeError(msg)
 
 
