@@ -54,6 +54,10 @@ class InternalError(FlashmoeError, RuntimeError):
     """flashmoe contradicted itself: a bug, to be reported with the message."""
 
 
+class DistributedError(FlashmoeError, RuntimeError):
+    """Ranks of torch.distributed disagree, or one does not answer."""
+
+
 class UnsupportedGpuError(FlashmoeError, RuntimeError):
     """This build holds no kernel that this GPU can run."""
 

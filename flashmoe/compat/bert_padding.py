@@ -26,7 +26,8 @@ def unpad_input(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The other way: rows [N, ...] to [batch, seqlen, ...], zeros elsewhere."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.reshape(batch, seqlen, *rows.shape[1:])
 
 
 def index_first_axis(values: Tensor, indices: Tensor) -> Tensor:

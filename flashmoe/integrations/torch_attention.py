@@ -12,6 +12,7 @@ On Hopper torch asks cuDNN before its flash backend. While active cuDNN's attent
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.nn.attention import register_flash_attention_impl
 
 from flashmoe import _extension, routing
-from flashmoe.errors import ArgumentError
 
 _extension.load()
 NAME = "flashmoe"  # in torch's registry of flash attention implementations
@@ -38,7 +38,7 @@ class _Active:
 
     def remove(self) -> None:
         """The name that torch's registry calls (torch 2.12 and later)."""
-        self.library._destroy()  # type: ignore[no-untyped-call]
+        self.library._destroy()
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn_was_enabled)
 
 
@@ -96,16 +96,20 @@ def _install() -> _Active:
     """Called by torch's registry. Keeps torch's kernels, then puts ours before them."""
     global _active
     library = torch.library.Library("aten", "IMPL")
-    for name, (keys, function) in KERNELS.items():
-        for key in keys:
-            _torch_kernels.setdefault(f"{name}/{key}", torch.library.get_kernel(f"aten::{name}", key))
-            library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="Warning only once for all operators"
+        )  # that one is overridden is the aim
+        for name, (keys, function) in KERNELS.items():
+            for key in keys:
+                _torch_kernels.setdefault(f"{name}/{key}", torch.library.get_kernel(f"aten::{name}", key))
+                library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
     _active = _Active(library, torch.backends.cuda.cudnn_sdp_enabled())
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     return _active
 
 
-class _Lacking(Exception):
+class _LackingError(Exception):
     """flashmoe does not compute this; the text says why."""
 
 
@@ -113,7 +117,7 @@ def _with_fallback(name: str, key: str, function: Kernel) -> Kernel:
     def call(keyset: Any, *arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
-        except _Lacking as lack:
+        except _LackingError as lack:
             routing.note_fallback(str(lack))
         return _torch_kernels[f"{name}/{key}"].call_boxed(keyset, *arguments, **options)
 
@@ -122,13 +126,13 @@ def _with_fallback(name: str, key: str, function: Kernel) -> Kernel:
 
 def _require(condition: bool, reason: str) -> None:
     if not condition:
-        raise _Lacking(reason)
+        raise _LackingError(reason)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, attn_mask: Tensor | None = None) -> None:
     obstacle = routing.find_obstacle(q, k, v, attn_mask, dropout_p, False, None, True)
     if obstacle is not None:
-        raise _Lacking(obstacle)
+        raise _LackingError(obstacle)
 
 
 def _dense(tensor: Tensor) -> Tensor:

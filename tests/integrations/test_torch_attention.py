@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ import flashmoe
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
 
+pytestmark = [  # what torch's compilers say about torch itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
+]
 FORWARD = {
     "cpu": "flashmoe::flash_attention_forward",
     "cuda": "flashmoe::flash_attention_forward",
@@ -38,9 +44,9 @@ def tensors(device: str, requires_grad: bool = False, heads_kv: int = 4, length:
     return tuple(torch.randn(shape, device=device, dtype=dtype).requires_grad_(requires_grad) for shape in shapes)
 
 
-def operators(call: object) -> set[str]:
+def operators(call: Callable[[], object]) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        call()  # type: ignore[operator]
+        call()
     return {event.name for event in profile.events()}
 
 
@@ -80,11 +86,10 @@ def test_what_is_lacking_goes_to_torchs_kernel_and_is_told(device: str, monkeypa
     q, k, v = tensors(device)
     if device == "cpu":
         # torch takes dropout to the mathematical form on the CPU; float64 is what reaches the flash kernel and not ours.
-        arguments = tuple(t.double() for t in (q, k, v))
-        call = lambda: F.scaled_dot_product_attention(*arguments)
+        call = partial(F.scaled_dot_product_attention, q.double(), k.double(), v.double())
         reason = "there is no kernel for torch.float64"
     else:
-        call = lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        call = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.5)
         reason = "dropout"
     flashmoe.activate()
     assert not any(name.startswith("flashmoe::") for name in operators(call))

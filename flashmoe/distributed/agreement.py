@@ -1,0 +1,85 @@
+"""Ranks that call one function together must agree on what they call it with: told apart before any data is sent.
+
+A rank that calls with something new announces it in the group's store and waits for the others' announcements. Repeated calls
+cost a comparison of Python values, no message and no synchronisation with the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flashmoe.errors import DistributedError
+
+_agreed: dict[tuple[str, str], dict[str, Any]] = {}
+_announcements: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+
+def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
+    """(group, this rank in it, its size); None is the default group.
+
+    Raises DistributedError where torch.distributed is not initialised or this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        msg = "torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        raise DistributedError(msg)
+    found = dist.distributed_c10d._get_default_group() if group is None else group
+    rank = dist.get_rank(found)
+    if rank < 0:
+        msg = "this process is not in the group that was given; call from the group's ranks only"
+        raise DistributedError(msg)
+    return found, rank, dist.get_world_size(found)
+
+
+def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: timedelta) -> None:
+    """Raise DistributedError on every rank, with the rank and the value, where the ranks of a group differ in ``said``."""
+    key = (group.group_name, call)
+    stated = dict(said)
+    if _agreed.get(key) == stated:
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    number = _announcements[key]
+    _announcements[key] += 1
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"flashmoe/{group.group_name}/{call}/{number}"
+    store.set(f"{prefix}/{rank}", json.dumps(stated))
+    for other in range(size):
+        name = f"{prefix}/{other}"
+        try:
+            store.wait([name], timeout)
+        except (RuntimeError, ValueError) as error:
+            msg = (
+                f"rank {other} did not join {call} within {timeout.total_seconds():g} s, where rank {rank} calls it with "
+                f"{_shown(stated)}; rank {other} has ended, is stuck, or calls with what it called before"
+            )
+            raise DistributedError(msg) from error
+        theirs = json.loads(store.get(name))
+        if theirs != json.loads(json.dumps(stated)):
+            fields = [field for field in stated if theirs.get(field) != json.loads(json.dumps(stated[field]))]
+            told = "; ".join(f"{f} is {stated[f]} on rank {rank} and {theirs.get(f)} on rank {other}" for f in fields)
+            msg = f"the ranks of {call} disagree: {told}; call it with the same on all of the group's {size} ranks"
+            raise DistributedError(msg)
+    _agreed[key] = stated
+
+
+def _shown(stated: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in stated.items())
+
+
+@contextmanager
+def explained(call: str, rank: int, peers: str) -> Iterator[None]:
+    """What torch.distributed raises when a message does not come, as a DistributedError that says from whom."""
+    try:
+        yield
+    except DistributedError:
+        raise
+    except RuntimeError as error:
+        msg = f"{call} on rank {rank}: the exchange with {peers} failed: {str(error).splitlines()[0]}; see that rank's own error"
+        raise DistributedError(msg) from error

@@ -1,0 +1,304 @@
+"""Attention over a sequence that is divided among ranks: keys and values travel, queries stay.
+
+Causal work is balanced by giving each rank two pieces: of 2 W equal ones, rank r of W has piece r and piece 2 W - 1 - r. In every
+step of the ring each rank then multiplies equally much: its own pieces in the first step; later, against keys of a lower rank,
+all queries with the first half of the keys, and against keys of a higher rank, the second half of the queries with all keys.
+Partial results are merged by their log-sum-exp, in float32 and in the order of the ring, which is fixed: two runs give the same bits.
+
+Memory: the ring keeps its own keys and values and two buffers of the same size; the gathered form keeps all of them for a moment.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from flashmoe import _extension
+from flashmoe.distributed.agreement import agree, explained, ranks_of
+from flashmoe.errors import ArgumentError, ShapeError
+
+_extension.load()
+Method = Literal["ring", "all_gather"]
+METHODS = ("ring", "all_gather")
+TIMEOUT = timedelta(seconds=120)
+CALL = "context_parallel_attention"
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    method: Method = "ring",
+    return_lse: bool = False,
+    timeout: timedelta = TIMEOUT,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flashmoe.attention of a sequence that the ranks of ``group`` hold in equal parts; every rank gets its part of the result.
+
+    Args:
+        q: [B, Hq, S / W, D], this rank's part of S queries, as :func:`shard_sequence` gives it; W ranks.
+        k, v: [B, Hkv, S / W, D], the same part of the keys and values.
+        group: of torch.distributed; None for the default group.
+        causal: query i sees keys j <= i of the whole sequence. S / W must be even then.
+        scale: 1 / sqrt(D) by default.
+        method: "ring": keys and values go from rank to rank while the last ones are used, W - 1 messages of a part each.
+            "all_gather": every rank collects them all first; fewer, larger messages, memory for S keys and values.
+        return_lse: also the log-sum-exp [B, Hq, S / W], float32; no gradient comes back through it.
+        timeout: how long to wait for ranks that do not call.
+
+    Returns:
+        out [B, Hq, S / W, D] in q's dtype. Gradients, once: q, k, v.
+
+    Raises:
+        DistributedError: torch.distributed is not initialised; the ranks disagree about a shape, dtype or option; a rank does not
+            come; the message names it. ShapeError, DtypeError, DeviceError, ArgumentError: as flashmoe.attention.
+    """
+    found, rank, size = ranks_of(group)
+    if method not in METHODS:
+        msg = f"method is {method!r}; supported: {', '.join(METHODS)}"
+        raise ArgumentError(msg)
+    if q.dim() != 4 or k.dim() != 4 or q.shape[2] != k.shape[2]:
+        msg = (
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; both need [B, heads, S / W, D] with the same part of S"
+        )
+        raise ShapeError(msg)
+    if causal and q.shape[2] % 2:
+        msg = f"a rank's part has {q.shape[2]} queries; with causal=True it is two pieces of equal length: pad S to a multiple of {2 * size}"
+        raise ShapeError(msg)
+    said = {
+        "q": list(q.shape),
+        "k": list(k.shape),
+        "v": list(v.shape),
+        "dtype": str(q.dtype),
+        "causal": causal,
+        "scale": scale,
+        "method": method,
+    }
+    agree(found, CALL, said, timeout)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    function = _Ring if method == "ring" else _Gathered
+    out, lse = function.apply(q, k, v, found, rank, size, factor, causal)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+def shard_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 2) -> Tensor:
+    """This rank's part of a whole sequence: pieces rank and 2 W - 1 - rank of 2 W along ``dim``, whose length 2 W divides."""
+    _, rank, size = ranks_of(group)
+    if tensor.shape[dim] % (2 * size):
+        msg = f"dimension {dim} has {tensor.shape[dim]} elements; a multiple of {2 * size} is needed for {size} ranks: pad it"
+        raise ShapeError(msg)
+    pieces = tensor.chunk(2 * size, dim)
+    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]), dim)
+
+
+def unshard_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 2) -> Tensor:
+    """The whole sequence on every rank, from the parts of :func:`shard_sequence`; without gradients."""
+    found, rank, size = ranks_of(group)
+    parts = _all_gather(tensor.detach().contiguous(), found, rank, size)
+    return torch.cat(_in_order(parts, size, dim), dim)
+
+
+def _in_order(parts: list[Tensor], size: int, dim: int) -> list[Tensor]:
+    """The 2 W pieces of W parts, first to last."""
+    halves = [part.chunk(2, dim) for part in parts]
+    return [halves[rank][0] for rank in range(size)] + [halves[rank][1] for rank in reversed(range(size))]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = torch.ops.flashmoe.flash_attention_forward.default(q, k, v, scale, causal)
+    return result
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.flashmoe.flash_attention_backward.default(
+        grad, None, q, k, v, out, lse.contiguous(), scale, causal
+    )
+    return result
+
+
+class _Step:
+    """Which queries and keys meet in one step, when this rank has the keys of ``source``."""
+
+    def __init__(self, rank: int, source: int, rows: int, causal: bool) -> None:
+        half = rows // 2
+        self.is_causal = causal and source == rank
+        self.queries = slice(half if causal and source > rank else 0, rows)
+        self.keys = slice(0, half if causal and source < rank else rows)
+
+
+class _Exchange:
+    """Sends a tensor to the next rank of the ring while another is received from the one before."""
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.group, self.rank = group, rank
+        self.to, self.come_from = ranks[(rank + 1) % size], ranks[(rank - 1) % size]
+        self.pending: list[Any] = []
+        self.received: list[Tensor] = []
+        self.sent: tuple[Tensor, ...] = ()  # alive until they have gone
+
+    def start(self, *tensors: Tensor) -> None:
+        self.sent = tensors
+        self.received = [torch.empty_like(tensor) for tensor in tensors]
+        operations = [dist.P2POp(dist.isend, tensor, self.to, self.group) for tensor in tensors]
+        operations += [dist.P2POp(dist.irecv, tensor, self.come_from, self.group) for tensor in self.received]
+        with explained(CALL, self.rank, f"ranks {self.to} and {self.come_from}"):
+            self.pending = dist.batch_isend_irecv(operations)
+
+    def finish(self) -> list[Tensor]:
+        with explained(CALL, self.rank, f"ranks {self.to} and {self.come_from}"):
+            for work in self.pending:
+                work.wait()
+        return self.received
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a partial result [B, H, rows, D] to float32 ``out`` and ``lse`` in place. Every row has seen a key before."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_(torch.exp(lse - total).unsqueeze(-1)).addcmul_(part.float(), torch.exp(part_lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+class _Ring(torch.autograd.Function):
+    """Keys and values go round once forward, and once backward with the sums of their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, rank: int, size: int, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        exchange = _Exchange(group, rank, size)
+        pair = torch.stack((k, v))
+        out = lse = torch.empty(0)
+        for number in range(size):
+            if number + 1 < size:
+                exchange.start(pair)
+            step = _Step(rank, (rank - number) % size, q.shape[2], causal)
+            part, part_lse = _forward(
+                q[:, :, step.queries], pair[0][:, :, step.keys], pair[1][:, :, step.keys], scale, step.is_causal
+            )
+            if number == 0:
+                out, lse = part if size == 1 else part.float(), part_lse
+            else:
+                _merge(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
+            if number + 1 < size:
+                (pair,) = exchange.finish()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = (group, rank, size, scale, causal)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        group, rank, size, scale, causal = ctx.ring
+        keys, sums = _Exchange(group, rank, size), _Exchange(group, rank, size)
+        pair = torch.stack((k, v))
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        travelling = torch.zeros(pair.shape, dtype=torch.float32, device=q.device)
+        for number in range(size):
+            if number + 1 < size:
+                keys.start(pair)
+            step = _Step(rank, (rank - number) % size, q.shape[2], causal)
+            rows = step.queries
+            parts = _backward(
+                grad[:, :, rows],
+                q[:, :, rows],
+                pair[0][:, :, step.keys],
+                pair[1][:, :, step.keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                scale,
+                step.is_causal,
+            )
+            dq[:, :, rows] += parts[0]
+            if number > 0:  # what ranks before this one found for these keys
+                (travelling,) = sums.finish()
+            travelling[0][:, :, step.keys] += parts[1]
+            travelling[1][:, :, step.keys] += parts[2]
+            if size > 1:
+                sums.start(travelling)  # at the end they are at home
+            if number + 1 < size:
+                (pair,) = keys.finish()
+        if size > 1:
+            (travelling,) = sums.finish()
+        dk, dv = travelling.to(k.dtype).unbind(0)
+        return dq.to(q.dtype), dk, dv, None, None, None, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All keys and values on every rank; their gradients are added up in float32 and go back to their owners."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, rank: int, size: int, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        pair = _gather(torch.stack((k, v)), group, rank, size)
+        results = [
+            _forward(q[:, :, rows], pair[0][:, :, :end], pair[1][:, :, :end], scale, causal)
+            for rows, end in _views(rank, size, q.shape[2], causal)
+        ]
+        out = torch.cat([part for part, _ in results], dim=2)
+        lse = torch.cat([part for _, part in results], dim=2)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = (group, rank, size, scale, causal)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        group, rank, size, scale, causal = ctx.ring
+        pair = _gather(torch.stack((k, v)), group, rank, size)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        sums = torch.zeros(pair.shape, dtype=torch.float32, device=q.device)
+        parts_q = []
+        for rows, end in _views(rank, size, q.shape[2], causal):
+            keys, values = pair[0][:, :, :end], pair[1][:, :, :end]
+            dq, dk, dv = _backward(
+                grad[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], lse[:, :, rows], scale, causal
+            )
+            parts_q.append(dq)
+            sums[0][:, :, :end] += dk
+            sums[1][:, :, :end] += dv
+        pieces = sums.chunk(2 * size, dim=3)
+        by_owner = torch.cat([torch.cat((pieces[r], pieces[2 * size - 1 - r]), dim=3) for r in range(size)])
+        own = torch.empty_like(by_owner[:2])
+        with explained(CALL, rank, "the group"):
+            dist.reduce_scatter_tensor(own, by_owner, group=group)
+        dk, dv = own.to(k.dtype).unbind(0)
+        return torch.cat(parts_q, dim=2), dk, dv, None, None, None, None, None
+
+
+def _all_gather(tensor: Tensor, group: ProcessGroup, rank: int, size: int) -> list[Tensor]:
+    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))  # gloo wants them joined, not stacked
+    with explained(CALL, rank, "the group"):
+        dist.all_gather_into_tensor(gathered, tensor, group=group)
+    return list(gathered.unflatten(0, (size, -1)).unbind(0))
+
+
+def _gather(pair: Tensor, group: ProcessGroup, rank: int, size: int) -> Tensor:
+    """[2, B, Hkv, S / W, D] of every rank as [2, B, Hkv, S, D], in the sequence's order."""
+    return torch.cat(_in_order(_all_gather(pair, group, rank, size), size, 3), dim=3)
+
+
+def _views(rank: int, size: int, rows: int, causal: bool) -> list[tuple[slice, int]]:
+    """The rows of this rank and how many of the first keys they see; the causal mask ends in the corner of each."""
+    if not causal:
+        return [(slice(0, rows), rows * size)]
+    half = rows // 2
+    return [(slice(0, half), (rank + 1) * half), (slice(half, rows), (2 * size - rank) * half)]

@@ -1,0 +1,195 @@
+"""What the processes of a group compute and check: run by test_distributed.py, one process a rank.
+
+    python jobs.py RANK SIZE FOLDER DEVICE JOB...
+
+Every job leaves FOLDER/JOB-RANK.txt, empty if it passed, with the traceback if not.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flashmoe
+from flashmoe.distributed import (
+    ExpertParallel,
+    context_parallel_attention,
+    register_dtensor_rules,
+    shard_sequence,
+    unshard_sequence,
+)
+from flashmoe.errors import DistributedError, ShapeError
+
+
+def _device() -> tuple[str, torch.dtype]:
+    if dist.get_backend() == "nccl":
+        return f"cuda:{dist.get_rank()}", torch.bfloat16
+    return "cpu", torch.float32
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return 2e-5 if dtype == torch.float32 else 2e-2
+
+
+def _attention(rank: int, size: int) -> None:
+    device, dtype = _device()
+    length = 24 * size
+    torch.manual_seed(1)
+    whole = [torch.randn(2, heads, length, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    upstream = torch.randn(2, 4, length, 64).to(device, dtype)
+    for causal in (False, True):
+        expected, lse = flashmoe.attention(*whole, causal=causal, return_lse=True)
+        gradients = torch.autograd.grad(expected, whole, upstream)
+        for method in ("ring", "all_gather"):
+            first = None
+            for _ in range(2):
+                own = [shard_sequence(tensor.detach()).requires_grad_() for tensor in whole]
+                out, own_lse = context_parallel_attention(
+                    own[0], own[1], own[2], causal=causal, method=method, return_lse=True
+                )
+                found = torch.autograd.grad(out, own, shard_sequence(upstream))
+                if first is not None:
+                    assert all(torch.equal(a, b) for a, b in zip(first, (out, *found), strict=True)), (
+                        "another run, other bits"
+                    )
+                first = (out, *found)
+            limit = _tolerance(dtype)
+            assert torch.allclose(unshard_sequence(out), expected, atol=limit)
+            assert torch.allclose(unshard_sequence(own_lse), lse, atol=limit)
+            for a, b in zip(found, gradients, strict=True):
+                assert torch.allclose(unshard_sequence(a), b, atol=4 * limit), (causal, method)
+
+
+def _experts(rank: int, size: int) -> None:
+    device, dtype = _device()
+    torch.manual_seed(2)
+    experts, hidden, inner, top_k, tokens = 4 * size, 32, 24, 3, 20
+    w13 = (torch.randn(experts, 2 * inner, hidden) / 4).to(device, dtype).requires_grad_()
+    w2 = (torch.randn(experts, hidden, inner) / 4).to(device, dtype).requires_grad_()
+    x = torch.randn(size, tokens, hidden).to(device, dtype)
+    ids = (
+        torch.stack([torch.randperm(experts)[:top_k] for _ in range(size * tokens)])
+        .view(size, tokens, top_k)
+        .to(device)
+    )
+    ids[0, 0, 0] = -1
+    ids[0, 1, 0] = experts
+    weights = torch.rand(size, tokens, top_k, device=device)
+    upstream = torch.randn(size, tokens, hidden).to(device, dtype)
+    own = slice(4 * rank, 4 * rank + 4)
+    mine = [tensor[rank].clone().requires_grad_() for tensor in (x, weights)]
+    reference = [tensor.detach().clone().requires_grad_() for tensor in (x[rank], weights[rank])]
+    expected = flashmoe.fused_moe(reference[0], w13, w2, reference[1], ids[rank], shared=reference[0] * 0.5)
+    wanted = torch.autograd.grad(expected, reference, upstream[rank])
+    all_out = flashmoe.fused_moe(x.flatten(0, 1), w13, w2, weights.flatten(0, 1), ids.flatten(0, 1))
+    whole = torch.autograd.grad(all_out, (w13, w2), upstream.flatten(0, 1))
+    for padded in (False, True):
+        layer = ExpertParallel(padded=padded)
+        part13, part2 = (w[own].detach().clone().requires_grad_() for w in (w13, w2))
+        first = None
+        for _ in range(2):
+            out = layer(mine[0], part13, part2, mine[1], ids[rank], shared=lambda t: t * 0.5)
+            found = torch.autograd.grad(out, (*mine, part13, part2), upstream[rank])
+            assert first is None or all(torch.equal(a, b) for a, b in zip(first, (out, *found), strict=True))
+            first = (out, *found)
+        limit = _tolerance(dtype)
+        assert torch.allclose(out, expected, atol=limit, rtol=limit)
+        for a, b in zip(found, (*wanted, whole[0][own], whole[1][own]), strict=True):
+            assert torch.allclose(a.float(), b.float(), atol=10 * limit, rtol=limit)
+
+
+def _uneven_tokens(rank: int, size: int) -> None:
+    device, dtype = _device()
+    torch.manual_seed(3)
+    w13, w2 = (torch.randn(size, *shape).to(device, dtype) for shape in ((16, 8), (8, 8)))
+    tokens = 5 * rank  # none at all on the first
+    x = torch.randn(tokens, 8).to(device, dtype)
+    ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
+    out = ExpertParallel()(x, w13[rank : rank + 1], w2[rank : rank + 1], weights, ids)
+    assert torch.allclose(
+        out, flashmoe.fused_moe(x, w13, w2, weights, ids), atol=_tolerance(dtype), rtol=_tolerance(dtype)
+    )
+
+
+def _disagreement(rank: int, size: int) -> None:
+    q = torch.randn(1, 2, 8 + 2 * rank, 64)
+    with pytest.raises(DistributedError, match=r"disagree: q is .*rank"):
+        context_parallel_attention(q, q, q)
+
+
+def _absence(rank: int, size: int) -> None:
+    q = torch.randn(1, 2, 8, 64)
+    if rank == 0:
+        with pytest.raises(DistributedError, match=r"rank 1 did not join"):
+            context_parallel_attention(q, q, q, timeout=timedelta(seconds=2))
+    dist.barrier()
+
+
+def _dtensor(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    device, dtype = _device()
+    register_dtensor_rules()
+    register_dtensor_rules()
+    mesh = init_device_mesh(device.split(":")[0], (size,))
+    torch.manual_seed(4)
+    whole = [torch.randn(2, heads, 16, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    expected = flashmoe.attention(*whole, causal=True)
+    gradients = torch.autograd.grad(expected.sum(), whole)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        parts = [distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_() for tensor in whole]
+        out: Any = flashmoe.attention(*parts, causal=True)
+        assert isinstance(out, DTensor)
+        assert out.placements == (placement,)
+        found: Any = torch.autograd.grad(out.sum(), parts)
+        assert torch.equal(out.full_tensor(), expected)
+        assert all(torch.allclose(a.full_tensor(), b) for a, b in zip(found, gradients, strict=True))
+        with torch.no_grad():
+            inference: Any = flashmoe.attention(*parts, causal=True)
+            assert torch.equal(inference.full_tensor(), expected)
+    divided = [distribute_tensor(tensor.detach(), mesh, [Shard(2)]) for tensor in whole]
+    with pytest.raises(ShapeError, match=r"sharded by its sequence.*context_parallel_attention"):
+        flashmoe.attention(*divided)
+
+
+JOBS = {
+    "attention": _attention,
+    "experts": _experts,
+    "uneven_tokens": _uneven_tokens,
+    "disagreement": _disagreement,
+    "absence": _absence,
+    "dtensor": _dtensor,
+}
+
+
+def main(rank: int, size: int, folder: Path, device: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    for name in names:
+        said = ""
+        try:
+            JOBS[name](rank, size)
+        except BaseException:
+            said = traceback.format_exc()
+        (folder / f"{name}-{rank}.txt").write_text(said, encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -1,0 +1,184 @@
+"""flash_attn 2's names: the grid that its own tests walk (lengths, heads, windows, softcap, packing, caches), against fp32 torch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashmoe.compat.flash_attn as names
+from flashmoe.compat import bert_padding, install_as_flash_attn, uninstall_flash_attn
+from flashmoe.errors import ArgumentError, ShapeError
+
+flash_attn: Any = names  # what its functions return depends on their arguments
+LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (1, 147), (33, 33)]
+WINDOWS = [(-1, -1), (17, 5)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int] = (-1, -1), softcap: float = 0.0
+) -> Tensor:
+    """[B, S, H, D] in float32, mask aligned bottom-right."""
+    q, k, v = (t.float().transpose(1, 2) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, keys = scores.shape[-2:]
+    position = torch.arange(rows, device=q.device).unsqueeze(1) + keys - rows
+    key = torch.arange(keys, device=q.device)
+    hidden = torch.zeros(rows, keys, dtype=torch.bool, device=q.device)
+    if window[0] >= 0:
+        hidden |= key < position - window[0]
+    right = 0 if causal else window[1]
+    if right >= 0:
+        hidden |= key > position + right
+    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1).nan_to_num(0.0)
+    return (weights @ v).transpose(1, 2)
+
+
+def tensors(device: str, rows: int, keys: int, heads: tuple[int, int] = (6, 2), dim: int = 64) -> list[Tensor]:
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    torch.manual_seed(rows * keys)
+    shapes = [(2, rows, heads[0], dim), (2, keys, heads[1], dim), (2, keys, heads[1], dim)]
+    return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def close(found: Tensor, wanted: Tensor, factor: float = 1.0) -> bool:
+    limit = (4e-3 if found.dtype == torch.float16 else 2e-5) * factor
+    return torch.allclose(found.float(), wanted.float(), atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_flash_attn_func(device: str, lengths: tuple[int, int], causal: bool, window: tuple[int, int]) -> None:
+    q, k, v = tensors(device, *lengths)
+    softcap = 15.0 if lengths == LENGTHS[0] else 0.0
+    out, lse, nothing = flash_attn.flash_attn_func(
+        q, k, v, causal=causal, window_size=window, softcap=softcap, deterministic=True, return_attn_probs=True
+    )
+    wanted = expected(q, k, v, causal, window, softcap)
+    assert nothing is None
+    assert lse.shape == (2, 6, lengths[0])
+    assert close(out, wanted)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), upstream)
+    gradients = torch.autograd.grad(wanted, (q, k, v), upstream.float())
+    assert all(close(a, b, 4) for a, b in zip(found, gradients, strict=True))
+
+
+def test_packed_forms_give_the_same_bits(device: str) -> None:
+    q, k, v = (t.detach() for t in tensors(device, 65, 65, (4, 4)))
+    plain = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), causal=True), plain)
+    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), 0.0, None, True), plain)
+    with pytest.raises(ShapeError, match=r"qkv has shape .* needed: \[batch, length, 3, heads, head_dim\]"):
+        flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k), 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padded_batches_unpad_run_and_pad_again(device: str, causal: bool) -> None:
+    q, k, v = (t.detach() for t in tensors(device, 40, 40, (4, 4)))
+    valid = torch.arange(40, device=device) < torch.tensor([[40], [17]], device=device)
+    rows, indices, cu, longest, used = bert_padding.unpad_input(q, valid)
+    assert (longest, used.tolist(), cu.tolist()) == (40, [40, 17], [0, 40, 57])
+    keys, values = (bert_padding.unpad_input(t, valid)[0] for t in (k, v))
+    packed = flash_attn.flash_attn_varlen_func(rows, keys, values, cu, cu, longest, longest, causal=causal)
+    again = flash_attn.flash_attn_varlen_qkvpacked_func(
+        torch.stack((rows, keys, values), 1), cu, longest, causal=causal
+    )
+    third = flash_attn.flash_attn_varlen_kvpacked_func(
+        rows, torch.stack((keys, values), 1), cu, cu, longest, longest, causal=causal
+    )
+    assert torch.equal(packed, again)
+    assert torch.equal(packed, third)
+    out = bert_padding.pad_input(packed, indices, 2, 40)
+    for entry, length in enumerate((40, 17)):
+        wanted = expected(
+            q[entry : entry + 1, :length], k[entry : entry + 1, :length], v[entry : entry + 1, :length], causal
+        )
+        assert close(out[entry : entry + 1, :length], wanted)
+        assert not out[entry, length:].any()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("new", [0, 1, 5])
+def test_a_cache_takes_new_keys_and_is_attended_to(device: str, new: int, paged: bool) -> None:
+    rows, room, page = max(new, 1), 64, 16
+    q, k_cache, v_cache = (t.detach() for t in tensors(device, rows, room))
+    lengths = torch.tensor([40, 7], dtype=torch.int32, device=device)
+    fresh = [torch.randn(2, new, 2, 64, device=device, dtype=q.dtype) for _ in range(2)] if new else [None, None]
+    wanted = []
+    for entry, length in enumerate(lengths.tolist()):
+        keys, values = (
+            torch.cat([cache[entry, :length]] + ([] if extra is None else [extra[entry]])).unsqueeze(0)
+            for cache, extra in zip((k_cache, v_cache), fresh, strict=True)
+        )
+        wanted.append(expected(q[entry : entry + 1], keys, values, True))
+    options = {"k": fresh[0], "v": fresh[1], "cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
+    caches = [k_cache.clone(), v_cache.clone()]
+    table = None
+    if paged:
+        table = torch.randperm(2 * room // page, device=device).view(2, -1).int()
+        pages = [torch.empty(2 * room // page, page, 2, 64, device=device, dtype=q.dtype) for _ in range(2)]
+        for target, cache in zip(pages, caches, strict=True):
+            target[table.flatten().long()] = cache.reshape(-1, page, 2, 64)
+        caches = pages
+    out, lse = flash_attn.flash_attn_with_kvcache(q, *caches, block_table=table, **options)
+    assert close(out, torch.cat(wanted))
+    assert lse.shape == (2, 6, rows)
+    if new and not paged:
+        assert torch.equal(caches[0][1, 7 : 7 + new], fresh[0][1])
+
+
+@pytest.mark.parametrize(
+    "argument", [{"dropout_p": 0.1}, {"alibi_slopes": torch.ones(6)}], ids=lambda argument: next(iter(argument))
+)
+def test_what_is_lacking_is_refused_by_name(argument: dict[str, object]) -> None:
+    q, k, v = tensors("cpu", 4, 4)
+    with pytest.raises(ArgumentError, match=next(iter(argument))):
+        flash_attn.flash_attn_func(q, k, v, **argument)
+
+
+def test_a_rotary_embedding_is_refused_by_name() -> None:
+    q, k, v = tensors("cpu", 1, 4)
+    with pytest.raises(ArgumentError, match="rotary_cos"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(4, 32), cache_seqlens=4)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    install_as_flash_attn()
+    yield
+    uninstall_flash_attn()
+
+
+def test_code_that_imports_flash_attn_gets_these(installed: None) -> None:
+    install_as_flash_attn()  # twice is once
+    from flash_attn import flash_attn_func
+    from flash_attn.bert_padding import pad_input
+    from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    assert flash_attn_func is flash_attn.flash_attn_func
+    assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
+    assert pad_input is bert_padding.pad_input
+    uninstall_flash_attn()
+    assert "flash_attn" not in sys.modules
+
+
+def test_the_real_package_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", type(sys)("flash_attn"))
+    with pytest.raises(ArgumentError, match="is installed"):
+        install_as_flash_attn()

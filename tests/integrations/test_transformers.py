@@ -1,0 +1,188 @@
+"""Small random models of transformers: logits and gradients against its own eager attention and experts, and generation."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flashmoe.errors import ArgumentError
+from flashmoe.integrations.transformers import NAME, recognise_gate, register
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts_per_tok": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 7},
+    "Qwen3": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16},
+    "GptOss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 7, **EXPERTS},
+    "Qwen3Moe": {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1, **EXPERTS},
+    "Mixtral": {"num_local_experts": 4, "sliding_window": None, **EXPERTS},
+}
+LENGTH = 19
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def build(name: str, device: str) -> nn.Module:
+    register()
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    built: nn.Module = model.to(device, dtype).eval()
+    return built
+
+
+def use(model: Any, ours: bool) -> None:
+    model.set_attn_implementation(NAME if ours else "eager")
+    if hasattr(model, "set_experts_implementation") and hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation(NAME if ours else "eager")
+
+
+def both(model: Any, tokens: Tensor, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """(logits, gradients...) by transformers' eager code and by flashmoe."""
+    results = []
+    for ours in (False, True):
+        use(model, ours)
+        output = model(tokens, labels=tokens, **options)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(output.loss, parameters, allow_unused=True)
+        results.append([output.logits, *(g for g in gradients if g is not None)])
+    return results[0], results[1]
+
+
+def limit(model: Any) -> float:
+    return 2e-5 if model.dtype == torch.float32 else 5e-2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_eager(device: str, name: str) -> None:
+    model = build(name, device)
+    tokens = torch.randint(3, 64, (2, LENGTH), device=device)
+    eager, ours = both(model, tokens)
+    for a, b in zip(eager, ours, strict=True):
+        assert torch.allclose(a, b, atol=limit(model), rtol=limit(model))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_padded_batches(device: str, name: str, side: str) -> None:
+    model = build(name, device)
+    tokens = torch.randint(3, 64, (2, LENGTH), device=device)
+    valid = torch.ones_like(tokens)
+    padding = slice(0, 5) if side == "left" else slice(LENGTH - 5, LENGTH)
+    valid[1, padding] = 0
+    eager, ours = both(model, tokens, attention_mask=valid)
+    assert torch.allclose(eager[0][valid.bool()], ours[0][valid.bool()], atol=limit(model), rtol=limit(model))
+    assert not any(g.isnan().any() for g in ours)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["Mistral", "GptOss"])
+def test_generation_gives_the_same_tokens(device: str, name: str, cache: str) -> None:
+    if device == "cuda":
+        pytest.skip("in bfloat16 two tokens of a random model may tie")
+    model: Any = build(name, device)
+    prompt = torch.randint(3, 64, (2, 9), device=device)
+    found = []
+    for ours in (False, True):
+        use(model, ours)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(
+                model.generate(
+                    prompt, max_new_tokens=8, do_sample=False, cache_implementation=cache, disable_compile=True
+                )
+            )
+    assert torch.equal(*found)
+
+
+def test_packed_sequences_are_one_ragged_batch(device: str) -> None:
+    model: Any = build("Llama", device)
+    use(model, ours=True)
+    tokens = torch.randint(3, 64, (1, 24), device=device)
+    lengths = [10, 1, 13]
+    position = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0).to(device)
+    cu = torch.tensor([0, 10, 11, 24], dtype=torch.int32, device=device)
+    packed = model(
+        tokens, position_ids=position, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=13, max_length_k=13
+    ).logits
+    by_mask = model(
+        tokens, position_ids=position, use_cache=False
+    ).logits  # with a cache transformers looks at no positions
+    alone = torch.cat([model(part).logits for part in tokens.split(lengths, 1)], 1)
+    assert torch.allclose(packed, alone, atol=limit(model), rtol=limit(model))
+    assert torch.allclose(by_mask, alone, atol=limit(model), rtol=limit(model))
+
+
+def test_a_training_step_of_the_trainer(tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    model: Any = build("Qwen3Moe", "cpu")
+    use(model, ours=True)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 64, (4, 12))]
+    before = [p.detach().clone() for p in model.parameters()]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
+    transformers.Trainer(model=model.train(), args=arguments, train_dataset=data).train()
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build("Llama", "cpu")
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    use(model, ours=True)
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    with pytest.raises(ArgumentError, match="dropout"):
+        model.train()(torch.randint(3, 64, (1, 5)))
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "allow")
+    assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
+
+
+class _Experts(nn.Module):
+    is_concatenated = True
+    has_gate = True
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.factor * nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def test_gates_are_recognised_by_what_they_do() -> None:
+    assert recognise_gate(_Experts(1.0)) == "geglu_tanh"
+    with pytest.raises(ArgumentError, match=r"gate of _Experts is none that fused_moe computes"):
+        recognise_gate(_Experts(1.01))
