@@ -50,7 +50,7 @@ bool has_whole_entries(const Tensor& tensor, const Kernel& kernel) {
 
 Tensor operand(const Tensor& tensor, const Kernel& kernel) {
   return host::is_loadable(tensor, kernel) && has_whole_entries(tensor, kernel) ? host::alias(tensor)
-                                                                                 : host::padded_copy(tensor);
+                                                                                : host::padded_copy(tensor);
 }
 
 // A gradient where the kernels can store it: the caller's tensor, or one at the width of whole 16-byte pieces.
@@ -95,9 +95,9 @@ int32_t rows_between_entries(const Strides& strides) {
 }
 
 EntryRows entry_rows(const BackwardParams& params) {
-  return {rows_between_entries(params.q_stride),    rows_between_entries(params.k_stride),
-          rows_between_entries(params.v_stride),    rows_between_entries(params.dout_stride),
-          rows_between_entries(params.dq_stride),   rows_between_entries(params.dk_stride),
+  return {rows_between_entries(params.q_stride),  rows_between_entries(params.k_stride),
+          rows_between_entries(params.v_stride),  rows_between_entries(params.dout_stride),
+          rows_between_entries(params.dq_stride), rows_between_entries(params.dk_stride),
           rows_between_entries(params.dv_stride)};
 }
 
@@ -119,11 +119,9 @@ using NamedMap = std::pair<const backward::sm90::RaggedTensorMapArguments*, cons
 std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
   const auto maps = backward::sm90::varlen_query_gradient_tensor_maps(params, kernel.block_n);
-  return encode_all(kernel, std::vector<NamedMap>{{&maps.q, "q"},
-                                                  {&maps.k, "k"},
-                                                  {&maps.v, "v"},
-                                                  {&maps.dout, "grad_out"},
-                                                  {&maps.dq, "dq"}});
+  return encode_all(kernel,
+                    std::vector<NamedMap>{
+                        {&maps.q, "q"}, {&maps.k, "k"}, {&maps.v, "v"}, {&maps.dout, "grad_out"}, {&maps.dq, "dq"}});
 }
 
 std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {

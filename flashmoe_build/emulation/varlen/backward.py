@@ -9,6 +9,7 @@ import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -56,7 +57,9 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(base("ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, 7, 0, 4, 7)), right=0)
     # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the entries.
     full = base("full", (7, m, 0), (n + 3, n, 0))
-    yield replace(full, heads_q=3, heads_kv=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False)
+    yield replace(
+        full, heads_q=3, heads_kv=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False
+    )
     # The window's left end inside a tile, its right end before and behind the diagonal; a sink.
     window = base("window", (2 * m + 9, 4), (2 * m + 2 * n, n + 9))
     yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
@@ -257,7 +260,7 @@ def _params(
     named = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "out": given.out, "dout": given.dout, **results}
     row_dot = named.pop("row_dot", None)
     queries = ("q", "out", "dout", "dq")
-    strides = {name: _strides(p, tensor, is_query=name in queries) for name, tensor in named.items()}
+    strides: dict[str, Any] = {name: _strides(p, tensor, is_query=name in queries) for name, tensor in named.items()}
     entries = Batch(
         cu_seqlens_q=_add(library, tensors.cu_seqlens_q, "cu_seqlens_q"),
         cu_seqlens_k=_add(library, tensors.cu_seqlens_k, "cu_seqlens_k"),
@@ -331,7 +334,9 @@ def _disagreements(
     found: list[str] = []
     rest = gradient.clone()
     views, rests = (
-        _entries_of_rows(p, tensor, tensors.cu_seqlens_q) if name == "dq" else _entries_of_keys(p, tensor, tensors.cu_seqlens_k)
+        _entries_of_rows(p, tensor, tensors.cu_seqlens_q)
+        if name == "dq"
+        else _entries_of_keys(p, tensor, tensors.cu_seqlens_k)
         for tensor in (gradient, rest)
     )
     for entry, (own, other) in enumerate(zip(views, rests, strict=True)):

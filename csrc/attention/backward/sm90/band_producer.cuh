@@ -59,10 +59,10 @@ __device__ __forceinline__ void load_noted(const BackwardParams& params, const S
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
                                            int parity) {
   const BandTile tile = read_tile<BandTile>(shared.produced_tile());
-  const RaggedPlace first = kOwnsKeys ? keys_read(params.entry_rows.k, tile, tile.head)
-                                      : rows_read(params.entry_rows.q, tile, tile.head);
-  const RaggedPlace second = kOwnsKeys ? keys_read(params.entry_rows.v, tile, tile.head)
-                                       : rows_read(params.entry_rows.dout, tile, tile.head);
+  const RaggedPlace first =
+      kOwnsKeys ? keys_read(params.entry_rows.k, tile, tile.head) : rows_read(params.entry_rows.q, tile, tile.head);
+  const RaggedPlace second =
+      kOwnsKeys ? keys_read(params.entry_rows.v, tile, tile.head) : rows_read(params.entry_rows.dout, tile, tile.head);
 #pragma unroll
   for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
     load_own<Spec>(shared, first_map, second_map, own, parity, tile, first, second);
@@ -86,8 +86,7 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
     int next_number = -1;
     if (is_first_lane) {
       const int first_row = tile.index * Spec::kOwnRows;
-      const BlockRange range =
-          key_blocks<Spec, MaskKind::kBand>(params, tile, first_row, first_row + Spec::kOwnRows);
+      const BlockRange range = key_blocks<Spec, MaskKind::kBand>(params, tile, first_row, first_row + Spec::kOwnRows);
       schedule.note(tile, range);
       const int head = tile.head / (params.heads_q / params.heads_kv);
       const RaggedPlace key_place = keys_read(params.entry_rows.k, tile, head);

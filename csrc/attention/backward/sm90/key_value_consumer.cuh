@@ -65,8 +65,7 @@ __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const Ba
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the row of Q is past the end or sees no key.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                             const float (&lse_log2)[Spec::kStreamRows / 4],
-                                             const BlockPlace& place) {
+                                             const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place) {
   KeyRange visible[2] = {{0, 0}, {0, 0}};
   if constexpr (kIsMasked) visible_columns<Spec, kMask>(visible, params, place);
 #pragma unroll
@@ -84,8 +83,7 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void band_weights(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                              uint32_t (&packed)[Spec::kStreamRows / 4],
-                                             const float (&lse_log2)[Spec::kStreamRows / 4],
-                                             const BlockPlace& place) {
+                                             const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place) {
   const Band& band = params.band;
   KeyRange visible[2];
   visible_columns<Spec, kMask>(visible, params, place);
@@ -272,7 +270,8 @@ struct KeyValueGradientConsumer {
     const auto step = [&](auto masked, auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
       step_ahead<decltype(masked)::value && kMask == MaskKind::kCausal, decltype(first)::value,
-                 decltype(is_last)::value>(dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed, place);
+                 decltype(is_last)::value>(dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed,
+                                           place);
       ++block;
     };
     wait_block();
@@ -368,9 +367,8 @@ struct KeyValueGradientConsumer {
       const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
       const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
       const int tile_key = tile.index * Spec::kOwnRows;
-      const BlockRange all = tile_blocks(tile, [&] {
-        return query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
-      });
+      const BlockRange all = tile_blocks(
+          tile, [&] { return query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows); });
       if (first_key < key_room(params, tile)) {
         float dk[Product::kOutputs];
         float dv[Product::kOutputs];
@@ -383,7 +381,8 @@ struct KeyValueGradientConsumer {
             finish_products(dk, dv);
             for (int block = all.begin; block < range.begin; ++block) skip_block();
           }
-          compute(range, dk, dv, p_packed, ds_packed, Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
+          compute(range, dk, dv, p_packed, ds_packed,
+                  Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
           if constexpr (kIsBand) {
             const int end = maximum(all.begin, range.end);
             if (end < all.end) finish_products(dk, dv);

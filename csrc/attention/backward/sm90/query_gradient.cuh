@@ -343,8 +343,7 @@ struct QueryGradientConsumer {
   }
 
   __device__ __forceinline__ void compute_blocks(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                                 float (&dq)[Product::kOutputs],
-                                                 uint32_t (&packed)[Product::kPacked]) {
+                                                 float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
     int block = range.end - 1;
     step<Scores::kMasked, true>(dq, packed, loads, tile, block);
     for (--block; block >= range.full_end; --block) step<Scores::kMasked, false>(dq, packed, loads, tile, block);
@@ -377,9 +376,8 @@ struct QueryGradientConsumer {
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
       if (tile.index < 0) break;
       const int tile_row = tile.index * Spec::kOwnRows;
-      const BlockRange all = tile_blocks(tile, [&] {
-        return key_blocks<Spec, kMask>(params, tile, tile_row, tile_row + Spec::kOwnRows);
-      });
+      const BlockRange all =
+          tile_blocks(tile, [&] { return key_blocks<Spec, kMask>(params, tile, tile_row, tile_row + Spec::kOwnRows); });
       int end = all.end;
       if (first_row(tile) < row_room(params, tile)) {
         const BlockRange range = key_blocks<Spec, kMask>(params, tile, first_row(tile), first_row(tile) + 64);
@@ -399,7 +397,8 @@ struct QueryGradientConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (is_storing_thread) {
-          Product::store_global(dq_map, shared.own_first(consumer), first_row(tile), rows_stored(params.entry_rows.dq, tile));
+          Product::store_global(dq_map, shared.own_first(consumer), first_row(tile),
+                                rows_stored(params.entry_rows.dq, tile));
           ptx::tma_store_commit();
           // Hazard: the next tile's Q overwrites dQ while the store still reads it.
           ptx::tma_store_wait_read<0>();

@@ -35,8 +35,8 @@ struct SharedConsumer {
       : params(params_), shared(shared_) {}
 
   // entry_rows: of the gradient.
-  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int entry_rows,
-                                            unsigned char* output_smem, int consumer, float factor) {
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int entry_rows, unsigned char* output_smem,
+                                            int consumer, float factor) {
     Derived& derived = static_cast<Derived&>(*this);
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
     const int heads = params.heads_q / params.heads_kv;

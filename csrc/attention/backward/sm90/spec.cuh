@@ -78,7 +78,7 @@ struct TileSpec {
   static constexpr int kSecondOffset = kFirstOffset + kFirstStages * kStreamBytes;
   static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * kStreamBytes;
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
-  static constexpr int kTileBytes = kIsBand ? 48 : 16;  // Tile, BandTile
+  static constexpr int kTileBytes = kIsBand ? 48 : 16;                       // Tile, BandTile
   static constexpr int kProducerBytes = kIsBand ? kTileBytes + 32 * 16 : 0;  // what its producer puts down
   static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
   static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * kTileBytes + kProducerBytes;
@@ -154,7 +154,9 @@ struct SharedMemory {
   // [kStreamRows / 16][128 threads][16 bytes]: the packed P of each thread.
   __device__ __forceinline__ unsigned char* probabilities() const { return base + Spec::kProbabilityOffset; }
   // The Tile or BandTile (schedule.cuh) that the own rows belong to; guarded by tile_full and own_empty.
-  __device__ __forceinline__ unsigned char* tile(int tile) const { return base + Spec::kTileOffset + tile * Spec::kTileBytes; }
+  __device__ __forceinline__ unsigned char* tile(int tile) const {
+    return base + Spec::kTileOffset + tile * Spec::kTileBytes;
+  }
 
   // Of a band, what the producer notes for itself: the tile that it is at, and 16 bytes for each lane of its finder.
   __device__ __forceinline__ unsigned char* produced_tile() const { return tile(Spec::kNumOwnTiles); }
