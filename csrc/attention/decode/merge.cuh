@@ -13,7 +13,6 @@
 #include "device/reduce.cuh"
 #include "ptx/atomics.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/fence.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
@@ -213,15 +212,11 @@ __device__ __forceinline__ bool is_last_to_arrive(const ForwardParams& params, c
                                                   const WarpResults<Spec>& results) {
   ptx::barrier_sync_block();  // the block's partial results are stored
   if (ptx::thread_index() == 0) {
-    ptx::fence_device();  // and seen before the count
     // No other item that several blocks share begins in first_block: the counter is this item's.
     int32_t* counter_gmem = params.tile_counter + sharing.first_block;
     const int others = sharing.last_block - sharing.first_block;
-    const bool is_last = ptx::atomic_add_global(counter_gmem, 1) == others;
-    if (is_last) {
-      ptx::st_global_32(counter_gmem, 0);  // for the next launch
-      ptx::fence_device();                 // the others' results are read after the count
-    }
+    const bool is_last = ptx::atomic_add_global_ordered(counter_gmem, 1) == others;
+    if (is_last) ptx::st_global_32(counter_gmem, 0);  // for the next launch
     ptx::st_shared_32(results.arrival(), is_last ? 1u : 0u);
   }
   ptx::barrier_sync_block();  // read after write: the answer

@@ -15,7 +15,7 @@ from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
 from flashmoe_build.emulation.varlen.run import Results, disagreements, parameters
-from flashmoe_build.emulation.varlen.tensors import build
+from flashmoe_build.emulation.varlen.tensors import Tensors, build
 
 BLOCKS = 19  # of the grid: shares end inside items, and items inside shares; more than are added up at once
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
@@ -74,9 +74,13 @@ def geometry(unit: Unit, p: VarlenProblem) -> Geometry:
 
 def run(unit: Unit, problem: VarlenProblem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64."""
+    return run_on(unit, problem, build(problem), settings, options)
+
+
+def run_on(unit: Unit, problem: VarlenProblem, tensors: Tensors, settings: Settings, options: Options) -> Outcome:
+    """The same on tensors that the caller may have changed."""
     library = load(kernel_library(unit, options))
     symbol = unit.entries[0].symbol
-    tensors = build(problem)
     grid = geometry(unit, problem)
     slots, nan = (2 * grid.grid, unit.row.block_m), float("nan")
     lse = (len(problem.rows), problem.heads_q, problem.rows[0])

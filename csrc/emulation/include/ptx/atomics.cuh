@@ -13,5 +13,10 @@ __device__ __forceinline__ int32_t atomic_add_global(int32_t* gmem, int32_t valu
   return emulation::atomic_add(gmem, value, site, "atomic_add_global");
 }
 
+// Blocks see each other's stores at once here.
+__device__ __forceinline__ int32_t atomic_add_global_ordered(int32_t* gmem, int32_t value, Site site = Site::here()) {
+  return emulation::atomic_add(gmem, value, site, "atomic_add_global_ordered");
+}
+
 }  // namespace ptx
 }  // namespace flashmoe

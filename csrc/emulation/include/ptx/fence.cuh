@@ -13,8 +13,5 @@ __device__ __forceinline__ void fence_proxy_async_shared(Site site = Site::here(
   emulation::fence_proxy_async(site, "fence_proxy_async_shared");
 }
 
-// Blocks see each other's stores at once here.
-__device__ __forceinline__ void fence_device(Site site = Site::here()) { static_cast<void>(site); }
-
 }  // namespace ptx
 }  // namespace flashmoe
