@@ -347,14 +347,14 @@ def call(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` with its arguments as users give them. lengths: cu_seqlens_q and _k, seqused_k, block_table."""
-    left, right = _sides(window, causal)
-    is_usual = type(causal) is bool and type(softcap) is float and (scale is None or type(scale) is float)  # type: ignore[redundant-expr]
-    if not (
-        is_usual and type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
-    ):
+    if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal)
+        scale = float(scale) if isinstance(scale, int) else scale
+    left, right = _sides(window, causal)
+    sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
+    if not (sizes_are_ints and type(softcap) is float):  # of the usual types, the operator checks the values
         varlen_arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
-        scale, softcap = None if scale is None else float(scale), float(softcap)
+        softcap = float(softcap)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
     if isinstance(sinks, Tensor) and sinks.is_floating_point():

@@ -35,7 +35,7 @@ USUAL = Ragged((65, 1, 0, 130, 7, 40, 3), (65, 90, 4, 130, 200, 10, 0), spare=3)
 @every_band
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_ragged(band: Band, with_sinks: bool, device: str) -> None:
-    for dtype in DTYPES[device]:
+    for dtype in DTYPES[device][-1:] if with_sinks else DTYPES[device]:
         check_ragged(USUAL, band, device, dtype, with_sinks=with_sinks)
 
 
@@ -52,7 +52,7 @@ _SIDES = st.sampled_from([-1, -1, 0, 1, 5, 33, 100, 500])
 _BANDS = st.builds(Band, st.booleans(), st.tuples(_SIDES, _SIDES), st.sampled_from([0.0, 0.0, 1.5]))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(lengths=_LENGTHS, band=_BANDS, heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]), with_sinks=st.booleans())
 def test_any_lengths(
     lengths: list[tuple[int, int]], band: Band, heads: tuple[int, int], with_sinks: bool, device: str
@@ -223,9 +223,11 @@ def _masks(device: str, dtype: torch.dtype, batch: int, heads: int, rows: int, k
 @pytest.mark.parametrize("band", [Band(), Band(causal=True, softcap=5.0), Band(window=(30, 4))], ids=str)
 def test_masks(band: Band, rows: int, device: str) -> None:
     sinks = torch.tensor([0.5, -1.0, 1.0, 0.0], device=device)
-    for dtype in DTYPES[device]:
-        q, k, v = (torch.randn(2, h, s, 64, device=device).to(dtype) for h, s in ((4, rows), (2, 150), (2, 150)))
-        for name, mask in _masks(device, dtype, 2, 4, rows, 150).items():
+    tensors = [torch.randn(2, h, s, 64, device=device) for h, s in ((4, rows), (2, 150), (2, 150))]
+    for index, dtype in enumerate(DTYPES[device]):
+        q, k, v = (tensor.to(dtype) for tensor in tensors)
+        masks = list(_masks(device, dtype, 2, 4, rows, 150).items())
+        for name, mask in masks[index :: len(DTYPES[device])]:
             sink = sinks if name == "bias" else None
             found = flashmoe.attention(q, k, v, attn_mask=mask, sinks=sink, return_lse=True, **band.options)
             wide = by_definition(q.double(), k.double(), v.double(), band, sink, mask)

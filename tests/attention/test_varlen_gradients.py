@@ -39,7 +39,7 @@ def _compare(found: Any, wanted: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_ragged(band: Band, with_sinks: bool, device: str) -> None:
     """Of out and lse, in q, k, v and sinks; tokens of no sequence have zero gradients."""
-    _check_ragged(band, device, DTYPES[device], with_sinks=with_sinks)
+    _check_ragged(band, device, DTYPES[device][int(with_sinks) :: 2], with_sinks=with_sinks)
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16"])
