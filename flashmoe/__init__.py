@@ -28,9 +28,13 @@ if TYPE_CHECKING:
     from flashmoe.moe.functional import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
     from flashmoe.routing import explain
+    from flashmoe.varlen import attention_varlen, attention_with_kvcache, merge_attention
 
 _LAZY = {
     "attention": "flashmoe.functional",
+    "attention_varlen": "flashmoe.varlen",
+    "attention_with_kvcache": "flashmoe.varlen",
+    "merge_attention": "flashmoe.varlen",
     "scaled_dot_product_attention": "flashmoe.functional",
     "Attention": "flashmoe.module",
     "explain": "flashmoe.routing",
@@ -51,11 +55,14 @@ __all__ = [
     "activate",
     "activated",
     "attention",
+    "attention_varlen",
+    "attention_with_kvcache",
     "deactivate",
     "explain",
     "fused_moe",
     "grouped_mm",
     "is_active",
+    "merge_attention",
     "scaled_dot_product_attention",
     "topk_route",
 ]

@@ -17,12 +17,14 @@ from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.overrides import handle_torch_function
 
-from flashmoe import _extension, keywords, routing
+from flashmoe import _extension, keywords, routing, varlen
 from flashmoe.checks import are_stand_ins
 from flashmoe.errors import DifferentiationError
 from flashmoe.operators.attention import arguments, autograd
 from flashmoe.operators.attention.drop_in import is_drop_in
 from flashmoe.transforms import has_tangent
+
+_ARGUMENTS = ("q", "k", "v", "causal", "scale", "return_lse", "window", "softcap", "sinks", "attn_mask")
 
 _extension.load()
 _operator = torch.ops.flashmoe.flash_attention_forward.default
@@ -33,11 +35,31 @@ _drop_in_operator = torch.ops.flashmoe._flash_attention_drop_in.default._op
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ..., return_lse: Literal[False] = ...
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    window: tuple[int, int] | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    attn_mask: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ..., return_lse: Literal[True]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    window: tuple[int, int] | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    attn_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -49,21 +71,31 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v, never falling back to another implementation.
 
     Args:
         q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
-        k, v: [B, Hkv, Sk, D] of the same dtype and device. Hkv divides Hq: query head h reads key head h // (Hq // Hkv).
+        k, v: [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv] of the same dtype and device, 1 <= Dv <= 256. Hkv divides Hq: query head h
+            reads key head h // (Hq // Hkv).
         causal: hide keys j > i + (Sk - Sq) from query i: the mask ends in the bottom-right corner, so that the last query
             sees every key. Where Sq > Sk the first Sq - Sk queries see none.
         scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
-        return_lse: also return the log-sum-exp of the scaled scores.
+        return_lse: also return the log-sum-exp of the scores, the sink included.
+        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
+        softcap: scores become softcap * tanh(scores / softcap), before a mask is added; 0.0 for none.
+        sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
+        attn_mask: bool (False hides a key) or of q's dtype (added to the scores), of a shape that broadcasts to [B, Hq, Sq, Sk],
+            any strides. Without a gradient.
 
     Returns:
-        out [B, Hq, Sq, D] in q's dtype and, where q is dense, q's order of strides; with ``return_lse`` also lse
-        [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf. Both can be
+        out [B, Hq, Sq, Dv] in q's dtype and, where q is dense, q's order of strides; with ``return_lse`` also lse
+        [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf, or its sink. Both can be
         differentiated once (see flashmoe.operators.attention.backward).
 
     Raises:
@@ -72,16 +104,22 @@ def attention(
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
     if misspelt:
-        keywords.refuse("attention", misspelt, ("q", "k", "v", "causal", "scale", "return_lse"))
+        keywords.refuse("attention", misspelt, _ARGUMENTS)
     if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
+    if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
+        return varlen.attend(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
     if is_compiling():
+        if _is_unequal(q, v):
+            return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
         out, lse = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
     else:
         try:
             if not return_lse and _is_plain(q, k, v):
                 only: Tensor = _inference_operator(q, k, v, scale, causal)
                 return only
+            if _is_unequal(q, v):
+                return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
             if are_stand_ins(q, k, v):
@@ -89,11 +127,21 @@ def attention(
                     attention, (q, k, v), q, k, v, causal=causal, scale=scale, return_lse=return_lse
                 )
                 return traced
+            if _is_unequal(q, v):  # whose rules are the other operators'
+                return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
             cause = arguments.explain(error, q, k, v, scale, causal)
             if cause is error:
                 raise
             raise cause from error
     return (out, lse) if return_lse else out
+
+
+def _is_unequal(q: Tensor, v: Tensor) -> bool:
+    """Whether the values have a head_dim of their own, which the inference operators find out themselves."""
+    try:
+        return q.size(-1) != v.size(-1)
+    except (AttributeError, IndexError, TypeError, RuntimeError):  # the operator says what is wrong
+        return False
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -145,9 +193,9 @@ def scaled_dot_product_attention(
     query [..., Hq, Sq, D], key and value [..., H, Sk, D]; ``is_causal`` is aligned top-left (key j is visible to query i
     when j <= i), unlike :func:`attention`.
 
-    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 256, without attn_mask and dropout, run on flashmoe, in any
-    layout and with any batch sizes that torch takes; all else goes to torch, which computes it or raises its own error
-    (docs/api.md has the whole table).
+    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 256, without dropout, run on flashmoe, in any layout and with
+    any batch sizes that torch takes, with a bool mask or one of the query's dtype; all else goes to torch, which computes it
+    or raises its own error (docs/api.md has the whole table).
 
     ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
     is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch. ``sdpa_kernel`` chooses among torch's
@@ -177,9 +225,9 @@ def scaled_dot_product_attention(
             return empty(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
         return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
-        return _top_left(query, key, value, is_causal, scale)
-    q, k, v, batch_shape = _as_four_dimensions(query, key, value, enable_gqa)
-    return _top_left(q, k, v, is_causal, scale).reshape(*batch_shape, *query.shape[-2:])
+        return _top_left(query, key, value, is_causal, scale, attn_mask)
+    q, k, v, mask, batch_shape = _as_four_dimensions(query, key, value, attn_mask, enable_gqa)
+    return _top_left(q, k, v, is_causal, scale, mask).reshape(*batch_shape, query.shape[-2], value.shape[-1])
 
 
 def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, enable_gqa: bool) -> Tensor | None:
@@ -194,16 +242,18 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
             only: Tensor | None = _drop_in_operator(q, k, v, scale, causal, enable_gqa)
             return only
         shape = q.shape
-        if not is_drop_in(shape, k.shape, causal, enable_gqa):
+        if not is_drop_in(shape, k.shape, causal, enable_gqa) or _is_unequal(q, v):
             return None
         return _call(q, k, v, shape[3] ** -0.5 if scale is None else scale, causal)[0]
     except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):
         return None
 
 
-def _top_left(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _top_left(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> Tensor:
     """Attention with SDPA's causal mask, by calls of the bottom-right one, which is the same where Sq == Sk."""
     q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
+    if mask is not None:
+        return attention(q, k, v, scale=scale, attn_mask=mask)
     seq_q, seq_k = q.shape[2], k.shape[2]
     if not causal or seq_q == seq_k:
         return attention(q, k, v, causal=causal, scale=scale)
@@ -219,8 +269,8 @@ def _last_contiguous(tensor: Tensor) -> Tensor:
 
 
 def _as_four_dimensions(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
     """Broadcast the batch dimensions and merge them into one; returns also the batch shape of the result.
 
     Heads are broadcast too unless they are grouped; one key head for many query heads needs no copy (multi-query).
@@ -236,7 +286,9 @@ def _as_four_dimensions(
     k, v = _merge(key, batch, heads_k), _merge(value, batch, heads_v)
     result = torch.Size((*batch, heads_q))
     rank = max(query.dim(), key.dim(), value.dim())
-    return q, k, v, result[len(result) - (rank - 2) :]
+    if mask is not None and mask.dim() > 3:  # one with fewer dimensions broadcasts as it is
+        mask = _merge(mask, batch, heads_q)
+    return q, k, v, mask, result[len(result) - (rank - 2) :]
 
 
 def _lead(tensor: Tensor) -> torch.Size:

@@ -24,7 +24,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "is_causal": "write causal=, whose mask ends bottom-right; is_causal, which begins top-left, belongs to "
         "flashmoe.scaled_dot_product_attention; they differ where Sq != Sk",
         **{name: f"write {ours}=" for name, ours in (("query", "q"), ("key", "k"), ("value", "v"))},
-        **dict.fromkeys(("attn_mask", "mask", "attention_mask"), f"there are causal masks only; as attn_mask {_SDPA}"),
+        **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
         **dict.fromkeys(("dropout_p", "dropout"), f"there is no dropout; as dropout_p {_SDPA}"),
         "enable_gqa": "leave it out: grouped heads are seen from the shapes",
     },

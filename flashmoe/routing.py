@@ -78,9 +78,7 @@ def find_obstacle(
     return None
 
 
-def _mask_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
-    if attn_mask is not None:
-        return "attn_mask is given; flashmoe has causal masks only"
+def _dropout_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
     return None if dropout_p == 0.0 else "dropout_p is not 0; flashmoe has no dropout"
 
 
@@ -115,10 +113,7 @@ def _device_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str 
 
 def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     device_type = query.device.type
-    dtypes = [query.dtype, key.dtype, value.dtype]
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        target = torch.get_autocast_dtype(device_type)
-        dtypes = [autocast_dtype(tensor, device_type, target) for tensor in (query, key, value)]
+    dtypes = _dtypes(query, key, value)
     dtype = dtypes[0]
     if dtypes[1] is not dtype or dtypes[2] is not dtype:
         return f"the inputs have different dtypes ({', '.join(map(str, dtypes))})"
@@ -127,6 +122,15 @@ def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str |
     if dtype is torch.bfloat16 and device_type == "cuda" and _capability(query.device) < BF16_CAPABILITY:
         return "bfloat16 kernels need compute capability 8.0; this GPU is older"
     return None
+
+
+def _dtypes(*tensors: Tensor) -> list[torch.dtype]:
+    """What the operator gets, under autocast too."""
+    device_type = tensors[0].device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return [tensor.dtype for tensor in tensors]
+    target = torch.get_autocast_dtype(device_type)
+    return [autocast_dtype(tensor, device_type, target) for tensor in tensors]
 
 
 @lru_cache(maxsize=64)
@@ -140,10 +144,9 @@ def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
         return "an input has fewer than two dimensions"
     if k[-1] != q[-1] or k[-2] != v[-2]:
         return "the head dim of query and key, or the length of key and value, differs"
-    if v[-1] != q[-1]:
-        return f"the head dim of value ({v[-1]}) is not that of query ({q[-1]})"
-    if q[-1] < 1 or q[-1] > MAX_HEAD_DIM:
-        return f"head dim {q[-1]} is outside 1 to {MAX_HEAD_DIM}"
+    for head_dim in (q[-1], v[-1]):
+        if head_dim < 1 or head_dim > MAX_HEAD_DIM:
+            return f"head dim {head_dim} is outside 1 to {MAX_HEAD_DIM}"
     return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
 
 
@@ -164,6 +167,38 @@ def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: boo
     return None
 
 
+def _mask_obstacle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
+) -> str | None:
+    if attn_mask is None:
+        return None
+    if is_causal:
+        return "attn_mask and is_causal are both given, which torch refuses"
+    if not isinstance(attn_mask, Tensor) or attn_mask.is_nested or attn_mask.layout is not torch.strided:
+        return "attn_mask is not a dense tensor"
+    if torch.is_grad_enabled() and attn_mask.requires_grad:
+        return "attn_mask requires a gradient, which flashmoe does not compute"
+    mask_dtype, dtype = _dtypes(attn_mask, query)
+    if attn_mask.device != query.device or mask_dtype not in (torch.bool, dtype):
+        return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe takes bool or query's dtype, on its device"
+    heads = 3 if enable_gqa else 2  # key heads are groups of the query's
+    batch = torch.broadcast_shapes(*(tensor.shape[:-heads] for tensor in (query, key, value)))
+    target = (*batch, *query.shape[-heads:-1], key.shape[-2])
+    return None if _broadcasts(attn_mask.shape, target) else "attn_mask does not broadcast to the scores"
+
+
+def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
+
+
 def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
 
@@ -171,7 +206,7 @@ def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> 
 # What goes to torch: each rule, and the documentation's rows for it. In the order in which reasons are looked for; a rule
 # may rely on those before it.
 OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
-    (_mask_obstacle, ("`attn_mask`; `dropout_p > 0`",)),
+    (_dropout_obstacle, ("`dropout_p > 0`",)),
     (_memory_obstacle, ("nested, sparse, named or zero tensors",)),
     (_scalar_obstacle, ("`scale` not finite, or a tensor",)),
     (_device_obstacle, ("devices other than CPU and CUDA; inputs on different devices",)),
@@ -185,15 +220,17 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
     (
         _shape_obstacle,
         (
-            f"`D = 0`, `D > {MAX_HEAD_DIM}`; head dim of `value` other than that of `query`",
+            f"a head dim of 0 or above {MAX_HEAD_DIM}",
             "batch or head sizes that neither broadcast nor form groups",
         ),
     ),
+    (_mask_obstacle, ("an `attn_mask` that requires a gradient, or of a dtype that is neither bool nor `query`'s",)),
     (_derivative_obstacle, ("forward-mode differentiation",)),
 )
 # What is left, and how it runs (flashmoe.functional).
 SUPPORTED: tuple[tuple[str, str], ...] = (
-    (f"float16, bfloat16 (CPU also float32), `1 <= D <= {MAX_HEAD_DIM}`, no mask", "flashmoe"),
+    (f"float16, bfloat16 (CPU also float32), head dims 1 to {MAX_HEAD_DIM}, `value`'s own included", "flashmoe"),
+    ("`attn_mask`, bool or of `query`'s dtype, any broadcast and strides", "flashmoe"),
     (
         "`is_causal`, any `Sq` and `Sk`",
         "flashmoe; `Sq < Sk`: keys past `Sq` are cut off; `Sq > Sk`: two calls, joined",

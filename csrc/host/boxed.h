@@ -42,6 +42,11 @@ inline std::string take_text(StableIValue argument) {
 
 inline Tensor take_tensor(StableIValue argument) { return Tensor(take<AtenTensorHandle>(argument)); }
 
+// Of an argument declared as Tensor?: a null handle for None.
+inline Tensor take_optional_tensor(StableIValue argument) {
+  return Tensor(take<std::optional<AtenTensorHandle>>(argument).value_or(nullptr));
+}
+
 // A result declared as Tensor; as Tensor?; and as None.
 inline StableIValue give(Tensor result) { return torch::stable::detail::from(result.release()); }
 inline StableIValue give_optional(Tensor result) {

@@ -26,6 +26,7 @@ class Operator:
     name: str
     fake: Callable[..., Any]  # the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
     flops: Callable[..., int]  # of the arguments' shapes, as FlopCounterMode counts torch's own operators
+    counts_raw: bool = False  # flops takes the arguments themselves: lengths that are data count
     # Which arguments are tensors (or None) that autocast casts: their places, or how many of the first.
     autocast: int | tuple[int, ...] = 0
     layers: Mapping[str, Callable[..., Any]] = field(
@@ -59,7 +60,7 @@ def _register(operator: Operator, library: torch.library.Library) -> None:
         torch.library.register_autograd(name, operator.gradient, setup_context=keep, lib=library)
     for device_type, key in _AUTOCAST_KEYS if operator.autocast else ():
         library.impl(operator.name, _autocast_rule(operator, device_type, key), key)
-    register_flop_formula(getattr(torch.ops.flashmoe, operator.name))(operator.flops)
+    register_flop_formula(getattr(torch.ops.flashmoe, operator.name), get_raw=operator.counts_raw)(operator.flops)
 
 
 def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

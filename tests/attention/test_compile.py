@@ -118,7 +118,7 @@ def test_compiled_with_inductor(device: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_sdpa(dynamic: bool, device: str) -> None:
-    """Square, wide and tall causal, and a mask, which goes to torch inside the graph."""
+    """Square, wide and tall causal, and a mask."""
     compiled = torch.compile(
         flashmoe.scaled_dot_product_attention, fullgraph=True, dynamic=dynamic, backend="aot_eager"
     )
@@ -127,7 +127,8 @@ def test_compiled_sdpa(dynamic: bool, device: str) -> None:
         expected = flashmoe.scaled_dot_product_attention(*tensors, is_causal=True)
         torch.testing.assert_close(compiled(*tensors, is_causal=True), expected)
     mask = torch.ones(60, 33, dtype=torch.bool, device=device)
-    torch.testing.assert_close(compiled(*tensors, attn_mask=mask), torch_attention(*tensors, attn_mask=mask))
+    expected = torch_attention(*tensors, attn_mask=mask)
+    torch.testing.assert_close(compiled(*tensors, attn_mask=mask), expected, rtol=0, atol=2e-3)
 
 
 def test_wrong_arguments_do_not_compile_silently(device: str) -> None:

@@ -118,18 +118,16 @@ def test_last_dimension_may_be_strided(device: str) -> None:
         torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
 
 
-def _masked(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    mask = torch.ones(33, 33, dtype=torch.bool, device=device).tril()
-    mask[5] = False  # a row without a key: torch gives 0 there
-    return {"attn_mask": mask}
+def _trained_mask(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    return {"attn_mask": torch.zeros(33, 33, dtype=dtype, device=device, requires_grad=True)}
 
 
 # name: (query, key, value shapes, dtype or None for each of the device's, keyword arguments, word in the reason)
 FALLBACKS: dict[str, tuple[Any, Any, Any, torch.dtype | None, Any, str]] = {
-    "mask": ((2, 4, 33, 64), (2, 4, 33, 64), None, None, _masked, "attn_mask"),
+    "mask with a gradient": ((2, 4, 33, 64), (2, 4, 33, 64), None, None, _trained_mask, "attn_mask requires"),
     "float64": ((2, 4, 33, 64), (2, 4, 33, 64), None, torch.float64, {"is_causal": True}, "float64"),
     "head dim 320": ((1, 2, 33, 320), (1, 2, 33, 320), None, None, {"is_causal": True}, "head dim 320"),
-    "wider values": ((1, 2, 33, 64), (1, 2, 33, 64), (1, 2, 33, 32), None, {}, "head dim of value"),
+    "wider values": ((1, 2, 33, 64), (1, 2, 33, 64), (1, 2, 33, 320), None, {}, "head dim 320"),
 }
 
 
@@ -145,8 +143,6 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
         out = flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
         expected = torch_attention(q, k, v, **keywords)
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-        if name == "mask" and device == "cpu":
-            assert not out[:, :, 5].any()
         monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
         with pytest.warns(UserWarning, match="hands attention to torch"):
             flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
@@ -202,18 +198,47 @@ def test_tensors_of_torchs_own_kinds_are_torchs() -> None:
 
 def test_policy_of_falling_back_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code asks when it is traced; an empty variable is no policy."""
-    q = torch.randn(1, 2, 5, 8)
-    mask = torch.ones(5, 5, dtype=torch.bool)
+    q = torch.randn(1, 2, 5, 8).double()
     for policy, expectation in (("error", pytest.raises(Exception, match="would run on torch")), ("", None)):
         torch._dynamo.reset()
         monkeypatch.setenv("FLASHMOE_FALLBACK", policy)
         compiled = torch.compile(flashmoe.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
         if expectation is None:
-            assert torch.equal(compiled(q, q, q, mask), torch_attention(q, q, q, mask))
+            assert torch.equal(compiled(q, q, q), torch_attention(q, q, q))
         else:
             with expectation:
-                compiled(q, q, q, mask)
+                compiled(q, q, q)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "mask", "options"),
+    [
+        ((2, 4, 33, 64), (2, 4, 50, 64), (2, 4, 50, 32), (33, 50), {}),
+        ((2, 4, 33, 64), (2, 2, 50, 64), (2, 2, 50, 64), (2, 1, 33, 50), {"enable_gqa": True}),
+        ((4, 33, 64), (4, 50, 64), (4, 50, 64), (4, 1, 50), {}),
+        ((3, 2, 4, 7, 64), (2, 4, 50, 64), (1, 2, 4, 50, 64), (3, 1, 4, 7, 50), {}),
+        ((3, 2, 4, 7, 64), (3, 2, 4, 50, 64), (3, 2, 4, 50, 64), (1, 7, 50), {"scale": 0.3}),
+        ((7, 64), (50, 64), (50, 16), (7, 50), {}),
+    ],
+    ids=str,
+)
+def test_masks_run_here(
+    query: Any, key: Any, value: Any, mask: Any, options: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    for dtype in DTYPES[device]:
+        q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in (query, key, value))
+        bias = torch.randn(mask, device=device).to(dtype)
+        bool_mask = bias > 0
+        bool_mask[..., 0, :] = False  # a row without a key: torch gives 0 there
+        for one in (bias, bool_mask):
+            out = flashmoe.scaled_dot_product_attention(q, k, v, one, **options)
+            assert_ran_here(device)
+            wide = [tensor.double() if device == "cpu" else tensor.float() for tensor in (q, k, v)]
+            expected = _math(*wide, attn_mask=one if one is bool_mask else one.to(wide[0].dtype), **options)
+            assert out.shape == expected.shape
+            torch.testing.assert_close(out.to(expected.dtype), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
 def test_dropout_goes_to_torch(device: str) -> None:

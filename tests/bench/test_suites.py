@@ -45,6 +45,8 @@ def test_the_expected_suites_exist() -> None:
         "latency",
         "decode",
         "chunked-prefill",
+        "serving",
+        "ragged",
         "cpu",
         "cpu-train",
         "moe-decode",

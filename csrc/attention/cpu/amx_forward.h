@@ -350,7 +350,8 @@ class AmxForward {
         Vector::store(sum + c * Vector::kWidth, sum_rows(rows));
       }
     }
-    store_lse({scratch_.zero, sum, nullptr}, height(block), make_scale(params_.scale), operands_.lse_row(first_row(block)));
+    store_lse({scratch_.zero, sum, nullptr}, height(block), make_scale(params_.scale),
+              operands_.lse_row(first_row(block)));
   }
 
   void store_unseeing(int32_t block) const {

@@ -8,7 +8,9 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "attention/cpu/entries.h"
 #include "attention/cpu/kernel.h"
 #include "cpu/isa.h"
 
@@ -51,46 +53,70 @@ const Kernel& kernel_of(Isa isa) {
 
 int32_t divide_up(int32_t a, int32_t b) { return a / b + (a % b != 0); }
 
-int32_t choose_task_rows(const attention::ForwardParams& params, const Kernel& kernel, int num_threads) {
-  const int64_t heads = int64_t{params.batch} * params.heads_q;
-  int32_t rows = kMaxTaskRows;
-  while (rows > kernel.row_granularity && heads * divide_up(params.seq_q, rows) < kTasksPerThread * num_threads) {
-    rows /= 2;
+// What is computed: a dense batch, or entries with parameters of their own.
+struct Problem {
+  const attention::ForwardParams& params;
+  ScalarType type;
+  bool causal;
+  bool is_band;
+  int32_t head_dim_v;
+  int64_t lse_stride;
+  const std::vector<attention::ForwardParams>* entries;  // null: dense
+
+  const attention::ForwardParams& of_entry(int32_t entry) const {
+    return entries == nullptr ? params : (*entries)[static_cast<size_t>(entry)];
   }
+};
+
+int32_t choose_task_rows(const Problem& problem, const Kernel& kernel, int num_threads) {
+  const attention::ForwardParams& params = problem.params;
+  const auto tasks = [&](int32_t rows) {
+    if (problem.entries == nullptr) return int64_t{params.batch} * params.heads_q * divide_up(params.seq_q, rows);
+    int64_t sum = 0;
+    for (const attention::ForwardParams& entry : *problem.entries) sum += divide_up(entry.seq_q, rows);
+    return sum * params.heads_q;
+  };
+  int32_t rows = kMaxTaskRows;
+  while (rows > kernel.row_granularity && tasks(rows) < kTasksPerThread * num_threads) rows /= 2;
   return std::max(rows, kernel.row_granularity);
 }
 
 struct Plan {
-  Plan(const attention::ForwardParams& params, ScalarType type, bool causal, int num_threads)
-      : params(params),
+  Plan(const Problem& problem, int num_threads)
+      : problem(problem),
+        params(problem.params),
         kernel(kernel_of(current_isa())),
-        type(type),
-        causal(causal),
-        task_rows(choose_task_rows(params, kernel, num_threads)),
+        task_rows(choose_task_rows(problem, kernel, num_threads)),
         row_tasks(divide_up(params.seq_q, task_rows)),
         heads(int64_t{params.batch} * params.heads_q),
         threads(std::min<int64_t>(num_threads, heads * row_tasks)),
         queues(heads, row_tasks, threads) {}
 
   // The longest tasks of a causal problem (the last rows) come first, so that no thread starts one when the others end.
-  Task task(TaskQueues::Task position) const {
-    Task task;
-    task.params = &params;
-    task.type = type;
-    task.causal = causal;
-    task.batch = static_cast<int32_t>(position.group / params.heads_q);
-    task.head_q = static_cast<int32_t>(position.group % params.heads_q);
-    task.row_begin = (row_tasks - 1 - static_cast<int32_t>(position.index)) * task_rows;
-    task.row_end = static_cast<int32_t>(std::min<int64_t>(params.seq_q, int64_t{task.row_begin} + task_rows));
-    return task;
+  // False where a short entry has no such task.
+  bool make_task(TaskQueues::Task position, Task* task) const {
+    const auto entry = static_cast<int32_t>(position.group / params.heads_q);
+    task->params = &problem.of_entry(entry);
+    const int32_t rows = task->params->seq_q;
+    const int32_t index = divide_up(rows, task_rows) - 1 - static_cast<int32_t>(position.index);
+    if (index < 0) return false;
+    task->type = problem.type;
+    task->causal = problem.causal;
+    task->batch = problem.entries == nullptr ? entry : 0;
+    task->head_q = static_cast<int32_t>(position.group % params.heads_q);
+    task->row_begin = index * task_rows;
+    task->row_end = static_cast<int32_t>(std::min<int64_t>(rows, int64_t{task->row_begin} + task_rows));
+    task->head_dim_v = problem.head_dim_v;
+    task->lse_stride = problem.lse_stride;
+    task->is_band = problem.is_band;
+    return true;
   }
 
+  const Problem& problem;
   const attention::ForwardParams& params;
   const Kernel& kernel;
-  const ScalarType type;
-  const bool causal;
   const int32_t task_rows;
-  const int32_t row_tasks;  // of one head
+  const int32_t row_tasks;  // of one head, of the longest entry
   const int64_t heads;      // batch * heads_q
   const int64_t threads;
   TaskQueues queues;
@@ -103,16 +129,18 @@ void work(int64_t begin, int64_t, void* context) noexcept {
   Plan& plan = *static_cast<Plan*>(context);
   thread_local Scratch scratch;
   try {
-    void* memory = scratch.reserve(plan.kernel.scratch_bytes(plan.type, plan.params.head_dim, plan.task_rows));
+    const int32_t head_dim = std::max(plan.params.head_dim, plan.problem.head_dim_v);
+    void* memory = scratch.reserve(plan.kernel.scratch_bytes(plan.problem.type, head_dim, plan.task_rows));
     TaskQueues::Cursor cursor = plan.queues.cursor(begin);
     TaskQueues::Task position;
-    while (plan.queues.take(&cursor, &position)) plan.kernel.run(plan.task(position), memory);
+    Task task;
+    while (plan.queues.take(&cursor, &position)) {
+      if (plan.make_task(position, &task)) plan.kernel.run(task, memory);
+    }
   } catch (const std::bad_alloc&) {
     plan.out_of_memory = true;
   }
 }
-
-size_t element_size(ScalarType type) { return type == ScalarType::kFloat32 ? 4 : 2; }
 
 // No key at all: every row is fully masked.
 void fill_empty(const attention::ForwardParams& params, ScalarType type) {
@@ -130,6 +158,39 @@ void fill_empty(const attention::ForwardParams& params, ScalarType type) {
   std::fill_n(params.lse, heads * params.seq_q, -std::numeric_limits<float>::infinity());
 }
 
+void compute(const Problem& problem, ParallelFor parallel_for, int num_threads) {
+  Plan plan(problem, num_threads);
+  if (plan.threads == 1) {
+    work(0, 1, &plan);
+  } else {
+    parallel_for(0, plan.threads, 1, work, &plan);
+  }
+  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
+  if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
+}
+
+std::vector<attention::ForwardParams> make_entries(const attention::ForwardParams& params, ScalarType type) {
+  std::vector<attention::ForwardParams> entries(static_cast<size_t>(params.batch), params);
+  const int64_t lse_stride = statistic_stride(params);
+  for (int32_t index = 0; index < params.batch; ++index) {
+    attention::ForwardParams& entry = entries[static_cast<size_t>(index)];
+    const EntryOffset at(params, type, index);
+    entry.batch = 1;
+    entry.seq_q = at.rows().length;
+    entry.seq_k = at.keys().length;
+    entry.q = at.row(params.q, params.q_stride);
+    entry.k = at.key(params.k, params.k_stride);
+    entry.v = at.key(params.v, params.v_stride);
+    entry.out = at.row(params.out, params.out_stride);
+    entry.lse = at.statistic(params.lse, lse_stride);
+    if (params.entries.block_table != nullptr) {
+      entry.entries.block_table = params.entries.block_table + index * params.entries.block_table_stride;
+    }
+    entry.band = at.band(params.band);
+  }
+  return entries;
+}
+
 }  // namespace
 
 void attention_forward(const attention::ForwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
@@ -140,14 +201,18 @@ void attention_forward(const attention::ForwardParams& params, ScalarType type, 
     fill_empty(params, type);
     return;
   }
-  Plan plan(params, type, causal, num_threads);
-  if (plan.threads == 1) {
-    work(0, 1, &plan);
-  } else {
-    parallel_for(0, plan.threads, 1, work, &plan);
-  }
-  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
-  if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
+  compute({params, type, causal, false, params.head_dim, params.seq_q, nullptr}, parallel_for, num_threads);
+}
+
+void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type, ParallelFor parallel_for,
+                              int num_threads) {
+  validate(params, num_threads);
+  check(params.head_dim_v >= 1 && params.head_dim_v <= kMaxHeadDim, "head_dim_v must be in 1..256", params.head_dim_v);
+  if (params.batch == 0 || params.heads_q == 0 || params.seq_q == 0) return;
+  const std::vector<attention::ForwardParams> entries = make_entries(params, type);
+  compute(
+      {params, type, params.band.right == 0, needs_band(params), params.head_dim_v, statistic_stride(params), &entries},
+      parallel_for, num_threads);
 }
 
 }  // namespace cpu

@@ -9,8 +9,10 @@
 #include <array>
 #include <atomic>
 #include <new>
+#include <vector>
 
 #include "attention/cpu/backward_kernel.h"
+#include "attention/cpu/entries.h"
 #include "cpu/isa.h"
 
 namespace flashmoe {
@@ -29,9 +31,13 @@ const BackwardKernel& kernel_in_use() {
 
 int32_t divide_up(int32_t a, int32_t b) { return a / b + (a % b != 0); }
 
+using Entries = std::vector<attention::BackwardParams>;
+
 struct BackwardPlan {
-  BackwardPlan(const BackwardTask& whole, int num_threads)
+  // entries: null for a dense batch.
+  BackwardPlan(const BackwardTask& whole, const Entries* entries, int num_threads)
       : whole(whole),
+        entries(entries),
         params(*whole.params),
         kernel(kernel_in_use()),
         group(params.heads_q / params.heads_kv),
@@ -48,33 +54,62 @@ struct BackwardPlan {
     const int64_t rounds = (heads_kv + num_threads - 1) / num_threads;
     const int64_t fused = whole.with_dq ? (whole.with_dkv ? 5 : 3) : 4;
     const int64_t split = whole.with_dq && whole.with_dkv ? 7 : fused;
-    return rounds * fused * num_threads <= split * heads_kv;
+    return rounds * fused * num_threads <= split * heads_kv && !is_one_too_long(fused, split, num_threads);
+  }
+  // Whether the fused task of the longest entry would outlast the others.
+  bool is_one_too_long(int64_t fused, int64_t split, int num_threads) const {
+    if (entries == nullptr) return false;
+    int64_t longest = 0, sum = 0;
+    for (const attention::BackwardParams& entry : *entries) {
+      const int64_t scores = int64_t{entry.seq_q} * entry.seq_k;
+      longest = std::max(longest, scores);
+      sum += scores;
+    }
+    return longest * fused * num_threads > sum * params.heads_kv * split;
   }
 
-  // Of a causal problem the longest tasks come first: the first keys, the last rows.
-  BackwardTask task(TaskQueues::Task position) const {
-    BackwardTask task = whole;
-    task.batch = static_cast<int32_t>(position.group / params.heads_kv);
+  // Of a causal problem the longest tasks come first: the first keys, the last rows. False where a short entry has no such task.
+  bool make_task(TaskQueues::Task position, BackwardTask* result) const {
+    BackwardTask& task = *result = whole;
+    const auto batch = static_cast<int32_t>(position.group / params.heads_kv);
+    if (entries == nullptr) {
+      task.batch = batch;
+    } else {
+      task.params = &(*entries)[static_cast<size_t>(batch)];
+      task.row_end = task.params->seq_q;
+      task.key_end = task.params->seq_k;
+    }
     task.head_kv = static_cast<int32_t>(position.group % params.heads_kv);
     task.head_begin = task.head_kv * group;
     task.head_end = task.head_begin + group;
-    if (is_fused) return task;
+    if (is_fused) return true;
     if (position.index < key_tasks) {
       task.with_dq = false;
       task.key_begin = static_cast<int32_t>(position.index) * kBackwardKeys;
-      task.key_end = std::min(params.seq_k, task.key_begin + kBackwardKeys);
-    } else {
-      const int64_t index = position.index - key_tasks;
-      task.with_dkv = false;
-      task.head_begin += static_cast<int32_t>(index % group);
-      task.head_end = task.head_begin + 1;
-      task.row_begin = (row_tasks - 1 - static_cast<int32_t>(index / group)) * kSplitRows;
-      task.row_end = std::min(params.seq_q, task.row_begin + kSplitRows);
+      task.key_end = std::min(task.key_end, task.key_begin + kBackwardKeys);
+      return task.key_begin < task.key_end;
     }
-    return task;
+    const int64_t index = position.index - key_tasks;
+    task.with_dkv = false;
+    task.head_begin += static_cast<int32_t>(index % group);
+    task.head_end = task.head_begin + 1;
+    task.row_begin = (divide_up(task.row_end, kSplitRows) - 1 - static_cast<int32_t>(index / group)) * kSplitRows;
+    if (task.row_begin < 0) return false;
+    task.row_end = std::min(task.row_end, task.row_begin + kSplitRows);
+    return true;
+  }
+
+  // No task needs more than a fused one of the most rows has, or than one of dq and one of dk and dv.
+  size_t scratch_bytes() const {
+    BackwardTask task = whole;
+    task.head_end = is_fused ? group : 1;
+    if (is_fused) return kernel.scratch_bytes(task);
+    task.row_end = std::min(task.row_end, kSplitRows);
+    return kernel.scratch_bytes(task);
   }
 
   const BackwardTask& whole;
+  const Entries* entries;
   const attention::BackwardParams& params;
   const BackwardKernel& kernel;
   const int32_t group;     // query heads of a key head
@@ -94,17 +129,58 @@ void work(int64_t begin, int64_t, void* context) noexcept {
   thread_local Scratch kept;
   Scratch once;
   try {
-    // No task needs more than a fused one has, or than one of dq and one of dk and dv.
-    const int64_t last = plan.head_tasks - 1;
-    const size_t bytes =
-        std::max(plan.kernel.scratch_bytes(plan.task({0, 0})), plan.kernel.scratch_bytes(plan.task({0, last})));
+    const size_t bytes = plan.scratch_bytes();
     void* memory = (bytes > kKeptBytes ? once : kept).reserve(bytes);
     TaskQueues::Cursor cursor = plan.queues.cursor(begin);
     TaskQueues::Task position;
-    while (plan.queues.take(&cursor, &position)) plan.kernel.run(plan.task(position), memory);
+    BackwardTask task;
+    while (plan.queues.take(&cursor, &position)) {
+      if (plan.make_task(position, &task)) plan.kernel.run(task, memory);
+    }
   } catch (const std::bad_alloc&) {
     plan.out_of_memory = true;
   }
+}
+
+void compute(BackwardTask whole, const Entries* entries, ParallelFor parallel_for, int num_threads) {
+  const attention::BackwardParams& params = *whole.params;
+  whole.with_dq = params.dq != nullptr;
+  whole.with_dkv = params.dk != nullptr || params.dv != nullptr;
+  whole.row_end = params.seq_q;
+  whole.key_end = params.seq_k;
+  if (params.batch == 0 || params.heads_q == 0 || !(whole.with_dq || whole.with_dkv)) return;
+  BackwardPlan plan(whole, entries, num_threads);
+  if (plan.threads == 1) {
+    work(0, 1, &plan);
+  } else if (plan.threads > 1) {
+    parallel_for(0, plan.threads, 1, work, &plan);
+  }
+  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
+  if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
+}
+
+Entries make_entries(const attention::BackwardParams& params, ScalarType type) {
+  Entries entries(static_cast<size_t>(params.batch), params);
+  const int64_t stride = statistic_stride(params);
+  for (int32_t index = 0; index < params.batch; ++index) {
+    attention::BackwardParams& entry = entries[static_cast<size_t>(index)];
+    const EntryOffset at(params, type, index);
+    entry.batch = 1;
+    entry.seq_q = at.rows().length;
+    entry.seq_k = at.keys().length;
+    entry.q = at.row(params.q, params.q_stride);
+    entry.k = at.key(params.k, params.k_stride);
+    entry.v = at.key(params.v, params.v_stride);
+    entry.out = at.row(params.out, params.out_stride);
+    entry.dout = at.row(params.dout, params.dout_stride);
+    entry.lse = at.statistic(params.lse, stride);
+    entry.dlse = at.statistic(params.dlse, stride);
+    entry.dq = at.row(params.dq, params.dq_stride);
+    entry.dk = at.key(params.dk, params.dk_stride);
+    entry.dv = at.key(params.dv, params.dv_stride);
+    entry.band = at.band(params.band);
+  }
+  return entries;
 }
 
 }  // namespace
@@ -115,19 +191,22 @@ void attention_backward(const attention::BackwardParams& params, ScalarType type
   whole.params = &params;
   whole.type = type;
   whole.causal = causal;
-  whole.with_dq = params.dq != nullptr;
-  whole.with_dkv = params.dk != nullptr || params.dv != nullptr;
-  whole.row_end = params.seq_q;
-  whole.key_end = params.seq_k;
-  if (params.batch == 0 || params.heads_q == 0 || !(whole.with_dq || whole.with_dkv)) return;
-  BackwardPlan plan(whole, num_threads);
-  if (plan.threads == 1) {
-    work(0, 1, &plan);
-  } else if (plan.threads > 1) {
-    parallel_for(0, plan.threads, 1, work, &plan);
-  }
-  // Without memory a thread leaves its tasks to the others; only when none could work is anything left undone.
-  if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
+  whole.head_dim_v = params.head_dim;
+  whole.lse_stride = params.seq_q;
+  compute(whole, nullptr, parallel_for, num_threads);
+}
+
+void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type, ParallelFor parallel_for,
+                               int num_threads) {
+  const Entries entries = make_entries(params, type);
+  BackwardTask whole{};
+  whole.params = &params;
+  whole.type = type;
+  whole.causal = params.band.right == 0;
+  whole.head_dim_v = params.head_dim_v;
+  whole.lse_stride = statistic_stride(params);
+  whole.is_band = needs_band(params);
+  compute(whole, &entries, parallel_for, num_threads);
 }
 
 }  // namespace cpu

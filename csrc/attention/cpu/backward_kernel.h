@@ -12,7 +12,8 @@ namespace flashmoe {
 namespace cpu {
 
 // Query rows [row_begin, row_end) of query heads [head_begin, head_end) against keys [key_begin, key_end) of one (batch,
-// key head). With dq the keys are all keys; with dk and dv the rows are all rows of all heads that read the key head.
+// key head). With dq the keys are all keys; with dk and dv the rows are all rows of all heads that read the key head. Of a
+// ragged or banded batch each entry has parameters of its own, in which it is a batch of one.
 struct BackwardTask {
   const attention::BackwardParams* params;
   ScalarType type;
@@ -27,6 +28,9 @@ struct BackwardTask {
   int32_t row_end;
   int32_t key_begin;  // a multiple of kBackwardKeys
   int32_t key_end;
+  int32_t head_dim_v;
+  int64_t lse_stride;  // from head to head
+  bool is_band;        // params' band counts, instead of `causal`
 };
 
 // A block: three of its matrices of scores and the operands of head_dim 128 take half of a 1 MiB L2 cache.

@@ -20,6 +20,7 @@
 #include "attention/cpu/backward_kernel.h"
 #include "attention/cpu/forward_few_rows.h"
 #include "attention/cpu/mask.h"
+#include "attention/cpu/scores.h"
 #include "cpu/exp2.h"
 #include "cpu/gemm_strided.h"
 #include "cpu/rows.h"
@@ -38,32 +39,33 @@ constexpr int32_t kSumWords = 64;
 // row or of two: with words of one element both are the same memory.
 template <class T>
 struct BackwardScratch {
-  int64_t dim_stride;     // of anything with head_dim columns
-  int64_t packed_words;   // of head_dim, in k_t and v_t
-  float* q_rows;          // [rows, head_dim]
-  float* q_columns;       // the same
-  float* dout_rows;       // [rows, head_dim]
-  float* dout_columns;    // the same
-  float* k_t;             // [pair of vectors of keys, words of head_dim, kPairColumns]
-  float* v_t;             // the same
-  float* k_columns;       // [keys, head_dim]
-  float* scores;          // [rows, keys]: S, and P in its place where a word is an element
-  float* dscores;         // the same: dP, dS
-  float* p_columns;       // [rows, keys]
-  float* ds_columns;      // the same
-  float* ds_rows;         // the same
-  float* dk;              // [keys, head_dim] fp32 sums
-  float* dv;              // the same
-  float* dq;              // [heads, rows, head_dim] of the task: fp32 sums
-  float* lse;             // [rows]; +inf of a row that sees no key, so that its P is 0
-  float* row_term;        // [rows]
-  float* row_terms;       // [heads, rows] of the task: all of them, from the first block of keys on
-  float* square;          // as score_row needs it
+  int64_t dim_stride;    // of anything with head_dim columns
+  int64_t packed_words;  // of the larger head_dim, in k_t and v_t
+  float* q_rows;         // [rows, head_dim]
+  float* q_columns;      // the same
+  float* dout_rows;      // [rows, head_dim]
+  float* dout_columns;   // the same
+  float* k_t;            // [pair of vectors of keys, words of head_dim, kPairColumns]
+  float* v_t;            // the same
+  float* k_columns;      // [keys, head_dim]
+  float* scores;         // [rows, keys]: S, and P in its place where a word is an element
+  float* dscores;        // the same: dP, dS
+  float* p_columns;      // [rows, keys]
+  float* ds_columns;     // the same
+  float* ds_rows;        // the same
+  float* dk;             // [keys, head_dim] fp32 sums
+  float* dv;             // the same
+  float* dq;             // [heads, rows, head_dim] of the task: fp32 sums
+  float* lse;            // [rows]; +inf of a row that sees no key, so that its P is 0
+  float* row_term;       // [rows]
+  float* row_terms;      // [heads, rows] of the task: all of them, from the first block of keys on
+  float* square;         // as score_row needs it
+  float* slopes;         // [rows, keys], of a softcap
   size_t bytes;
 
   BackwardScratch(void* base, const BackwardTask& task) {
     constexpr bool kIsPair = kWordElements<T> == 2;
-    const int32_t head_dim = task.params->head_dim;
+    const int32_t head_dim = task.params->head_dim > task.head_dim_v ? task.params->head_dim : task.head_dim_v;
     Arena arena(base);
     dim_stride = round_up(head_dim, kPairColumns) + 16;
     packed_words = round_up(word_count<T>(head_dim), Vector::kWidth);
@@ -84,6 +86,7 @@ struct BackwardScratch {
     lse = arena.take<float>(kBackwardRows);
     row_term = arena.take<float>(kBackwardRows);
     square = arena.take<float>(int64_t{2} * Vector::kWidth * Vector::kWidth);
+    slopes = arena.take<float>(task.is_band ? kBackwardRows * kScoreStride : 0);
     const int64_t rows = int64_t{task.head_end - task.head_begin} * (task.row_end - task.row_begin);
     row_terms = arena.take<float>(rows);
     dq = arena.take<float>(task.with_dq ? rows * dim_stride : 0);
@@ -91,7 +94,8 @@ struct BackwardScratch {
   }
 };
 
-template <class T>
+// MaskOf: Mask, or BandMask, with which all of a band counts.
+template <class T, class MaskOf>
 class Backward {
  public:
   Backward(const BackwardTask& task, void* memory)
@@ -99,15 +103,21 @@ class Backward {
         params_(*task.params),
         mask_(task),
         s_(memory, task),
-        scale_(Vector::broadcast(params_.scale)),
+        dim_(params_.head_dim),
+        dim_v_(task.head_dim_v),
+        scale_(Vector::broadcast(MaskOf::kIsBand ? scale_of_band(params_).natural : params_.scale)),
         scores_by_row_(std::is_same_v<T, float> && params_.seq_q <= kFewRows),
-        is_one_block_(params_.seq_k <= kBackwardKeys) {}
+        is_one_block_(params_.seq_k <= kBackwardKeys && !(MaskOf::kIsBand && params_.band.sinks != nullptr)) {}
 
   void run() {
-    int32_t key_end = task_.key_end;
-    if (!task_.with_dkv) key_end = mask_.keys(task_.row_begin, task_.row_end - task_.row_begin).end;
+    int32_t key_begin = task_.key_begin, key_end = task_.key_end;
+    if (!task_.with_dkv) {
+      const KeyRange seen = mask_.keys(task_.row_begin, task_.row_end - task_.row_begin);
+      key_begin = seen.begin / kBackwardKeys * kBackwardKeys;
+      key_end = seen.end;
+    }
     if (task_.with_dq) clear(s_.dq, int64_t{task_.head_end - task_.head_begin} * task_rows());
-    for (key_ = task_.key_begin; key_ < key_end; key_ += kBackwardKeys) {
+    for (key_ = key_begin; key_ < key_end; key_ += kBackwardKeys) {
       keys_ = clamp(int64_t{key_end} - key_, 0, kBackwardKeys);
       pack_keys();
       for (int32_t head = task_.head_begin; head < task_.head_end; ++head) {
@@ -116,11 +126,11 @@ class Backward {
         }
       }
       if (!task_.with_dkv) continue;
-      store(s_.dk, keys_, params_.scale, params_.dk, params_.dk_stride, task_.head_kv, key_);
-      store(s_.dv, keys_, 1.0f, params_.dv, params_.dv_stride, task_.head_kv, key_);
+      store(s_.dk, keys_, dim_, params_.scale, params_.dk, params_.dk_stride, task_.head_kv, key_);
+      store(s_.dv, keys_, dim_v_, 1.0f, params_.dv, params_.dv_stride, task_.head_kv, key_);
     }
     for (int32_t head = task_.head_begin; task_.with_dq && head < task_.head_end; ++head) {
-      store(dq(head, task_.row_begin), task_rows(), params_.scale, params_.dq, params_.dq_stride, head,
+      store(dq(head, task_.row_begin), task_rows(), dim_, params_.scale, params_.dq, params_.dq_stride, head,
             task_.row_begin);
     }
   }
@@ -130,6 +140,10 @@ class Backward {
   using Word =
       std::conditional_t<kElements == 2, T, float>;  // all words of one element are multiplied by the same code
 
+  // Where the log-sum-exp of a row is, and its gradient.
+  int64_t statistic(int32_t head, int32_t row) const {
+    return (int64_t{task_.batch} * params_.heads_q + head) * task_.lse_stride + row;
+  }
   int32_t task_rows() const { return task_.row_end - task_.row_begin; }
   float* dq(int32_t head, int64_t row) const {
     return s_.dq + (int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin) * s_.dim_stride;
@@ -143,17 +157,16 @@ class Backward {
   }
 
   // Sums of `rows` rows to the tensor's, from `row` on; none where nobody wants them.
-  void store(const float* sums, int32_t rows, float factor, void* tensor, attention::Strides stride, int32_t head,
-             int32_t row) const {
+  void store(const float* sums, int32_t rows, int32_t dim, float factor, void* tensor, attention::Strides stride,
+             int32_t head, int32_t row) const {
     if (tensor == nullptr) return;
     T* dst = const_cast<T*>(row_of(tensor, stride, head, row));
     for (int32_t i = 0; i < rows; ++i, dst += stride.row, sums += s_.dim_stride) {
-      store_row(sums, params_.head_dim, Vector::broadcast(factor), dst);
+      store_row(sums, dim, Vector::broadcast(factor), dst);
     }
   }
 
   void pack_keys() const {
-    const int32_t head_dim = params_.head_dim;
     const T *k[kBackwardKeys], *v[kBackwardKeys];
     for (int32_t i = 0; i < keys_; ++i) {
       k[i] = row_of(params_.k, params_.k_stride, task_.head_kv, int64_t{key_} + i);
@@ -162,28 +175,28 @@ class Backward {
     for (int32_t i = 0; i < round_up(keys_, kPairColumns); i += Vector::kWidth) {
       const int32_t count = clamp(keys_ - i, 0, Vector::kWidth);
       const int64_t at = i / kPairColumns * s_.packed_words * kPairColumns + i % kPairColumns;
-      pack_transposed(k + i, count, 0, head_dim, s_.k_t + at, kPairColumns);
-      pack_transposed(v + i, count, 0, head_dim, s_.v_t + at, kPairColumns);
+      pack_transposed(k + i, count, 0, dim_, s_.k_t + at, kPairColumns);
+      pack_transposed(v + i, count, 0, dim_v_, s_.v_t + at, kPairColumns);
     }
-    if (task_.with_dq || scores_by_row_) pack_as_columns(k, keys_, s_.k_columns);
+    if (task_.with_dq || scores_by_row_) pack_as_columns(k, keys_, dim_, s_.k_columns);
     if (!task_.with_dkv) return;
     clear(s_.dk, keys_);
     clear(s_.dv, keys_);
   }
 
-  void pack_as_columns(const T* const* rows, int32_t count, float* dst) const {
-    for (int32_t dim = 0; dim < params_.head_dim; dim += Vector::kWidth) {
-      pack_columns(rows, count, dim, params_.head_dim - dim, dst + dim, s_.dim_stride);
+  void pack_as_columns(const T* const* rows, int32_t count, int32_t head_dim, float* dst) const {
+    for (int32_t dim = 0; dim < head_dim; dim += Vector::kWidth) {
+      pack_columns(rows, count, dim, head_dim - dim, dst + dim, s_.dim_stride);
     }
   }
 
   // sums[i] = a[i] . b[i], added in the order of add_block's dP. The blocks' scores are not there yet: their memory is used.
   void multiply_rows(const T* const* a, const T* const* b, int32_t rows, float* sums) const {
-    const int32_t dim_words = word_count<T>(params_.head_dim);
+    const int32_t dim_words = word_count<T>(dim_v_);
     for (int32_t i = 0; i < rows; i += Vector::kWidth) {
       const int32_t count = clamp(rows - i, 0, Vector::kWidth);
-      pack_transposed(a + i, count, 0, params_.head_dim, s_.scores, Vector::kWidth);
-      pack_transposed(b + i, count, 0, params_.head_dim, s_.dscores, Vector::kWidth);
+      pack_transposed(a + i, count, 0, dim_v_, s_.scores, Vector::kWidth);
+      pack_transposed(b + i, count, 0, dim_v_, s_.dscores, Vector::kWidth);
       Vector::Float total = Vector::zero();
       for (int32_t begin = 0; begin < dim_words; begin += kSumWords) {
         Vector::Float sum = Vector::zero();
@@ -197,31 +210,36 @@ class Backward {
     }
   }
 
+  // rowsum(dO * O) - dlse of each row. Every row that sees a key of this task sees one of the first block, unless a band hides
+  // that from it.
+  void find_row_terms(const T* const* dout, int32_t head, int32_t row, int32_t rows) const {
+    float* kept = s_.row_terms + int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin;
+    if (MaskOf::kIsBand || key_ == task_.key_begin) {
+      const T* out[kBackwardRows];
+      for (int32_t i = 0; i < rows; ++i) out[i] = row_of(params_.out, params_.out_stride, head, int64_t{row} + i);
+      multiply_rows(dout, out, rows, s_.row_term);
+      const float* dlse = params_.dlse == nullptr ? nullptr : params_.dlse + statistic(head, row);
+      for (int32_t i = 0; i < rows; ++i) kept[i] = dlse == nullptr ? s_.row_term[i] : s_.row_term[i] - dlse[i];
+    }
+    memcpy(s_.row_term, kept, static_cast<size_t>(rows) * sizeof(float));
+  }
+
   // Q, dO and the two numbers of each row. A word's second row past the last is zero.
   void pack_query_rows(int32_t head, int32_t row, int32_t rows) const {
-    const T *q[kBackwardRows], *dout[kBackwardRows], *out[kBackwardRows];
-    const int64_t first = (int64_t{task_.batch} * params_.heads_q + head) * params_.seq_q + row;
+    const T *q[kBackwardRows], *dout[kBackwardRows];
     for (int32_t i = 0; i < rows; ++i) {
       q[i] = row_of(params_.q, params_.q_stride, head, int64_t{row} + i);
       dout[i] = row_of(params_.dout, params_.dout_stride, head, int64_t{row} + i);
-      const float lse = params_.lse[first + i];
+      const float lse = params_.lse[statistic(head, row) + i];
       s_.lse[i] = lse == kMinusInfinity ? -kMinusInfinity : lse;
-      out[i] = row_of(params_.out, params_.out_stride, head, int64_t{row} + i);
     }
-    float* row_terms = s_.row_terms + int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin;
-    if (key_ == task_.key_begin && !is_one_block_) {  // every row that sees a key of this task sees one of the first block
-      multiply_rows(dout, out, rows, s_.row_term);
-      for (int32_t i = 0; i < rows; ++i) {
-        row_terms[i] = params_.dlse == nullptr ? s_.row_term[i] : s_.row_term[i] - params_.dlse[first + i];
-      }
-    }
-    if (!is_one_block_) memcpy(s_.row_term, row_terms, static_cast<size_t>(rows) * sizeof(float));
-    pack_rows(q, rows, 0, params_.head_dim, s_.q_rows, s_.dim_stride);
-    pack_rows(dout, rows, 0, params_.head_dim, s_.dout_rows, s_.dim_stride);
+    if (MaskOf::kIsBand || !is_one_block_) find_row_terms(dout, head, row, rows);
+    pack_rows(q, rows, 0, dim_, s_.q_rows, s_.dim_stride);
+    pack_rows(dout, rows, 0, dim_v_, s_.dout_rows, s_.dim_stride);
     if (kElements == 1) return;
     if (task_.with_dkv) {
-      pack_as_columns(q, rows, s_.q_columns);
-      pack_as_columns(dout, rows, s_.dout_columns);
+      pack_as_columns(q, rows, dim_, s_.q_columns);
+      pack_as_columns(dout, rows, dim_v_, s_.dout_columns);
     }
     if (rows % 2 == 0) return;
     clear(s_.q_rows + rows * s_.dim_stride, 1);
@@ -231,22 +249,23 @@ class Backward {
 
   // S as the forward pass computes it for few rows of fp32, whose sums it takes in another order.
   void score_by_row(int32_t rows, int32_t columns) const {
-    const int32_t padded_dim = round_up(params_.head_dim, Vector::kWidth);
+    const StridedRows<float> k{s_.k_columns, s_.dim_stride};
     for (int32_t i = 0; i < rows; ++i) {
       float* scores = s_.scores + i * kScoreStride;
-      score_row(s_.q_rows + i * s_.dim_stride, s_.k_columns, s_.dim_stride, keys_, padded_dim, s_.square, scores);
+      score_row(s_.q_rows + i * s_.dim_stride, k, keys_, round_up(dim_, Vector::kWidth), s_.square, scores);
       for (int32_t key = keys_; key < columns; ++key) scores[key] = 0.0f;
     }
   }
 
   // The contributions of `rows` query rows and this block of keys to one another.
   void add_block(int32_t head, int32_t row, int32_t rows) const {
-    const BlockMask mask = mask_.block(row, key_, keys_);
+    const auto mask = mask_.block(row, key_, keys_);
     const int32_t keys = mask.keys_of_any(rows).end;
     if (keys == 0) return;
     pack_query_rows(head, row, rows);
     const int32_t whole_rows = round_up(rows, kElements), columns = round_up(keys, kPairColumns);
-    const int32_t dim_words = word_count<T>(params_.head_dim), dim_columns = round_up(params_.head_dim, kPairColumns);
+    const int32_t dim_words = word_count<T>(dim_), dim_columns = round_up(dim_, kPairColumns);
+    const int32_t dim_words_v = word_count<T>(dim_v_), dim_columns_v = round_up(dim_v_, kPairColumns);
     const int64_t pair_stride = s_.packed_words * kPairColumns;
     if (scores_by_row_) {
       score_by_row(rows, columns);
@@ -254,10 +273,15 @@ class Backward {
       multiply_strided<Word>({s_.q_rows, s_.dim_stride, 1}, whole_rows, {s_.k_t, kPairColumns, pair_stride}, dim_words,
                              columns, false, s_.scores, kScoreStride);
     }
-    for (int32_t word = 0; word < dim_words; word += kSumWords) {
+    for (int32_t word = 0; word < dim_words_v; word += kSumWords) {
       multiply_strided<Word>({s_.dout_rows + word, s_.dim_stride, 1}, whole_rows,
                              {s_.v_t + word * kPairColumns, kPairColumns, pair_stride},
-                             clamp(dim_words - word, 0, kSumWords), columns, word > 0, s_.dscores, kScoreStride);
+                             clamp(dim_words_v - word, 0, kSumWords), columns, word > 0, s_.dscores, kScoreStride);
+    }
+    if constexpr (MaskOf::kIsBand) {
+      const bool is_finite = are_finite(rows, columns);
+      apply_score_function(head, row, rows, keys);
+      if (!is_finite) return add_seen_keys(head, row, rows, mask);
     }
     if (is_one_block_) average_dscores(mask, head, row, rows, columns);
     if (!weigh(mask, rows, columns) && rows > 1) {  // 0 * NaN is NaN: one row sees all of its keys
@@ -267,7 +291,7 @@ class Backward {
     if (task_.with_dkv) {
       const int32_t row_words = word_count<T>(rows);
       multiply_strided<Word>({s_.p_columns, 1, kScoreStride}, keys, {s_.dout_columns, s_.dim_stride, kPairColumns},
-                             row_words, dim_columns, true, s_.dv, s_.dim_stride);
+                             row_words, dim_columns_v, true, s_.dv, s_.dim_stride);
       multiply_strided<Word>({s_.ds_columns, 1, kScoreStride}, keys, {s_.q_columns, s_.dim_stride, kPairColumns},
                              row_words, dim_columns, true, s_.dk, s_.dim_stride);
     }
@@ -280,36 +304,97 @@ class Backward {
 
   // log2 of P.
   Vector::Float exponent(int32_t row, int32_t column) const {
-    const Vector::Float score = Vector::load(s_.scores + row * kScoreStride + column);
+    return exponent(row, Vector::load(s_.scores + row * kScoreStride + column));
+  }
+  Vector::Float exponent(int32_t row, Vector::Float score) const {
     const Vector::Float scaled = rounded(Vector::mul(score, scale_));
     return Vector::mul(Vector::sub(scaled, Vector::broadcast(s_.lse[row])), Vector::broadcast(kLog2E));
   }
 
   // The row terms of rows that see no key outside of this block.
-  void average_dscores(BlockMask mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
-    const int64_t first = (int64_t{task_.batch} * params_.heads_q + head) * params_.seq_q + row;
+  template <class BlockMaskOf>
+  void average_dscores(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
     for (int32_t i = 0; i < rows; ++i) {
-      const int32_t end = mask.keys_of(i).end;
+      const KeyRange seen = mask.keys_of(i);
       Vector::Float weights = Vector::zero(), products = Vector::zero();
       for (int32_t column = 0; column < columns; column += Vector::kWidth) {
         const Vector::Float dscore = Vector::load(s_.dscores + i * kScoreStride + column);
-        const Vector::Float p = Vector::from_lane(end - column, Vector::zero(), exp2<ExpDegree<T>::value>(exponent(i, column)));
+        Vector::Float p = exp2<ExpDegree<T>::value>(exponent(i, column));
+        p = Vector::from_lane(seen.end - column, Vector::zero(), p);
+        if (MaskOf::kIsBand) p = Vector::from_lane(seen.begin - column, p, Vector::zero());
         weights = Vector::add(weights, p);
-        products = Vector::fma(p, Vector::from_lane(end - column, Vector::zero(), dscore), products);
+        products = Vector::fma(p, Vector::from_lane(seen.end - column, Vector::zero(), dscore), products);
       }
       const float weight = sum_of_lanes(weights);
       const float mean = weight == 0.0f ? 0.0f : sum_of_lanes(products) / weight;
-      s_.row_term[i] = params_.dlse == nullptr ? mean : mean - params_.dlse[first + i];
+      s_.row_term[i] = params_.dlse == nullptr ? mean : mean - params_.dlse[statistic(head, row) + i];
     }
   }
 
+  // Whether a band's block can be multiplied: all of S and dP are finite.
+  bool are_finite(int32_t rows, int32_t columns) const {
+    Vector::Float sum = Vector::zero();  // of 0 * x, which is not 0 for NaN and Inf
+    for (int32_t row = 0; row < rows; ++row) {
+      for (int32_t column = 0; column < columns; column += Vector::kWidth) {
+        const int64_t at = row * kScoreStride + column;
+        sum = Vector::fma(Vector::load(s_.scores + at), Vector::zero(), sum);
+        sum = Vector::fma(Vector::load(s_.dscores + at), Vector::zero(), sum);
+      }
+    }
+    return !Vector::any_differs(sum, Vector::zero());
+  }
+
+  void apply_score_function(int32_t head, int32_t row, int32_t rows, int32_t keys) const {
+    const ScoreFunction<T> score_function(params_.band, head);
+    if (!score_function.has_softcap() && !score_function.has_mask()) return;
+    for (int32_t i = 0; i < rows; ++i) {
+      score_function.apply(int64_t{row} + i, key_, keys, s_.scores + i * kScoreStride, s_.slopes + i * kScoreStride);
+    }
+  }
+
+  // The contributions of a band's block key by key, without those that a row does not see: they may hold NaN. Slow.
+  void add_seen_keys(int32_t head, int32_t row, int32_t rows, BandBlockMask mask) const {
+    constexpr int32_t kMaxPadded = 256 + Vector::kWidth;
+    float q[kMaxPadded], dout[kMaxPadded], k[kMaxPadded], lanes[Vector::kWidth];
+    const Vector::Float one = Vector::broadcast(1.0f);
+    for (int32_t i = 0; i < rows; ++i) {
+      load_row(row_of(params_.q, params_.q_stride, head, int64_t{row} + i), dim_, q, one);
+      load_row(row_of(params_.dout, params_.dout_stride, head, int64_t{row} + i), dim_v_, dout, one);
+      const KeyRange seen = mask.keys_of(i);
+      for (int32_t key = seen.begin; key < seen.end; ++key) {
+        const int64_t at = i * kScoreStride + key;
+        if (s_.scores[at] == kMinusInfinity) continue;
+        Vector::store(lanes, exp2<kExpDegreeFull>(exponent(i, Vector::broadcast(s_.scores[at]))));
+        const float p = lanes[0], slope = has_softcap() ? s_.slopes[at] : 1.0f;
+        const float ds = p * (s_.dscores[at] - s_.row_term[i]) * slope;
+        if (task_.with_dkv) {
+          add_scaled(p, dout, dim_v_, s_.dv + key * s_.dim_stride);
+          add_scaled(ds, q, dim_, s_.dk + key * s_.dim_stride);
+        }
+        if (task_.with_dq) {
+          load_row(row_of(params_.k, params_.k_stride, task_.head_kv, int64_t{key_} + key), dim_, k, one);
+          add_scaled(ds, k, dim_, dq(head, int64_t{row} + i));
+        }
+      }
+    }
+  }
+
+  static void add_scaled(float factor, const float* from, int32_t count, float* to) {
+    for (int32_t i = 0; i < count; ++i) to[i] += factor * from[i];
+  }
+
+  bool has_softcap() const { return MaskOf::kIsBand && params_.band.score_factor > 0.0f; }
+
   // S and dP to P and dS, zero where a row does not see a key. Whether all of those hidden scores were finite: else an
-  // operand holds NaN or Inf that must not be multiplied by the zero.
-  bool weigh(BlockMask mask, int32_t rows, int32_t columns) const {
+  // operand holds NaN or Inf that must not be multiplied by the zero. A band's scores have been looked at before.
+  template <class BlockMaskOf>
+  bool weigh(BlockMaskOf mask, int32_t rows, int32_t columns) const {
     Vector::Float hidden = Vector::zero();  // sum of 0 * x, which is not 0 for NaN and Inf
     for (int32_t row = 0; row < rows; row += kElements) {
-      int32_t ends[2] = {mask.keys_of(row).end, row + 1 < rows ? mask.keys_of(row + 1).end : 0};
-      const int32_t seen_by_all = kElements == 2 && ends[1] < ends[0] ? ends[1] : ends[0];
+      const KeyRange seen[2] = {mask.keys_of(row), row + 1 < rows ? mask.keys_of(row + 1) : KeyRange{0, 0}};
+      const bool is_pair = kElements == 2;
+      const int32_t all_begin = is_pair && seen[1].begin > seen[0].begin ? seen[1].begin : seen[0].begin;
+      const int32_t all_end = is_pair && seen[1].end < seen[0].end ? seen[1].end : seen[0].end;
       for (int32_t column = 0; column < columns; column += kPairColumns) {
         constexpr int kCount = kElements * kPairVectors;
         Vector::Float p[kCount], ds[kCount];
@@ -323,14 +408,23 @@ class Backward {
           const int32_t r = row + i / kPairVectors;
           const float* dscore = s_.dscores + r * kScoreStride + column + i % kPairVectors * Vector::kWidth;
           ds[i] = Vector::mul(p[i], Vector::sub(Vector::load(dscore), Vector::broadcast(s_.row_term[r])));
+          if (MaskOf::kIsBand && has_softcap())
+            ds[i] = Vector::mul(ds[i], Vector::load(s_.slopes + (dscore - s_.dscores)));
         }
-        if (column + kPairColumns > seen_by_all) {
+        if (column + kPairColumns > all_end || (MaskOf::kIsBand && column < all_begin)) {
           for (int i = 0; i < kCount; ++i) {
-            const int32_t first_lane = ends[i / kPairVectors] - column - i % kPairVectors * Vector::kWidth;
-            const int64_t at = (row + i / kPairVectors) * kScoreStride + column + i % kPairVectors * Vector::kWidth;
-            const Vector::Float either = Vector::fma(Vector::load(s_.scores + at), Vector::zero(),
-                                                     Vector::mul(Vector::load(s_.dscores + at), Vector::zero()));
-            hidden = Vector::add(Vector::from_lane(first_lane, either, Vector::zero()), hidden);
+            const int32_t first = column + i % kPairVectors * Vector::kWidth;
+            const int32_t first_lane = seen[i / kPairVectors].end - first;
+            if constexpr (MaskOf::kIsBand) {
+              const int32_t begin_lane = seen[i / kPairVectors].begin - first;
+              p[i] = Vector::from_lane(begin_lane, p[i], Vector::zero());
+              ds[i] = Vector::from_lane(begin_lane, ds[i], Vector::zero());
+            } else {
+              const int64_t at = (row + i / kPairVectors) * kScoreStride + first;
+              const Vector::Float either = Vector::fma(Vector::load(s_.scores + at), Vector::zero(),
+                                                       Vector::mul(Vector::load(s_.dscores + at), Vector::zero()));
+              hidden = Vector::add(Vector::from_lane(first_lane, either, Vector::zero()), hidden);
+            }
             p[i] = Vector::from_lane(first_lane, Vector::zero(), p[i]);
             ds[i] = Vector::from_lane(first_lane, Vector::zero(), ds[i]);
           }
@@ -354,8 +448,10 @@ class Backward {
 
   const BackwardTask& task_;
   const attention::BackwardParams& params_;
-  const Mask mask_;
+  const MaskOf mask_;
   const BackwardScratch<T> s_;
+  const int32_t dim_;
+  const int32_t dim_v_;
   const Vector::Float scale_;
   const bool scores_by_row_;
   const bool is_one_block_;
@@ -363,14 +459,19 @@ class Backward {
   int32_t keys_ = 0;  // and how many
 };
 
+template <class T>
+inline void backward_as(const BackwardTask& task, void* memory) {
+  return task.is_band ? Backward<T, BandMask>(task, memory).run() : Backward<T, Mask>(task, memory).run();
+}
+
 inline void backward_simd(const BackwardTask& task, void* memory) {
   switch (task.type) {
     case ScalarType::kFloat32:
-      return Backward<float>(task, memory).run();
+      return backward_as<float>(task, memory);
     case ScalarType::kFloat16:
-      return Backward<Half>(task, memory).run();
+      return backward_as<Half>(task, memory);
     case ScalarType::kBFloat16:
-      return Backward<BFloat16>(task, memory).run();
+      return backward_as<BFloat16>(task, memory);
   }
 }
 

@@ -1,5 +1,5 @@
-// The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows and what amx_forward.h gives up with vectors, as
-// avx512. docs/kernels/cpu.md has the measurements.
+// The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows, bands, unequal head dims and what amx_forward.h gives up
+// with vectors, as avx512. docs/kernels/cpu.md has the measurements.
 //
 // The target is set here, not by compiler flags, so that all host files are compiled alike; it must come before the
 // intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
@@ -29,7 +29,8 @@ void forward_amx(const Task& task, void* memory) {
 }
 
 void run_amx(const Task& task, void* memory) {
-  if (task.type == ScalarType::kFloat32 || task.params->seq_q <= kFewRows) return run_simd(task, memory);
+  const bool is_plain = !task.is_band && task.head_dim_v == task.params->head_dim;
+  if (task.type == ScalarType::kFloat32 || task.params->seq_q <= kFewRows || !is_plain) return run_simd(task, memory);
   return task.type == ScalarType::kFloat16 ? forward_amx<Half>(task, memory) : forward_amx<BFloat16>(task, memory);
 }
 

@@ -12,6 +12,7 @@
 
 #include "attention/cpu/mask.h"
 #include "attention/cpu/operands.h"
+#include "attention/cpu/scores.h"
 #include "attention/cpu/softmax.h"
 #include "cpu/rows.h"
 
@@ -167,6 +168,23 @@ inline void accumulate_visible_output(const float* p_t, const float* v, int64_t 
   }
 }
 
+// The same where a band hides keys: a weight of 0 leaves the row alone. Slow, too.
+inline void accumulate_weighted_output(const float* p_t, const float* v, int64_t v_stride, int32_t keys,
+                                       int32_t head_dim, const float* alpha, float* out_t) {
+  accumulate_output(p_t, v, v_stride, 0, head_dim, alpha, out_t);
+  for (int32_t key = 0; key < keys; ++key) {
+    for (int32_t dim = 0; dim < head_dim; ++dim) {
+      for (int c = 0; c < kBlockVectors; ++c) {
+        float* p = out_t + int64_t{dim} * kBlockRows + c * Vector::kWidth;
+        const Vector::Float weight = Vector::load(p_t + int64_t{key} * kBlockRows + c * Vector::kWidth);
+        const Vector::Float before = Vector::load(p);
+        const Vector::Float after = Vector::fma(weight, Vector::broadcast(v[key * v_stride + dim]), before);
+        Vector::store(p, Vector::where_equal(weight, Vector::zero(), before, after));
+      }
+    }
+  }
+}
+
 // Turns scores_t into weights, in place, and updates the state.
 template <int kDegree>
 inline void softmax_in_place(float* scores_t, int32_t keys, float scale_log2, SoftmaxState state) {
@@ -244,6 +262,7 @@ struct SimdScratch {
   float* buffer;    // [kBlockRows, padded_dim]
   float* k;         // [kBlockKeys, padded_dim]
   float* v;         // [kBlockKeys, padded_dim]
+  float* values;    // [kBlockRows, kBlockKeys], of a mask tensor
   size_t bytes;
 
   SimdScratch(void* base, int32_t row_blocks, int32_t padded_dim) {
@@ -257,6 +276,7 @@ struct SimdScratch {
     buffer = arena.take<float>(int64_t{kBlockRows} * padded_dim);
     k = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
     v = arena.take<float>(int64_t{kBlockKeys} * padded_dim);
+    values = arena.take<float>(int64_t{kBlockRows} * kBlockKeys);
     bytes = arena.used();
   }
 
@@ -292,57 +312,147 @@ inline Fp32Rows fp32_rows(const float* src, int64_t stride, int32_t rows, int32_
   return {buffer, padded_dim};
 }
 
+// A block of K or V that may lie in pages: as it lies, where its rows are a stride apart, or gathered.
 template <class T>
-void forward_simd(const Task& task, void* memory) {
-  const attention::ForwardParams& params = *task.params;
-  const Operands<T> operands(task);
-  const int32_t head_dim = params.head_dim;
-  const int32_t padded_dim = round_up(head_dim, Vector::kWidth);
-  const int32_t row_blocks = row_block_count(task.row_end - task.row_begin);
-  const SimdScratch scratch(memory, row_blocks, padded_dim);
-  const Scale scale = make_scale(params.scale);
-  const int64_t block_floats = int64_t{padded_dim} * kBlockRows;
-
-  for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
-    const int32_t row = task.row_begin + row_block * kBlockRows;
-    pack_row_block(operands.q + row * params.q_stride.row, params.q_stride.row,
-                   clamp(task.row_end - row, 0, kBlockRows), head_dim, padded_dim, scale.q_factor, scratch.buffer,
-                   scratch.q_t + row_block * block_floats);
-    clear_state(scratch.state(row_block));
+inline Fp32Rows block_rows(const T* first, const attention::Strides& stride, const attention::Batch& entries,
+                           int32_t key, int32_t keys, int32_t head_dim, int32_t padded_dim, bool read_often,
+                           float* buffer) {
+  const T* rows[kBlockKeys] = {};
+  const bool is_whole = entries.block_table == nullptr || key % entries.page_size + keys <= entries.page_size;
+  find_rows(first, stride, entries, key, is_whole ? 1 : keys, rows);
+  if (is_whole) return fp32_rows(rows[0], stride.row, keys, head_dim, padded_dim, read_often, buffer);
+  for (int32_t i = 0; i < keys; ++i) {
+    load_row(rows[i], head_dim, buffer + int64_t{i} * padded_dim, Vector::broadcast(1.0f));
   }
-  memset(scratch.out_t, 0, static_cast<size_t>(row_blocks * block_floats) * sizeof(float));
+  return {buffer, padded_dim};
+}
 
-  const Mask mask(task);
-  const int32_t key_end = mask.keys(task.row_begin, task.row_end - task.row_begin).end;
-  for (int32_t key = 0; key < key_end; key += kBlockKeys) {
-    const int32_t keys = clamp(int64_t{key_end} - key, 0, kBlockKeys);
-    const Fp32Rows k = fp32_rows(operands.k + key * params.k_stride.row, params.k_stride.row, keys, head_dim,
-                                 padded_dim, row_blocks > 1, scratch.k);
-    const Fp32Rows v = fp32_rows(operands.v + key * params.v_stride.row, params.v_stride.row, keys, head_dim,
-                                 padded_dim, row_blocks > 1, scratch.v);
-    for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
-      const BlockMask block_mask = mask.block(task.row_begin + row_block * kBlockRows, key, keys);
-      const KeyRange any = block_mask.keys_of_any(kBlockRows), all = block_mask.keys_of_all(kBlockRows);
-      if (any.end == 0) continue;
-      const SoftmaxState state = scratch.state(row_block);
-      compute_scores(scratch.q_t + row_block * block_floats, k.data, k.stride, any.end, head_dim, scratch.scores_t);
-      mask_scores(scratch.scores_t, block_mask);
-      softmax_in_place<ExpDegree<T>::value>(scratch.scores_t, any.end, scale.log2, state);
-      float* out_t = scratch.out_t + row_block * block_floats;
-      if (rows_are_finite(v.data + all.end * v.stride, v.stride, any.end - all.end, head_dim)) {
-        accumulate_output(scratch.scores_t, v.data, v.stride, any.end, head_dim, state.alpha, out_t);
+// One task. MaskOf: Mask, or BandMask, with which all of a band counts.
+template <class T, class MaskOf>
+class SimdForward {
+ public:
+  SimdForward(const Task& task, void* memory)
+      : task_(task),
+        params_(*task.params),
+        operands_(task),
+        mask_(task),
+        score_function_(params_.band, task.head_q),
+        dim_(params_.head_dim),
+        dim_v_(task.head_dim_v),
+        padded_dim_(round_up(dim_, Vector::kWidth)),
+        padded_dim_v_(round_up(dim_v_, Vector::kWidth)),
+        row_blocks_(row_block_count(task.row_end - task.row_begin)),
+        s_(memory, row_blocks_, padded_dim_ > padded_dim_v_ ? padded_dim_ : padded_dim_v_),
+        scale_(MaskOf::kIsBand ? scale_of_band(params_) : make_scale(params_.scale)) {}
+
+  void run() const {
+    const RowStart start =
+        MaskOf::kIsBand ? start_of_row(params_.band, task_.head_q, scale_) : RowStart{kMinusInfinity, 0.0f};
+    for (int32_t block = 0; block < row_blocks_; ++block) {
+      const int32_t row = first_row(block);
+      pack_row_block(operands_.q + row * params_.q_stride.row, params_.q_stride.row, height(block), dim_, padded_dim_,
+                     scale_.q_factor, s_.buffer, q_t(block));
+      set_state(s_.state(block), start.max, start.sum);
+    }
+    memset(s_.out_t, 0,
+           static_cast<size_t>(row_blocks_) * static_cast<size_t>(padded_dim_v_) * kBlockRows * sizeof(float));
+
+    const KeyRange seen = mask_.keys(task_.row_begin, task_.row_end - task_.row_begin);
+    // Blocks of keys are the same for all row blocks, whatever task they are in.
+    for (int32_t key = seen.begin / kBlockKeys * kBlockKeys; key < seen.end; key += kBlockKeys) {
+      add_keys(key, clamp(int64_t{seen.end} - key, 0, kBlockKeys));
+    }
+
+    for (int32_t block = 0; block < row_blocks_; ++block) {
+      const int32_t row = first_row(block);
+      store_row_block(out_t(block), s_.state(block), height(block), scale_, dim_v_, padded_dim_v_, s_.buffer,
+                      operands_.out + row * params_.out_stride.row, params_.out_stride.row, operands_.lse_row(row));
+    }
+  }
+
+ private:
+  int32_t first_row(int32_t block) const { return task_.row_begin + block * kBlockRows; }
+  int32_t height(int32_t block) const { return clamp(task_.row_end - first_row(block), 0, kBlockRows); }
+  float* q_t(int32_t block) const { return s_.q_t + int64_t{block} * padded_dim_ * kBlockRows; }
+  float* out_t(int32_t block) const { return s_.out_t + int64_t{block} * padded_dim_v_ * kBlockRows; }
+
+  void add_keys(int32_t key, int32_t keys) const {
+    const bool read_often = row_blocks_ > 1;
+    Fp32Rows k, v;
+    if constexpr (MaskOf::kIsBand) {
+      k = block_rows(operands_.k, params_.k_stride, params_.entries, key, keys, dim_, padded_dim_, read_often, s_.k);
+      v = block_rows(operands_.v, params_.v_stride, params_.entries, key, keys, dim_v_, padded_dim_v_, read_often,
+                     s_.v);
+    } else {
+      k = fp32_rows(operands_.k + key * params_.k_stride.row, params_.k_stride.row, keys, dim_, padded_dim_, read_often,
+                    s_.k);
+      v = fp32_rows(operands_.v + key * params_.v_stride.row, params_.v_stride.row, keys, dim_v_, padded_dim_v_,
+                    read_often, s_.v);
+    }
+    for (int32_t block = 0; block < row_blocks_; ++block) {
+      const auto block_mask = mask_.block(first_row(block), key, keys);
+      if constexpr (MaskOf::kIsBand) {
+        add_band_block(block, key, block_mask, k, v);
       } else {
-        accumulate_visible_output(scratch.scores_t, v.data, v.stride, block_mask, head_dim, state.alpha, out_t);
+        add_block(block, block_mask, k, v);
       }
     }
   }
 
-  for (int32_t row_block = 0; row_block < row_blocks; ++row_block) {
-    const int32_t row = task.row_begin + row_block * kBlockRows;
-    store_row_block(scratch.out_t + row_block * block_floats, scratch.state(row_block),
-                    clamp(task.row_end - row, 0, kBlockRows), scale, head_dim, padded_dim, scratch.buffer,
-                    operands.out + row * params.out_stride.row, params.out_stride.row, operands.lse_row(row));
+  void add_block(int32_t block, BlockMask mask, Fp32Rows k, Fp32Rows v) const {
+    const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
+    if (any.end == 0) return;
+    const SoftmaxState state = s_.state(block);
+    compute_scores(q_t(block), k.data, k.stride, any.end, dim_, s_.scores_t);
+    mask_scores(s_.scores_t, mask);
+    softmax_in_place<ExpDegree<T>::value>(s_.scores_t, any.end, scale_.log2, state);
+    if (rows_are_finite(v.data + all.end * v.stride, v.stride, any.end - all.end, dim_v_)) {
+      accumulate_output(s_.scores_t, v.data, v.stride, any.end, dim_v_, state.alpha, out_t(block));
+    } else {
+      accumulate_visible_output(s_.scores_t, v.data, v.stride, mask, dim_v_, state.alpha, out_t(block));
+    }
   }
+
+  void add_band_block(int32_t block, int32_t key, BandBlockMask whole, Fp32Rows k, Fp32Rows v) const {
+    const KeyRange any = whole.keys_of_any(kBlockRows);
+    if (any.end == 0) return;
+    const BandBlockMask mask = whole.part(any);
+    const int32_t keys = any.end - any.begin;
+    const float* v_data = v.data + any.begin * v.stride;
+    const SoftmaxState state = s_.state(block);
+    compute_scores(q_t(block), k.data + any.begin * k.stride, k.stride, keys, dim_, s_.scores_t);
+    score_function_.apply_transposed(first_row(block), height(block), kBlockRows, key + any.begin, keys, s_.scores_t,
+                                     s_.values);
+    mask_scores(s_.scores_t, mask);
+    softmax_in_place<ExpDegree<T>::value>(s_.scores_t, keys, scale_.log2, state);
+    const KeyRange all = score_function_.has_mask() ? KeyRange{0, 0} : mask.keys_of_all(kBlockRows);
+    if (rows_are_finite(v_data, v.stride, all.begin, dim_v_) &&
+        rows_are_finite(v_data + all.end * v.stride, v.stride, keys - all.end, dim_v_)) {
+      accumulate_output(s_.scores_t, v_data, v.stride, keys, dim_v_, state.alpha, out_t(block));
+    } else {
+      accumulate_weighted_output(s_.scores_t, v_data, v.stride, keys, dim_v_, state.alpha, out_t(block));
+    }
+  }
+
+  static_assert(ScoreFunction<T>::kChunk == kBlockKeys, "the mask values of a block of keys are loaded at once");
+
+  const Task& task_;
+  const attention::ForwardParams& params_;
+  const Operands<T> operands_;
+  const MaskOf mask_;
+  const ScoreFunction<T> score_function_;
+  const int32_t dim_;
+  const int32_t dim_v_;
+  const int32_t padded_dim_;
+  const int32_t padded_dim_v_;
+  const int32_t row_blocks_;
+  const SimdScratch s_;
+  const Scale scale_;
+};
+
+template <class T>
+void forward_simd(const Task& task, void* memory) {
+  return task.is_band ? SimdForward<T, BandMask>(task, memory).run() : SimdForward<T, Mask>(task, memory).run();
 }
 
 }  // namespace

@@ -11,7 +11,8 @@
 namespace flashmoe {
 namespace cpu {
 
-// Rows [row_begin, row_end) of one (batch, query head).
+// Rows [row_begin, row_end) of one (batch, query head). Of a ragged or paged batch each entry has parameters of its own, in which
+// it is a batch of one.
 struct Task {
   const attention::ForwardParams* params;
   ScalarType type;
@@ -20,6 +21,9 @@ struct Task {
   int32_t head_q;
   int32_t row_begin;  // a multiple of Kernel::row_granularity
   int32_t row_end;
+  int32_t head_dim_v;
+  int64_t lse_stride;  // from head to head
+  bool is_band;        // params' band and pages count, instead of `causal`
 };
 
 // One instruction set's implementation.
@@ -27,7 +31,7 @@ struct Kernel {
   // A row's result depends on the keys it sees and on its position inside its block of this many rows, never on
   // which other blocks are in the task: so the dispatcher may choose any multiple as the task's height.
   int32_t row_granularity;
-  // Bytes of scratch memory that a task of `rows` rows needs, 64-byte aligned.
+  // Bytes of scratch memory that a task of `rows` rows needs, 64-byte aligned; head_dim is the larger of the two.
   size_t (*scratch_bytes)(ScalarType type, int32_t head_dim, int32_t rows);
   void (*run)(const Task& task, void* scratch);
 };

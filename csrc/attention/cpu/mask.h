@@ -1,7 +1,7 @@
 // The mask rule of the CPU kernels: which keys a query row sees. Include after a vector_*.h. Internal linkage.
 //
-// Causal masks are aligned bottom right: key j is visible to row i when j <= i + seq_k - seq_q. A window would move
-// KeyRange::begin and give lanes an end; nothing outside of this file knows the rule.
+// Causal masks are aligned bottom right: key j is visible to row i when j <= i + seq_k - seq_q. A band's keys begin and end
+// at a distance of that diagonal. Both kinds answer the same questions, and nothing outside of this file knows the rules.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,41 @@ class BlockMask {
   int32_t keys_;
 };
 
+// The same of a band, in which rows also cease to see keys: each row's range begins and ends one key after the last row's.
+class BandBlockMask {
+ public:
+  // first_begin, first_end: keys of the block that row 0 sees, were it long enough in both directions.
+  BandBlockMask(int64_t first_begin, int64_t first_end, int32_t keys)
+      : first_begin_(first_begin), first_end_(first_end), keys_(keys) {}
+
+  KeyRange keys_of(int32_t row) const { return range(row, row); }
+  // May be empty, with begin = end anywhere.
+  KeyRange keys_of_all(int32_t rows) const {
+    const int32_t begin = clamp(first_begin_ + rows - 1, 0, keys_), end = clamp(first_end_, 0, keys_);
+    return {begin, end > begin ? end : begin};
+  }
+  KeyRange keys_of_any(int32_t rows) const { return range(0, rows - 1); }
+  int32_t first_row(int32_t key) const { return clamp(key + 1 - first_end_, -1, INT32_MAX); }
+  // The row after the last that sees the key.
+  int32_t end_row(int32_t key) const { return clamp(key + 1 - first_begin_, -1, INT32_MAX); }
+  // Only keys [begin, end) of the block.
+  BandBlockMask part(KeyRange keys) const {
+    return {first_begin_ - keys.begin, first_end_ - keys.begin, keys.end - keys.begin};
+  }
+
+ private:
+  KeyRange range(int32_t first_row, int32_t last_row) const {
+    const int32_t begin = clamp(first_begin_ + first_row, 0, keys_), end = clamp(first_end_ + last_row, 0, keys_);
+    return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
+  }
+
+  int64_t first_begin_;
+  int64_t first_end_;
+  int32_t keys_;
+};
+
 struct Mask {
+  static constexpr bool kIsBand = false;
   bool causal;
   int64_t seq_q;
   int32_t seq_k;
@@ -52,6 +86,28 @@ struct Mask {
     return {causal ? row + 1 + seq_k - seq_q - key : int64_t{keys}, keys};
   }
   // Keys that any of rows [row, row + rows) sees.
+  KeyRange keys(int64_t row, int32_t rows) const { return block(row, 0, seq_k).keys_of_any(rows); }
+};
+
+struct BandMask {
+  static constexpr bool kIsBand = true;
+  static constexpr int64_t kFar = int64_t{1} << 40;  // further than any row or key
+  int64_t left;
+  int64_t right;
+  int64_t seq_q;
+  int32_t seq_k;
+
+  template <class AnyTask>
+  explicit BandMask(const AnyTask& task)
+      : left(task.params->band.left >= attention::kUnbounded ? kFar : task.params->band.left),
+        right(task.params->band.right >= attention::kUnbounded ? kFar : task.params->band.right),
+        seq_q(task.params->seq_q),
+        seq_k(task.params->seq_k) {}
+
+  BandBlockMask block(int64_t row, int32_t key, int32_t keys) const {
+    const int64_t diagonal = row + seq_k - seq_q - key;
+    return {diagonal - left, diagonal + right + 1, keys};
+  }
   KeyRange keys(int64_t row, int32_t rows) const { return block(row, 0, seq_k).keys_of_any(rows); }
 };
 

@@ -29,9 +29,25 @@ struct Operands {
     k = static_cast<const T*>(params.k) + batch * params.k_stride.batch + head_kv * params.k_stride.head;
     v = static_cast<const T*>(params.v) + batch * params.v_stride.batch + head_kv * params.v_stride.head;
     out = static_cast<T*>(params.out) + batch * params.out_stride.batch + head_q * params.out_stride.head;
-    lse = params.lse == nullptr ? nullptr : params.lse + (batch * params.heads_q + head_q) * params.seq_q;
+    lse = params.lse == nullptr ? nullptr : params.lse + (batch * params.heads_q + head_q) * task.lse_stride;
   }
 };
+
+// rows[i]: key + i of a head's K or V, which may lie in pages. `first`: the head's key 0, or that of page 0.
+template <class T>
+inline void find_rows(const T* first, const attention::Strides& stride, const attention::Batch& entries, int32_t key,
+                      int32_t keys, const T** rows) {
+  if (entries.block_table == nullptr) {
+    for (int32_t i = 0; i < keys; ++i) rows[i] = first + (int64_t{key} + i) * stride.row;
+    return;
+  }
+  int32_t page_index = key / entries.page_size, in_page = key % entries.page_size;
+  for (int32_t i = 0; i < keys; ++page_index, in_page = 0) {
+    const int32_t page = entries.block_table[page_index];
+    const T* row = first + (page >= 0 && page < entries.num_pages ? page : 0) * stride.batch + in_page * stride.row;
+    for (; i < keys && in_page < entries.page_size; ++in_page, ++i, row += stride.row) rows[i] = row;
+  }
+}
 
 }  // namespace
 }  // namespace cpu

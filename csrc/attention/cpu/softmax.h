@@ -42,7 +42,7 @@ struct SoftmaxState {
   float* alpha;  // what the sum and the output so far must be multiplied by for the new maximum
 };
 
-// Writes -inf where the mask hides a key. scores_t: [keys, rows].
+// Writes -inf where the mask hides a key of keys_of_any(). scores_t: [keys, rows].
 inline void mask_scores(float* scores_t, BlockMask mask) {
   const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
   const int32_t end = mask.keys_of_any(kBlockRows).end;
@@ -51,6 +51,22 @@ inline void mask_scores(float* scores_t, BlockMask mask) {
     for (int c = 0; c < kBlockVectors; ++c) {
       float* p = scores_t + int64_t{key} * kBlockRows + c * Vector::kWidth;
       Vector::store(p, Vector::from_lane(first_lane - c * Vector::kWidth, Vector::load(p), hidden));
+    }
+  }
+}
+
+// The same of a band's block, which is all keys of keys_of_any().
+inline void mask_scores(float* scores_t, BandBlockMask mask) {
+  const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
+  const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
+  for (int32_t key = any.begin; key < any.end; ++key) {
+    if (key == all.begin && all.begin < all.end) key = all.end;
+    if (key == any.end) return;
+    const int32_t first_lane = mask.first_row(key), end_lane = mask.end_row(key);
+    for (int c = 0; c < kBlockVectors; ++c) {
+      float* p = scores_t + int64_t{key} * kBlockRows + c * Vector::kWidth;
+      const Vector::Float from_first = Vector::from_lane(first_lane - c * Vector::kWidth, Vector::load(p), hidden);
+      Vector::store(p, Vector::from_lane(end_lane - c * Vector::kWidth, hidden, from_first));
     }
   }
 }
@@ -83,10 +99,10 @@ inline void update_sum(SoftmaxState state, int c, Vector::Float block_sum) {
   Vector::store(sum, Vector::fma(Vector::load(sum), alpha, block_sum));
 }
 
-inline void clear_state(SoftmaxState state) {
+inline void set_state(SoftmaxState state, float max, float sum) {
   for (int c = 0; c < kBlockVectors; ++c) {
-    Vector::store(state.max + c * Vector::kWidth, Vector::broadcast(kMinusInfinity));
-    Vector::store(state.sum + c * Vector::kWidth, Vector::zero());
+    Vector::store(state.max + c * Vector::kWidth, Vector::broadcast(max));
+    Vector::store(state.sum + c * Vector::kWidth, Vector::broadcast(sum));
   }
 }
 
@@ -103,8 +119,9 @@ inline F rounded(F x) {
   return x;
 }
 
-// lse of the block's first `rows` rows, natural logarithm; none if lse is null. score * scale of the maximum is rounded first, as
-// the backward pass rounds it: what was lost there cancels, and a key that has all of the weight gets exactly 1. logf: the double function's newest version needs a newer glibc than the oldest that the wheel runs on.
+// lse of the block's first `rows` rows, natural logarithm; none if lse is null. score * scale of the maximum is rounded first,
+// as the backward pass rounds it: what was lost there cancels, and a key that has all of the weight gets exactly 1. logf: the
+// double function's newest version needs a newer glibc than the oldest that the wheel runs on.
 inline void store_lse(SoftmaxState state, int32_t rows, Scale scale, float* lse) {
   if (lse == nullptr) return;
   for (int32_t row = 0; row < rows; ++row) {

@@ -18,26 +18,12 @@ using host::ErrorCode;
 using host::fail;
 
 constexpr double kLog2E = 1.4426950408889634;
-constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;  // kernels hold scale * log2(e) in float32
+constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;
 
 struct Shape {
   const int64_t* sizes;
   const int64_t* strides;
 };
-
-Dtype supported_dtype(int32_t torch_dtype, bool is_cuda) {
-  const std::optional<Dtype> dtype = host::dtype_of(torch_dtype);
-  if (!dtype.has_value()) {
-    fail(ErrorCode::kDtype, "no kernel for ", describe_dtype(torch_dtype), "; supported: float16, bfloat16",
-         is_cuda ? "" : ", float32", "; convert the tensors");
-  }
-  if (*dtype == Dtype::kFloat32 && is_cuda) {
-    fail(ErrorCode::kDtype,
-         "float32 has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors or "
-         "use torch's scaled_dot_product_attention");
-  }
-  return *dtype;
-}
 
 Shape check_shape(const Tensor& tensor, const char* name) {
   const int64_t rank = tensor.dim();
@@ -69,6 +55,22 @@ void check_same_size(const Shape& left, const char* left_name, const Shape& righ
 }
 
 }  // namespace
+
+Dtype supported_dtype(int32_t torch_dtype, bool is_cuda) {
+  const std::optional<Dtype> dtype = host::dtype_of(torch_dtype);
+  if (!dtype.has_value()) {
+    fail(ErrorCode::kDtype, "no kernel for ", describe_dtype(torch_dtype), "; supported: float16, bfloat16",
+         is_cuda ? "" : ", float32", "; convert the tensors");
+  }
+  if (*dtype == Dtype::kFloat32 && is_cuda) {
+    fail(ErrorCode::kDtype,
+         "float32 has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors or "
+         "use torch's scaled_dot_product_attention");
+  }
+  return *dtype;
+}
+
+bool is_possible_scale(double scale) { return std::abs(scale) <= kMaxScale; }
 
 Tensor dense_like(const Tensor& tensor, const int64_t* sizes) {
   const int64_t* strides = tensor.strides();
@@ -135,7 +137,7 @@ void check_arguments(ForwardArguments& arguments) {
   }
   // In float32 what Python's head_dim ** -0.5 is, for all of them; std::pow would need GLIBC_2.29.
   if (arguments.has_default_scale) arguments.scale = 1.0 / std::sqrt(static_cast<double>(head_dim));
-  if (!(std::abs(arguments.scale) <= kMaxScale)) {  // false for NaN, too
+  if (!is_possible_scale(arguments.scale)) {
     fail(ErrorCode::kArgument, "scale is ", arguments.scale,
          "; a number is needed that is finite in float32 (default 1/sqrt(head_dim))");
   }

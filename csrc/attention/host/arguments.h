@@ -32,6 +32,12 @@ struct ForwardOutputs {
 // Throws with a code and a message on the first rule that the arguments break.
 void check_arguments(ForwardArguments& arguments);
 
+// The element type, where attention has kernels for it on that kind of device.
+Dtype supported_dtype(int32_t torch_dtype, bool is_cuda);
+
+// Kernels hold scale * log2(e) in float32. False for NaN, too.
+bool is_possible_scale(double scale);
+
 // Uninitialised, of these sizes: dense, with the tensor's order of dimensions, as torch's empty_like gives it; contiguous where
 // the tensor overlaps itself.
 Tensor dense_like(const Tensor& tensor, const int64_t* sizes);

@@ -1,8 +1,9 @@
-// The two backends of the forward operators, and the CPU's of the backward pass. Arguments are checked, outputs allocated and
-// not empty.
+// The two backends of the operators; of the dense backward pass the CPU's. Arguments are checked, outputs allocated and not
+// empty.
 #pragma once
 
 #include "attention/host/arguments.h"
+#include "attention/host/varlen_arguments.h"
 #include "attention/params/backward.h"
 
 namespace flashmoe {
@@ -11,6 +12,16 @@ namespace attention {
 void forward_cpu(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 void backward_cpu(const BackwardParams& params, const ForwardArguments& arguments);
+
+// Ragged, paged and banded attention: at least one entry, row and head; max_seqlen_k may be 0.
+void forward_varlen_cpu(const VarlenArguments& arguments, const VarlenOutputs& outputs);
+void forward_varlen_cuda(const VarlenArguments& arguments, const VarlenOutputs& outputs);
+// At least one row and one key.
+void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients);
+void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients);
+// At least one new key.
+void append_cpu(const AppendArguments& arguments);
+void append_cuda(const AppendArguments& arguments);
 
 }  // namespace attention
 }  // namespace flashmoe

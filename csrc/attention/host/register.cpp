@@ -1,5 +1,8 @@
 // Attention's operators, as torch knows them.
 
+#include <cmath>
+#include <utility>
+
 #include "attention/host/backends.h"
 #include "host/boxed.h"
 #include "host/last_kernel.h"
@@ -10,7 +13,14 @@ namespace {
 
 // The operators; their schemas are below.
 enum class Operator { kForward, kInference, kDropIn };
-using Backend = void (*)(const ForwardArguments&, const ForwardOutputs&);
+struct Cpu {
+  static constexpr auto forward = &forward_cpu;
+  static constexpr auto forward_varlen = &forward_varlen_cpu;
+};
+struct Cuda {
+  static constexpr auto forward = &forward_cuda;
+  static constexpr auto forward_varlen = &forward_varlen_cuda;
+};
 
 // Whether scaled_dot_product_attention means what our operator does: four dimensions, nothing to broadcast, a square mask.
 bool is_usual(const ForwardArguments& arguments, bool enable_gqa) {
@@ -23,7 +33,32 @@ bool is_usual(const ForwardArguments& arguments, bool enable_gqa) {
          (!arguments.is_causal || q_sizes[2] == k_sizes[2]);
 }
 
-template <Operator kOperator, Backend kBackend>
+// Values with a head_dim of their own are the other kernels' business. (Python would take longer to find out.)
+bool has_other_values(const ForwardArguments& arguments) {
+  const Tensor& q = arguments.q;
+  const Tensor& v = arguments.v;
+  return q.is_defined() && v.is_defined() && q.dim() == 4 && v.dim() == 4 && q.sizes()[3] != v.sizes()[3];
+}
+
+template <class Backend>
+Tensor forward_other_values(ForwardArguments& arguments) {
+  VarlenArguments varlen;
+  varlen.scale =
+      arguments.has_default_scale ? 1.0 / std::sqrt(static_cast<double>(arguments.q.sizes()[3])) : arguments.scale;
+  varlen.q = std::move(arguments.q);
+  varlen.k = std::move(arguments.k);
+  varlen.v = std::move(arguments.v);
+  varlen.window_right = arguments.is_causal ? 0 : -1;
+  check_varlen_arguments(varlen);
+  make_scale_positive(varlen);
+  VarlenOutputs outputs = allocate_varlen_outputs(varlen, /*with_lse=*/false);
+  host::set_last_kernel("");
+  if (varlen.batch() != 0 && varlen.heads_q() != 0 && varlen.max_seqlen_q != 0)
+    Backend::forward_varlen(varlen, outputs);
+  return std::move(outputs.out);
+}
+
+template <Operator kOperator, class Backend>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   constexpr bool kWithLse = kOperator == Operator::kForward;
   host::check_counts("attention", num_arguments, kOperator == Operator::kDropIn ? 6 : 5, num_outputs, kWithLse ? 2 : 1);
@@ -45,11 +80,18 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
       return;
     }
   }
+  if constexpr (!kWithLse) {
+    if (has_other_values(arguments)) {
+      Tensor out = forward_other_values<Backend>(arguments);
+      stack[0] = kOperator == Operator::kDropIn ? host::give_optional(std::move(out)) : host::give(std::move(out));
+      return;
+    }
+  }
   check_arguments(arguments);
   ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
   host::set_last_kernel("");
   const int64_t* sizes = outputs.out.sizes();
-  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) kBackend(arguments, outputs);
+  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) Backend::forward(arguments, outputs);
   if constexpr (kOperator == Operator::kDropIn) {
     stack[0] = host::give_optional(std::move(outputs.out));
   } else {
@@ -58,11 +100,11 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   if constexpr (kWithLse) stack[1] = host::give(std::move(outputs.lse));
 }
 
-template <class Library, Backend kBackend>
+template <class Backend, class Library>
 void register_backend(Library& library) {
-  library.impl("flash_attention_forward", &boxed_forward<Operator::kForward, kBackend>);
-  library.impl("_flash_attention_inference", &boxed_forward<Operator::kInference, kBackend>);
-  library.impl("_flash_attention_drop_in", &boxed_forward<Operator::kDropIn, kBackend>);
+  library.impl("flash_attention_forward", &boxed_forward<Operator::kForward, Backend>);
+  library.impl("_flash_attention_inference", &boxed_forward<Operator::kInference, Backend>);
+  library.impl("_flash_attention_drop_in", &boxed_forward<Operator::kDropIn, Backend>);
 }
 
 }  // namespace
@@ -82,9 +124,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
-  flashmoe::attention::register_backend<decltype(library), flashmoe::attention::forward_cpu>(library);
+  flashmoe::attention::register_backend<flashmoe::attention::Cpu>(library);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
-  flashmoe::attention::register_backend<decltype(library), flashmoe::attention::forward_cuda>(library);
+  flashmoe::attention::register_backend<flashmoe::attention::Cuda>(library);
 }

@@ -16,6 +16,7 @@ using host::give;
 using host::give_none;
 using host::give_optional;
 using host::take;
+using host::take_optional_tensor;
 using host::take_tensor;
 using host::take_text;
 
@@ -36,10 +37,6 @@ struct Cuda {
   static constexpr auto grouped = &grouped_cuda;
   static constexpr auto grouped_gradient = &grouped_gradient_cuda;
 };
-
-Tensor take_optional_tensor(StableIValue argument) {
-  return Tensor(take<std::optional<AtenTensorHandle>>(argument).value_or(nullptr));
-}
 
 Tensor empty_on(const Common& common, std::initializer_list<int64_t> sizes, int32_t dtype) {
   return host::empty(sizes, dtype, common.device_type, common.device_index);

@@ -5,12 +5,13 @@ shapes      what a call returns where there is no data, and its operation count
 drop_in     where scaled_dot_product_attention means what the operators compute
 autograd    the gradient of the forward operators, under torch.func too
 backward    the backward operator: its kernels, and torch operations where there are none
+varlen      the operators of ragged, paged and banded attention; varlen_arguments, their rules
 """
 
 from __future__ import annotations
 
 from flashmoe.operators._operator import Operator
-from flashmoe.operators.attention import autograd, backward, shapes
+from flashmoe.operators.attention import autograd, backward, shapes, varlen
 
 OPERATORS = (
     Operator(
@@ -32,4 +33,5 @@ OPERATORS = (
         vmap=autograd.vmap_backward,
         gradient=autograd.refuse_double_backward,
     ),
+    *varlen.OPERATORS,
 )

@@ -37,9 +37,9 @@ def validate(q: Any, k: Any, v: Any, scale: Any, causal: Any = False) -> None:
     """
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
-        _check_is_dense_tensor(name, tensor)
-    _check_devices(q, k, v)
-    _check_dtypes(q, k, v)
+        check_is_dense_tensor(name, tensor)
+    check_devices(q, k, v)
+    check_dtypes(q, k, v)
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             msg = (
@@ -55,9 +55,9 @@ def validate(q: Any, k: Any, v: Any, scale: Any, causal: Any = False) -> None:
     check_scalars(scale, causal)
 
 
-def _check_is_dense_tensor(name: str, tensor: Any) -> None:
+def check_is_dense_tensor(name: str, tensor: Any, layout: str = LAYOUT) -> None:
     if not isinstance(tensor, Tensor):
-        msg = f"{name} must be a torch.Tensor {LAYOUT}; found {type(tensor).__name__}; convert it with torch.as_tensor"
+        msg = f"{name} must be a torch.Tensor {layout}; found {type(tensor).__name__}; convert it with torch.as_tensor"
         raise ArgumentTypeError(msg)
     if tensor.is_nested or tensor.layout is not torch.strided:
         found = "nested" if tensor.is_nested else str(tensor.layout)
@@ -74,7 +74,7 @@ def _check_is_dense_tensor(name: str, tensor: Any) -> None:
         raise ArgumentError(msg)
 
 
-def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.device != q.device or v.device != q.device:
         msg = f"q, k and v must be on one device; found {q.device}, {k.device} and {v.device}; move them with .to(q.device)"
         raise DeviceError(msg)
@@ -83,7 +83,7 @@ def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise DeviceError(msg)
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.dtype != q.dtype or v.dtype != q.dtype:
         msg = (
             f"q, k and v must share one dtype; found {q.dtype}, {k.dtype} and {v.dtype}; convert them with .to(q.dtype)"

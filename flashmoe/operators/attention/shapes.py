@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flashmoe.operators.attention.arguments import validate
 from flashmoe.operators.attention.drop_in import is_drop_in
+from flashmoe.operators.attention.varlen_arguments import validate as validate_varlen
 
-FORWARD_PRODUCTS = 2  # q k^T and P v
 BACKWARD_PRODUCTS = 5  # the scores again, dV, dP, dQ and dK
 
 
@@ -27,7 +27,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
 
 
 def inference(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
-    """As :func:`forward`, without lse; scale is 1 / sqrt(D) by default."""
+    """As :func:`forward`, without lse; scale is 1 / sqrt(D) by default. v may have a head_dim of its own."""
+    if q.dim() == v.dim() == 4 and q.shape[3] != v.shape[3]:
+        scale = 1.0 if scale is None else scale
+        validate_varlen(q, k, v, *(None,) * 6, 0, 0, scale, -1, 0 if causal else -1, 0.0, 0)
+        sizes = (*q.shape[:3], v.shape[3])
+        return q.new_empty_strided(sizes, output_strides(sizes, q.stride()))
     return forward(q, k, v, 1.0 if scale is None else scale, causal)[0]
 
 
@@ -62,9 +67,9 @@ def output_strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return tuple(result)
 
 
-def forward_flops(q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
-    """q [B, Hq, Sq, D] and k [B, Hkv, Sk, D] as shapes."""
-    return FORWARD_PRODUCTS * _product(q, k)
+def forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv] as shapes: q k^T and P v."""
+    return _product(q, k) + _product((*q[:3], v[3]), k)
 
 
 def backward_flops(grad_out: Any, grad_lse: Any, q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:

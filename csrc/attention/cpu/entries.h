@@ -1,0 +1,116 @@
+// A ragged, paged or banded batch as the kernels see it: each entry a batch of one, with parameters of its own. For the
+// dispatchers, which are compiled once.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/params/forward.h"
+#include "cpu/scalar_types.h"
+
+namespace flashmoe {
+namespace cpu {
+
+inline size_t element_size(ScalarType type) { return type == ScalarType::kFloat32 ? 4 : 2; }
+
+struct Extent {
+  int64_t first;
+  int32_t length;
+};
+
+inline Extent extent_of(const int32_t* cu_seqlens, int32_t entry, int32_t total, int32_t most) {
+  const int32_t first = std::clamp(cu_seqlens[entry], 0, total);
+  const int32_t end = std::clamp(cu_seqlens[entry + 1], first, total);
+  return {first, std::min(end - first, most)};
+}
+
+// With Params: ForwardParams or BackwardParams.
+template <class Params>
+Extent row_extent(const Params& params, int32_t entry) {
+  const attention::Batch& entries = params.entries;
+  if (entries.cu_seqlens_q == nullptr) return {0, params.seq_q};
+  return extent_of(entries.cu_seqlens_q, entry, entries.rows_total, params.seq_q);
+}
+
+template <class Params>
+Extent key_extent(const Params& params, int32_t entry) {
+  const attention::Batch& entries = params.entries;
+  Extent keys{0, params.seq_k};
+  if (entries.cu_seqlens_k != nullptr) {
+    keys = extent_of(entries.cu_seqlens_k, entry, entries.keys_total, params.seq_k);
+  }
+  if (entries.seqused_k != nullptr) keys.length = std::clamp(entries.seqused_k[entry], 0, keys.length);
+  return keys;
+}
+
+// From head to head of the log-sum-exp and its like.
+template <class Params>
+int64_t statistic_stride(const Params& params) {
+  return params.entries.cu_seqlens_q == nullptr ? params.seq_q : params.entries.rows_total;
+}
+
+// Whether kernels for a full or a causal mask compute something else.
+template <class Params>
+bool needs_band(const Params& params) {
+  const attention::Band& band = params.band;
+  const bool has_window = band.left < attention::kUnbounded || (band.right != 0 && band.right < attention::kUnbounded);
+  return has_window || band.score_factor > 0.0f || band.sinks != nullptr ||
+         band.mask_type != attention::MaskTensor::kNone || params.entries.block_table != nullptr;
+}
+
+// Moves pointers to the first row, or key, of an entry.
+class EntryOffset {
+ public:
+  template <class Params>
+  EntryOffset(const Params& params, ScalarType type, int32_t entry)
+      : size_(static_cast<int64_t>(element_size(type))),
+        entry_(entry),
+        has_ragged_rows_(params.entries.cu_seqlens_q != nullptr),
+        has_pages_(params.entries.block_table != nullptr),
+        rows_(row_extent(params, entry)),
+        keys_(key_extent(params, entry)),
+        heads_q_(params.heads_q) {}
+
+  Extent rows() const { return rows_; }
+  Extent keys() const { return keys_; }
+
+  // Ragged tensors have no batch: their strides' batch is 0. Pages stay where they are.
+  template <class Pointer>
+  Pointer row(Pointer tensor, const attention::Strides& stride) const {
+    return advance(tensor, (entry_ * stride.batch + rows_.first * stride.row) * size_);
+  }
+  template <class Pointer>
+  Pointer key(Pointer tensor, const attention::Strides& stride) const {
+    return has_pages_ ? tensor : advance(tensor, (entry_ * stride.batch + keys_.first * stride.row) * size_);
+  }
+  template <class Pointer>
+  Pointer statistic(Pointer tensor, int64_t stride) const {
+    if (tensor == nullptr) return nullptr;
+    return tensor + (has_ragged_rows_ ? rows_.first : entry_ * heads_q_ * stride);
+  }
+  attention::Band band(attention::Band band) const {
+    const int64_t size = band.mask_type == attention::MaskTensor::kBool ? 1 : size_;
+    if (band.mask != nullptr) band.mask = advance(band.mask, entry_ * band.mask_stride_batch * size);
+    return band;
+  }
+
+ private:
+  static const void* advance(const void* tensor, int64_t bytes) {
+    return tensor == nullptr ? nullptr : static_cast<const char*>(tensor) + bytes;
+  }
+  static void* advance(void* tensor, int64_t bytes) {
+    return tensor == nullptr ? nullptr : static_cast<char*>(tensor) + bytes;
+  }
+
+  const int64_t size_;
+  const int64_t entry_;
+  const bool has_ragged_rows_;
+  const bool has_pages_;
+  const Extent rows_;
+  const Extent keys_;
+  const int64_t heads_q_;
+};
+
+}  // namespace cpu
+}  // namespace flashmoe

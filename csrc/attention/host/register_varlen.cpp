@@ -1,0 +1,191 @@
+// The operators of ragged, paged and banded attention, as torch knows them.
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "attention/host/backends.h"
+#include "host/boxed.h"
+#include "host/last_kernel.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+using host::give;
+using host::take;
+using host::take_optional_tensor;
+using host::take_tensor;
+
+struct Cpu {
+  static constexpr bool kIsCpu = true;
+  static constexpr auto forward = &forward_varlen_cpu;
+  static constexpr auto backward = &backward_varlen_cpu;
+  static constexpr auto append = &append_cpu;
+};
+struct Cuda {
+  static constexpr bool kIsCpu = false;
+  static constexpr auto forward = &forward_varlen_cuda;
+  static constexpr auto backward = &backward_varlen_cuda;
+  static constexpr auto append = &append_cuda;
+};
+
+void zero(const Tensor& tensor) { host::check_shim(aoti_torch_zero_(tensor.get()), "zero_"); }
+
+bool has_rows(const VarlenArguments& arguments) {
+  return arguments.batch() > 0 && arguments.heads_q() > 0 && arguments.rows_total() > 0 && arguments.max_seqlen_q > 0;
+}
+
+// Rows of no sequence, on the CPU: as rows that see no key.
+void fill_on_cpu(const VarlenOutputs& outputs) {
+  zero(outputs.out);
+  if (!VarlenArguments::has(outputs.lse)) return;
+  const int64_t rows = outputs.lse.sizes()[0] * outputs.lse.sizes()[1];
+  std::fill_n(static_cast<float*>(outputs.lse.data()), rows, -std::numeric_limits<float>::infinity());
+}
+
+template <class Backend, bool kWithLse>
+void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention_varlen", num_arguments, 16, num_outputs, kWithLse ? 2 : 1);
+  VarlenArguments arguments;
+  arguments.q = take_tensor(stack[0]);
+  arguments.k = take_tensor(stack[1]);
+  arguments.v = take_tensor(stack[2]);
+  arguments.cu_seqlens_q = take_optional_tensor(stack[3]);
+  arguments.cu_seqlens_k = take_optional_tensor(stack[4]);
+  arguments.seqused_k = take_optional_tensor(stack[5]);
+  arguments.block_table = take_optional_tensor(stack[6]);
+  arguments.sinks = take_optional_tensor(stack[7]);
+  arguments.mask = take_optional_tensor(stack[8]);
+  arguments.max_seqlen_q = take<int64_t>(stack[9]);
+  arguments.max_seqlen_k = take<int64_t>(stack[10]);
+  arguments.scale = take<double>(stack[11]);
+  arguments.window_left = take<int64_t>(stack[12]);
+  arguments.window_right = take<int64_t>(stack[13]);
+  arguments.softcap = take<double>(stack[14]);
+  arguments.num_splits = take<int64_t>(stack[15]);
+  check_varlen_arguments(arguments);
+  make_scale_positive(arguments);
+  VarlenOutputs outputs = allocate_varlen_outputs(arguments, kWithLse);
+  host::set_last_kernel("");
+  if (Backend::kIsCpu && arguments.has_ragged_rows()) fill_on_cpu(outputs);
+  if (has_rows(arguments)) Backend::forward(arguments, outputs);
+  stack[0] = give(std::move(outputs.out));
+  if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+}
+
+Tensor gradient_of(const Tensor& tensor, bool is_partial) {
+  Tensor gradient = tensor.dim() == 4 ? dense_like(tensor, tensor.sizes())
+                                      : host::empty(tensor.dim(), tensor.sizes(), tensor.dtype(), tensor.device_type(),
+                                                    tensor.device_index());
+  if (is_partial) zero(gradient);
+  return gradient;
+}
+
+VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, bool with_row_dot, bool is_empty) {
+  const VarlenArguments& forward = arguments.forward;
+  const bool has_other_keys = forward.has_ragged_keys() || VarlenArguments::has(forward.seqused_k);
+  VarlenGradients gradients{gradient_of(forward.q, is_empty || forward.has_ragged_rows()),
+                            gradient_of(forward.k, is_empty || has_other_keys),
+                            gradient_of(forward.v, is_empty || has_other_keys), Tensor()};
+  if (with_row_dot) {
+    gradients.row_dot = host::empty(arguments.lse.dim(), arguments.lse.sizes(), arguments.lse.dtype(),
+                                    forward.device_type, forward.device_index);
+    if (forward.has_ragged_rows()) zero(gradients.row_dot);
+  }
+  return gradients;
+}
+
+template <class Backend>
+void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention_varlen backward", num_arguments, 18, num_outputs, 4);
+  VarlenBackwardArguments arguments;
+  VarlenArguments& forward = arguments.forward;
+  arguments.dout = take_tensor(stack[0]);
+  arguments.dlse = take_optional_tensor(stack[1]);
+  forward.q = take_tensor(stack[2]);
+  forward.k = take_tensor(stack[3]);
+  forward.v = take_tensor(stack[4]);
+  forward.cu_seqlens_q = take_optional_tensor(stack[5]);
+  forward.cu_seqlens_k = take_optional_tensor(stack[6]);
+  forward.seqused_k = take_optional_tensor(stack[7]);
+  forward.sinks = take_optional_tensor(stack[8]);
+  forward.mask = take_optional_tensor(stack[9]);
+  arguments.out = take_tensor(stack[10]);
+  arguments.lse = take_tensor(stack[11]);
+  forward.max_seqlen_q = take<int64_t>(stack[12]);
+  forward.max_seqlen_k = take<int64_t>(stack[13]);
+  forward.scale = take<double>(stack[14]);
+  forward.window_left = take<int64_t>(stack[15]);
+  forward.window_right = take<int64_t>(stack[16]);
+  forward.softcap = take<double>(stack[17]);
+  check_varlen_backward_arguments(arguments);
+  const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
+  // The CPU's kernels keep row_dot to themselves.
+  VarlenGradients gradients = allocate_gradients(arguments, !Backend::kIsCpu && !is_empty, is_empty);
+  host::set_last_kernel("");
+  if (!is_empty) Backend::backward(arguments, gradients);
+  stack[0] = give(std::move(gradients.dq));
+  stack[1] = give(std::move(gradients.dk));
+  stack[2] = give(std::move(gradients.dv));
+  stack[3] =
+      VarlenArguments::has(gradients.row_dot) ? host::give_optional(std::move(gradients.row_dot)) : host::give_none();
+}
+
+template <class Backend>
+void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  host::check_counts("attention_append_", num_arguments, 6, num_outputs, 0);
+  AppendArguments arguments;
+  arguments.k_cache = take_tensor(stack[0]);
+  arguments.v_cache = take_tensor(stack[1]);
+  arguments.k_new = take_tensor(stack[2]);
+  arguments.v_new = take_tensor(stack[3]);
+  arguments.cache_seqlens = take_tensor(stack[4]);
+  arguments.block_table = take_optional_tensor(stack[5]);
+  check_append_arguments(arguments);
+  const int64_t* sizes = arguments.k_new.sizes();
+  if (sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0) Backend::append(arguments);
+}
+
+template <class Backend, class Library>
+void register_backend(Library& library) {
+  library.impl("attention_varlen_forward", &boxed_forward<Backend, true>);
+  library.impl("_attention_varlen_inference", &boxed_forward<Backend, false>);
+  library.impl("_attention_varlen_backward", &boxed_backward<Backend>);
+  library.impl("attention_append_", &boxed_append<Backend>);
+}
+
+}  // namespace
+}  // namespace attention
+}  // namespace flashmoe
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
+  // q [tokens, heads_q, head_dim] with cu_seqlens_q, else [batch, heads_q, length, head_dim]; k and v likewise with cu_seqlens_k, or
+  // pages [pages, page_size, heads_kv, head_dim] with block_table and seqused_k. Windows count keys; -1 is no limit.
+  library.def(
+      "attention_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
+      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
+      "int window_left, int window_right, float softcap, int num_splits) -> (Tensor out, Tensor lse)");
+  // Where no gradient can be wanted: one allocation less, no Python.
+  library.def(
+      "_attention_varlen_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
+      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
+      "int window_left, int window_right, float softcap, int num_splits) -> Tensor");
+  // scale is above zero. row_dot, of CUDA kernels alone: rowsum(grad_out * out) - grad_lse.
+  library.def(
+      "_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
+      "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int "
+      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap) -> (Tensor dq, "
+      "Tensor dk, Tensor dv, Tensor? row_dot)");
+  library.def(
+      "attention_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
+      "Tensor? block_table) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
+  flashmoe::attention::register_backend<flashmoe::attention::Cpu>(library);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
+  flashmoe::attention::register_backend<flashmoe::attention::Cuda>(library);
+}

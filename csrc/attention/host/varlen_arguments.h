@@ -1,0 +1,115 @@
+// Checks of the arguments of ragged, paged and banded attention, and the parameter blocks made from them. Beside arguments.h,
+// which does the same for the dense operators.
+//
+// Layouts. Rows (q, out) are dense, [batch, heads_q, rows, head_dim], or ragged, [rows_total, heads_q, head_dim] with
+// cu_seqlens_q. Keys (k, v) are dense, ragged with cu_seqlens_k, or pages, [num_pages, page_size, heads_kv, head_dim] with
+// block_table and seqused_k. Any pair of the two may meet. lse and its like are [batch, heads_q, rows], or [heads_q, rows_total].
+#pragma once
+
+#include "attention/host/arguments.h"
+#include "attention/params/backward.h"
+
+namespace flashmoe {
+namespace attention {
+
+// A tensor that was not given has a null handle: see has().
+struct VarlenArguments {
+  Tensor q;
+  Tensor k;
+  Tensor v;                  // its head_dim may differ from that of q and k
+  Tensor cu_seqlens_q;       // [batch + 1] int32, contiguous
+  Tensor cu_seqlens_k;       // [batch + 1] int32, contiguous
+  Tensor seqused_k;          // [batch] int32, contiguous
+  Tensor block_table;        // [batch, pages] int32, last dimension contiguous
+  Tensor sinks;              // [heads_q] float32, contiguous
+  Tensor mask;               // [batch, heads_q, max_seqlen_q, max_seqlen_k], bool or of q's type, any strides
+  int64_t max_seqlen_q = 0;  // of the longest entry; set by the check where rows, or keys, are dense
+  int64_t max_seqlen_k = 0;
+  double scale = 0.0;        // above zero once make_scale_positive has run, which is before any backend does
+  double softcap = 0.0;      // 0: none
+  int64_t window_left = -1;  // -1: unbounded
+  int64_t window_right = -1;
+  int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
+  Dtype dtype = Dtype::kFloat32;
+  int32_t torch_dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+
+  static bool has(const Tensor& tensor) { return tensor.get() != nullptr; }
+  bool has_ragged_rows() const { return has(cu_seqlens_q); }
+  bool has_ragged_keys() const { return has(cu_seqlens_k); }
+  bool has_pages() const { return has(block_table); }
+  // Of these, in any layout. Valid once the ranks are checked.
+  int64_t batch() const { return has_ragged_rows() ? cu_seqlens_q.sizes()[0] - 1 : q.sizes()[0]; }
+  int64_t heads_q() const { return q.sizes()[1]; }
+  int64_t heads_kv() const { return k.sizes()[has_pages() ? 2 : 1]; }
+  int64_t head_dim() const { return q.sizes()[q.dim() - 1]; }
+  int64_t head_dim_v() const { return v.sizes()[v.dim() - 1]; }
+  int64_t rows_total() const { return has_ragged_rows() ? q.sizes()[0] : q.sizes()[0] * q.sizes()[2]; }
+};
+
+struct VarlenOutputs {
+  Tensor out;  // as q, with v's head_dim; contiguous where ragged, else q's order of strides
+  Tensor lse;  // float32, contiguous; a null handle where nobody wants it
+};
+
+struct VarlenBackwardArguments {
+  VarlenArguments forward;  // no pages; scale above zero
+  Tensor out;               // of the forward pass; its last dimension is contiguous
+  Tensor dout;              // as out
+  Tensor lse;               // float32, contiguous
+  Tensor dlse;              // the same; a null handle where there is none
+};
+
+// Allocated by the operator. Zero where rows or keys may belong to no entry (ragged tensors, seqused_k): kernels write what
+// belongs to one.
+struct VarlenGradients {
+  Tensor dq;
+  Tensor dk;
+  Tensor dv;
+  Tensor
+      row_dot;  // as lse: BackwardParams::row_dot, which the caller needs for the gradient of the sinks. A GPU's alone
+};
+
+// Throws with a code and a message on the first rule that the arguments break. What only device memory could tell is asked of
+// the CPU's tensors always, and of a GPU's where $FLASHMOE_CHECK_LENGTHS is 1, at the cost of a synchronisation.
+void check_varlen_arguments(VarlenArguments& arguments);
+
+void check_varlen_backward_arguments(VarlenBackwardArguments& arguments);
+
+// Kernels find a row's maximum before they scale, and take a softcap's factor as given: a scale of zero or less moves into a
+// copy of q. Softcap or not, the result is the same.
+void make_scale_positive(VarlenArguments& arguments);
+
+VarlenOutputs allocate_varlen_outputs(const VarlenArguments& arguments, bool with_lse);
+
+// Of a tensor of rows or keys in its layout, as params take them; see Batch.
+Strides varlen_strides(const Tensor& tensor, bool is_paged);
+
+// All of the parameters but workspace, tile_counter, num_splits (1) and folded_heads (1). Outputs may be empty.
+ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenOutputs& outputs);
+
+// All of the parameters but tile_counter.
+BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients);
+
+// k_new [batch, heads_kv, new keys, head_dim] and v_new go behind the first cache_seqlens[b] keys of entry b. Keys past the
+// room of the cache, and of pages outside the table or the cache, are dropped.
+struct AppendArguments {
+  Tensor k_cache;  // [batch, heads_kv, keys, head_dim], or pages [num_pages, page_size, heads_kv, head_dim]
+  Tensor v_cache;  // its head_dim may differ from that of k_cache
+  Tensor k_new;    // any strides with a contiguous last dimension
+  Tensor v_new;
+  Tensor cache_seqlens;  // [batch] int32, contiguous
+  Tensor block_table;    // [batch, pages] int32, last dimension contiguous; a null handle: dense caches
+  Dtype dtype = Dtype::kFloat32;
+  int32_t torch_dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+
+  bool has_pages() const { return block_table.get() != nullptr; }
+};
+
+void check_append_arguments(AppendArguments& arguments);
+
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,133 @@
+#include "attention/host/varlen_lengths.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+using host::ErrorCode;
+using host::fail;
+
+const char* const kVariable = "FLASHMOE_CHECK_LENGTHS";
+
+bool is_check_wanted(int32_t device_type) {
+  if (device_type == aoti_torch_device_type_cpu()) return true;
+  const char* value = std::getenv(kVariable);
+  if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
+  if (std::strcmp(value, "1") == 0) return true;
+  fail(ErrorCode::kArgument, kVariable, " is ", value, "; supported: 0, 1");
+}
+
+// An int32 tensor's numbers, in the CPU's memory.
+class Numbers {
+ public:
+  explicit Numbers(const Tensor& tensor) {
+    if (tensor.get() == nullptr) return;
+    const int32_t cpu = aoti_torch_device_type_cpu();
+    if (tensor.device_type() == cpu) {
+      memory_ = host::alias(tensor);
+    } else {
+      memory_ = host::empty(tensor.dim(), tensor.sizes(), tensor.dtype(), cpu, 0);
+      host::check_shim(aoti_torch_copy_(memory_.get(), tensor.get(), 0), "copy_");
+    }
+    data_ = static_cast<const int32_t*>(memory_.data());
+    row_stride_ = memory_.strides()[0];
+    count_ = memory_.sizes()[0];
+  }
+
+  bool are_there() const { return data_ != nullptr; }
+  int64_t count() const { return count_; }
+  int32_t operator[](int64_t index) const { return data_[index]; }
+  const int32_t* row(int64_t index) const { return data_ + index * row_stride_; }
+
+ private:
+  Tensor memory_;
+  const int32_t* data_ = nullptr;
+  int64_t row_stride_ = 0;
+  int64_t count_ = 0;
+};
+
+void check_cu_seqlens(const Numbers& cu_seqlens, const char* name, int64_t tokens, int64_t max_seqlen,
+                      const char* max_name) {
+  for (int64_t entry = 0; entry + 1 < cu_seqlens.count(); ++entry) {
+    const int64_t first = cu_seqlens[entry], end = cu_seqlens[entry + 1];
+    if (first < 0 || end < first) {
+      fail(ErrorCode::kArgument, name, " goes from ", first, " to ", end, " at sequence ", entry,
+           "; it must start at 0 or more and never decrease");
+    }
+    if (end > tokens) {
+      fail(ErrorCode::kArgument, name, " reaches ", end, " at sequence ", entry, ", but there are ", tokens,
+           " tokens; its last element is at most that");
+    }
+    if (end - first > max_seqlen) {
+      fail(ErrorCode::kArgument, "sequence ", entry, " has ", end - first, " tokens by ", name, ", but ", max_name,
+           " is ", max_seqlen, "; give the longest sequence's length");
+    }
+  }
+}
+
+// Keys that an entry may have.
+int64_t room_of(const VarlenArguments& arguments, const Numbers& cu_seqlens_k, int64_t entry) {
+  if (cu_seqlens_k.are_there()) return cu_seqlens_k[entry + 1] - cu_seqlens_k[entry];
+  if (!arguments.has_pages()) return arguments.max_seqlen_k;
+  return std::min(arguments.max_seqlen_k, arguments.block_table.sizes()[1] * arguments.k.sizes()[1]);
+}
+
+// Pages of keys [begin, end).
+void check_pages(const Numbers& block_table, int64_t entry, int64_t begin, int64_t end, int64_t page_size,
+                 int64_t pages) {
+  for (int64_t index = begin / page_size; index * page_size < end; ++index) {
+    const int32_t page = block_table.row(entry)[index];
+    if (page < 0 || page >= pages) {
+      fail(ErrorCode::kArgument, "block_table[", entry, ", ", index, "] is ", page, ", but there are ", pages,
+           " pages; entries in use are 0 to ", pages - 1);
+    }
+  }
+}
+
+}  // namespace
+
+void check_varlen_lengths(const VarlenArguments& arguments) {
+  if (!arguments.has_ragged_rows() && !arguments.has_ragged_keys() && !VarlenArguments::has(arguments.seqused_k))
+    return;
+  if (!is_check_wanted(arguments.device_type)) return;
+  const Numbers cu_seqlens_q(arguments.cu_seqlens_q), cu_seqlens_k(arguments.cu_seqlens_k);
+  if (cu_seqlens_q.are_there()) {
+    check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", arguments.q.sizes()[0], arguments.max_seqlen_q, "max_seqlen_q");
+  }
+  if (cu_seqlens_k.are_there()) {
+    check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", arguments.k.sizes()[0], arguments.max_seqlen_k, "max_seqlen_k");
+  }
+  const Numbers seqused_k(arguments.seqused_k), block_table(arguments.block_table);
+  for (int64_t entry = 0; entry < seqused_k.count(); ++entry) {
+    const int64_t used = seqused_k[entry], room = room_of(arguments, cu_seqlens_k, entry);
+    if (used < 0 || used > room) {
+      fail(ErrorCode::kArgument, "seqused_k[", entry, "] is ", used, "; sequence ", entry, " has room for 0 to ", room,
+           " keys, by the tensors and max_seqlen_k");
+    }
+    if (!block_table.are_there()) continue;
+    check_pages(block_table, entry, 0, used, arguments.k.sizes()[1], arguments.k.sizes()[0]);
+  }
+}
+
+void check_append_lengths(const AppendArguments& arguments) {
+  if (!is_check_wanted(arguments.device_type)) return;
+  const bool is_paged = arguments.has_pages();
+  const Numbers used(arguments.cache_seqlens), block_table(arguments.block_table);
+  const int64_t* sizes = arguments.k_cache.sizes();
+  const int64_t room = is_paged ? arguments.block_table.sizes()[1] * sizes[1] : sizes[2];
+  const int64_t added = arguments.k_new.sizes()[2];
+  for (int64_t entry = 0; entry < used.count(); ++entry) {
+    if (used[entry] < 0 || used[entry] + added > room) {
+      fail(ErrorCode::kArgument, "the cache of sequence ", entry, " has room for ", room, " keys; ", used[entry],
+           " are there and ", added, " are new; give it a larger cache");
+    }
+    if (is_paged && added > 0) check_pages(block_table, entry, used[entry], used[entry] + added, sizes[1], sizes[0]);
+  }
+}
+
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,188 @@
+// From checked arguments to parameter blocks, and the outputs' memory.
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "attention/host/varlen_arguments.h"
+
+namespace flashmoe {
+namespace attention {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+
+bool is_usable(double scale) { return static_cast<float>(scale) >= std::numeric_limits<float>::min(); }
+
+int32_t window_side(int64_t side) { return side < 0 || side >= kUnbounded ? kUnbounded : static_cast<int32_t>(side); }
+
+const int32_t* ints_of(const Tensor& tensor) {
+  return VarlenArguments::has(tensor) ? static_cast<const int32_t*>(tensor.data()) : nullptr;
+}
+
+Batch make_batch(const VarlenArguments& arguments) {
+  Batch batch{};
+  batch.cu_seqlens_q = ints_of(arguments.cu_seqlens_q);
+  batch.cu_seqlens_k = ints_of(arguments.cu_seqlens_k);
+  batch.seqused_k = ints_of(arguments.seqused_k);
+  batch.block_table = ints_of(arguments.block_table);
+  if (arguments.has_pages()) {
+    batch.block_table_stride = arguments.block_table.strides()[0];
+    batch.page_size = static_cast<int32_t>(arguments.k.sizes()[1]);
+    batch.num_pages = static_cast<int32_t>(arguments.k.sizes()[0]);
+  }
+  if (arguments.has_ragged_rows()) batch.rows_total = static_cast<int32_t>(arguments.q.sizes()[0]);
+  if (arguments.has_ragged_keys()) batch.keys_total = static_cast<int32_t>(arguments.k.sizes()[0]);
+  return batch;
+}
+
+// A softcap that would change no score in float32 is none.
+bool has_softcap(const VarlenArguments& arguments) {
+  return arguments.softcap > 0.0 && is_usable(arguments.scale / arguments.softcap);
+}
+
+Band make_band(const VarlenArguments& arguments) {
+  Band band{};
+  band.left = window_side(arguments.window_left);
+  band.right = window_side(arguments.window_right);
+  const bool is_capped = has_softcap(arguments);
+  band.score_factor = is_capped ? static_cast<float>(arguments.scale / arguments.softcap) : 0.0F;
+  band.mask_factor = static_cast<float>(1.0 / (is_capped ? arguments.softcap : arguments.scale));
+  if (VarlenArguments::has(arguments.sinks)) band.sinks = static_cast<const float*>(arguments.sinks.data());
+  if (VarlenArguments::has(arguments.mask)) {
+    const int64_t* strides = arguments.mask.strides();
+    band.mask = arguments.mask.data();
+    band.mask_stride_batch = strides[0];
+    band.mask_stride_head = strides[1];
+    band.mask_stride_row = strides[2];
+    band.mask_stride_key = strides[3];
+    band.mask_type = arguments.mask.dtype() == aoti_torch_dtype_bool() ? MaskTensor::kBool : MaskTensor::kAdditive;
+  }
+  band.folded_heads = 1;
+  return band;
+}
+
+int32_t rows_of(const VarlenArguments& arguments) {
+  const int64_t rows = arguments.max_seqlen_q;
+  return static_cast<int32_t>(arguments.has_ragged_rows() ? std::min(rows, arguments.q.sizes()[0]) : rows);
+}
+
+int32_t keys_of(const VarlenArguments& arguments) {
+  const int64_t keys = arguments.max_seqlen_k;
+  if (arguments.has_ragged_keys()) return static_cast<int32_t>(std::min(keys, arguments.k.sizes()[0]));
+  if (!arguments.has_pages()) return static_cast<int32_t>(keys);
+  return static_cast<int32_t>(std::min(keys, arguments.block_table.sizes()[1] * arguments.k.sizes()[1]));
+}
+
+}  // namespace
+
+void make_scale_positive(VarlenArguments& arguments) {
+  if (is_usable(arguments.scale)) return;
+  AtenTensorHandle scaled = nullptr;
+  if (is_usable(-arguments.scale)) {
+    StableIValue stack[1] = {torch::stable::detail::from(host::alias(arguments.q).release())};
+    host::check_shim(torch_call_dispatcher("aten::neg", "", stack, TORCH_ABI_VERSION), "neg");
+    scaled = torch::stable::detail::to<AtenTensorHandle>(stack[0]);
+    arguments.scale = -arguments.scale;
+  } else {  // zero, or NaN where q is not finite
+    host::check_shim(aoti_torch_aten_subtract_Tensor(arguments.q.get(), arguments.q.get(), 1.0, &scaled), "subtract");
+    arguments.scale = 1.0;
+  }
+  arguments.q = Tensor(scaled);
+}
+
+VarlenOutputs allocate_varlen_outputs(const VarlenArguments& arguments, bool with_lse) {
+  const int64_t* sizes = arguments.q.sizes();
+  const int64_t head_dim_v = arguments.head_dim_v();
+  VarlenOutputs outputs;
+  const int32_t float32 = aoti_torch_dtype_float32();
+  if (arguments.has_ragged_rows()) {
+    outputs.out = host::empty({sizes[0], sizes[1], head_dim_v}, arguments.torch_dtype, arguments.device_type,
+                              arguments.device_index);
+    if (with_lse) {
+      outputs.lse = host::empty({sizes[1], sizes[0]}, float32, arguments.device_type, arguments.device_index);
+    }
+    return outputs;
+  }
+  const int64_t out_sizes[] = {sizes[0], sizes[1], sizes[2], head_dim_v};
+  outputs.out = dense_like(arguments.q, out_sizes);
+  if (with_lse) {
+    outputs.lse = host::empty({sizes[0], sizes[1], sizes[2]}, float32, arguments.device_type, arguments.device_index);
+  }
+  return outputs;
+}
+
+Strides varlen_strides(const Tensor& tensor, bool is_paged) {
+  const int64_t* strides = tensor.strides();
+  if (tensor.dim() == 3) return {0, strides[1], strides[0]};
+  return is_paged ? Strides{strides[0], strides[2], strides[1]} : Strides{strides[0], strides[1], strides[2]};
+}
+
+ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenOutputs& outputs) {
+  ForwardParams params{};
+  params.q = arguments.q.data();
+  params.k = arguments.k.data();
+  params.v = arguments.v.data();
+  params.q_stride = varlen_strides(arguments.q, false);
+  params.k_stride = varlen_strides(arguments.k, arguments.has_pages());
+  params.v_stride = varlen_strides(arguments.v, arguments.has_pages());
+  if (VarlenArguments::has(outputs.out)) {
+    params.out = outputs.out.data();
+    params.out_stride = varlen_strides(outputs.out, false);
+  }
+  if (VarlenArguments::has(outputs.lse)) params.lse = static_cast<float*>(outputs.lse.data());
+  params.batch = static_cast<int32_t>(arguments.batch());
+  params.heads_q = static_cast<int32_t>(arguments.heads_q());
+  params.heads_kv = static_cast<int32_t>(arguments.heads_kv());
+  params.seq_q = rows_of(arguments);
+  params.seq_k = keys_of(arguments);
+  params.head_dim = static_cast<int32_t>(arguments.head_dim());
+  params.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
+  params.num_splits = 1;
+  params.scale = static_cast<float>(arguments.scale);
+  params.scale_log2 = static_cast<float>((has_softcap(arguments) ? arguments.softcap : arguments.scale) * kLog2E);
+  params.entries = make_batch(arguments);
+  params.band = make_band(arguments);
+  return params;
+}
+
+BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients) {
+  const ForwardParams forward = make_varlen_params(arguments.forward, {});
+  BackwardParams params{};
+  params.q = forward.q;
+  params.k = forward.k;
+  params.v = forward.v;
+  params.out = arguments.out.data();
+  params.dout = arguments.dout.data();
+  params.lse = static_cast<const float*>(arguments.lse.data());
+  params.dlse = VarlenArguments::has(arguments.dlse) ? static_cast<const float*>(arguments.dlse.data()) : nullptr;
+  params.dq = gradients.dq.data();
+  params.dk = gradients.dk.data();
+  params.dv = gradients.dv.data();
+  params.row_dot = VarlenArguments::has(gradients.row_dot) ? static_cast<float*>(gradients.row_dot.data()) : nullptr;
+  params.q_stride = forward.q_stride;
+  params.k_stride = forward.k_stride;
+  params.v_stride = forward.v_stride;
+  params.out_stride = varlen_strides(arguments.out, false);
+  params.dout_stride = varlen_strides(arguments.dout, false);
+  params.dq_stride = varlen_strides(gradients.dq, false);
+  params.dk_stride = varlen_strides(gradients.dk, false);
+  params.dv_stride = varlen_strides(gradients.dv, false);
+  params.batch = forward.batch;
+  params.heads_q = forward.heads_q;
+  params.heads_kv = forward.heads_kv;
+  params.seq_q = forward.seq_q;
+  params.seq_k = forward.seq_k;
+  params.head_dim = forward.head_dim;
+  params.head_dim_v = forward.head_dim_v;
+  params.scale = forward.scale;
+  params.scale_log2 = forward.scale_log2;
+  params.entries = forward.entries;
+  params.band = forward.band;
+  return params;
+}
+
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,145 @@
+"""Attention over pages and ragged batches: ours, and what reads the same keys: torch on dense caches, flash-attn on pages."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from flashmoe.errors import ArgumentError
+from flashmoe.tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, forced, installed
+from flashmoe.tools.problems.serving.tensors import Inputs
+
+FAMILIES = ("sm75", "sm80", "sm90")
+
+
+def _has_equal_rows(inputs: Inputs) -> bool:
+    return len(set(inputs.problem.lengths_q)) == 1
+
+
+def _dense_queries(inputs: Inputs) -> torch.Tensor:
+    """[B, Hq, Sq, D], a view."""
+    p = inputs.problem
+    return inputs.q.view(p.batch, -1, p.heads_q, p.head_dim).transpose(1, 2)
+
+
+def _flashmoe(inputs: Inputs) -> Prepared:
+    """Decoding as a model calls it: a dense batch of queries on a paged cache; else ragged."""
+    import flashmoe
+
+    problem = inputs.problem
+    if problem.page_size and _has_equal_rows(inputs):
+        q = _dense_queries(inputs)
+
+        def decode() -> torch.Tensor:
+            return flashmoe.attention_with_kvcache(
+                q,
+                inputs.k,
+                inputs.v,
+                cache_seqlens=inputs.seqused_k,
+                block_table=inputs.block_table,
+                causal=problem.causal,
+                scale=inputs.scale,
+            )
+
+        return Prepared(decode)
+    return _flashmoe_ragged(inputs)
+
+
+def _flashmoe_ragged(inputs: Inputs) -> Prepared:
+    import flashmoe
+
+    problem = inputs.problem
+    is_paged = inputs.block_table is not None
+    keys = {"seqused_k": inputs.seqused_k, "block_table": inputs.block_table} if is_paged else {}
+    cu_seqlens_k = None if is_paged else inputs.cu_seqlens_k
+    longest = (max(problem.lengths_q), max(problem.lengths_k))
+
+    def both(*, return_lse: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return flashmoe.attention_varlen(  # type: ignore[call-overload,no-any-return]
+            *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, cu_seqlens_k, *longest),
+            causal=problem.causal,
+            scale=inputs.scale,
+            return_lse=return_lse,
+            **keys,
+        )
+
+    return Prepared(lambda: both(return_lse=False), lambda: both(return_lse=True)[1])
+
+
+def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same keys in dense caches [B, Hkv, Sk, D], which torch's attention and our dense kernels need."""
+    problem = inputs.problem
+    if problem.spread != "equal":
+        msg = f"{problem.key}: the sequences differ in length, which a dense call cannot say"
+        raise ArgumentError(msg)
+    return tuple(  # type: ignore[return-value]
+        torch.stack([inputs.keys_of(tensor, entry) for entry in range(problem.batch)]).transpose(1, 2)
+        for tensor in (inputs.k, inputs.v)
+    )
+
+
+def _flashmoe_dense(inputs: Inputs) -> Prepared:
+    import flashmoe
+
+    q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
+    return Prepared(lambda: flashmoe.attention(q, k, v, causal=inputs.problem.causal, scale=inputs.scale))
+
+
+def _sdpa(inputs: Inputs) -> Prepared:
+    problem = inputs.problem
+    q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
+    is_causal = problem.causal and problem.seq_q > 1
+    if is_causal and problem.seq_q != problem.seq_k:
+        msg = f"{problem.key}: is_causal is aligned top-left, this problem bottom-right"
+        raise ArgumentError(msg)
+    is_grouped = problem.heads_q != problem.heads_kv
+
+    def call() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=inputs.scale, enable_gqa=is_grouped
+        )
+
+    return Prepared(call)
+
+
+def _flash_attn(inputs: Inputs) -> Prepared:
+    problem, module = inputs.problem, import_module("flash_attn")
+    options = {"softmax_scale": inputs.scale, "causal": problem.causal}
+    if problem.page_size and _has_equal_rows(inputs):
+        q = inputs.q.unflatten(0, (problem.batch, -1))
+        keys = {"cache_seqlens": inputs.seqused_k, "block_table": inputs.block_table}
+
+        def decode() -> torch.Tensor:
+            out: torch.Tensor = module.flash_attn_with_kvcache(q, inputs.k, inputs.v, **keys, **options)
+            return out.transpose(1, 2)
+
+        return Prepared(decode)
+    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(problem.lengths_q), max(problem.lengths_k))
+    table = inputs.block_table
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = module.flash_attn_varlen_func(
+            inputs.q, inputs.k, inputs.v, *lengths, block_table=table, **options
+        )
+        return out
+
+    return Prepared(call)
+
+
+def contenders() -> tuple[Contender, ...]:
+    both, gpu = ("cpu", "cuda"), ("cuda",)
+    return (
+        Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
+        Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
+        Contender("flashmoe-dense", "flashmoe, dense keys", both, flashmoe_available, _flashmoe_dense, ours=True),
+        *(
+            Contender(f"flashmoe-{one}", f"flashmoe {one}", gpu, flashmoe_available, _flashmoe, family(one), ours=True)
+            for one in FAMILIES
+        ),
+        Contender("sdpa", "SDPA, dense keys", both, always, _sdpa),
+        Contender("sdpa-flash", "SDPA FLASH, dense keys", gpu, always, _sdpa, forced("FLASH_ATTENTION")),
+        Contender("sdpa-cudnn", "SDPA CUDNN, dense keys", gpu, always, _sdpa, forced("CUDNN_ATTENTION")),
+        Contender("sdpa-efficient", "SDPA EFFICIENT, dense keys", gpu, always, _sdpa, forced("EFFICIENT_ATTENTION")),
+        Contender("flash-attn", "flash-attn", gpu, installed("flash_attn"), _flash_attn),
+    )

@@ -1,0 +1,407 @@
+"""Attention over ragged batches, over caches and pages, and with what models put between the scores and the softmax.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch._C import _is_tracing as is_tracing
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from flashmoe import _extension
+from flashmoe.checks import shape_of, translate
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, FlashmoeError, ShapeError
+from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
+from flashmoe.transforms import has_tangent
+
+_extension.load()
+_operator = torch.ops.flashmoe.attention_varlen_forward.default
+# What an OpOverload's __call__ hands its arguments to; the compiler never sees it.
+_inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op
+_append = torch.ops.flashmoe.attention_append_.default
+Window = tuple[int, int]
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    num_splits: int = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    num_splits: int = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each sequence of a batch whose sequences lie one behind the other, without padding.
+
+    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1; keys likewise, or in pages: then key j of sequence b
+    is row j % page_size of page block_table[b, j // page_size]. With Sq and Sk a sequence's own lengths, query i stands at key
+    i + (Sk - Sq): masks end bottom-right. Sequences without queries or keys are fine. Nothing here waits for the GPU, and a
+    CUDA graph may be replayed with other lengths up to the maxima.
+
+    Args:
+        q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
+        k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 256, or pages [P, page_size, Hkv, D]. Hkv
+            divides Hq: query head h reads key head h // (Hq // Hkv).
+        cu_seqlens_q: [B + 1] int32 on q's device, from 0 on, never decreasing, at most Nq.
+        cu_seqlens_k: likewise for the keys; None with pages.
+        max_seqlen_q, max_seqlen_k: of the longest sequences, or more; ints, since the host does not read the lengths.
+        causal: hide keys after the query's own: window's right side is 0.
+        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
+        softcap: scores become softcap * tanh(scores / softcap); 0.0 for none.
+        sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
+        scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
+        seqused_k: [B] int32, how many keys of each sequence there are; with pages needed, else all that it has room for.
+        block_table: [B, pages of the longest] int32, the pages of each sequence, in any order, shared or not.
+        num_splits: among how many thread blocks the keys of a row are divided; 0 is the kernels' choice. With 1 a row's result
+            does not depend on the rest of the batch, bit for bit.
+        return_lse: also return the log-sum-exp of the scores, the sink included.
+
+    Returns:
+        out [Nq, Hq, Dv], contiguous; with ``return_lse`` also lse [Hq, Nq] in float32 (natural logarithm). A query that sees no
+        key has out 0 and lse -inf, or its sink. Rows of no sequence hold anything. Both can be differentiated once, in q, k, v
+        and sinks, but not over pages.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. What only the
+            numbers in cu_seqlens_q, cu_seqlens_k, seqused_k and block_table can tell is checked on the CPU, and on a GPU where
+            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU). Unchecked wrong numbers are held to the tensors.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+        DifferentiationError: forward mode, a second derivative, or a gradient over pages.
+    """
+    if not isinstance(cu_seqlens_q, Tensor):
+        msg = f"cu_seqlens_q must be an int32 tensor [sequences + 1]; found {type(cu_seqlens_q).__name__}"
+        raise ArgumentTypeError(msg)
+    if cu_seqlens_k is None and block_table is None:
+        msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
+        raise ArgumentError(msg)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    numbers = (max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, num_splits)
+    return call(q, k, v, lengths, sinks, None, *numbers, return_lse=return_lse)
+
+
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = ...,
+    v_new: Tensor | None = ...,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    num_splits: int = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = ...,
+    v_new: Tensor | None = ...,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    num_splits: int = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache, in place, and attend to all that it then holds. For inference: no gradients.
+
+    Args:
+        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32); Sq is 1 when decoding.
+        k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
+            with a contiguous last dimension.
+        k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written behind the first cache_seqlens[b] keys of sequence b; None
+            where nothing is appended. Two sequences must not append to one page.
+        cache_seqlens: [B] int32 on q's device, the keys that each cache holds before the call. It is left as it is.
+        block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
+        causal, window, softcap, sinks, scale, num_splits: as in :func:`attention_varlen`; the last query stands at the last key.
+        return_lse: also return the log-sum-exp of the scores, the sink included.
+
+    Returns:
+        out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not looked at.
+
+    Raises:
+        The errors of :func:`attention_varlen`; ArgumentError also for a cache without room, where lengths are checked (there).
+            Unchecked, keys that have no room are dropped.
+        DifferentiationError: a gradient was asked for; call it under torch.no_grad().
+    """
+    tensors = (q, k_cache, v_cache, k_new, v_new, sinks)
+    if is_grad_enabled() and any(t.requires_grad for t in tensors if isinstance(t, Tensor)):
+        msg = "attention_with_kvcache has no gradient; call it under torch.no_grad(), or use attention_varlen for training"
+        raise DifferentiationError(msg)
+    if not isinstance(cache_seqlens, Tensor):
+        msg = f"cache_seqlens must be an int32 tensor [batch]; found {type(cache_seqlens).__name__}"
+        raise ArgumentTypeError(msg)
+    if (k_new is None) != (v_new is None):
+        msg = "k_new and v_new belong together; one of them is None"
+        raise ArgumentError(msg)
+    used = cache_seqlens
+    if k_new is not None and v_new is not None:
+        _append_checked(k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
+        used = cache_seqlens + k_new.shape[2]
+    room = 0 if block_table is None else _room(k_cache, block_table)
+    lengths = (None, None, used, block_table)
+    numbers = (0, room, scale, causal, window, softcap, num_splits)
+    return call(q, k_cache, v_cache, lengths, sinks, None, *numbers, return_lse=return_lse)
+
+
+def _room(pages: Tensor, block_table: Tensor) -> int:
+    """Keys that a sequence's pages hold; 0 for tensors that the operator refuses."""
+    try:
+        return min(block_table.shape[1] * pages.shape[1], varlen_arguments.MAX_LENGTH)
+    except (AttributeError, IndexError):
+        return 0
+
+
+def _append_checked(*given: Any) -> None:
+    try:
+        _append(*given)
+    except Exception as error:
+        if not is_compiling():
+            varlen_arguments.validate_append(*given)
+        typed = translate(error)
+        if typed is None or isinstance(error, FlashmoeError):
+            raise
+        raise typed from error
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both parts, from the results of attention over each: of a shared prefix, of ring attention.
+
+    Args:
+        out_a, out_b: [B, H, S, D] or ragged [N, H, D], as the attention functions return them; one shape and dtype.
+        lse_a, lse_b: [B, H, S] or [H, N], float32. -inf for a part without visible keys.
+
+    Returns:
+        (out, lse) in the shapes and dtypes of the parts; computed in float32. A row that sees no key in either has out 0 and lse
+        -inf. At most one part may have counted a sink. Differentiable in all four, any number of times.
+
+    Raises:
+        ShapeError: the shapes do not belong together.
+    """
+    rank = out_a.dim()
+    rows = (out_a.shape[1], out_a.shape[0]) if rank == 3 else tuple(out_a.shape[:-1])
+    if rank not in (3, 4) or out_a.shape != out_b.shape or tuple(lse_a.shape) != rows or lse_a.shape != lse_b.shape:
+        found = ", ".join(shape_of(t) for t in (out_a, lse_a, out_b, lse_b))
+        msg = f"out must be [B, H, S, D] with lse [B, H, S], or [N, H, D] with lse [H, N], both parts alike; found {found}"
+        raise ShapeError(msg)
+    # Differences to the larger: -inf - -inf does not arise, and neither weight overflows.
+    largest = torch.maximum(lse_a, lse_b).detach()
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()
+    total = weight_a + weight_b
+    is_empty = total == 0
+    safe = torch.where(is_empty, 1.0, total)
+    lse = torch.where(is_empty, -torch.inf, largest + safe.log())
+    part_a, part_b = weight_a / safe, weight_b / safe
+    if rank == 3:
+        part_a, part_b = part_a.mT, part_b.mT
+    # A part of weight 0 may hold anything.
+    out = _weighted(out_a, part_a) + _weighted(out_b, part_b)
+    return out.to(out_a.dtype), lse
+
+
+def _weighted(out: Tensor, weight: Tensor) -> Tensor:
+    weight = weight.unsqueeze(-1)
+    return torch.where(weight == 0, 0.0, out.float()) * weight
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    scale: float | None,
+    window: Window | None,
+    softcap: float,
+    sinks: Tensor | None,
+    attn_mask: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Dense attention with what a plain call lacks: what :func:`flashmoe.attention` says of its arguments."""
+    mask = attn_mask
+    if isinstance(attn_mask, Tensor) and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        sizes = (*q.shape[:3], k.shape[2])
+        try:
+            mask = attn_mask.expand(sizes)
+        except RuntimeError as error:
+            msg = f"attn_mask must broadcast to [batch, query heads, queries, keys] = {list(sizes)}; found {shape_of(attn_mask)}"
+            raise ShapeError(msg) from error
+        if is_grad_enabled() and attn_mask.requires_grad:
+            msg = (
+                "attention has no gradient for attn_mask; detach it, or use flashmoe.scaled_dot_product_attention, which hands a "
+                "mask that requires one to torch"
+            )
+            raise DifferentiationError(msg)
+    elif attn_mask is not None and not isinstance(attn_mask, Tensor):
+        msg = f"attn_mask must be a tensor or None; found {type(attn_mask).__name__}; convert it with torch.as_tensor"
+        raise ArgumentTypeError(msg)
+    return call(q, k, v, (None,) * 4, sinks, mask, 0, 0, scale, causal, window, softcap, 0, return_lse=return_lse)
+
+
+def call(
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths: Sequence[Tensor | None],
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    causal: bool,
+    window: Window | None,
+    softcap: float,
+    num_splits: int,
+    *,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention_varlen_forward`` with its arguments as users give them. lengths: cu_seqlens_q and _k, seqused_k, block_table."""
+    if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
+        arguments.check_scalars(scale, causal)
+        scale = float(scale) if isinstance(scale, int) else scale
+    left, right = _sides(window, causal)
+    sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
+    if not (sizes_are_ints and type(softcap) is float):  # of the usual types, the operator checks the values
+        varlen_arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
+        softcap = float(softcap)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
+    if isinstance(sinks, Tensor) and sinks.is_floating_point():
+        sinks = sinks.float().contiguous()
+    given = (q, k, v, *lengths, sinks, mask, max_seqlen_q, max_seqlen_k, scale, left, right, softcap, num_splits)
+    if is_compiling():
+        out, lse = _operator(*given)
+        return (out, lse) if return_lse else out
+    try:
+        result = _call(given, return_lse)
+    except Exception as error:
+        cause = varlen_arguments.explain(error, given)
+        if cause is error:
+            raise
+        raise cause from error
+    return result
+
+
+def _call(given: tuple[Any, ...], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """The operator in eager mode: where no gradient can be asked for, without the autograd rule in Python."""
+    result: tuple[Tensor, Tensor]
+    if transforms_are_active():
+        result = varlen.under_transforms(*given)
+        return result if return_lse else result[0]
+    tensors = (*given[:3], *given[7:9])  # q, k, v, sinks, mask
+    if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
+        raise DifferentiationError(autograd.NO_FORWARD_MODE)
+    if not (return_lse or _needs_gradient(*tensors) or num_dispatch_modes() > 0 or is_tracing()):
+        only: Tensor = _inference_operator(*given)
+        return only
+    result = _operator(*given)
+    return result if return_lse else result[0]
+
+
+def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None) -> bool:
+    if not is_grad_enabled():
+        return False
+    is_needed = q.requires_grad or k.requires_grad or v.requires_grad
+    return is_needed or (sinks is not None and sinks.requires_grad) or (mask is not None and mask.requires_grad)
+
+
+def _sides(window: Window | None, causal: bool) -> Window:
+    if window is None:
+        return -1, 0 if causal else -1
+    try:
+        left, right = window
+    except (TypeError, ValueError) as error:
+        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}"
+        raise ArgumentTypeError(msg) from error
+    return left, 0 if causal else right

@@ -1,0 +1,200 @@
+"""Ragged, paged and banded problems, and attention by definition in float64: sequence by sequence, one formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashmoe
+
+from .reference import LSE_TOLERANCE, assert_ran_here, tolerance
+
+
+@dataclass(frozen=True)
+class Band:
+    """What stands between the scores and the softmax."""
+
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
+
+    def visible(self, rows: int, keys: int, device: str | torch.device) -> Tensor:
+        left, right = self.window or (-1, -1)
+        right = 0 if self.causal else right
+        distance = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1) - (keys - rows)
+        shown = torch.ones(rows, keys, dtype=torch.bool, device=device)
+        shown &= (distance >= -left) if left >= 0 else shown
+        return shown & (distance <= right) if right >= 0 else shown
+
+
+def by_definition(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, sinks: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of [..., Hq, Sq, D] by torch operations in the dtype of q; differentiable. Hidden keys may hold anything."""
+    group = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if band.scale is None else band.scale)
+    if band.softcap:
+        scores = band.softcap * torch.tanh(scores / band.softcap)
+    shown = band.visible(q.shape[-2], k.shape[-2], q.device).expand(scores.shape)
+    if mask is not None:
+        shown = shown & (mask if mask.dtype is torch.bool else mask > -math.inf)
+        scores = scores if mask.dtype is torch.bool else scores + mask.to(scores.dtype)
+    scores = scores.masked_fill(~shown, -math.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), -1)
+    largest = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros((*scores.shape[:-1], 1))
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    seen = total > 0
+    lse = torch.where(seen, largest + total.masked_fill(~seen, 1.0).log(), -math.inf).squeeze(-1)
+    weights = weights[..., : k.shape[-2]] / total.masked_fill(~seen, 1.0)
+    return weights @ v, lse
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Lengths of the sequences, heads and head dims. ``spare`` tokens, of NaN, belong to no sequence."""
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    spare: int = 0
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return max(self.lengths_q, default=0), max(self.lengths_k, default=0)
+
+    def tensors(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as lists of tokens."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(lengths: tuple[int, ...], heads: int, head_dim: int) -> Tensor:
+            values = torch.randn(sum(lengths) + self.spare, heads, head_dim, generator=generator)
+            values[sum(lengths) :] = math.nan
+            return values.to(dtype).to(device)
+
+        return (
+            tokens(self.lengths_q, self.heads_q, self.head_dim),
+            tokens(self.lengths_k, self.heads_kv, self.head_dim),
+            tokens(self.lengths_k, self.heads_kv, self.head_dim_v),
+        )
+
+    def cu_seqlens(self, device: str) -> tuple[Tensor, Tensor]:
+        lengths = (self.lengths_q, self.lengths_k)
+        sums = ([0, *torch.tensor(one, dtype=torch.int64).cumsum(0).tolist()] for one in lengths)
+        first, second = (torch.tensor(one, dtype=torch.int32, device=device) for one in sums)
+        return first, second
+
+
+def expected(
+    ragged: Ragged, q: Tensor, k: Tensor, v: Tensor, band: Band, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out [N, Hq, Dv], lse [Hq, N]) of the tokens that belong to sequences, in the dtype of the tensors."""
+    outs, lses, first_q, first_k = [], [], 0, 0
+    for rows, keys in zip(ragged.lengths_q, ragged.lengths_k, strict=True):
+        parts = (q[first_q : first_q + rows], k[first_k : first_k + keys], v[first_k : first_k + keys])
+        out, lse = by_definition(*(part.transpose(0, 1) for part in parts), band, sinks)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
+        first_q, first_k = first_q + rows, first_k + keys
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def compare(
+    found: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], plain: Tensor, device: str, *, ran: bool = True
+) -> None:
+    """By the rule: ``wide`` in float64, ``plain`` by torch in the tensors' own dtype."""
+    out, lse = found
+    if ran:
+        assert_ran_here(device)
+    reference, reference_lse = wide
+    limit = tolerance(reference, plain)
+    error = (out.double() - reference).abs().max().item()
+    assert error <= limit, f"max error {error:.3e} over {limit:.3e}"
+    hidden = reference_lse == -math.inf
+    assert torch.equal(lse == -math.inf, hidden)
+    seen = reference_lse[~hidden]
+    if seen.numel():
+        largest = max(1.0, seen.abs().max().item())
+        assert (lse.double()[~hidden] - seen).abs().max().item() <= LSE_TOLERANCE * largest
+
+
+def check_ragged(
+    ragged: Ragged,
+    band: Band,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    with_sinks: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """attention_varlen on the problem, held against the reference; returns (out, lse) of the sequences' tokens."""
+    q, k, v = ragged.tensors(device, dtype, seed)
+    sinks = torch.linspace(-1, 2, ragged.heads_q, device=device) if with_sinks else None
+    out, lse = flashmoe.attention_varlen(
+        q, k, v, *ragged.cu_seqlens(device), *ragged.longest, sinks=sinks, return_lse=True, **band.options, **options
+    )
+    tokens = sum(ragged.lengths_q)
+    assert out.shape == (tokens + ragged.spare, ragged.heads_q, ragged.head_dim_v)
+    assert lse.shape == (ragged.heads_q, tokens + ragged.spare)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    found = out[:tokens], lse[:, :tokens]
+    if tokens == 0:
+        return found
+    wide = expected(ragged, *(t.double() for t in (q, k, v)), band, sinks)
+    compare(found, wide, expected(ragged, q, k, v, band, sinks)[0], device, ran=ragged.longest[1] > 0)
+    return found
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A paged cache: the same keys as in a dense one, in pages that a table names."""
+
+    k: Tensor  # [pages, page_size, heads, head_dim]
+    v: Tensor
+    block_table: Tensor  # [sequences, pages of the longest]
+
+
+def to_pages(
+    k: Tensor, v: Tensor, lengths: tuple[int, ...], page_size: int, *, room: int = 0, shared: int = 0, seed: int = 0
+) -> Pages:
+    """Pages of ``page_size`` in random order, of dense k and v [B, Hkv, Sk, D]; what is unused is NaN, in the table 0 is not.
+
+    room: keys that each sequence has pages for beyond its own. shared: so many first pages are those of sequence 0, for which all
+    sequences begin with its keys.
+    """
+    device = k.device
+    per_sequence = max(1, -(-(max(lengths, default=0) + room) // page_size))
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randperm(len(lengths) * per_sequence + 2, generator=generator).tolist()
+    shape = (len(numbers), page_size, k.shape[1])
+    k_pages = torch.full((*shape, k.shape[3]), math.nan, dtype=k.dtype, device=device)
+    v_pages = torch.full((*shape, v.shape[3]), math.nan, dtype=v.dtype, device=device)
+    table = torch.full((len(lengths), per_sequence), -1, dtype=torch.int32)
+    for entry, length in enumerate(lengths):
+        for index in range(-(-(length + room) // page_size)):
+            is_shared = entry > 0 and index < shared
+            page = int(table[0, index]) if is_shared else numbers[entry * per_sequence + index]
+            table[entry, index] = page
+            keys = slice(index * page_size, min(length, (index + 1) * page_size))
+            if is_shared or keys.stop <= keys.start:
+                continue
+            k_pages[page, : keys.stop - keys.start] = k[entry, :, keys].transpose(0, 1)
+            v_pages[page, : keys.stop - keys.start] = v[entry, :, keys].transpose(0, 1)
+    return Pages(k_pages, v_pages, table.to(device))
