@@ -94,7 +94,6 @@ struct BackwardScratch {
   }
 };
 
-template <class T>
 // MaskOf: Mask, or BandMask, with which all of a band counts.
 template <class T, class MaskOf>
 class Backward {
