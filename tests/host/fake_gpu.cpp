@@ -69,8 +69,8 @@ CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned sha
   add("scale", std::to_string(params.scale));
   add("folded", std::to_string(params.band.folded_heads));
   add("is_ragged", truth(params.entries.cu_seqlens_q != nullptr));
-  add("mask_strides", "[" + std::to_string(params.band.mask_stride_head) + ", " +
-                          std::to_string(params.band.mask_stride_row) + "]");
+  add("mask_strides",
+      "[" + std::to_string(params.band.mask_stride_head) + ", " + std::to_string(params.band.mask_stride_row) + "]");
   for (int32_t tensor = 0; tensor < 3; ++tensor) {
     add(&"q\0k\0v"[2 * tensor], std::to_string(reinterpret_cast<uintptr_t>(tensors[tensor])));
   }
@@ -173,7 +173,8 @@ void boxed_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe_fake, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor lse)");
   library.def(
-      "varlen(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? seqused_k, Tensor? block_table, Tensor? sinks, "
+      "varlen(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? seqused_k, Tensor? block_table, Tensor? "
+      "sinks, "
       "Tensor? mask, int max_seqlen_q, int max_seqlen_k) -> (Tensor out, Tensor lse)");
 }
 STABLE_TORCH_LIBRARY_IMPL(flashmoe_fake, CPU, library) {

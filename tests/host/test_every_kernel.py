@@ -67,11 +67,11 @@ def asked(choose: Chooser) -> dict[bool, Chosen]:
                 forced=forced,
             )
             found[forced is not None].add((choice.symbol, choice.target))
-            *backward, target = choose.backward(
-                capability, head_dim, causal=causal, bf16=dtype == "bf16", forced=forced
-            ) or [""]  # type: ignore[attr-defined]
+            is_bf16 = dtype == "bf16"
+            both = choose.backward(capability, head_dim, causal=causal, bf16=is_bf16, forced=forced)  # type: ignore[attr-defined]
+            *backward, target = both or [""]
             found[forced is not None] |= {(symbol, target) for symbol in backward}
-            found[forced is not None] |= varlen_kernels(choose, capability, head_dim, dtype == "bf16", forced)
+            found[forced is not None] |= varlen_kernels(choose, capability, head_dim, is_bf16, forced)
             if choice.splits > 1:
                 found[forced is not None].add((f"flashmoe_attention_combine_sm80_{dtype}_d256", choice.target))
     return found

@@ -62,7 +62,7 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     # Scores on both sides of where tanh bends.
     softcap = replace(_base(unit, "softcap", (37, 2), (2 * n + 3, 9)), softcap=7.0, magnitude=6.0)
     yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
-    yield replace(softcap, name="soft softcap", softcap=50.0, magnitude=1.0, left=n, right=0, has_sinks=True)
+    yield replace(softcap, name="soft softcap", softcap=20.0, magnitude=1.3, left=n, right=0, has_sinks=True)
     masked = _base(unit, "mask", (33, 33), (n + 9, n + 9))
     masked = replace(masked, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
@@ -85,7 +85,7 @@ def _decoding(unit: Unit) -> Iterator[VarlenProblem]:
     )
     decode = replace(decode, rows_layout=Rows.DENSE, keys_layout=Keys.PAGED, page_size=16, splits=splits)
     yield decode
-    yield replace(decode, name="decode, sinks", has_sinks=True, softcap=20.0, left=n + 5, right=0)
+    yield replace(decode, name="decode, sinks", has_sinks=True, softcap=20.0, magnitude=4.0, left=n + 5, right=0)
     mask = replace(decode, name="decode, mask", mask=MaskTensor.ADDITIVE, keys_layout=Keys.DENSE, spare_keys=9)
     yield replace(mask, keys=(2 * n + 7, 3, 5, n, n + 1))
     # Few rows an entry, causal, ragged: a share may hold no key that a row sees.

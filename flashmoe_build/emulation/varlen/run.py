@@ -72,7 +72,7 @@ def geometry(unit: Unit, p: VarlenProblem) -> Geometry:
     return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), launch_registers(unit))
 
 
-def _strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> Strides:
+def _strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> ctypes.Structure:
     """Of (batch, head, row). Ragged: no batch. Paged: batch is the page's. Folded: see Band::folded_heads."""
     stride = tensor.stride()
     if tensor.dim() == 3:

@@ -151,7 +151,8 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     const int plain_begin = maximum(own.begin, full.begin);
     --block;
     if (is_capped) {
-      for (; block >= own.begin; --block) step<Step::kCapped>(output, probabilities, rows, tile, block, is_masked(block));
+      for (; block >= own.begin; --block)
+        step<Step::kCapped>(output, probabilities, rows, tile, block, is_masked(block));
     }
     while (block >= own.begin) {
       if (has_functions || is_masked(block)) {

@@ -25,7 +25,7 @@ struct VarlenProducer {
   const ptx::TensorMap& k_map;
   const ptx::TensorMap& v_map;
   const int lane;
-  const int box_rows;  // as page_box_rows in tensor_map.h says; without pages a box is a whole block
+  const int box_rows;                  // as page_box_rows in tensor_map.h says; without pages a box is a whole block
   RingPosition<Spec::kNumStages> key;  // and of V: both rings turn once a block
   RingPosition<Spec::kNumQueryStages> query;
   int tail_parity = 0;
@@ -48,54 +48,64 @@ struct VarlenProducer {
     return entries.block_table == nullptr ? Spec::kBlockN : both & -both;
   }
 
-  // This lane's box of a key block: its coordinates, and where it goes.
-  struct Box {
-    int column;
-    int row;
-    int page;    // or batch entry
-    int offset;  // bytes from the start of the stage; negative: the lane has none
-  };
+  // The page of this lane's box of a key block; unused without pages. Boxes past the entry's last key are asked for as well, whatever
+  // page 0 holds: scores there are masked, and V is cleared.
+  __device__ __forceinline__ int find_page(const VarlenTile& tile, int block) const {
+    const int index = block * Spec::kBlockN + lane * box_rows;
+    const bool is_there = params.entries.block_table != nullptr && lane * box_rows < Spec::kBlockN && index < tile.keys;
+    return is_there ? tile.sequence(params).page_of(index) : 0;
+  }
 
-  // Boxes past the entry's last key are asked for as well, whatever they hold: scores there are masked, and V is cleared.
-  __device__ __forceinline__ Box find_box(const VarlenTile& tile, int first_key, int block) const {
-    const Batch& entries = params.entries;
-    const int boxes = Spec::kBlockN / box_rows;
-    const int slab = lane / boxes;
-    const int row = (lane - slab * boxes) * box_rows;
-    const int index = block * Spec::kBlockN + row;
-    Box box{slab * 64, 0, 0, slab < Spec::kNumSlabs ? slab * Spec::kKeySlabBytes + row * 128 : -1};
-    if (entries.block_table == nullptr) {
-      box.row = first_key + index;
-      box.page = entries.cu_seqlens_k == nullptr ? tile.batch : 0;
-    } else {
-      box.row = index % entries.page_size;
-      if (index < tile.keys) box.page = tile.sequence(params).page_of(index);
+  // Where the keys of a block are: in a tensor by row, or in pages, of which each lane knows one.
+  struct Place {
+    int row;  // of the first key, in the tensor or in its page
+    int page;
+    int kv_head;
+  };
+  __device__ __forceinline__ Place find_block(const VarlenTile& tile, int first_key, int kv_head, int block) const {
+    const int row = block * Spec::kBlockN;
+    if (params.entries.block_table != nullptr)
+      return Place{row % params.entries.page_size, find_page(tile, block), kv_head};
+    return Place{first_key + row, params.entries.cu_seqlens_k == nullptr ? tile.batch : 0, kv_head};
+  }
+
+  // One lane asks: operands that differ between lanes would be asked for one lane after the other, at 190 clocks each.
+  __device__ __forceinline__ void load_box(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
+                                           int kv_head, int page) const {
+    if (lane != 0) return;
+#pragma unroll
+    for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+      ptx::tma_load_4d(smem + slab * Spec::kKeySlabBytes, &map, full, slab * 64, row, kv_head, page,
+                       ptx::CacheHint::kEvictLast);
     }
-    return box;
   }
 
   // One stage of K or V.
   __device__ __forceinline__ void load_keys(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                            ptx::Mbarrier* empty, int parity, const Box& box, int kv_head) const {
+                                            ptx::Mbarrier* empty, int parity, const Place& place) const {
     if (lane == 0) {
       ptx::mbarrier_wait(empty, parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
     }
-    ptx::warp_sync();
-    if (box.offset >= 0) {
-      ptx::tma_load_4d(smem + box.offset, &map, full, box.column, box.row, kv_head, box.page,
-                       ptx::CacheHint::kEvictLast);
+    if (params.entries.block_table == nullptr) {
+      load_box(smem, map, full, place.row, place.kv_head, place.page);
+      return;
+    }
+    int row = place.row;
+    for (int box = 0; box * box_rows < Spec::kBlockN; ++box) {
+      load_box(smem + box * box_rows * 128, map, full, row, place.kv_head, ptx::shuffle_index(place.page, box));
+      row += box_rows;
+      if (row >= params.entries.page_size) row = 0;
     }
   }
-  __device__ __forceinline__ void load_key(const Box& box, int kv_head) {
-    load_keys(shared.key(key.stage), k_map, shared.key_full(key.stage), shared.key_empty(key.stage), key.parity, box,
-              kv_head);
+  __device__ __forceinline__ void load_key(const Place& place) {
+    load_keys(shared.key(key.stage), k_map, shared.key_full(key.stage), shared.key_empty(key.stage), key.parity, place);
   }
   // V of a block that ends past the keys arrives at a barrier of the producer's own, which finish_tail passes on.
-  __device__ __forceinline__ void load_value(const Box& box, int kv_head, int keys_left) {
+  __device__ __forceinline__ void load_value(const Place& place, int keys_left) {
     const bool has_tail = keys_left < Spec::kBlockN;
     load_keys(shared.value(key.stage), v_map, has_tail ? shared.tail_full() : shared.value_full(key.stage),
-              shared.value_empty(key.stage), key.parity, box, kv_head);
+              shared.value_empty(key.stage), key.parity, place);
     if (has_tail) {
       tail_stage = key.stage;
       tail_row = maximum(0, keys_left);
@@ -106,6 +116,7 @@ struct VarlenProducer {
   // Rows of V past the keys may hold anything, NaN among it, and P = 0 times NaN is NaN: they become zeros.
   __device__ __forceinline__ void finish_tail() {
     if (tail_stage < 0) return;
+    ptx::warp_sync();  // the first lane has asked for V; the others need not poll meanwhile
     ptx::mbarrier_wait(shared.tail_full(), tail_parity);
     tail_parity ^= 1;
     unsigned char* smem = shared.value(tail_stage);
@@ -155,18 +166,18 @@ struct VarlenProducer {
       if (lane == 0) next_index = next_tile_index(params.tile_counter, num_tiles, index);
     };
     if (last_block <= draw_block) draw();
-    Box box = find_box(tile, first_key, last_block);
-    load_key(box, kv_head);
+    Place place = find_block(tile, first_key, kv_head, last_block);
+    load_key(place);
     load_query(0, tile);
-    load_value(box, kv_head, tile.keys - last_block * Spec::kBlockN);
+    load_value(place, tile.keys - last_block * Spec::kBlockN);
 #pragma unroll
     for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) load_query(consumer, tile);
     for (int block = last_block - 1; block >= range.begin; --block) {
       if (block == draw_block) draw();
-      box = find_box(tile, first_key, block);
-      load_key(box, kv_head);
+      place = find_block(tile, first_key, kv_head, block);
+      load_key(place);
       finish_tail();
-      load_value(box, kv_head, Spec::kBlockN);
+      load_value(place, Spec::kBlockN);
     }
     finish_tail();
   }

@@ -68,7 +68,8 @@ class EntryWalk {
 #pragma unroll 4
     for (int entry = 32 + ptx::lane_index(); entry < params_.batch; entry += 32) tiles += tiles_of_entry(entry);
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) tiles += static_cast<int>(ptx::shuffle_xor(static_cast<uint32_t>(tiles), mask));
+    for (int mask = 16; mask > 0; mask /= 2)
+      tiles += static_cast<int>(ptx::shuffle_xor(static_cast<uint32_t>(tiles), mask));
     return tiles;
   }
 
@@ -144,7 +145,8 @@ __device__ __forceinline__ VarlenTile decode_tile(const ForwardParams& params, E
   }
   const int first_row = scheduled.m_block * Spec::kBlockM;
   const KeyRange blocks = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
-  return VarlenTile{scheduled.m_block, scheduled.head, place.entry, sequence.row.first, sequence.rows(), sequence.keys(), blocks};
+  return VarlenTile{scheduled.m_block, scheduled.head,  place.entry, sequence.row.first,
+                    sequence.rows(),   sequence.keys(), blocks};
 }
 
 }  // namespace sm90

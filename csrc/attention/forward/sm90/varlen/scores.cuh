@@ -233,8 +233,9 @@ __device__ __forceinline__ void mask_scores_before(float (&scores)[kN / 2], cons
 }
 
 // finish_softmax of rows to whose sums a term exp(sink) belongs; sink_log2[r] is the sink times log2(e), -inf for none.
-__device__ __forceinline__ void finish_softmax_with_sinks(const RowState& rows, float (&inverse_sum)[2], float (&lse)[2],
-                                                          float scale_log2, const float (&sink_log2)[2]) {
+__device__ __forceinline__ void finish_softmax_with_sinks(const RowState& rows, float (&inverse_sum)[2],
+                                                          float (&lse)[2], float scale_log2,
+                                                          const float (&sink_log2)[2]) {
   constexpr float kLn2 = 0.693147180559945309f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -16,7 +16,7 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
   static constexpr int kConsumers = kBlockM_ / 64;
   static constexpr int kProducerRegisters = kConsumers == 4 ? 64 : kConsumers == 3 ? 80 : 56;
   static constexpr int kConsumerRegisters = kConsumers == 4 ? 104 : kConsumers == 3 ? 144 : 224;
-  static_assert(kHeadDim_ / 64 * (kBlockN_ / 8) <= 32, "a lane of the producing warp asks for one box of a block");
+  static_assert(kBlockN_ / 8 <= 32, "a lane of the producing warp knows the page of one box of a block");
 };
 
 }  // namespace sm90

@@ -26,14 +26,13 @@ inline ForwardTensorMaps varlen_tensor_maps(const ForwardParams& params, int blo
   const int rows_batch = is_ragged_q ? 1 : params.batch;
   const int keys_batch = has_pages ? entries.num_pages : is_ragged_k ? 1 : params.batch;
   const int box_rows = has_pages ? page_box_rows(entries.page_size, block_n) : block_n;
-  return ForwardTensorMaps{tensor_map_arguments(params.q, params.q_stride, params.head_dim, rows, params.heads_q,
-                                                rows_batch, kWarpgroupRows),
-                           tensor_map_arguments(params.k, params.k_stride, params.head_dim, keys, params.heads_kv,
-                                                keys_batch, box_rows),
-                           tensor_map_arguments(params.v, params.v_stride, params.head_dim_v, keys, params.heads_kv,
-                                                keys_batch, box_rows),
-                           tensor_map_arguments(params.out, params.out_stride, params.head_dim_v, rows, params.heads_q,
-                                                rows_batch, kWarpgroupRows)};
+  return ForwardTensorMaps{
+      tensor_map_arguments(params.q, params.q_stride, params.head_dim, rows, params.heads_q, rows_batch,
+                           kWarpgroupRows),
+      tensor_map_arguments(params.k, params.k_stride, params.head_dim, keys, params.heads_kv, keys_batch, box_rows),
+      tensor_map_arguments(params.v, params.v_stride, params.head_dim_v, keys, params.heads_kv, keys_batch, box_rows),
+      tensor_map_arguments(params.out, params.out_stride, params.head_dim_v, rows, params.heads_q, rows_batch,
+                           kWarpgroupRows)};
 }
 
 }  // namespace sm90
