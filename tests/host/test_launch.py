@@ -214,16 +214,20 @@ def test_small_pages_are_not_for_the_copy_engine(run_varlen: VarlenRunner) -> No
         assert f"_{family}_" in launch["symbol"], page
 
 
-def test_heads_of_one_row_each_are_folded_ragged_or_not(run_varlen: VarlenRunner) -> None:
+def test_heads_of_one_row_each_are_folded(run_varlen: VarlenRunner) -> None:
     k, pages = paged(16)
     mask = torch.ones(2, 8, 1, 512, dtype=torch.bool)
-    for q, cu in ((tensor(2, 8, 1, 64), None), (tensor(2, 8, 64), ints(0, 1, 2))):
-        more = {} if cu is None else {"cu_seqlens_q": cu}
-        out, lse, (launch,) = run_varlen(q, k, (1, 512), mask=mask, **pages, **more)
-        assert (launch["heads"], launch["rows"], launch["folded"], launch["is_ragged"]) == (2, 4, 4, False)
-        assert launch["mask_strides"] == [4 * 512, 512]
-        assert torch.equal(out, torch.ones_like(out))
-        assert lse.shape == ((2, 8, 1) if cu is None else (8, 2))
+    out, lse, (launch,) = run_varlen(tensor(2, 8, 1, 64), k, (1, 512), mask=mask, **pages)
+    assert (launch["heads"], launch["rows"], launch["folded"], launch["is_ragged"]) == (2, 4, 4, False)
+    assert launch["mask_strides"] == [4 * 512, 512]
+    assert torch.equal(out, torch.ones_like(out))
+    assert lse.shape == (2, 8, 1)
+
+
+def test_ragged_rows_are_not_folded_for_one_of_them_may_be_nobodys(run_varlen: VarlenRunner) -> None:
+    k, pages = paged(16)
+    _, _, (launch,) = run_varlen(tensor(3, 8, 64), k, (1, 512), cu_seqlens_q=ints(0, 1, 1, 2), **pages)
+    assert (launch["heads"], launch["is_ragged"]) == (8, True)
 
 
 def test_value_columns_of_no_whole_pieces_are_padded_alone(run_varlen: VarlenRunner) -> None:

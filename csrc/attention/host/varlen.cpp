@@ -111,26 +111,13 @@ void run(const VarlenArguments& arguments, const VarlenOutputs& outputs, const K
          const host::Device& gpu) {
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
-  // Folded, what was [heads_q, entries] comes as [entries, heads_q].
-  Tensor folded_lse;
-  if (has_one_row_each(arguments)) {
-    fold_heads(params);
-    if (arguments.has_ragged_rows() && params.lse != nullptr && params.batch > 1 && arguments.heads_q() > 1) {
-      folded_lse = host::empty({params.batch, arguments.heads_q()}, outputs.lse.dtype(), outputs.lse.device_type(),
-                               outputs.lse.device_index());
-      params.lse = static_cast<float*>(folded_lse.data());
-    }
-  }
+  if (has_one_row_each(arguments)) fold_heads(params);
   if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
   } else {
     run_tiles(params, kernel, call);
   }
   host::set_last_kernel(kernel.symbol);
-  if (VarlenArguments::has(folded_lse)) {
-    const int64_t strides[] = {1, arguments.heads_q()};
-    copy(view_as(folded_lse, 2, outputs.lse.sizes(), strides), outputs.lse);
-  }
 }
 
 const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) {
@@ -146,16 +133,11 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
 }  // namespace
 
 bool has_one_row_each(const VarlenArguments& arguments) {
-  return arguments.max_seqlen_q == 1 && arguments.rows_total() == arguments.batch();
+  // Of ragged rows only the GPU knows which entries have one and which have none.
+  return !arguments.has_ragged_rows() && arguments.max_seqlen_q == 1;
 }
 
 void fold_heads(ForwardParams& params) {
-  if (params.entries.cu_seqlens_q != nullptr) {
-    params.entries.cu_seqlens_q = nullptr;
-    params.entries.rows_total = 0;
-    params.q_stride.batch = params.q_stride.row;
-    params.out_stride.batch = params.out_stride.row;
-  }
   const int32_t group = params.heads_q / params.heads_kv;
   params.seq_q = group;
   if (group == 1) return;

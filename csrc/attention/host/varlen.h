@@ -8,11 +8,11 @@
 namespace flashmoe {
 namespace attention {
 
-// Whether the rows are one for each entry, in the entries' order.
+// Whether every entry is known to have one row: dense rows alone say that to the host.
 bool has_one_row_each(const VarlenArguments& arguments);
 
-// One row for each entry: ragged rows become dense ones, of which lse is [batch, heads_q], and the query heads that share a key head
-// become the rows of that one position (Band::folded_heads), so that their keys are read once.
+// One row for each entry: the query heads that share a key head become the rows of that one position (Band::folded_heads), so that
+// their keys are read once.
 void fold_heads(ForwardParams& params);
 
 // What a decoding kernel reads of a dense problem beside the other kernels' params: a band that hides nothing, all lengths alike.
