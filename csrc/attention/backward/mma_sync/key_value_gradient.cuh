@@ -32,11 +32,56 @@ __device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPoint
   columns[1] = __uint_as_float(bits[1]);
 }
 
+// Whether all keys of a warp are seen up to the last query of its part of a block. Keys past the last are seen by none.
+template <typename Spec>
+__device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const BandTile& tile, int key,
+                                             int first_row) {
+  return key + Spec::kWarpRows <= tile.extents.keys() &&
+         visible_rows<MaskKind::kBand>(params, tile.extents, key).end >= first_row + Spec::kWarpStreamRows;
+}
+
+template <typename Spec>
+__device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTile&, int, int) {
+  return true;
+}
+
+// Of a band that changes scores (S^T): P^T as an operand, and, in place of the scores, P^T times the derivative of the softcap.
+template <typename Spec>
+__device__ __forceinline__ void key_band_weights(const BackwardParams& params, Scores<Spec>& scores,
+                                                 Operand<Spec>& operand, ptx::SmemPointer lse_smem,
+                                                 const BandTile& tile, int head, int key, int first_row) {
+  const Band& band = params.band;
+  const int lane = ptx::lane_index();
+  Scores<Spec> probabilities;
+#pragma unroll
+  for (int n = 0; n < Spec::kMmaN; ++n) {
+    float lse_log2[2];
+    load_columns(lse_log2, lse_smem, n);
+#pragma unroll
+    for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int own_key = key + m * 16 + i / 2 * 8 + lane / 4;
+        const int row = first_row + n * 8 + lane % 4 * 2 + i % 2;
+        const KeyRange visible = visible_rows<MaskKind::kBand>(params, tile.extents, own_key);
+        const bool is_visible = row >= visible.begin && row < visible.end;
+        const int64_t mask_at = tile.batch * band.mask_stride_batch + head * band.mask_stride_head +
+                                row * band.mask_stride_row + own_key * band.mask_stride_key;
+        const Weight weight =
+            band_weight<typename Spec::Element>(params, scores[m][n][i], lse_log2[i % 2], is_visible, mask_at);
+        probabilities[m][n][i] = weight.probability;
+        scores[m][n][i] = weight.probability * weight.derivative;
+      }
+  }
+  pack_operand<Spec>(operand, probabilities);
+}
+
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
 // first; `first_row`: the first query of the warp's part of the block. Keys past the end are rows of their own, never stored.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores<Spec>& scores,
-                                            ptx::SmemPointer lse_smem, int key, int first_row) {
+                                            ptx::SmemPointer lse_smem, const MaskTile<kMask>& tile, int key,
+                                            int first_row) {
 #pragma unroll
   for (int n = 0; n < Spec::kMmaN; ++n) {
     float lse_log2[2];
@@ -47,20 +92,42 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
       for (int i = 0; i < 4; ++i)
         scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -lse_log2[i % 2]));
   }
-  if (kMask == MaskKind::kFull || first_query<kMask>(params, key + Spec::kWarpRows - 1) <= first_row) return;
+  const auto& lengths = lengths_of(params, tile);
+  if (kMask == MaskKind::kFull || (visible_rows<kMask>(params, lengths, key + Spec::kWarpRows - 1).begin <= first_row &&
+                                   is_whole_end<Spec>(params, tile, key, first_row))) {
+    return;
+  }
   const int lane = ptx::lane_index();
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Leading columns that do not see this thread's key, from the thread's first column.
-      const int unseen = first_query<kMask>(params, key + m * 16 + half * 8 + lane / 4) - first_row - lane % 4 * 2;
+      const KeyRange visible = visible_rows<kMask>(params, lengths, key + m * 16 + half * 8 + lane / 4);
+      const int unseen = visible.begin - first_row - lane % 4 * 2;
+      const int end = visible.end - first_row - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (n * 8 + i < unseen) scores[m][n][2 * half + i] = 0.0f;
+          if (n * 8 + i < unseen || (kMask == MaskKind::kBand && n * 8 + i >= end)) scores[m][n][2 * half + i] = 0.0f;
     }
+}
+
+// scores to P^T, packed, and what dS^T has of it in place of the scores. True: that is something else.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ bool weigh_keys(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
+                                           ptx::SmemPointer lse_smem, const MaskTile<kMask>& tile, int head, int key,
+                                           int first_row) {
+  if constexpr (kMask == MaskKind::kBand) {
+    if (changes_scores(params.band)) {
+      key_band_weights<Spec>(params, scores, operand, lse_smem, tile, head, key, first_row);
+      return true;
+    }
+  }
+  key_weights<Spec, kMask>(params, scores, lse_smem, tile, key, first_row);
+  pack_operand<Spec>(operand, scores);
+  return false;
 }
 
 // dP^T to dS^T, as a left operand.
@@ -88,26 +155,29 @@ __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>&
 }
 
 // Starts the copies of K and V.
-template <typename Spec, typename Stream>
-__device__ __forceinline__ void load_key_rows(const BackwardParams& params, const OwnTile& tile,
+template <typename Spec, typename Stream, MaskKind kMask>
+__device__ __forceinline__ void load_key_rows(const BackwardParams& params, const MaskTile<kMask>& tile,
                                               ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
-  Stream::load_own(smem, head_of<Element>(params.k, params.k_stride, tile.batch, tile.head), params.k_stride.row,
-                   tile.row, params.seq_k, params.head_dim);
-  Stream::load_own(smem + Spec::kOwnBytes, head_of<Element>(params.v, params.v_stride, tile.batch, tile.head),
-                   params.v_stride.row, tile.row, params.seq_k, params.head_dim);
+  const int keys = lengths_of(params, tile).keys();
+  Stream::load_own(smem, static_cast<const Element*>(params.k) + key_offset(params.k_stride, tile, tile.head),
+                   params.k_stride.row, tile.row, keys, params.head_dim);
+  Stream::load_own(smem + Spec::kOwnBytes,
+                   static_cast<const Element*>(params.v) + key_offset(params.v_stride, tile, tile.head),
+                   params.v_stride.row, tile.row, keys, value_columns<kMask>(params));
 }
 
 // gradient: dV, or dK. smem: K [kOwnRows, kHeadDim], V, then Spec's map.
 template <typename Spec, typename Stream, MaskKind kMask>
-__device__ __forceinline__ void sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
+__device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, Gradient<Spec>& gradient,
                                                  ptx::SmemPointer smem) {
   const WarpPlace<Spec> place(warp_of_block());
   const bool is_value = place.role == 0;
-  const OwnTile tile = locate_tile<Spec, kMask>(params);
+  const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
+  if (kMask == MaskKind::kBand && tile.batch < 0) return false;
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
-  Stream stream(params, tile.batch, range, smem);
-  load_key_rows<Spec, Stream>(params, tile, smem);
+  Stream stream(params, tile, range, smem);
+  load_key_rows<Spec, Stream, kMask>(params, tile, smem);
   stream.start();
   const ptx::SmemPointer own_smem = smem + ((is_value ? 0 : Spec::kOwnBytes) + place.first_row() * Spec::kRowBytes);
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
@@ -115,10 +185,12 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
   const GroupOperand<Spec> P(smem, place, 0);
   const GroupOperand<Spec> shared(smem, place, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
   const int key = tile.row + place.first_row();
-  const int group_row = first_query<kMask>(params, key);  // the first that sees a key of the group
+  // The first query that sees a key of the group. Of a band no block is passed over.
+  const int group_row = kMask == MaskKind::kBand ? 0 : visible_rows<kMask>(params, lengths_of(params, tile), key).begin;
   constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
   clear<Spec>(gradient);
   int block = range.end - 1;
+  int head = range.head;
   for (int left = (range.end_head - range.head) * (range.end - range.begin); left > 0; --left) {
     stream.wait_second();
     const int block_row = block * Spec::kStreamRows;
@@ -130,9 +202,14 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
       multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
       Operand<Spec> operand;
       if (is_value) {
-        key_weights<Spec, kMask>(params, scores, statistics, key, block_row + place.part * Spec::kWarpStreamRows);
-        pack_operand<Spec>(operand, scores);
-        P.store(place, operand);
+        const int part_row = block_row + place.part * Spec::kWarpStreamRows;
+        if (!weigh_keys<Spec, kMask>(params, scores, operand, statistics, tile, head, key, part_row)) {
+          P.store(place, operand);
+        } else {
+          Operand<Spec> capped;  // what dS is made from
+          pack_operand<Spec>(capped, scores);
+          P.store(place, capped);
+        }
         // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
         if constexpr (Spec::kSharers == 1) {
           ptx::named_barrier_arrive(1 + place.group, kGroupThreads);
@@ -151,21 +228,26 @@ __device__ __forceinline__ void sum_over_queries(const BackwardParams& params, G
       accumulate<Spec>(gradient, operand, shared, (is_value ? dO_smem : Q_smem) + place.column_offset());
     }
     stream.advance();
-    if (--block < range.begin) block = range.end - 1;
+    if (--block < range.begin) {
+      block = range.end - 1;
+      ++head;
+    }
   }
   stream.finish();
+  return true;
 }
 
 // One role: a warp computes both gradients of its keys, and P^T and dS^T stay in its registers.
 template <typename Spec, typename Stream, MaskKind kMask>
-__device__ __forceinline__ void sum_both_over_queries(const BackwardParams& params, Gradient<Spec>& dK,
+__device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& params, Gradient<Spec>& dK,
                                                       Gradient<Spec>& dV, ptx::SmemPointer smem) {
   static_assert(Spec::kSharers == 1, "P and dS do not leave the warp");
   const WarpPlace<Spec> place(ptx::warp_index());
-  const OwnTile tile = locate_tile<Spec, kMask>(params);
+  const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
+  if (kMask == MaskKind::kBand && tile.batch < 0) return false;
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
-  Stream stream(params, tile.batch, range, smem);
-  load_key_rows<Spec, Stream>(params, tile, smem);
+  Stream stream(params, tile, range, smem);
+  load_key_rows<Spec, Stream, kMask>(params, tile, smem);
   stream.start();
   const ptx::SmemPointer own_smem = smem + place.first_row() * Spec::kRowBytes;
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
@@ -176,10 +258,11 @@ __device__ __forceinline__ void sum_both_over_queries(const BackwardParams& para
   clear<Spec>(dK);
   clear<Spec>(dV);
   int block = range.end - 1;
+  int head = range.head;
   for (int left = (range.end_head - range.head) * (range.end - range.begin); left > 0; --left) {
     stream.wait_second();
     const int block_row = block * Spec::kStreamRows;
-    if (kMask == MaskKind::kFull ||
+    if (kMask != MaskKind::kCausal ||
         diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
       const ptx::SmemPointer Q_smem = stream.first();
       const ptx::SmemPointer dO_smem = stream.second();
@@ -188,8 +271,7 @@ __device__ __forceinline__ void sum_both_over_queries(const BackwardParams& para
       Operand<Spec> operand;
       multiply_query_key<Spec>(scores, K, Q_smem);
       multiply_query_key<Spec>(gradients, V, dO_smem);
-      key_weights<Spec, kMask>(params, scores, stream.current_statistics(), key, block_row);
-      pack_operand<Spec>(operand, scores);
+      weigh_keys<Spec, kMask>(params, scores, operand, stream.current_statistics(), tile, head, key, block_row);
       accumulate<Spec>(dV, operand, unshared, dO_smem);
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n) {
@@ -204,22 +286,25 @@ __device__ __forceinline__ void sum_both_over_queries(const BackwardParams& para
       accumulate<Spec>(dK, operand, unshared, Q_smem);
     }
     stream.advance();
-    if (--block < range.begin) block = range.end - 1;
+    if (--block < range.begin) {
+      block = range.end - 1;
+      ++head;
+    }
   }
   stream.finish();
+  return true;
 }
 
 // By way of the shared memory of the group's own rows.
-template <typename Spec>
-__device__ __forceinline__ void store_key_rows(const BackwardParams& params, const OwnTile& tile,
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void store_key_rows(const BackwardParams& params, const MaskTile<kMask>& tile,
                                                const WarpPlace<Spec>& place, bool is_value,
                                                const Gradient<Spec>& gradient, ptx::SmemPointer smem) {
   const int key = tile.row + place.first_row();
   const Strides& stride = is_value ? params.dv_stride : params.dk_stride;
-  store_gradient<Spec>(is_value ? params.dv : params.dk, stride,
-                       tile.batch * stride.batch + tile.head * stride.head + key * stride.row, params.seq_k - key,
-                       params.head_dim, place, gradient, is_value ? 1.0f : params.scale,
-                       smem + place.first_row() * Spec::kRowBytes);
+  store_gradient<Spec>(is_value ? params.dv : params.dk, stride, key_offset(stride, tile, tile.head) + key * stride.row,
+                       key_room(params, tile) - key, is_value ? value_columns<kMask>(params) : params.head_dim, place,
+                       gradient, is_value ? 1.0f : params.scale, smem + place.first_row() * Spec::kRowBytes);
 }
 
 template <typename Spec, typename Stream, MaskKind kMask>
@@ -229,21 +314,23 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
   if constexpr (Spec::kRoles == 1) {
     Gradient<Spec> dK;
     Gradient<Spec> dV;
-    sum_both_over_queries<Spec, Stream, kMask>(params, dK, dV, smem);
-    const OwnTile tile = locate_tile<Spec, kMask>(params);
+    if (!sum_both_over_queries<Spec, Stream, kMask>(params, dK, dV, smem)) return;
+    const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
     const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
     ptx::warp_sync();  // Hazard: a gradient takes the place of K or V while another lane of the warp still reads it.
-    store_key_rows<Spec>(params, tile, place, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
-    store_key_rows<Spec>(params, tile, place, /*is_value=*/false, dK, smem);
+    // Hazard: the same, while K or V is on its way: keys that no query sees have no block, and no barrier in it.
+    if constexpr (kMask == MaskKind::kBand) ptx::barrier_sync_block();
+    store_key_rows<Spec, kMask>(params, tile, place, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
+    store_key_rows<Spec, kMask>(params, tile, place, /*is_value=*/false, dK, smem);
   } else {
     Gradient<Spec> gradient;
-    sum_over_queries<Spec, Stream, kMask>(params, gradient, smem);
-    const OwnTile tile = locate_tile<Spec, kMask>(params);
+    if (!sum_over_queries<Spec, Stream, kMask>(params, gradient, smem)) return;
+    const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
     const WarpPlace<Spec> place(warp_of_block());
     const bool is_value = place.role == 0;
     // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.
     ptx::barrier_sync_block();
-    store_key_rows<Spec>(params, tile, place, is_value, gradient, smem + (is_value ? 0 : Spec::kOwnBytes));
+    store_key_rows<Spec, kMask>(params, tile, place, is_value, gradient, smem + (is_value ? 0 : Spec::kOwnBytes));
   }
 }
 

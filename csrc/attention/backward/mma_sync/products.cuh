@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/backward/mma_sync/spec.cuh"
+#include "attention/backward/weights.cuh"
 #include "attention/forward/mma_sync/multiply.cuh"
 #include "attention/params/forward.h"
 #include "device/convert.cuh"

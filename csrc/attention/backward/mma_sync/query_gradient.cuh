@@ -17,26 +17,27 @@ namespace backward {
 namespace mma_sync {
 
 // The statistics of a thread's rows.
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 struct RowStatistics {
   float lse_log2[Spec::kMmaM][2];  // +inf where P is to be zero
   float row_dot[Spec::kMmaM][2];
 
   // row_dot from global memory: of a row, a lane of its quad adds up every fourth chunk of 16 bytes. The first of the sharing
   // warps stores it for the kernel of dk and dv.
-  __device__ __forceinline__ RowStatistics(const BackwardParams& params, const OwnTile& tile,
+  __device__ __forceinline__ RowStatistics(const BackwardParams& params, const MaskTile<kMask>& tile,
                                            const WarpPlace<Spec>& place) {
     using Element = typename Spec::Element;
     const int lane = ptx::lane_index();
-    const Element* out_head = head_of<Element>(params.out, params.out_stride, tile.batch, tile.head);
-    const Element* dout_head = head_of<Element>(params.dout, params.dout_stride, tile.batch, tile.head);
+    const Element* out_head = static_cast<const Element*>(params.out) + row_offset(params.out_stride, tile, tile.head);
+    const Element* dout_head =
+        static_cast<const Element*>(params.dout) + row_offset(params.dout_stride, tile, tile.head);
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = tile.row + place.first_row() + m * 16 + half * 8 + lane / 4;
-        const bool is_inside = row < params.seq_q;
-        const int64_t at = static_cast<int64_t>(tile.batch * params.heads_q + tile.head) * params.seq_q + row;
+        const bool is_inside = row < lengths_of(params, tile).rows();
+        const int64_t at = first_statistic(params, tile, tile.head) + row;
         const Element* out_gmem = out_head + row * params.out_stride.row;
         const Element* dout_gmem = dout_head + row * params.dout_stride.row;
         float sum = 0.0f;
@@ -44,7 +45,7 @@ struct RowStatistics {
         for (int column = lane % 4 * kChunkElements; column < Spec::kHeadDim; column += 4 * kChunkElements) {
           uint32_t out[4] = {0, 0, 0, 0};
           uint32_t dout[4] = {0, 0, 0, 0};
-          if (is_inside && column < params.head_dim) {
+          if (is_inside && column < value_columns<kMask>(params)) {
             ptx::ld_global_128(out, out_gmem + column);
             ptx::ld_global_128(dout, dout_gmem + column);
           }
@@ -61,18 +62,53 @@ struct RowStatistics {
         if (is_inside && params.dlse != nullptr) sum -= ptx::ld_global_float(params.dlse + at);
         row_dot[m][half] = lse == ptx::negative_infinity() ? 0.0f : sum;
         lse_log2[m][half] = in_base_2(lse);
-        if (is_inside && lane % 4 == 0 && place.part == 0) {
+        if (row < row_room(params, tile) && lane % 4 == 0 && place.part == 0) {
           ptx::st_global_float(params.row_dot + at, row_dot[m][half]);
         }
       }
   }
 };
 
+// Of a band that changes scores: to P times the derivative of the softcap.
+template <typename Spec>
+__device__ __forceinline__ void query_band_weights(const BackwardParams& params, Scores<Spec>& scores,
+                                                   const RowStatistics<Spec, MaskKind::kBand>& rows,
+                                                   const BandTile& tile, int row, int first_key) {
+  const Band& band = params.band;
+  const int lane = ptx::lane_index();
+  const int key = first_key + lane % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own_row = row + m * 16 + half * 8 + lane / 4;
+      KeyRange visible = band_keys(band, tile.extents, own_row);
+      if (own_row >= tile.extents.rows()) visible.end = 0;  // the mask tensor has no rows past the last
+      const int64_t mask_row =
+          tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head + own_row * band.mask_stride_row;
+#pragma unroll
+      for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int own_key = key + n * 8 + i;
+          const bool is_visible = own_key >= visible.begin && own_key < visible.end;
+          float& score = scores[m][n][2 * half + i];
+          const Weight weight = band_weight<typename Spec::Element>(params, score, rows.lse_log2[m][half], is_visible,
+                                                                    mask_row + own_key * band.mask_stride_key);
+          score = weight.probability * weight.derivative;
+        }
+    }
+}
+
 // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
 // anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
-                                              const RowStatistics<Spec>& rows, int row, int first_key) {
+                                              const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,
+                                              int row, int first_key) {
+  if constexpr (kMask == MaskKind::kBand) {
+    if (changes_scores(params.band)) return query_band_weights<Spec>(params, scores, rows, tile, row, first_key);
+  }
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -80,35 +116,45 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -rows.lse_log2[m][i / 2]));
-  if (visible_keys<kMask>(params, row) - first_key >= Spec::kWarpStreamRows) return;
+  const auto& lengths = lengths_of(params, tile);
+  if (visible_keys<kMask>(params, lengths, row).end - first_key >= Spec::kWarpStreamRows &&
+      (kMask != MaskKind::kBand ||
+       visible_keys<kMask>(params, lengths, row + Spec::kWarpRows - 1).begin <= first_key)) {
+    return;
+  }
   const int lane = ptx::lane_index();
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible = visible_keys<kMask>(params, row + m * 16 + half * 8 + lane / 4) - first_key - lane % 4 * 2;
+      const KeyRange visible = visible_keys<kMask>(params, lengths, row + m * 16 + half * 8 + lane / 4);
+      const int begin = visible.begin - first_key - lane % 4 * 2;
+      const int end = visible.end - first_key - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (n * 8 + i >= visible) scores[m][n][2 * half + i] = 0.0f;
+          if (n * 8 + i >= end || (kMask == MaskKind::kBand && n * 8 + i < begin)) scores[m][n][2 * half + i] = 0.0f;
     }
 }
 
-// smem: Q [kOwnRows, kHeadDim], dO, then Spec's map.
+// smem: Q [kOwnRows, kHeadDim], dO, then Spec's map. False: this block has no tile.
 template <typename Spec, typename Stream, MaskKind kMask>
-__device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
+__device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
   using Element = typename Spec::Element;
   const WarpPlace<Spec> place(ptx::warp_index());
-  const OwnTile tile = locate_tile<Spec, kMask>(params);
+  const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
+  if (kMask == MaskKind::kBand && tile.batch < 0) return false;
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
-  Stream stream(params, tile.batch, range, smem);
-  Stream::load_own(smem, head_of<Element>(params.q, params.q_stride, tile.batch, tile.head), params.q_stride.row,
-                   tile.row, params.seq_q, params.head_dim);
-  Stream::load_own(smem + Spec::kOwnBytes, head_of<Element>(params.dout, params.dout_stride, tile.batch, tile.head),
-                   params.dout_stride.row, tile.row, params.seq_q, params.head_dim);
+  Stream stream(params, tile, range, smem);
+  const int num_rows = lengths_of(params, tile).rows();
+  Stream::load_own(smem, static_cast<const Element*>(params.q) + row_offset(params.q_stride, tile, tile.head),
+                   params.q_stride.row, tile.row, num_rows, params.head_dim);
+  Stream::load_own(smem + Spec::kOwnBytes,
+                   static_cast<const Element*>(params.dout) + row_offset(params.dout_stride, tile, tile.head),
+                   params.dout_stride.row, tile.row, num_rows, value_columns<kMask>(params));
   stream.start();
-  const RowStatistics<Spec> rows(params, tile, place);
+  const RowStatistics<Spec, kMask> rows(params, tile, place);
   const ptx::SmemPointer own_smem = smem + place.first_row() * Spec::kRowBytes;
   if constexpr (Spec::kQueryInRegisters) stream.wait_own();
   const QueryOperand<Spec> Q(own_smem);
@@ -120,7 +166,7 @@ __device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Grad
     const int block_key = block * Spec::kStreamRows;
     // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
     const bool is_seen =
-        kMask == MaskKind::kFull || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
+        kMask != MaskKind::kCausal || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
     Scores<Spec> gradients;  // dP, then dS
     Scores<Spec> scores;
     stream.wait_second();
@@ -128,7 +174,7 @@ __device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Grad
     stream.wait_first();
     if (is_seen) {
       multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
-      query_weights<Spec, kMask>(params, scores, rows, row, block_key + place.part * Spec::kWarpStreamRows);
+      query_weights<Spec, kMask>(params, scores, rows, tile, row, block_key + place.part * Spec::kWarpStreamRows);
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -149,23 +195,24 @@ __device__ __forceinline__ void sum_over_keys(const BackwardParams& params, Grad
     stream.advance();
   }
   stream.finish();
+  return true;
 }
 
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
   Gradient<Spec> dQ;
-  sum_over_keys<Spec, Stream, kMask>(params, dQ, smem);
+  if (!sum_over_keys<Spec, Stream, kMask>(params, dQ, smem)) return;
   // Located again: the registers of what only the end needs are free in the loop.
-  const OwnTile tile = locate_tile<Spec, kMask>(params);
+  const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
   const int row = tile.row + place.first_row();
   // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.
   ptx::barrier_sync_block();
-  store_gradient<Spec>(
-      params.dq, params.dq_stride,
-      tile.batch * params.dq_stride.batch + tile.head * params.dq_stride.head + row * params.dq_stride.row,
-      params.seq_q - row, params.head_dim, place, dQ, params.scale, smem + place.first_row() * Spec::kRowBytes);
+  store_gradient<Spec>(params.dq, params.dq_stride,
+                       row_offset(params.dq_stride, tile, tile.head) + row * params.dq_stride.row,
+                       row_room(params, tile) - row, params.head_dim, place, dQ, params.scale,
+                       smem + place.first_row() * Spec::kRowBytes);
 }
 
 }  // namespace mma_sync

@@ -18,25 +18,22 @@ __device__ __forceinline__ float in_base_2(float lse) {
   return lse == ptx::negative_infinity() ? -ptx::negative_infinity() : lse * kLog2e;
 }
 
-template <typename Element>
-__device__ __forceinline__ const Element* head_of(const void* tensor, const Strides& stride, int batch, int head) {
-  return static_cast<const Element*>(tensor) + (batch * stride.batch + head * stride.head);
-}
-
 template <typename Spec>
 struct StreamSource {
   using Element = typename Spec::Element;
+  static constexpr MaskKind kKind = Spec::kIsBand ? MaskKind::kBand : MaskKind::kFull;
+  using Tile = MaskTile<kKind>;
 
   const BackwardParams& params;
-  const int batch;
+  const Tile tile;
   const StreamRange range;
   const ptx::SmemPointer smem;  // the block's shared memory
   int next_head;                // of the block that is loaded next
   int next_block;
 
-  __device__ __forceinline__ StreamSource(const BackwardParams& params_, int batch_, const StreamRange& range_,
+  __device__ __forceinline__ StreamSource(const BackwardParams& params_, const Tile& tile_, const StreamRange& range_,
                                           ptx::SmemPointer smem_)
-      : params(params_), batch(batch_), range(range_), smem(smem_), next_head(range.head), next_block(range.end - 1) {}
+      : params(params_), tile(tile_), range(range_), smem(smem_), next_head(range.head), next_block(range.end - 1) {}
 
   __device__ __forceinline__ bool has_next() const {
     return Spec::kStreamsQueries ? next_head < range.end_head : next_block >= range.begin;
@@ -49,7 +46,10 @@ struct StreamSource {
     }
   }
 
-  __device__ __forceinline__ int rows() const { return Spec::kStreamsQueries ? params.seq_q : params.seq_k; }
+  __device__ __forceinline__ int rows() const {
+    return Spec::kStreamsQueries ? lengths_of(params, tile).rows() : lengths_of(params, tile).keys();
+  }
+  __device__ __forceinline__ int second_columns() const { return value_columns<kKind>(params); }
   __device__ __forceinline__ const Strides& first_stride() const {
     return Spec::kStreamsQueries ? params.q_stride : params.k_stride;
   }
@@ -57,10 +57,14 @@ struct StreamSource {
     return Spec::kStreamsQueries ? params.dout_stride : params.v_stride;
   }
   __device__ __forceinline__ const Element* first_gmem() const {
-    return head_of<Element>(Spec::kStreamsQueries ? params.q : params.k, first_stride(), batch, next_head);
+    return stream_head(Spec::kStreamsQueries ? params.q : params.k, first_stride());
   }
   __device__ __forceinline__ const Element* second_gmem() const {
-    return head_of<Element>(Spec::kStreamsQueries ? params.dout : params.v, second_stride(), batch, next_head);
+    return stream_head(Spec::kStreamsQueries ? params.dout : params.v, second_stride());
+  }
+  __device__ __forceinline__ const Element* stream_head(const void* tensor, const Strides& stride) const {
+    return static_cast<const Element*>(tensor) +
+           (Spec::kStreamsQueries ? row_offset(stride, tile, next_head) : key_offset(stride, tile, next_head));
   }
 
   // [kStreamRows, kHeadDim], swizzled.
@@ -82,8 +86,8 @@ struct StreamSource {
     const int row = next_block * Spec::kStreamRows + thread % Spec::kStreamRows;
     const bool is_lse = thread < Spec::kStreamRows;
     float value = is_lse ? ptx::negative_infinity() : 0.0f;
-    if (thread < 2 * Spec::kStreamRows && row < params.seq_q) {
-      const int64_t at = static_cast<int64_t>(batch * params.heads_q + next_head) * params.seq_q + row;
+    if (thread < 2 * Spec::kStreamRows && row < rows()) {
+      const int64_t at = first_statistic(params, tile, next_head) + row;
       value = ptx::ld_global_float((is_lse ? params.lse : params.row_dot) + at);
     }
     return is_lse ? in_base_2(value) : value;

@@ -1,6 +1,7 @@
 // Which rows a thread block owns, and which blocks of the stream they see. One block of threads a tile.
 #pragma once
 
+#include "attention/backward/entries.cuh"
 #include "attention/forward/tile.cuh"
 #include "attention/masks.cuh"
 #include "attention/params/backward.h"
@@ -20,6 +21,25 @@ struct OwnTile {
   int row;
 };
 
+// The same in batches that a Batch describes.
+struct BandTile {
+  int batch;  // the entry; negative: a thread block without a tile
+  int head;
+  int row;
+  EntryExtents extents;
+};
+
+template <MaskKind kMask>
+struct TileOfMask {
+  using Type = OwnTile;
+};
+template <>
+struct TileOfMask<MaskKind::kBand> {
+  using Type = BandTile;
+};
+template <MaskKind kMask>
+using MaskTile = typename TileOfMask<kMask>::Type;
+
 // Of every batch entry, for the mask rule.
 struct Lengths {
   const BackwardParams& params;
@@ -28,18 +48,61 @@ struct Lengths {
   __device__ __forceinline__ int keys() const { return params.seq_k; }
 };
 
-// Leading keys that query `row` sees.
-template <MaskKind kMask>
-__device__ __forceinline__ int visible_keys(const BackwardParams& params, int row) {
-  if constexpr (kMask == MaskKind::kFull) return params.seq_k;
-  return max(0, min(params.seq_k, diagonal_key(Lengths{params}, row + 1)));
+__device__ __forceinline__ Lengths lengths_of(const BackwardParams& params, const OwnTile&) { return Lengths{params}; }
+__device__ __forceinline__ const EntryExtents& lengths_of(const BackwardParams&, const BandTile& tile) {
+  return tile.extents;
 }
 
-// The first query that sees key `key`. The last query sees every key.
+// Rows and keys of a tile's entry that have a gradient: as many as the tensors hold.
+__device__ __forceinline__ int row_room(const BackwardParams& params, const OwnTile&) { return params.seq_q; }
+__device__ __forceinline__ int row_room(const BackwardParams&, const BandTile& tile) { return tile.extents.row_room; }
+__device__ __forceinline__ int key_room(const BackwardParams& params, const OwnTile&) { return params.seq_k; }
+__device__ __forceinline__ int key_room(const BackwardParams&, const BandTile& tile) { return tile.extents.key_room; }
+
+// Elements from the start of a tensor to the first row or key of `head` of a tile's entry.
+__device__ __forceinline__ int64_t row_offset(const Strides& stride, const OwnTile& tile, int head) {
+  return tile.batch * stride.batch + head * stride.head;
+}
+__device__ __forceinline__ int64_t key_offset(const Strides& stride, const OwnTile& tile, int head) {
+  return tile.batch * stride.batch + head * stride.head;
+}
+__device__ __forceinline__ int64_t row_offset(const Strides& stride, const BandTile& tile, int head) {
+  return tile.batch * stride.batch + head * stride.head + tile.extents.first_row * stride.row;
+}
+__device__ __forceinline__ int64_t key_offset(const Strides& stride, const BandTile& tile, int head) {
+  return tile.batch * stride.batch + head * stride.head + tile.extents.first_key * stride.row;
+}
+
+// The first row of query head `head` of a tile's entry, among all rows of the log-sum-exp and of row_dot.
+__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const OwnTile& tile, int head) {
+  return static_cast<int64_t>(tile.batch * params.heads_q + head) * params.seq_q;
+}
+__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const BandTile& tile, int head) {
+  return statistics_row(params, tile.batch, head, tile.extents.first_row);
+}
+
 template <MaskKind kMask>
-__device__ __forceinline__ int first_query(const BackwardParams& params, int key) {
-  if constexpr (kMask == MaskKind::kFull) return 0;
-  return max(0, diagonal_row(Lengths{params}, key));
+__device__ __forceinline__ int value_columns(const BackwardParams& params) {
+  return kMask == MaskKind::kBand ? params.head_dim_v : params.head_dim;
+}
+
+// Keys that query `row` sees.
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
+  if constexpr (kMask == MaskKind::kBand) return band_keys(params.band, lengths, row);
+  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
+  return KeyRange{0, max(0, min(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
+}
+
+// Queries that see key `key`. Without a window every key is seen by the last query. Keys past the last are seen by none.
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
+  if constexpr (kMask == MaskKind::kBand) {
+    if (key >= lengths.keys()) return KeyRange{0, 0};
+    return band_rows(params.band, lengths, key);
+  }
+  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
+  return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
 __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) {
@@ -49,7 +112,7 @@ __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) 
 // Grid: ceil(own rows / kOwnRows) * own heads * batch blocks. Causal: in sections of heads whose streams fit the second-level
 // cache, the tiles with the longest streams first; those are the last rows, or the first keys.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ OwnTile locate_tile(const BackwardParams& params) {
+__device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& params) {
   const int group = heads_per_key_head(params);
   const int heads = Spec::kStreamsQueries ? params.heads_kv : params.heads_q;
   const int tiles = ceil_div(Spec::kStreamsQueries ? params.seq_k : params.seq_q, Spec::kOwnRows);
@@ -71,6 +134,19 @@ __device__ __forceinline__ OwnTile locate_tile(const BackwardParams& params) {
   return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
 
+// Band: as many blocks as there can be tiles; every warp finds the tile of its block.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
+  if constexpr (kMask == MaskKind::kBand) {
+    TileFinder<Spec::kOwnRows, Spec::kStreamsQueries> finder(params);
+    if (ptx::block_index() >= finder.count()) return BandTile{-1, 0, 0, {}};
+    const EntryTile found = finder.template find<kL2GroupBytes / (2 * Spec::kRowBytes)>(ptx::block_index());
+    return BandTile{found.entry, found.head, found.index * Spec::kOwnRows, entry_extents(params, found.entry)};
+  } else {
+    return locate_dense_tile<Spec, kMask>(params);
+  }
+}
+
 // Blocks of the stream [begin, end) that some row of a tile sees, for each of the heads [head, end_head).
 struct StreamRange {
   int begin;
@@ -80,15 +156,28 @@ struct StreamRange {
 };
 
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ StreamRange stream_range(const BackwardParams& params, const OwnTile& tile) {
+__device__ __forceinline__ StreamRange stream_range(const BackwardParams& params, const MaskTile<kMask>& tile) {
   const int group = heads_per_key_head(params);
+  const auto& lengths = lengths_of(params, tile);
   if constexpr (Spec::kStreamsQueries) {
-    return StreamRange{first_query<kMask>(params, tile.row) / Spec::kStreamRows,
-                       ceil_div(params.seq_q, Spec::kStreamRows), tile.head * group, (tile.head + 1) * group};
+    const int first_head = tile.head * group;
+    const int begin = visible_rows<kMask>(params, lengths, tile.row).begin / Spec::kStreamRows;
+    if constexpr (kMask == MaskKind::kBand) {
+      const int last_key = min(tile.row + Spec::kOwnRows, lengths.keys()) - 1;
+      if (tile.row > last_key) return StreamRange{0, 0, first_head, first_head};
+      const int end = ceil_div(visible_rows<kMask>(params, lengths, last_key).end, Spec::kStreamRows);
+      return StreamRange{begin, end, first_head, end > begin ? first_head + group : first_head};
+    }
+    return StreamRange{begin, ceil_div(params.seq_q, Spec::kStreamRows), first_head, (tile.head + 1) * group};
   } else {
-    const int last_row = min(tile.row + Spec::kOwnRows, params.seq_q) - 1;
+    const int last_row = min(tile.row + Spec::kOwnRows, lengths.rows()) - 1;
     const int key_head = tile.head / group;
-    return StreamRange{0, ceil_div(visible_keys<kMask>(params, last_row), Spec::kStreamRows), key_head, key_head + 1};
+    const int begin =
+        kMask == MaskKind::kBand
+            ? visible_keys<kMask>(params, lengths, min(tile.row, max(0, last_row))).begin / Spec::kStreamRows
+            : 0;
+    const int end = ceil_div(visible_keys<kMask>(params, lengths, last_row).end, Spec::kStreamRows);
+    return StreamRange{begin, kMask == MaskKind::kBand ? max(begin, end) : end, key_head, key_head + 1};
   }
 }
 

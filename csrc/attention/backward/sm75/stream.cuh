@@ -38,7 +38,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
     copy<Spec::kStreamRows>(first(), this->first_gmem(), this->first_stride().row, row, this->rows(),
                             this->params.head_dim);
     copy<Spec::kStreamRows>(second(), this->second_gmem(), this->second_stride().row, row, this->rows(),
-                            this->params.head_dim);
+                            this->second_columns());
     if constexpr (Spec::kStreamsQueries) this->store_statistic(0, this->fetch_statistic());
     ptx::barrier_sync_block();  // this one is whole, and so are the own rows
     Source::advance();

@@ -25,9 +25,9 @@ struct Stream : mma_sync::StreamSource<Spec> {
   int statistic_stage = -1;  // where this thread's last statistic belongs, if it has not been stored
   float statistic = 0.0f;
 
-  __device__ __forceinline__ Stream(const BackwardParams& params, int batch, const mma_sync::StreamRange& range,
-                                    ptx::SmemPointer smem)
-      : Source(params, batch, range, smem) {}
+  __device__ __forceinline__ Stream(const BackwardParams& params, const typename Source::Tile& tile,
+                                    const mma_sync::StreamRange& range, ptx::SmemPointer smem)
+      : Source(params, tile, range, smem) {}
 
   // Starts the copy of the rows that the thread block owns; it belongs to the stream's first group.
   static __device__ __forceinline__ void load_own(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
@@ -38,16 +38,16 @@ struct Stream : mma_sync::StreamSource<Spec> {
 
   // Of the head of the next block. No pointer is kept from block to block, for want of registers.
   __device__ __forceinline__ void load_rows(ptx::SmemPointer tile_smem, const Element* head_gmem, int64_t row_stride,
-                                            int block) {
+                                            int block, int columns) {
     Loader loader(head_gmem, row_stride, (block + 1) * Spec::kStreamRows);
-    loader.template load<Spec::kStreamRows, false>(tile_smem, row_stride, this->params.head_dim,
+    loader.template load<Spec::kStreamRows, false>(tile_smem, row_stride, columns,
                                                    this->rows() - block * Spec::kStreamRows);
   }
   __device__ __forceinline__ void load_first(int block, int to_stage) {
-    load_rows(this->first(to_stage), this->first_gmem(), this->first_stride().row, block);
+    load_rows(this->first(to_stage), this->first_gmem(), this->first_stride().row, block, this->params.head_dim);
   }
   __device__ __forceinline__ void load_second(int block, int to_stage) {
-    load_rows(this->second(to_stage), this->second_gmem(), this->second_stride().row, block);
+    load_rows(this->second(to_stage), this->second_gmem(), this->second_stride().row, block, this->second_columns());
   }
 
   __device__ __forceinline__ void load_next() {
