@@ -69,10 +69,10 @@ struct VarlenProducer {
     return Place{first_key + row, params.entries.cu_seqlens_k == nullptr ? tile.batch : 0, kv_head};
   }
 
-  // One lane asks: operands that differ between lanes would be asked for one lane after the other, at 190 clocks each.
+  // By one elected thread: TMA takes its operands from uniform registers, and where the compiler cannot see that one thread alone
+  // asks, it makes a loop over lanes of every load.
   __device__ __forceinline__ void load_box(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full, int row,
                                            int kv_head, int page) const {
-    if (lane != 0) return;
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
       ptx::tma_load_4d(smem + slab * Spec::kKeySlabBytes, &map, full, slab * 64, row, kv_head, page,
@@ -83,17 +83,17 @@ struct VarlenProducer {
   // One stage of K or V.
   __device__ __forceinline__ void load_keys(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                             ptx::Mbarrier* empty, int parity, const Place& place) const {
-    if (lane == 0) {
+    const bool has_pages = params.entries.block_table != nullptr;
+    if (ptx::elect_one()) {
       ptx::mbarrier_wait(empty, parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
+      if (!has_pages) load_box(smem, map, full, place.row, place.kv_head, place.page);
     }
-    if (params.entries.block_table == nullptr) {
-      load_box(smem, map, full, place.row, place.kv_head, place.page);
-      return;
-    }
+    if (!has_pages) return;
     int row = place.row;
     for (int box = 0; box * box_rows < Spec::kBlockN; ++box) {
-      load_box(smem + box * box_rows * 128, map, full, row, place.kv_head, ptx::shuffle_index(place.page, box));
+      const int page = ptx::shuffle_index(place.page, box);
+      if (ptx::elect_one()) load_box(smem + box * box_rows * 128, map, full, row, place.kv_head, page);
       row += box_rows;
       if (row >= params.entries.page_size) row = 0;
     }
@@ -137,7 +137,7 @@ struct VarlenProducer {
 
   // The rows of Q of one consumer warpgroup, if it has any, and the tile that they belong to.
   __device__ __forceinline__ void load_query(int consumer, const VarlenTile& tile) const {
-    if (lane != 0) return;
+    if (!ptx::elect_one()) return;
     ptx::Mbarrier* full = shared.query_full(query.stage, consumer);
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
     publish_tile(shared.tile(query.stage, consumer), tile);
