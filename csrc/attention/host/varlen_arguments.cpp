@@ -44,6 +44,11 @@ void check_memory(const Tensor& tensor, const char* name) {
   }
 }
 
+// torch counts a tensor without elements as contiguous, whatever its strides.
+bool has_elements(const Tensor& tensor) {
+  return std::all_of(tensor.sizes(), tensor.sizes() + tensor.dim(), [](int64_t size) { return size != 0; });
+}
+
 // One that goes with q: the same device; a type; contiguous in its last dimension.
 void check_companion(const Tensor& tensor, const char* name, const VarlenArguments& arguments, int32_t dtype,
                      int64_t rank) {
@@ -59,7 +64,7 @@ void check_companion(const Tensor& tensor, const char* name, const VarlenArgumen
     fail(ErrorCode::kShape, name, " has shape ", describe(tensor), "; ", rank, " dimension",
          rank == 1 ? " is" : "s are", " needed");
   }
-  if (tensor.sizes()[rank - 1] > 1 && tensor.strides()[rank - 1] != 1) {
+  if (tensor.sizes()[rank - 1] > 1 && tensor.strides()[rank - 1] != 1 && has_elements(tensor)) {
     fail(ErrorCode::kShape, name, " is not contiguous; call .contiguous() on it first");
   }
 }
@@ -262,7 +267,7 @@ void check_varlen_backward_arguments(VarlenBackwardArguments& arguments) {
     check_same_sizes(*tensor, name, sizes, rank - 1);
     int64_t stride = 1;
     for (int64_t axis = rank - 2; axis >= 0; --axis) {
-      if (sizes[axis] > 1 && tensor->strides()[axis] != stride) {
+      if (sizes[axis] > 1 && tensor->strides()[axis] != stride && has_elements(*tensor)) {
         fail(ErrorCode::kShape, name, " is not contiguous; call .contiguous() on it first");
       }
       stride *= sizes[axis];
