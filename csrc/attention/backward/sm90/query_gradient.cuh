@@ -309,15 +309,14 @@ struct QueryGradientConsumer {
   // Of a band, block by block: what a block's scores go through is known at run time alone.
   __device__ __forceinline__ void compute_band(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                                float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
-    float scores[Product::kScores];
-    float gradients[Product::kScores];  // dP, then dS
     const bool is_general = changes_scores(params.band);
-    issue_scores(scores);
-    issue_gradients(gradients);
     finish_rows(loads, tile);
     Product::clear(dq);
-    int block = range.end - 1;
-    while (true) {
+    for (int block = range.end - 1; block >= range.begin; --block) {
+      float scores[Product::kScores];
+      float gradients[Product::kScores];  // dP, then dS
+      issue_scores(scores);
+      issue_gradients(gradients);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
@@ -335,10 +334,6 @@ struct QueryGradientConsumer {
       Product::pack_scores(packed, gradients);
       Product::issue_output(dq, packed, shared.first(key.stage));
       key.advance();
-      if (block == range.begin) break;
-      --block;
-      issue_scores(scores);
-      issue_gradients(gradients);
     }
   }
 

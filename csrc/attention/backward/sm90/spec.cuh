@@ -58,10 +58,14 @@ struct TileSpec {
   static_assert(!kIsPaired || kFirstStages == kSecondStages, "a stage is one of both");
   static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
 
+  // A consumer that computes dk and dv of 128 columns, or dq of 256, takes all registers that there are.
+  static constexpr bool kIsFull = !kSharesRows && kHeadDim == (kHasStatistics ? 128 : 256);
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and what a launch of as many threads
   // gets.
-  static constexpr int kProducerRegisters = kIsBand ? 56 : kNumConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kIsBand ? (kNumConsumers == 3 ? 152 : 224) : kNumConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kNumConsumers == 3 ? (kIsBand ? 56 : 32) : kIsBand && !kIsFull ? 56 : 24;
+  static constexpr int kConsumerRegisters = kNumConsumers == 3    ? (kIsBand ? 152 : 160)
+                                            : kIsBand && !kIsFull ? 224
+                                                                  : 240;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kOwnSlabBytes = 64 * 128;
