@@ -32,10 +32,11 @@ ROOT_PAGES = {
 }
 # The navigation: a caption, then its pages. A page that is missing here, or here alone, is an error of Sphinx.
 NAVIGATION: Mapping[str, Sequence[str]] = {
-    "Use": ("api", "reference", "examples", "command"),
+    "Use": ("api", "reference", "integrations", "distributed", "examples", "command"),
     "Check and measure": ("doctor", "benchmarks", "audit", "emulation"),
     "Kernels": (
-        *("kernels/table", "kernels/attention-sm90", "kernels/attention-backward", "kernels/moe", "kernels/cpu"),
+        *("kernels/table", "kernels/attention-sm90", "kernels/attention-backward", "kernels/attention-varlen"),
+        *("kernels/moe", "kernels/cpu"),
         "kernels/change",
     ),
     "Build and trust": ("build", "containers", "release", "security", "contributing", "changelog"),
@@ -44,8 +45,23 @@ FUNCTIONS = {
     "Attention": (
         "flashmoe.functional.attention",
         "flashmoe.functional.scaled_dot_product_attention",
+        "flashmoe.varlen.attention_varlen",
+        "flashmoe.varlen.attention_with_kvcache",
+        "flashmoe.varlen.merge_attention",
         "flashmoe.routing.explain",
         "flashmoe.module.Attention",
+    ),
+    "Ways in": (
+        "flashmoe.integrations.torch_attention.activate",
+        "flashmoe.integrations.torch_attention.deactivate",
+        "flashmoe.integrations.torch_attention.activated",
+        "flashmoe.integrations.transformers.register",
+        "flashmoe.compat.install.install_as_flash_attn",
+    ),
+    "Several GPUs": (
+        "flashmoe.distributed.context_parallel.context_parallel_attention",
+        "flashmoe.distributed.expert_parallel.ExpertParallel",
+        "flashmoe.distributed.dtensor.register_dtensor_rules",
     ),
     "Mixture of experts": (
         "flashmoe.moe.functional.fused_moe",
