@@ -46,5 +46,5 @@ def test_the_citation_names_this_version_and_repository() -> None:
     from flashmoe._version import __version__
 
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {__version__}\n" in text
+    assert f"\nversion: {__version__.partition('.dev')[0]}\n" in text  # of a build without a tag too
     assert f"\nrepository-code: {HOME}\n" in text

@@ -38,7 +38,10 @@ def test_kernel(case: Case) -> None:
 @pytest.mark.parametrize("policy", [AsyncPolicy.LAZY, AsyncPolicy.EAGER, AsyncPolicy.RANDOM])
 def test_timing_does_not_change_a_bit(policy: AsyncPolicy) -> None:
     """Whatever the interleaving and the moment at which copies land, the same inputs give the same bits."""
-    first_of_each = {case.kernel.unit.row.family: case for case in reversed(CASES)}
+    dense = [case for case in CASES if "varlen" not in case.kernel.label and "append" not in case.kernel.label]
+    first_of_each = {
+        case.kernel.unit.row.family: case for case in reversed(dense)
+    }  # others leave NaN where nothing is theirs
     for case in first_of_each.values():
         outcomes = [run_case(case, Options(), policy=policy, seed=seed) for seed in (101, 202, 303)]
         assert all(outcome.passed for outcome in outcomes)

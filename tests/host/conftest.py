@@ -64,6 +64,23 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   }
 }
 
+// Writes the symbols of the backward kernels for ragged and banded attention and of the append kernel, each before its target.
+extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, char* answer, int length) {
+  const host::KernelRequest request{capability, 132, "a GPU", forced,
+                                    is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
+  const auto target = [](const host::Kernel& kernel) { return host::kernel_table().binaries[kernel.binary].target; };
+  int used = 0;
+  answer[0] = 0;
+  try {
+    const host::Kernel& append = attention::select_append(request);
+    used = std::snprintf(answer, length, "%s %s", append.symbol, target(append));
+    const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim);
+    std::snprintf(answer + used, length - used, " %s %s %s %s", both.dq->symbol, target(*both.dq), both.dkv->symbol,
+                  target(*both.dkv));
+  } catch (const std::exception&) {  // what there is stands in the answer
+  }
+}
+
 // Writes the symbols of the backward kernels and their target, or nothing, to `answer`.
 extern "C" void choose_backward(int capability, const char* forced, int is_bf16, int is_causal, int head_dim,
                                 char* answer, int length) {
@@ -143,6 +160,16 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         loaded.choose_backward(capability, name, bf16, causal, head_dim, answer, len(answer))
         return tuple(answer.value.decode().split())
 
+    def choose_more(
+        capability: int, head_dim: int, *, bf16: bool = False, forced: str | None = None
+    ) -> set[tuple[str, str]]:
+        """(symbol, target) of the append kernel, and of the backward kernels for ragged and banded attention."""
+        answer = ctypes.create_string_buffer(4096)
+        name = forced.encode() if forced is not None else None
+        loaded.choose_more(capability, name, bf16, head_dim, answer, len(answer))
+        words = answer.value.decode().split()
+        return set(zip(words[::2], words[1::2], strict=True))
+
     def choose_varlen(
         capability: int, head_dim: int, *, rows: int, page_size: int = 0, bf16: bool = False, forced: str | None = None
     ) -> tuple[str, ...]:
@@ -154,6 +181,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
 
     choose.backward = choose_backward  # type: ignore[attr-defined]
     choose.varlen = choose_varlen  # type: ignore[attr-defined]
+    choose.more = choose_more  # type: ignore[attr-defined]
     return choose
 
 

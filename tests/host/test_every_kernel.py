@@ -42,7 +42,8 @@ def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, 
         choose.varlen(capability, head_dim, rows=rows, page_size=page_size, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
         for rows, page_size in ((4096, 0), (4096, 3), (1, 16))
     )
-    return {(chosen[0], chosen[1]) for chosen in asked if chosen}
+    more: Chosen = choose.more(capability, head_dim, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
+    return more | {(chosen[0], chosen[1]) for chosen in asked if chosen}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@
 // number without O's rounding: with few keys that is most of the error.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -233,7 +234,7 @@ class Backward {
       const float lse = params_.lse[statistic(head, row) + i];
       s_.lse[i] = lse == kMinusInfinity ? -kMinusInfinity : lse;
     }
-    if (MaskOf::kIsBand || !is_one_block_) find_row_terms(dout, head, row, rows);
+    find_row_terms(dout, head, row, rows);
     pack_rows(q, rows, 0, dim_, s_.q_rows, s_.dim_stride);
     pack_rows(dout, rows, 0, dim_v_, s_.dout_rows, s_.dim_stride);
     if (kElements == 1) return;
@@ -311,7 +312,8 @@ class Backward {
     return Vector::mul(Vector::sub(scaled, Vector::broadcast(s_.lse[row])), Vector::broadcast(kLog2E));
   }
 
-  // The row terms of rows that see no key outside of this block.
+  // The row terms of rows that see no key outside of this block, where they are what P says: its sum is 1 then, but for rounding. Where
+  // it is not, lse and out are of more keys than these (a part of a divided sequence), and the term stays rowsum(dO O).
   template <class BlockMaskOf>
   void average_dscores(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
     for (int32_t i = 0; i < rows; ++i) {
@@ -326,6 +328,8 @@ class Backward {
         products = Vector::fma(p, Vector::from_lane(seen.end - column, Vector::zero(), dscore), products);
       }
       const float weight = sum_of_lanes(weights);
+      const float rounding = (std::is_same_v<T, float> ? 8e-6f : 1e-3f) + 2e-6f * std::fabs(s_.lse[i]);
+      if (weight != 0.0f && !(std::fabs(weight - 1.0f) <= rounding)) continue;
       const float mean = weight == 0.0f ? 0.0f : sum_of_lanes(products) / weight;
       s_.row_term[i] = params_.dlse == nullptr ? mean : mean - params_.dlse[statistic(head, row) + i];
     }

@@ -4,26 +4,16 @@
 #include <cstdint>
 
 #include "attention/host/backends.h"
+#include "attention/host/select.h"
 #include "attention/host/varlen_arguments.h"
 #include "attention/params/append.h"
 #include "host/copies.h"
-#include "host/find_kernels.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
 
 namespace flashmoe {
 namespace attention {
 namespace {
-
-const host::Kernel& find_append(const host::KernelRequest& request) {
-  const host::KernelList& kernels = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    const host::Kernel* kernel =
-        host::find_kernel({"attention_append", *family, "", request.dtype, {}}, host::kNoAxis, kernels);
-    if (kernel != nullptr) return *kernel;
-  }
-  host::refuse(request, "appending to a cache");
-}
 
 // Whether every row of the tensor starts and ends at a multiple of 16 bytes.
 bool is_aligned(const Tensor& tensor) {
@@ -74,7 +64,7 @@ AppendParams make_params(const AppendArguments& arguments) {
 
 void append_cuda(const AppendArguments& arguments) {
   const host::Device& gpu = host::device(arguments.device_index);
-  const host::Kernel& kernel = find_append(host::make_request(gpu, arguments.dtype));
+  const host::Kernel& kernel = select_append(host::make_request(gpu, arguments.dtype));
   const AppendParams params = make_params(arguments);
   const int64_t rows = 2 * static_cast<int64_t>(params.batch) * params.new_keys * params.heads_kv;
   const int64_t warps = kernel.threads / 32;

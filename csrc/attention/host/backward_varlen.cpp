@@ -2,8 +2,6 @@
 // memory: grids are sized for the most tiles that there can be.
 
 #include <algorithm>
-#include <cstring>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,19 +21,9 @@ namespace {
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-BackwardKernels select_varlen_backward(const VarlenArguments& arguments, const host::Device& gpu) {
-  const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
+BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
   const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
-  const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
-    const auto find = [&](const char* operation) {
-      return host::find_kernel({operation, *family, "", request.dtype, {head_dim}}, axis::kHeadDim, loadable);
-    };
-    const BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
-    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
-  }
-  host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
+  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim);
 }
 
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And
@@ -170,7 +158,7 @@ void give_back(const Tensor& from, const Tensor& to) {
 
 void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients) {
   const host::Device& gpu = host::device(arguments.forward.device_index);
-  const BackwardKernels kernels = select_varlen_backward(arguments.forward, gpu);
+  const BackwardKernels kernels = select_kernels(arguments.forward, gpu);
   const VarlenBackwardArguments operands = loadable_arguments(arguments, *kernels.dq);
   VarlenGradients results;
   results.dq = result(gradients.dq, *kernels.dq);

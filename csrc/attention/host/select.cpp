@@ -263,5 +263,28 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
   return {};
 }
 
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    const auto find = [&](const char* operation) {
+      return host::find_kernel({operation, *family, "", request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+    };
+    const BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
+    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
+  }
+  host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
+}
+
+const Kernel& select_append(const host::KernelRequest& request) {
+  const host::KernelList& loadable = host::loadable_kernels(request.capability);
+  for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
+    const Kernel* kernel =
+        host::find_kernel({"attention_append", *family, "", request.dtype, {}}, host::kNoAxis, loadable);
+    if (kernel != nullptr) return *kernel;
+  }
+  host::refuse(request, "appending to a cache");
+}
+
 }  // namespace attention
 }  // namespace flashmoe

@@ -55,5 +55,11 @@ Choice select_forward(const SelectorInput& input);
 // The best family with both kernels; none where this GPU, or the forced family, has no backward kernels.
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
+// The same of ragged and banded attention. Throws as host::refuse() says where there are none.
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim);
+
+// Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.
+const Kernel& select_append(const host::KernelRequest& request);
+
 }  // namespace attention
 }  // namespace flashmoe
