@@ -1,9 +1,8 @@
 """Sharding rules of flashmoe's operators for torch.distributed.tensor.
 
 Attention: by batch (dimension 0 of all), by heads (dimension 1 of all, where each rank then has whole groups of query heads), or
-replicated. The experts' layer: by tokens, replicated weights; by experts' inner dimension, where the layout is interleaved (the
-result is then a partial sum). A tensor that is sharded in another way is refused in words: a silent gathering of a sequence is
-what context_parallel_attention is there to avoid.
+replicated. A tensor that is sharded in another way is refused in words: a silent gathering of a sequence is what
+context_parallel_attention is there to avoid. Ragged attention and the experts' layer have no rules.
 """
 
 from __future__ import annotations

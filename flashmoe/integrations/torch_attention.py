@@ -1,9 +1,9 @@
 """flashmoe behind torch's own attention functions.
 
-While active, what torch hands to its flash backend is computed here: ``F.scaled_dot_product_attention`` (eager and compiled),
-``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors and context parallel all end in the four operators of
-:data:`KERNELS`, whose implementation for CUDA (and, of scaled_dot_product_attention, for the CPU) is replaced in torch's dispatcher.
-Torch's own kernel, kept from before, serves what flashmoe has not: dropout, ALiBi, a debug mask, float64.
+While active, dense attention that torch hands to its flash backend is computed here: ``F.scaled_dot_product_attention`` (eager and
+compiled) and torch's context parallel end in the operators of :data:`KERNELS`, whose implementations are replaced in torch's
+dispatcher. Torch's own kernels, kept from before, serve what flashmoe has not: dropout, a debug mask, float64. Ragged attention
+(``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors) ends in other operators, which stay torch's.
 
 On Hopper torch asks cuDNN before its flash backend. While active cuDNN's attention is therefore switched off, as
 ``torch.backends.cuda.enable_cudnn_sdp(False)`` does; ``deactivate`` puts the switch back.
@@ -164,7 +164,7 @@ def _no_dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
 
 
-# The four operators that torch's flash backend consists of, and the CPU's two. Arguments as in their schemas.
+# Torch's dense flash attention and its gradient, on CUDA and on the CPU. Arguments as in their schemas.
 
 
 def _sdpa_forward(

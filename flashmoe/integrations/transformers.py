@@ -5,7 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention, experts_implementation=names.experts)
 
 Nothing of transformers is patched. transformers takes every attention whose name contains "flash" for a library that it should import,
-so the name here is "fmoe". Versions: 4.57 and later for attention, 5.0 and later for experts, which older ones cannot exchange.
+so the name here is "fmoe". The registries are there from 4.57 on for attention and from 5.0 on for experts; 5.17 is what this was
+run with.
 """
 
 from __future__ import annotations
