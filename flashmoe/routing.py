@@ -26,6 +26,7 @@ from flashmoe.transforms import autocast_dtype, has_tangent
 FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
 FALLBACK_POLICIES = ("allow", "warn", "error")
 BF16_CAPABILITY = (8, 0)
+NO_DROPOUT = "dropout_p is not 0; flashmoe has no dropout"
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -79,7 +80,7 @@ def find_obstacle(
 
 
 def _dropout_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
-    return None if dropout_p == 0.0 else "dropout_p is not 0; flashmoe has no dropout"
+    return None if dropout_p == 0.0 else NO_DROPOUT
 
 
 def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
@@ -87,7 +88,10 @@ def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
         if not isinstance(tensor, Tensor):
             return f"an input is a {type(tensor).__name__}, not a tensor"
         if tensor.is_nested or tensor.layout is not torch.strided:
-            return "an input is nested or sparse; flashmoe takes dense tensors"
+            return (
+                "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
+                "while flashmoe.activate() is in force"
+            )
         if not torch.compiler.is_compiling() and (has_names(tensor) or tensor._is_zerotensor()):
             return "an input has named dimensions or is a zero tensor without memory"
     return None

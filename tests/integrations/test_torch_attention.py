@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 import flashmoe
 from flashmoe.errors import ArgumentError
@@ -42,6 +44,35 @@ def tensors(device: str, requires_grad: bool = False, heads_kv: int = 4, length:
     dtype = torch.float16 if device == "cuda" else torch.float32
     shapes = [(2, 4, length, 64), (2, heads_kv, length, 64), (2, heads_kv, length, 64)]
     return tuple(torch.randn(shape, device=device, dtype=dtype).requires_grad_(requires_grad) for shape in shapes)
+
+
+RAGGED_FORWARD = "flashmoe::attention_varlen_forward"
+LENGTHS = (10, 1, 13)
+
+
+def ragged(device: str, requires_grad: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(q, k, v), each [tokens, H, D], and the cumulative lengths."""
+    torch.manual_seed(3)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    given = (torch.randn(sum(LENGTHS), 4, 64, device=device, dtype=dtype) for _ in range(3))
+    lengths = torch.tensor([0, 10, 11, 24], dtype=torch.int32, device=device)
+    return tuple(tensor.requires_grad_(requires_grad) for tensor in given), lengths
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, causal: bool) -> Tensor:
+    """``varlen_attn``, whose causal rule is a flag in torch 2.10 and a window in later ones."""
+    longest = max(LENGTHS)
+    names = inspect.signature(varlen_attn).parameters
+    options = {"is_causal": causal} if "is_causal" in names else {"window_size": (-1, 0 if causal else -1)}
+    out: Tensor = varlen_attn(q, k, v, lengths, lengths, longest, longest, **options)
+    return out
+
+
+def jagged(tensors: tuple[Tensor, ...], lengths: Tensor) -> list[Tensor]:
+    """[B, H, {S}, D], as scaled_dot_product_attention takes them."""
+    longest = {"min_seqlen": min(LENGTHS), "max_seqlen": max(LENGTHS)}
+    make = torch.nested.nested_tensor_from_jagged
+    return [make(tensor, lengths.long(), **longest).transpose(1, 2) for tensor in tensors]
 
 
 def operators(call: Callable[[], object]) -> set[str]:
@@ -134,3 +165,116 @@ def test_an_encoder_layer_of_torch(device: str) -> None:
             out = layer(x)
     assert FORWARD[device] in seen
     assert torch.allclose(out, expected, atol=0.05)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_attn_runs_on_flashmoe_with_the_same_bits_as_a_direct_call(device: str, causal: bool) -> None:
+    tensors, lengths = ragged(device, requires_grad=True)
+    upstream = torch.randn_like(tensors[0])
+    expected = flashmoe.attention_varlen(*tensors, lengths, lengths, 13, 13, causal=causal)
+    gradients = torch.autograd.grad(expected, tensors, upstream)
+    with torch_attention.activated():
+        out = torch_varlen(*tensors, lengths, causal)
+        found = torch.autograd.grad(out, tensors, upstream)
+        seen = operators(lambda: torch_varlen(*tensors, lengths, causal))
+    assert RAGGED_FORWARD in seen
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
+def test_a_compiled_call_of_varlen_attn_keeps_to_flashmoe(device: str) -> None:
+    tensors, lengths = ragged(device, requires_grad=True)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch_varlen(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, lengths, True).square().sum()
+
+    with torch_attention.activated():
+        expected = torch.autograd.grad(step(*tensors), tensors)
+        compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+        found = torch.autograd.grad(compiled(*tensors), tensors)
+        assert RAGGED_FORWARD in operators(lambda: compiled(*tensors))
+    assert all(torch.allclose(a, b, atol=2e-3, rtol=2e-3) for a, b in zip(found, expected, strict=True))
+
+
+def test_without_torchs_kernel_for_the_cpu_what_is_lacking_is_an_error_by_name() -> None:
+    tensors, lengths = ragged("cpu")
+    q, k, v = (tensor.double() for tensor in tensors)
+    with torch_attention.activated(), pytest.raises(ArgumentError, match=r"torch\.float64 on cpu; and torch has no"):
+        torch_varlen(q, k, v, lengths, causal=True)
+    with pytest.raises(NotImplementedError):  # torch's own answer, as before
+        torch_varlen(*tensors, lengths, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_jagged_tensors_run_on_flashmoe(is_compiled: bool) -> None:
+    tensors, lengths = ragged("cuda", requires_grad=True)
+    upstream = torch.randn_like(tensors[0])
+    expected = flashmoe.attention_varlen(*tensors, lengths, lengths, 13, 13, causal=True)
+    gradients = torch.autograd.grad(expected, tensors, upstream)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch_attention.activated():
+        call = torch.compile(attend) if is_compiled else attend
+        out = call(*jagged(tensors, lengths)).transpose(1, 2).values()
+        found = torch.autograd.grad(out, tensors, upstream)
+        assert RAGGED_FORWARD in operators(lambda: call(*jagged(tensors, lengths)))
+    assert torch.allclose(out, expected, atol=1e-3)
+    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(found, gradients, strict=True))
+
+
+@pytest.mark.gpu
+def test_dropout_of_jagged_tensors_goes_to_torchs_kernel_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, lengths = ragged("cuda")
+    call = partial(F.scaled_dot_product_attention, *jagged(tensors, lengths), dropout_p=0.5)
+    flashmoe.activate()
+    assert not any(name.startswith("flashmoe::") for name in operators(call))
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
+    with pytest.warns(UserWarning, match="dropout"):
+        call()
+
+
+TORCHS_KERNELS = ("flash_fwd", "flash_bwd", "pytorch_flash", "fmha", "cudnn", "efficient_attention")
+
+
+def kernels(call: Callable[[], object]) -> list[str]:
+    """The names of what runs on the GPU."""
+    call()  # what is compiled or tuned at the first call
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dense", "varlen", "jagged"])
+def test_the_profile_of_an_unmodified_model_shows_our_kernels_and_none_of_torchs_attention(name: str) -> None:
+    layer = torch.nn.Linear(256, 3 * 256, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([0, 10, 11, 24], dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        """A step of training of one layer, of code that knows nothing of flashmoe."""
+        x = torch.randn(2, 24, 256, device="cuda", dtype=torch.bfloat16)
+        if name == "dense":
+            q, k, v = layer(x).view(2, 24, 3, 4, 64).permute(2, 0, 3, 1, 4)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            given = layer(x[0]).view(24, 3, 4, 64).unbind(1)
+            if name == "varlen":
+                out = torch_varlen(*given, lengths, True)
+            else:
+                nested = jagged(given, lengths)
+                out = F.scaled_dot_product_attention(*nested, is_causal=True).transpose(1, 2).values()
+        out.square().sum().backward()
+
+    before = kernels(step)
+    assert any(part in kernel for kernel in before for part in TORCHS_KERNELS), before  # the names are still torch's
+    with torch_attention.activated():
+        found = kernels(step)
+    ours = [kernel for kernel in found if kernel.startswith("flashmoe_")]
+    assert any("forward" in kernel for kernel in ours), found
+    assert any("backward" in kernel for kernel in ours), found
+    assert not any(part in kernel for kernel in found for part in TORCHS_KERNELS), found
