@@ -5,8 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention, experts_implementation=names.experts)
 
 Nothing of transformers is patched. transformers takes every attention whose name contains "flash" for a library that it should import,
-so the name here is "fmoe". The registries are there from 4.57 on for attention and from 5.0 on for experts; 5.17 is what this was
-run with.
+so the name here is "fmoe". Which of its registries take foreign names differs from version to version: :func:`register` finds out.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-import flashmoe
-from flashmoe import routing
+from flashmoe import routing, varlen
 from flashmoe.errors import ArgumentError, FlashmoeError
-from flashmoe.moe.functional import Activation
+from flashmoe.functional import attention
+from flashmoe.moe.functional import Activation, fused_moe
+from flashmoe.operators.attention.arguments import DTYPES
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
@@ -36,10 +37,11 @@ WINDOW_MODELS = frozenset(
 
 @dataclass(frozen=True)
 class Registered:
-    """What to ask transformers for; ``experts`` is None where this version of transformers cannot exchange experts."""
+    """What to ask transformers for. ``experts`` and ``paged`` are None where this version of transformers takes no foreign name."""
 
     attention: str
-    experts: str | None
+    experts: str | None  # None up to 4.57, which has no registry, and in 5.x before it looked names up there
+    paged: str | None  # continuous batching; None up to 4.57, and from 5.19 on, which takes names of its own alone
 
 
 def register() -> Registered:
@@ -54,17 +56,26 @@ def register() -> Registered:
         msg = f"transformers cannot be used ({error}); install transformers 4.57 or later"
         raise ArgumentError(msg) from error
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-    ALL_ATTENTION_FUNCTIONS.register(PAGED_NAME, paged_attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)
-    experts = None
+    is_paged = "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys()  # then every "paged|..." is looked up
+    if is_paged:
+        ALL_ATTENTION_FUNCTIONS.register(PAGED_NAME, paged_attention_forward)
+    return Registered(NAME, _register_experts(), PAGED_NAME if is_paged else None)
+
+
+def _register_experts() -> str | None:
+    from transformers import PreTrainedModel
+
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:
-        pass  # before transformers 5
-    else:
-        ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-        experts = NAME
-    return Registered(NAME, experts)
+        return None
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    try:
+        PreTrainedModel.get_correct_experts_implementation(PreTrainedModel, NAME)
+    except ValueError:  # versions that know their own names by heart
+        return None
+    return NAME
 
 
 # Attention
@@ -77,9 +88,17 @@ def attention_mask(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """transformers' mask for SDPA, True where a key is seen, or None where causal=True and the layer's window say as much."""
+    """What the layers get as their mask: transformers' own for SDPA, True where a key is seen, or less.
+
+    None where causal=True and the layer's window say as much; for a decoding step over a static cache without padding int32
+    [B, 1, 1, 1], the keys that each sequence has by then, so that the empty rest of the cache is not read.
+    """
     from transformers.masking_utils import sdpa_mask
 
+    if local_size is None and not allow_is_causal_skip:
+        lengths = _lengths_of_static_cache(*arguments, **options)
+        if lengths is not None:
+            return lengths
     by_kernel = (
         local_size is not None
         and allow_is_causal_skip
@@ -93,6 +112,34 @@ def attention_mask(
     }
     mask: Tensor | None = sdpa_mask(*arguments, **options)
     return mask
+
+
+def _lengths_of_static_cache(
+    batch_size: int,
+    q_length: int = 0,
+    *_: Any,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    device: Any = None,
+    **__: Any,
+) -> Tensor | None:
+    """int32 [B, 1, 1, 1] where the mask of one new token is its sequence's length and no more; None otherwise.
+
+    Looking for padding waits for the GPU, as transformers does itself to leave a mask out.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    is_plain = q_length == 1 and mask_function is causal_mask_function and type(kv_offset) is int and kv_offset == 0
+    if not is_plain or device is None or is_compiling():
+        return None
+    if attention_mask is not None and (attention_mask.dim() != 2 or not bool(attention_mask.all())):
+        return None
+    if isinstance(q_offset, Tensor):
+        keys = q_offset.to(device, torch.int32).reshape(-1)[-1:] + 1
+        return keys.expand(batch_size).contiguous().view(batch_size, 1, 1, 1)
+    return torch.full((batch_size, 1, 1, 1), q_offset + 1, dtype=torch.int32, device=device)
 
 
 def attention_forward(
@@ -116,50 +163,78 @@ def attention_forward(
     not read. What flashmoe lacks (dropout, a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
     FLASHMOE_FALLBACK says what then happens.
     """
-    obstacle = _obstacle(query, key, value, dropout, position_bias)
-    if obstacle is not None:
-        return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
-                     position_bias, options)  # fmt: skip
-    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
-    extras: dict[str, Any] = {"softcap": softcap or 0.0, "sinks": None if s_aux is None else s_aux.float()}
-    window = (-1, -1) if sliding_window is None else (sliding_window - 1, -1)
-    lengths = options.get("cu_seq_lens_q")
-    if lengths is not None and query.shape[0] == 1:
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        out = flashmoe.attention_varlen(
-            q,
-            k,
-            v,
-            lengths.int(),
-            options["cu_seq_lens_k"].int(),
-            int(options["max_length_q"]),
-            int(options["max_length_k"]),
-            causal=causal,
-            window=window,
-            scale=scaling,
-            **extras,
-        )
-        return out.unsqueeze(0), None
-    if attention_mask is not None:
-        # It says all there is to say, the causal rule and the window included.
-        return _heads_inside(_attend(query, key, value, scaling, attn_mask=attention_mask, **extras)), None
-    rows, keys = query.shape[2], key.shape[2]
-    if causal and 1 < rows < keys:
-        # Only a prompt before an empty static cache comes without a mask: its keys are the first.
-        key, value = key[:, :, :rows], value[:, :, :rows]
-    if not causal:
-        window = (window[0], window[0])
-    return _heads_inside(_attend(query, key, value, scaling, causal=causal, window=window, **extras)), None
+    # Looking for obstacles takes longer than the call: outside of a compiler only what the operators would not refuse.
+    is_certain = dropout == 0.0 and position_bias is None and query.dtype in DTYPES.get(query.device.type, ())
+    obstacle = None if is_certain and not is_compiling() else _obstacle(query, key, value, dropout, position_bias)
+    if obstacle is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+        extras: dict[str, Any] = {}
+        if softcap:
+            extras["softcap"] = float(softcap)
+        if s_aux is not None:
+            extras["sinks"] = s_aux.float()
+        window = None if sliding_window is None else (sliding_window - 1, -1 if causal else sliding_window - 1)
+        given = (query, key, value, attention_mask, causal, window, scaling, extras, options)
+        if is_compiling():
+            return _attend(*given), None
+        try:
+            return _attend(*given), None
+        except FlashmoeError:
+            obstacle = _obstacle(query, key, value, dropout, position_bias)
+            if obstacle is None:
+                raise
+    return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
+                 position_bias, options)  # fmt: skip
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **options: Any) -> Tensor:
-    tensors = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    out: Tensor = flashmoe.attention(*tensors, scale=scaling, **options)
-    return out
-
-
-def _heads_inside(out: Tensor) -> Tensor:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: varlen.Window | None,
+    scaling: float | None,
+    extras: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    if "cu_seq_lens_q" in options and options["cu_seq_lens_q"] is not None and query.shape[0] == 1:
+        return _attend_packed(query, key, value, causal, window, scaling, extras, options)
+    # Views of transformers' layouts but for the last dimension, which the operators want contiguous.
+    if not (query.stride(-1) == key.stride(-1) == value.stride(-1) == 1):
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if mask is None:
+        rows, keys = query.shape[2], key.shape[2]
+        if causal and 1 < rows < keys:
+            # Only a prompt before an empty static cache comes without a mask: its keys are the first.
+            key, value = key[:, :, :rows], value[:, :, :rows]
+        if window is not None and keys > window[0] + 1:  # of fewer keys it hides none
+            extras["window"] = window
+        out = attention(query, key, value, causal=causal and rows > 1, scale=scaling, **extras)
+    elif mask.dtype == torch.int32:  # the lengths in a static cache; one row sees all of them
+        lengths = (None, None, mask.view(-1), None)
+        numbers = (0, 0, scaling, False, None, extras.get("softcap", 0.0), 0)
+        out = varlen.call(query, key, value, lengths, extras.get("sinks"), None, *numbers, return_lse=False)
+    else:  # it says all there is to say, the causal rule and the window included
+        out = attention(query, key, value, scale=scaling, attn_mask=mask, **extras)
     return out.transpose(1, 2).contiguous()
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    window: varlen.Window | None,
+    scaling: float | None,
+    extras: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    lengths = (options["cu_seq_lens_q"].int(), options["cu_seq_lens_k"].int())
+    longest = (int(options["max_length_q"]), int(options["max_length_k"]))
+    out = varlen.attention_varlen(q, k, v, *lengths, *longest, causal=causal, window=window, scale=scaling, **extras)
+    return out.unsqueeze(0)
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, position_bias: Tensor | None) -> str | None:
@@ -227,7 +302,7 @@ def paged_attention_forward(
     if isinstance(lengths_k, dict):
         kind = "full_attention" if window_size is None else "sliding_attention"
         lengths_k, longest_k = lengths_k[kind], longest_k[kind]
-    out = flashmoe.attention_varlen(
+    out = varlen.attention_varlen(
         query[0].transpose(0, 1),
         keys,
         values,
@@ -311,7 +386,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         return slow
     has_bias = getattr(experts, "has_bias", False)
     try:
-        out = flashmoe.fused_moe(
+        out = fused_moe(
             hidden_states.to(w13.dtype),
             w13,
             w2,

@@ -275,6 +275,7 @@ def test_the_profile_of_an_unmodified_model_shows_our_kernels_and_none_of_torchs
     with torch_attention.activated():
         found = kernels(step)
     ours = [kernel for kernel in found if kernel.startswith("flashmoe_")]
-    assert any("forward" in kernel for kernel in ours), found
-    assert any("backward" in kernel for kernel in ours), found
+    backward = [kernel for kernel in ours if "backward" in kernel]
+    assert backward, found
+    assert len(ours) > len(backward), found  # the forward pass may be that of decoding: these sequences are short
     assert not any(part in kernel for kernel in found for part in TORCHS_KERNELS), found

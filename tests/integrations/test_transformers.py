@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flashmoe.errors import ArgumentError
-from flashmoe.integrations.transformers import NAME, recognise_gate, register
+from flashmoe.integrations import transformers as integration
+from flashmoe.integrations.transformers import NAME, PAGED_NAME, recognise_gate, register
 
 transformers = pytest.importorskip("transformers")
+ALL_ATTENTION_FUNCTIONS = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -63,7 +68,7 @@ def build(name: str, device: str) -> nn.Module:
 
 def use(model: Any, ours: bool) -> None:
     model.set_attn_implementation(NAME if ours else "eager")
-    if hasattr(model, "set_experts_implementation") and hasattr(model.config, "num_experts_per_tok"):
+    if register().experts is not None and hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation(NAME if ours else "eager")
 
 
@@ -105,13 +110,13 @@ def test_padded_batches(device: str, name: str, side: str) -> None:
     assert not any(g.isnan().any() for g in ours)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["Mistral", "GptOss"])
-def test_generation_gives_the_same_tokens(device: str, name: str, cache: str) -> None:
-    if device == "cuda":
-        pytest.skip("in bfloat16 two tokens of a random model may tie")
-    model: Any = build(name, device)
-    prompt = torch.randint(3, 64, (2, 9), device=device)
+@pytest.mark.parametrize(("name", "cache"), [("Mistral", "dynamic"), ("GptOss", "static"), ("Llama", "static")])
+def test_generation_gives_the_same_tokens(name: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, on the CPU: in bfloat16 two tokens of a random model may tie."""
+    by_length = Mock(wraps=integration.varlen.call)
+    monkeypatch.setattr(integration.varlen, "call", by_length)
+    model: Any = build(name, "cpu")
+    prompt = torch.randint(3, 64, (2, 9))
     found = []
     for ours in (False, True):
         use(model, ours)
@@ -123,6 +128,39 @@ def test_generation_gives_the_same_tokens(device: str, name: str, cache: str) ->
                 )
             )
     assert torch.equal(*found)
+    if name == "Llama" and find_spec("transformers.integrations.moe"):  # not the masks of all the cache, which 4.57 has
+        used = [call.args[3][2] for call in by_length.call_args_list]
+        lengths = [of_sequences.tolist() for of_sequences in used if of_sequences is not None]  # none where 5.5 has a mask
+        assert lengths == [[n, n] for n in range(10, 17) for _ in range(2)]  # of each step, in each of two layers
+
+
+CONTINUOUS = {"Llama": {}, "Gemma2": MODELS["Gemma2"]}
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_continuous_batching(device: str, name: str) -> None:
+    """The same tokens as by transformers' own paged attention; where its version takes no foreign name, it says so."""
+    pytest.importorskip("psutil")  # transformers looks for free memory
+    model: Any = build(name, device)
+    if register().paged is None:
+        assert PAGED_NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        pytest.skip("this transformers takes no foreign name for continuous batching")
+    prompts = [torch.randint(3, 64, (length,)).tolist() for length in (9, 5, 14)]
+    generation = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+    sizes = {"num_blocks": 16, "block_size": 16, "max_batch_tokens": 64}
+    found = []
+    for paged in ("paged|eager", PAGED_NAME):
+        model.set_attn_implementation(paged)
+        outputs = model.generate_batch(
+            prompts,
+            generation_config=generation,
+            continuous_batching_config=transformers.ContinuousBatchingConfig(**sizes),
+            progress_bar=False,
+        )
+        found.append([outputs[key].generated_tokens for key in sorted(outputs)])
+    assert len(found[1]) == 3
+    if device == "cpu":  # in bfloat16 two tokens of a random model may tie
+        assert found[0] == found[1]
 
 
 def test_packed_sequences_are_one_ragged_batch(device: str) -> None:
