@@ -11,6 +11,7 @@ Memory: the ring keeps its own keys and values and two buffers of the same size;
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -248,7 +249,7 @@ def _halves(k: Tensor, q: Tensor) -> list[tuple[slice, slice]]:
     """(query heads, key heads): the first half of the key heads and the second, or all where there is but one."""
     heads, group = k.shape[1], q.shape[1] // max(1, k.shape[1])
     ends = [0, heads // 2, heads] if heads > 1 else [0, heads]
-    return [(slice(a * group, b * group), slice(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+    return [(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(ends)]
 
 
 def _own_heads(

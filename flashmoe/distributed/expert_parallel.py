@@ -137,9 +137,7 @@ class ExpertParallel:
         result: Tensor = _Combine.apply(own, partial, trip)  # type: ignore[no-untyped-call]
         return result
 
-    def _to_all(
-        self, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, experts: int, shared: Shared
-    ) -> Tensor:
+    def _to_all(self, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, experts: int, shared: Shared) -> Tensor:
         """All rows to all ranks; each computes what its experts give, nothing for some."""
         trip = _Trip(self.group, self.rank, self.size)
         rows, all_weights, all_ids = _Gather.apply(x, weights, ids, trip)  # type: ignore[no-untyped-call]
@@ -256,9 +254,7 @@ class _Dispatch(torch.autograd.Function):
     """Rows of tokens, their weights and ids to the ranks of their experts; backward their gradients come home."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
         ctx.trip, ctx.weights_dtype = trip, weights.dtype
         rows = trip.all_to_all(x.index_select(0, trip.token))
         meta = trip.all_to_all(_meta(weights, ids).index_select(0, trip.token))
@@ -296,9 +292,7 @@ class _Gather(torch.autograd.Function):
     """Every rank's rows, weights and ids; backward the sum of what the ranks found for each."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
         ctx.trip, ctx.weights_dtype = trip, weights.dtype
         rows = trip.all_gather(x)
         all_weights, all_ids = _from_meta(trip.all_gather(_meta(weights, ids)))
@@ -309,7 +303,10 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        returned = [ctx.trip.all_to_all(t) if need else None for t, need in zip((grad_rows, grad_weights), needs[:2], strict=True)]
+        returned = [
+            ctx.trip.all_to_all(t) if need else None
+            for t, need in zip((grad_rows, grad_weights), needs[:2], strict=True)
+        ]
         ctx.trip.arrive()
         dx, dweights = (None if t is None else _add_up(t.unflatten(0, (ctx.trip.size, -1))) for t in returned)
         return dx, None if dweights is None else dweights.to(ctx.weights_dtype), None, None

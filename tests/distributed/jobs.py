@@ -11,7 +11,6 @@ import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +20,13 @@ import flashmoe
 from flashmoe.distributed import (
     ExpertParallel,
     context_parallel_attention,
-    register_dtensor_rules,
     shard_sequence,
     unshard_sequence,
 )
-from flashmoe.errors import DistributedError, ShapeError
+from flashmoe.errors import DistributedError
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind the installed packages
+from distributed import dtensor_jobs
 
 
 def _device() -> tuple[str, torch.dtype]:
@@ -132,41 +133,13 @@ def _absence(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def _dtensor(rank: int, size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    device, dtype = _device()
-    register_dtensor_rules()
-    register_dtensor_rules()
-    mesh = init_device_mesh(device.split(":")[0], (size,))
-    torch.manual_seed(4)
-    whole = [torch.randn(2, heads, 16, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
-    expected = flashmoe.attention(*whole, causal=True)
-    gradients = torch.autograd.grad(expected.sum(), whole)
-    for placement in (Shard(0), Shard(1), Replicate()):
-        parts = [distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_() for tensor in whole]
-        out: Any = flashmoe.attention(*parts, causal=True)
-        assert isinstance(out, DTensor)
-        assert out.placements == (placement,)
-        found: Any = torch.autograd.grad(out.sum(), parts)
-        assert torch.equal(out.full_tensor(), expected)
-        assert all(torch.allclose(a.full_tensor(), b) for a, b in zip(found, gradients, strict=True))
-        with torch.no_grad():
-            inference: Any = flashmoe.attention(*parts, causal=True)
-            assert torch.equal(inference.full_tensor(), expected)
-    divided = [distribute_tensor(tensor.detach(), mesh, [Shard(2)]) for tensor in whole]
-    with pytest.raises(ShapeError, match=r"sharded by its sequence.*context_parallel_attention"):
-        flashmoe.attention(*divided)
-
-
 JOBS = {
     "attention": _attention,
     "experts": _experts,
     "uneven_tokens": _uneven_tokens,
     "disagreement": _disagreement,
     "absence": _absence,
-    "dtensor": _dtensor,
+    **dtensor_jobs.JOBS,
 }
 
 
