@@ -138,41 +138,52 @@ class _Step:
         self.keys = slice(0, half if causal and source < rank else rows)
 
 
-class _Exchange:
+class Exchange:
     """Sends tensors to the next rank of the ring while as many are received from the one before."""
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: ProcessGroup, rank: int, size: int, call: str = CALL) -> None:
         ranks = dist.get_process_group_ranks(group)
-        self.group, self.rank = group, rank
+        self.group, self.rank, self.call = group, rank, call
         self.to, self.come_from = ranks[(rank + 1) % size], ranks[(rank - 1) % size]
         self.pending: list[Any] = []
         self.received: list[Tensor] = []
         self.sent: list[Tensor] = []  # alive until they have gone
 
-    def start(self, *tensors: Tensor) -> None:
+    def start(self, *tensors: Tensor, rows: int | None = None) -> None:
+        """``rows``: of what is received, where that is not as long as what is sent."""
         self.sent = [tensor.contiguous() for tensor in tensors]
-        self.received = [torch.empty_like(tensor) for tensor in self.sent]
-        operations = [dist.P2POp(dist.isend, tensor, self.to, self.group) for tensor in self.sent]
-        operations += [dist.P2POp(dist.irecv, tensor, self.come_from, self.group) for tensor in self.received]
-        with explained(CALL, self.rank, f"ranks {self.to} and {self.come_from}"):
+        self.received = [
+            torch.empty_like(tensor) if rows is None else tensor.new_empty((rows, *tensor.shape[1:]))
+            for tensor in self.sent
+        ]
+        operations = [dist.P2POp(dist.isend, one, self.to, self.group) for one in self.sent if one.numel()]
+        operations += [dist.P2POp(dist.irecv, one, self.come_from, self.group) for one in self.received if one.numel()]
+        if not operations:
+            self.pending = []
+            return
+        with explained(self.call, self.rank, f"ranks {self.to} and {self.come_from}"):
             self.pending = dist.batch_isend_irecv(operations)
 
     def finish(self) -> list[Tensor]:
-        with explained(CALL, self.rank, f"ranks {self.to} and {self.come_from}"):
+        with explained(self.call, self.rank, f"ranks {self.to} and {self.come_from}"):
             for work in self.pending:
                 work.wait()
         return self.received
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a partial result [B, H, rows, D] to ``out`` and ``lse`` in place, in float32. Every row has seen a key before."""
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a partial result [B, H, rows, D], or ragged [rows, H, D] with lse [H, rows], to ``out`` and ``lse`` in place, in float32.
+
+    Every row has seen a key before.
+    """
     total = torch.logaddexp(lse, part_lse)
-    mine, theirs = (torch.exp(one - total).unsqueeze(-1) for one in (lse, part_lse))
+    weights = [torch.exp(one - total) for one in (lse, part_lse)]
+    mine, theirs = ((one if out.dim() == 4 else one.mT).unsqueeze(-1) for one in weights)
     torch.addcmul(out * mine, part, theirs, out=out)
     lse.copy_(total)
 
 
-def _sums(size: int, dtype: torch.dtype) -> torch.dtype:
+def sums_dtype(size: int, dtype: torch.dtype) -> torch.dtype:
     """Where parts of W ranks are added up: two of them are rounded once in their own dtype too."""
     return dtype if size <= 2 else torch.float32
 
@@ -184,7 +195,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, rank: int, size: int, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        exchange = _Exchange(group, rank, size)
+        exchange = Exchange(group, rank, size)
         pair = [k, v]
         out = lse = torch.empty(0)
         for number in range(size):
@@ -194,9 +205,9 @@ class _Ring(torch.autograd.Function):
             keys, values = (tensor[:, :, step.keys] for tensor in pair)
             part, part_lse = _forward(q[:, :, step.queries], keys, values, scale, step.is_causal)
             if number == 0:
-                out, lse = part.to(_sums(size, q.dtype)), part_lse
+                out, lse = part.to(sums_dtype(size, q.dtype)), part_lse
             else:
-                _merge(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
+                merge(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
             if number + 1 < size:
                 pair = exchange.finish()
         out = out.to(q.dtype)
@@ -211,7 +222,7 @@ class _Ring(torch.autograd.Function):
         """A rank's own keys come first and last, half of the heads each: behind them keys come and gradients leave."""
         q, k, v, out, lse = ctx.saved_tensors
         group, rank, size, scale, causal = ctx.ring
-        keys, sums = _Exchange(group, rank, size), _Exchange(group, rank, size)
+        keys, sums = Exchange(group, rank, size), Exchange(group, rank, size)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         if size == 1:
             return *_backward(grad, q, k, v, out, lse, scale, causal), None, None, None, None, None
@@ -219,7 +230,7 @@ class _Ring(torch.autograd.Function):
         keys.start(*pair)
         halves = _halves(k, q)
         own = [_own_heads(halves[0], queries, k, v, scale, causal)]
-        dq = q.new_zeros(q.shape, dtype=_sums(size, q.dtype))
+        dq = q.new_zeros(q.shape, dtype=sums_dtype(size, q.dtype))
         travelling: list[Tensor] = []
         for number in range(1, size):
             pair = keys.finish()

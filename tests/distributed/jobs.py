@@ -20,10 +20,13 @@ import flashmoe
 from flashmoe.distributed import (
     ExpertParallel,
     context_parallel_attention,
+    context_parallel_attention_varlen,
+    shard_ragged,
     shard_sequence,
+    unshard_ragged,
     unshard_sequence,
 )
-from flashmoe.errors import DistributedError
+from flashmoe.errors import ArgumentError, DistributedError, ShapeError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind the installed packages
 from distributed import dtensor_jobs
@@ -66,6 +69,36 @@ def _attention(rank: int, size: int) -> None:
             assert torch.allclose(unshard_sequence(own_lse), lse, atol=limit)
             for a, b in zip(found, gradients, strict=True):
                 assert torch.allclose(unshard_sequence(a), b, atol=4 * limit), (causal, method)
+
+
+def _ragged(rank: int, size: int) -> None:
+    """Sequences of every kind: none at all, shorter than there are pieces, no multiple of them."""
+    device, dtype = _device()
+    ends = [0, 37, 37, 40, 41, 105]
+    torch.manual_seed(8)
+    whole = [torch.randn(105, heads, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    upstream = torch.randn(105, 4, 64).to(device, dtype)
+    on_device = torch.tensor(ends, dtype=torch.int32, device=device)
+    limit = _tolerance(dtype)
+    for causal in (False, True):
+        expected, lse = flashmoe.attention_varlen(*whole, on_device, on_device, 64, 64, causal=causal, return_lse=True)
+        gradients = torch.autograd.grad(expected, whole, upstream)
+        own = [shard_ragged(tensor.detach(), ends).requires_grad_() for tensor in whole]
+        assert abs(own[0].shape[0] - 105 / size) < 2 * len(ends)
+        results = []
+        for _ in range(2):
+            out, own_lse = context_parallel_attention_varlen(*own, ends, causal=causal, return_lse=True)
+            found = torch.autograd.grad(out, own, shard_ragged(upstream, ends))
+            results.append((out, *found))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "another run, other bits"
+        assert torch.allclose(unshard_ragged(out, ends), expected, atol=limit)
+        assert torch.allclose(unshard_ragged(own_lse.mT.contiguous(), ends).mT, lse, atol=limit)
+        for a, b in zip(found, gradients, strict=True):
+            assert torch.allclose(unshard_ragged(a, on_device), b, atol=4 * limit), causal
+    with pytest.raises(ShapeError, match="see shard_ragged"):
+        context_parallel_attention_varlen(*(tensor.detach() for tensor in whole), ends)
+    with pytest.raises(ArgumentError, match="never decrease"):
+        shard_ragged(upstream, [0, 5, 3])
 
 
 def _experts(rank: int, size: int) -> None:
@@ -135,6 +168,7 @@ def _absence(rank: int, size: int) -> None:
 
 JOBS = {
     "attention": _attention,
+    "ragged": _ragged,
     "experts": _experts,
     "uneven_tokens": _uneven_tokens,
     "disagreement": _disagreement,

@@ -16,10 +16,10 @@ from flashmoe.errors import DistributedError
 
 PROGRAM = Path(__file__).parent / "jobs.py"
 LIMIT = 300  # seconds
-BOTH = ["attention", "experts", "uneven_tokens", "dtensor", "dtensor_caches", "dtensor_layer", "models"]
+BOTH = ["attention", "ragged", "experts", "uneven_tokens", "dtensor", "dtensor_caches", "dtensor_layer", "models"]
 GROUPS = {
     "two": (2, "cpu", [*BOTH, "disagreement", "absence"]),
-    "four": (4, "cpu", ["attention", "experts"]),
+    "four": (4, "cpu", ["attention", "ragged", "experts"]),
     "two-gpus": (2, "cuda", BOTH),
 }
 
