@@ -158,14 +158,11 @@ class Exchange:
         ]
         operations = [dist.P2POp(dist.isend, one, self.to, self.group) for one in self.sent if one.numel()]
         operations += [dist.P2POp(dist.irecv, one, self.come_from, self.group) for one in self.received if one.numel()]
-        if not operations:
-            self.pending = []
-            return
-        with explained(self.call, self.rank, f"ranks {self.to} and {self.come_from}"):
-            self.pending = dist.batch_isend_irecv(operations)
+        with explained(self.call, self.group):
+            self.pending = dist.batch_isend_irecv(operations) if operations else []
 
     def finish(self) -> list[Tensor]:
-        with explained(self.call, self.rank, f"ranks {self.to} and {self.come_from}"):
+        with explained(self.call, self.group):
             for work in self.pending:
                 work.wait()
         return self.received
@@ -317,7 +314,7 @@ class _Gathered(torch.autograd.Function):
         pieces = sums.chunk(2 * size, dim=3)
         by_owner = torch.cat([torch.cat((pieces[r], pieces[2 * size - 1 - r]), dim=3) for r in range(size)])
         own = torch.empty_like(by_owner[:2])
-        with explained(CALL, rank, "the group"):
+        with explained(CALL, group):
             dist.reduce_scatter_tensor(own, by_owner, group=group)
         dk, dv = own.to(k.dtype).unbind(0)
         return torch.cat(parts_q, dim=2), dk, dv, None, None, None, None, None
@@ -325,7 +322,7 @@ class _Gathered(torch.autograd.Function):
 
 def _all_gather(tensor: Tensor, group: ProcessGroup, rank: int, size: int) -> list[Tensor]:
     gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))  # gloo wants them joined, not stacked
-    with explained(CALL, rank, "the group"):
+    with explained(CALL, group):
         dist.all_gather_into_tensor(gathered, tensor, group=group)
     return list(gathered.unflatten(0, (size, -1)).unbind(0))
 

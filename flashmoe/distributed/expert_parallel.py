@@ -4,7 +4,7 @@ A token goes once to each other rank that has any of its experts, with its ids a
 the sums come back and are added, in float32 and in the order of the ranks, to what the token's own rank has. Two runs give the same bits.
 
     counts    one integer for each pair of ranks, which the host then reads: the sizes of the messages
-    rows      [rows, H], and [rows, 2 k] with their ids and weights; meanwhile the shared expert and the tokens' own rank compute
+    rows      [rows, H], before each its ids and weights; meanwhile the shared expert and the tokens' own rank compute
     results   [rows, H] back
 
 With ``padded=True`` every rank gets all rows: no size depends on the routing, the host waits for nothing and the call can be captured
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,8 +120,8 @@ class ExpertParallel:
         three times the weights' bytes.
         """
         trip = _Trip(self.group, self.rank, self.size)
-        trip.plan(ids, experts)
-        rows, their_weights, their_ids = _Dispatch.apply(x, weights, ids, trip)  # type: ignore[no-untyped-call]
+        wait = trip.plan(ids, experts)
+        rows, their_weights, their_ids = _Dispatch.apply(x, weights, ids, trip, wait)  # type: ignore[no-untyped-call]
         first = self.rank * experts
         added = shared(x) if callable(shared) else shared
         if is_joint:
@@ -166,7 +167,7 @@ class _Trip:
     """Messages between the ranks in one call: how many rows go where, and those that are under way.
 
     token   [N], which token each outgoing row is of: by destination, then by token
-    places  [W - 1, T], where a token's row for each other rank is in that order; N where it has none
+    rows    [T, W], which outgoing row a token has for each rank; -1: none
     """
 
     def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
@@ -174,35 +175,39 @@ class _Trip:
         self.works: list[Any] = []
         self.outgoing: list[int] | None = None  # None: equal parts
         self.incoming: list[int] | None = None
-        self.token = self.places = torch.empty(0)
+        self.token = self.rows = torch.empty(0)
 
-    def plan(self, ids: Tensor, experts: int) -> None:
-        """Where the rows of tokens [T, k] go. The host waits here, for one integer a pair of ranks."""
-        tokens, device = ids.shape[0], ids.device
-        ranks = torch.arange(self.size, device=device, dtype=ids.dtype).view(-1, 1, 1)
-        needed = (ids // experts == ranks).any(dim=2)  # [W, T]; the quotient rounds down, so ids outside match no rank
-        needed[self.rank] = False
-        counts = needed.sum(dim=1)
-        theirs = self.all_to_all(counts)
-        flat = needed.flatten()
-        # In order of rank and token; what has no place gets the one past the last.
-        places = torch.where(flat, flat.cumsum(0) - 1, counts.sum())
-        order = torch.arange(self.size * tokens, device=device)
-        token = places.new_empty(self.size * tokens + 1).scatter_(0, places, order % max(tokens, 1))
-        self.arrive()
-        self.outgoing, self.incoming = torch.stack((counts, theirs)).tolist()
-        places = places.view(self.size, tokens)
-        self.places = torch.cat((places[: self.rank], places[self.rank + 1 :]))
-        self.token = token[: sum(self.outgoing)]
+    def plan(self, ids: Tensor, experts: int) -> Callable[[], None]:
+        """Where the rows of tokens [T, k] go. What is returned waits on the host, for one integer a pair of ranks."""
+        ranks, marks = _ranks(self.rank, self.size, ids.device)
+        needed = (torch.div(ids, experts, rounding_mode="floor").unsqueeze(1) == ranks).any(dim=2)  # [T, W]
+        wanted = torch.where(needed, marks, -1)
+        offsets, slots, rows, _ = torch.ops.flashmoe.moe_sort.default(
+            wanted, wanted.new_empty(wanted.shape, dtype=torch.float32), None, self.size
+        )
+        counts = ids.new_empty(2 * self.size)
+        torch.sub(offsets[1:], offsets[:-1], out=counts[: self.size])
+        with explained(CALL, self.group):
+            work = dist.all_to_all_single(counts[self.size :], counts[: self.size], group=self.group, async_op=True)
+        self.works.append(work)
+
+        def wait() -> None:
+            self.arrive()
+            numbers = counts.tolist()
+            self.outgoing, self.incoming = numbers[: self.size], numbers[self.size :]
+            self.token = torch.div(slots[: sum(self.outgoing)], self.size, rounding_mode="floor")
+            self.rows = rows.view(-1, self.size)
+
+        return wait
 
     def all_to_all(self, tensor: Tensor, *, is_back: bool = False, room: int = 0) -> Tensor:
-        """What the other ranks send of [rows, ...], in the order of the ranks, and ``room`` more rows; there after :meth:`arrive`."""
+        """What the other ranks send of [rows, ...], in the order of the ranks, behind ``room`` rows; there after :meth:`arrive`."""
         outgoing, incoming = (self.incoming, self.outgoing) if is_back else (self.outgoing, self.incoming)
         rows = tensor.shape[0] if incoming is None else sum(incoming)
         received = tensor.new_empty((rows + room, *tensor.shape[1:]))
-        with explained(CALL, self.rank, "the group"):
+        with explained(CALL, self.group):
             work = dist.all_to_all_single(
-                received[:rows], tensor.contiguous(), incoming, outgoing, group=self.group, async_op=True
+                received[room:], tensor.contiguous(), incoming, outgoing, group=self.group, async_op=True
             )
         self.works.append(work)
         return received
@@ -210,13 +215,13 @@ class _Trip:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[W rows, ...] of every rank's [rows, ...]; there after :meth:`arrive`."""
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        with explained(CALL, self.rank, "the group"):
+        with explained(CALL, self.group):
             work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group, async_op=True)
         self.works.append(work)
         return gathered
 
     def arrive(self) -> None:
-        with explained(CALL, self.rank, "the group"):
+        with explained(CALL, self.group):
             for work in self.works:
                 work.wait()
         self.works.clear()
@@ -224,9 +229,21 @@ class _Trip:
     def at_home(self, tensor: Tensor) -> Tensor:
         """Rows [R, ...] that other ranks sent, back to them: [W - 1, T, ...] for own tokens, zeros where a token sent none."""
         returned = self.all_to_all(tensor, is_back=True, room=1)
-        returned[-1].zero_()
+        returned[0].zero_()
+        others = self.rows[:, 1 - self.rank].unsqueeze(0) if self.size == 2 else self._rows_of_others()
+        places = others + 1
         self.arrive()
-        return returned.index_select(0, self.places.flatten()).view(*self.places.shape, *tensor.shape[1:])
+        return returned.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])
+
+    def _rows_of_others(self) -> Tensor:
+        return torch.cat((self.rows[:, : self.rank], self.rows[:, self.rank + 1 :]), dim=1).t()
+
+
+@lru_cache(maxsize=64)
+def _ranks(rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(all ranks [W, 1], all ranks [W] with -1 for this one)."""
+    ranks = torch.arange(size, dtype=torch.int32, device=device)
+    return ranks.unsqueeze(1), torch.where(ranks == rank, -1, ranks)
 
 
 def _add_up(parts: Tensor, more: Tensor | None = None) -> Tensor:
@@ -239,28 +256,42 @@ def _add_up(parts: Tensor, more: Tensor | None = None) -> Tensor:
     return (total if more is None else total.add_(more)).to(parts.dtype)
 
 
-def _meta(weights: Tensor, ids: Tensor) -> Tensor:
-    """[T, 2 k] int32: ids, and the bits of float32 weights."""
-    return torch.cat((ids, weights.float().view(torch.int32)), dim=1)
+def _packed(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """[T, C] in x's dtype: the bits of ids and float32 weights, x, each in multiples of 16 bytes."""
+    words = torch.cat((ids, weights.float().view(torch.int32)), dim=1)
+    parts = [words.view(x.dtype), x]
+    gaps = [-(part.shape[1] * part.element_size()) % 16 // part.element_size() for part in parts]
+    padded = [
+        piece
+        for part, gap in zip(parts, gaps, strict=True)
+        for piece in (part, part.new_empty((part.shape[0], gap)))
+        if piece.shape[1]
+    ]
+    return torch.cat(padded, dim=1)
 
 
-def _from_meta(meta: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights, ids), views: there when ``meta`` is."""
-    ids, weights = meta.chunk(2, dim=1)
-    return weights.view(torch.float32), ids
+def _unpacked(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, weights, ids), views: there when ``packed`` is."""
+    size = packed.element_size()
+    words = packed[:, : 8 * top_k // size].view(torch.int32)
+    first = (8 * top_k + 15) // 16 * 16 // size
+    return packed[:, first : first + hidden], words[:, top_k:].view(torch.float32), words[:, :top_k]
 
 
 class _Dispatch(torch.autograd.Function):
     """Rows of tokens, their weights and ids to the ranks of their experts; backward their gradients come home."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip, wait: Callable[[], None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.trip, ctx.weights_dtype = trip, weights.dtype
-        rows = trip.all_to_all(x.index_select(0, trip.token))
-        meta = trip.all_to_all(_meta(weights, ids).index_select(0, trip.token))
-        their_weights, their_ids = _from_meta(meta)
-        ctx.mark_non_differentiable(their_ids)
-        return rows, their_weights, their_ids
+        packed = _packed(x, weights, ids)
+        wait()
+        received = trip.all_to_all(packed.index_select(0, trip.token))
+        found = _unpacked(received, x.shape[1], ids.shape[1])
+        ctx.mark_non_differentiable(found[2])
+        return found
 
     @staticmethod
     @once_differentiable
@@ -268,7 +299,7 @@ class _Dispatch(torch.autograd.Function):
         trip: _Trip = ctx.trip
         dx = _add_up(trip.at_home(grad_rows)) if ctx.needs_input_grad[0] else None
         dweights = _add_up(trip.at_home(grad_weights)).to(ctx.weights_dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweights, None, None
+        return dx, dweights, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -294,10 +325,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
         ctx.trip, ctx.weights_dtype = trip, weights.dtype
+        # Two messages: x goes as it is, and the layer reads whole rows.
         rows = trip.all_gather(x)
-        all_weights, all_ids = _from_meta(trip.all_gather(_meta(weights, ids)))
+        words = trip.all_gather(torch.cat((ids, weights.float().view(torch.int32)), dim=1))
+        all_ids, all_weights = words.chunk(2, dim=1)
         ctx.mark_non_differentiable(all_ids)
-        return rows, all_weights, all_ids
+        return rows, all_weights.view(torch.float32), all_ids
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def unshard_ragged(tensor: Tensor, cu_seqlens: Lengths, group: ProcessGroup | No
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor.detach()
     gathered = tensor.new_empty((size * longest, *tensor.shape[1:]))
-    with explained(CALL, rank, "the group"):
+    with explained(CALL, found):
         dist.all_gather_into_tensor(gathered, padded, group=found)
     whole = tensor.new_zeros((ends[-1], *tensor.shape[1:]))
     for other, part in enumerate(gathered.split(longest) if longest else ()):
@@ -107,7 +107,7 @@ def unshard_ragged(tensor: Tensor, cu_seqlens: Lengths, group: ProcessGroup | No
 
 def _ends(cu_seqlens: Lengths) -> tuple[int, ...]:
     found = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    if not found or found[0] != 0 or any(a > b for a, b in zip(found, found[1:], strict=False)):
+    if not found or found[0] != 0 or any(a > b for a, b in pairwise(found)):
         shown = f"{found[:8]}{'...' if len(found) > 8 else ''}"
         msg = f"cu_seqlens is {shown}; it must begin with 0 and never decrease"
         raise ArgumentError(msg)
@@ -127,9 +127,7 @@ def _pieces(begin: int, end: int, rank: int, size: int) -> tuple[tuple[int, int]
 
 def _rows_of(ends: tuple[int, ...], rank: int, size: int) -> Tensor:
     found = [
-        torch.arange(first, last)
-        for begin, end in zip(ends, ends[1:], strict=False)
-        for first, last in _pieces(begin, end, rank, size)
+        torch.arange(first, last) for begin, end in pairwise(ends) for first, last in _pieces(begin, end, rank, size)
     ]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
@@ -150,11 +148,7 @@ class _Plan:
 @lru_cache(maxsize=64)
 def _plan(ends: tuple[int, ...], rank: int, size: int) -> _Plan:
     lengths = tuple(
-        tuple(
-            (b - a, d - c)
-            for begin, end in zip(ends, ends[1:], strict=False)
-            for (a, b), (c, d) in [_pieces(begin, end, other, size)]
-        )
+        tuple((b - a, d - c) for begin, end in pairwise(ends) for (a, b), (c, d) in [_pieces(begin, end, other, size)])
         for other in range(size)
     )
     return _Plan(rank, size, lengths)
