@@ -1,20 +1,26 @@
 """Attention and experts over several GPUs, on torch.distributed (NCCL; gloo on the CPU).
 
-context_parallel_attention   one sequence divided among the ranks of a group
+context_parallel_attention   sequences of one length divided among the ranks of a group; ..._varlen, a ragged batch
 ExpertParallel               the experts of a layer divided among the ranks of a group
-register_dtensor_rules       sharding rules of flashmoe's operators, for DTensor
+register_dtensor_rules       flashmoe's operators on DTensors
+MoEParallel                  how parallelize_module divides flashmoe.MoE
 """
 
 from __future__ import annotations
 
 from flashmoe.distributed.context_parallel import context_parallel_attention, shard_sequence, unshard_sequence
-from flashmoe.distributed.dtensor import register_dtensor_rules
+from flashmoe.distributed.dtensor import MoEParallel, register_dtensor_rules
 from flashmoe.distributed.expert_parallel import ExpertParallel
+from flashmoe.distributed.ragged import context_parallel_attention_varlen, shard_ragged, unshard_ragged
 
 __all__ = [
     "ExpertParallel",
+    "MoEParallel",
     "context_parallel_attention",
+    "context_parallel_attention_varlen",
     "register_dtensor_rules",
+    "shard_ragged",
     "shard_sequence",
+    "unshard_ragged",
     "unshard_sequence",
 ]

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flashmoe.distributed import watch
 from flashmoe.errors import DistributedError
 
 _agreed: dict[tuple[str, str], dict[str, Any]] = {}
@@ -40,6 +41,7 @@ def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
 
 def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: timedelta) -> None:
     """Raise DistributedError on every rank, with the rank and the value, where the ranks of a group differ in ``said``."""
+    watch.start()
     key = (group.group_name, call)
     stated = dict(said)
     if _agreed.get(key) == stated:
@@ -55,9 +57,12 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
         try:
             store.wait([name], timeout)
         except (RuntimeError, ValueError) as error:
+            found = (
+                watch.find_absent(group, is_final=False) or f"rank {other} runs: it calls with what it called before"
+            )
             msg = (
                 f"rank {other} did not join {call} within {timeout.total_seconds():g} s, where rank {rank} calls it with "
-                f"{_shown(stated)}; rank {other} has ended, is stuck, or calls with what it called before"
+                f"{_shown(stated)}; {found}"
             )
             raise DistributedError(msg) from error
         theirs = json.loads(store.get(name))
@@ -74,12 +79,15 @@ def _shown(stated: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def explained(call: str, rank: int, peers: str) -> Iterator[None]:
-    """What torch.distributed raises when a message does not come, as a DistributedError that says from whom."""
+def explained(call: str, group: ProcessGroup) -> Iterator[None]:
+    """An exchange: what torch.distributed raises when it fails, as a DistributedError that names the rank and the cause."""
+    watch.begin(group)
     try:
         yield
     except DistributedError:
         raise
     except RuntimeError as error:
-        msg = f"{call} on rank {rank}: the exchange with {peers} failed: {str(error).splitlines()[0]}; see that rank's own error"
+        rank, cause = dist.get_rank(), str(error).splitlines()[0]
+        found = watch.find_absent(group) or "all other ranks are there: see their own errors"
+        msg = f"{call} on rank {rank}: {found} (the exchange failed: {cause})"
         raise DistributedError(msg) from error

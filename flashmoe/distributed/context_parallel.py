@@ -11,6 +11,7 @@ Memory: the ring keeps its own keys and values and two buffers of the same size;
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -137,37 +138,51 @@ class _Step:
         self.keys = slice(0, half if causal and source < rank else rows)
 
 
-class _Exchange:
-    """Sends a tensor to the next rank of the ring while another is received from the one before."""
+class Exchange:
+    """Sends tensors to the next rank of the ring while as many are received from the one before."""
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: ProcessGroup, rank: int, size: int, call: str = CALL) -> None:
         ranks = dist.get_process_group_ranks(group)
-        self.group, self.rank = group, rank
+        self.group, self.rank, self.call = group, rank, call
         self.to, self.come_from = ranks[(rank + 1) % size], ranks[(rank - 1) % size]
         self.pending: list[Any] = []
         self.received: list[Tensor] = []
-        self.sent: tuple[Tensor, ...] = ()  # alive until they have gone
+        self.sent: list[Tensor] = []  # alive until they have gone
 
-    def start(self, *tensors: Tensor) -> None:
-        self.sent = tensors
-        self.received = [torch.empty_like(tensor) for tensor in tensors]
-        operations = [dist.P2POp(dist.isend, tensor, self.to, self.group) for tensor in tensors]
-        operations += [dist.P2POp(dist.irecv, tensor, self.come_from, self.group) for tensor in self.received]
-        with explained(CALL, self.rank, f"ranks {self.to} and {self.come_from}"):
-            self.pending = dist.batch_isend_irecv(operations)
+    def start(self, *tensors: Tensor, rows: int | None = None) -> None:
+        """``rows``: of what is received, where that is not as long as what is sent."""
+        self.sent = [tensor.contiguous() for tensor in tensors]
+        self.received = [
+            torch.empty_like(tensor) if rows is None else tensor.new_empty((rows, *tensor.shape[1:]))
+            for tensor in self.sent
+        ]
+        operations = [dist.P2POp(dist.isend, one, self.to, self.group) for one in self.sent if one.numel()]
+        operations += [dist.P2POp(dist.irecv, one, self.come_from, self.group) for one in self.received if one.numel()]
+        with explained(self.call, self.group):
+            self.pending = dist.batch_isend_irecv(operations) if operations else []
 
     def finish(self) -> list[Tensor]:
-        with explained(CALL, self.rank, f"ranks {self.to} and {self.come_from}"):
+        with explained(self.call, self.group):
             for work in self.pending:
                 work.wait()
         return self.received
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a partial result [B, H, rows, D] to float32 ``out`` and ``lse`` in place. Every row has seen a key before."""
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a partial result [B, H, rows, D], or ragged [rows, H, D] with lse [H, rows], to ``out`` and ``lse`` in place, in float32.
+
+    Every row has seen a key before.
+    """
     total = torch.logaddexp(lse, part_lse)
-    out.mul_(torch.exp(lse - total).unsqueeze(-1)).addcmul_(part.float(), torch.exp(part_lse - total).unsqueeze(-1))
+    weights = [torch.exp(one - total) for one in (lse, part_lse)]
+    mine, theirs = ((one if out.dim() == 4 else one.mT).unsqueeze(-1) for one in weights)
+    torch.addcmul(out * mine, part, theirs, out=out)
     lse.copy_(total)
+
+
+def sums_dtype(size: int, dtype: torch.dtype) -> torch.dtype:
+    """Where parts of W ranks are added up: two of them are rounded once in their own dtype too."""
+    return dtype if size <= 2 else torch.float32
 
 
 class _Ring(torch.autograd.Function):
@@ -177,22 +192,21 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, rank: int, size: int, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        exchange = _Exchange(group, rank, size)
-        pair = torch.stack((k, v))
+        exchange = Exchange(group, rank, size)
+        pair = [k, v]
         out = lse = torch.empty(0)
         for number in range(size):
             if number + 1 < size:
-                exchange.start(pair)
+                exchange.start(*pair)
             step = _Step(rank, (rank - number) % size, q.shape[2], causal)
-            part, part_lse = _forward(
-                q[:, :, step.queries], pair[0][:, :, step.keys], pair[1][:, :, step.keys], scale, step.is_causal
-            )
+            keys, values = (tensor[:, :, step.keys] for tensor in pair)
+            part, part_lse = _forward(q[:, :, step.queries], keys, values, scale, step.is_causal)
             if number == 0:
-                out, lse = part if size == 1 else part.float(), part_lse
+                out, lse = part.to(sums_dtype(size, q.dtype)), part_lse
             else:
-                _merge(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
+                merge(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
             if number + 1 < size:
-                (pair,) = exchange.finish()
+                pair = exchange.finish()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = (group, rank, size, scale, causal)
@@ -202,41 +216,63 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        """A rank's own keys come first and last, half of the heads each: behind them keys come and gradients leave."""
         q, k, v, out, lse = ctx.saved_tensors
         group, rank, size, scale, causal = ctx.ring
-        keys, sums = _Exchange(group, rank, size), _Exchange(group, rank, size)
-        pair = torch.stack((k, v))
+        keys, sums = Exchange(group, rank, size), Exchange(group, rank, size)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        travelling = torch.zeros(pair.shape, dtype=torch.float32, device=q.device)
-        for number in range(size):
+        if size == 1:
+            return *_backward(grad, q, k, v, out, lse, scale, causal), None, None, None, None, None
+        queries, pair = (grad, q, out, lse), [k, v]
+        keys.start(*pair)
+        halves = _halves(k, q)
+        own = [_own_heads(halves[0], queries, k, v, scale, causal)]
+        dq = q.new_zeros(q.shape, dtype=sums_dtype(size, q.dtype))
+        travelling: list[Tensor] = []
+        for number in range(1, size):
+            pair = keys.finish()
             if number + 1 < size:
-                keys.start(pair)
+                keys.start(*pair)
             step = _Step(rank, (rank - number) % size, q.shape[2], causal)
-            rows = step.queries
-            parts = _backward(
-                grad[:, :, rows],
-                q[:, :, rows],
-                pair[0][:, :, step.keys],
-                pair[1][:, :, step.keys],
-                out[:, :, rows],
-                lse[:, :, rows],
-                scale,
-                step.is_causal,
-            )
-            dq[:, :, rows] += parts[0]
-            if number > 0:  # what ranks before this one found for these keys
-                (travelling,) = sums.finish()
-            travelling[0][:, :, step.keys] += parts[1]
-            travelling[1][:, :, step.keys] += parts[2]
-            if size > 1:
-                sums.start(travelling)  # at the end they are at home
-            if number + 1 < size:
-                (pair,) = keys.finish()
-        if size > 1:
-            (travelling,) = sums.finish()
-        dk, dv = travelling.to(k.dtype).unbind(0)
-        return dq.to(q.dtype), dk, dv, None, None, None, None, None
+            rows = [tensor[:, :, step.queries] for tensor in queries]
+            key_rows, value_rows = (tensor[:, :, step.keys] for tensor in pair)
+            part_q, *parts = _backward(rows[0], rows[1], key_rows, value_rows, rows[2], rows[3], scale, step.is_causal)
+            dq[:, :, step.queries] += part_q
+            if number == 1:
+                travelling = [_among_zeros(part, step.keys, k.shape[2]) for part in parts]
+            else:  # what ranks before this one found for these keys
+                travelling = [tensor.float() for tensor in sums.finish()]
+                for tensor, part in zip(travelling, parts, strict=True):
+                    tensor[:, :, step.keys] += part
+            sums.start(*travelling)  # in the end they are at home
+        own += [_own_heads(half, queries, k, v, scale, causal) for half in halves[1:]]
+        dk, dv = sums.finish()
+        for half, found in zip(halves, own, strict=True):
+            for total, heads, part in zip((dq, dk, dv), (half[0], half[1], half[1]), found, strict=True):
+                total[:, heads] += part
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+
+
+def _halves(k: Tensor, q: Tensor) -> list[tuple[slice, slice]]:
+    """(query heads, key heads): the first half of the key heads and the second, or all where there is but one."""
+    heads, group = k.shape[1], q.shape[1] // max(1, k.shape[1])
+    ends = [0, heads // 2, heads] if heads > 1 else [0, heads]
+    return [(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(ends)]
+
+
+def _own_heads(
+    half: tuple[slice, slice], queries: tuple[Tensor, ...], k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's queries and keys, for some heads."""
+    grad, q, out, lse = (tensor[:, half[0]] for tensor in queries)
+    return _backward(grad, q, k[:, half[1]], v[:, half[1]], out, lse, scale, causal)
+
+
+def _among_zeros(part: Tensor, rows: slice, length: int) -> Tensor:
+    """[B, H, length, D], zero outside of ``rows``."""
+    if part.shape[2] == length:
+        return part
+    return torch.nn.functional.pad(part, (0, 0, rows.start, length - rows.stop))
 
 
 class _Gathered(torch.autograd.Function):
@@ -278,7 +314,7 @@ class _Gathered(torch.autograd.Function):
         pieces = sums.chunk(2 * size, dim=3)
         by_owner = torch.cat([torch.cat((pieces[r], pieces[2 * size - 1 - r]), dim=3) for r in range(size)])
         own = torch.empty_like(by_owner[:2])
-        with explained(CALL, rank, "the group"):
+        with explained(CALL, group):
             dist.reduce_scatter_tensor(own, by_owner, group=group)
         dk, dv = own.to(k.dtype).unbind(0)
         return torch.cat(parts_q, dim=2), dk, dv, None, None, None, None, None
@@ -286,7 +322,7 @@ class _Gathered(torch.autograd.Function):
 
 def _all_gather(tensor: Tensor, group: ProcessGroup, rank: int, size: int) -> list[Tensor]:
     gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))  # gloo wants them joined, not stacked
-    with explained(CALL, rank, "the group"):
+    with explained(CALL, group):
         dist.all_gather_into_tensor(gathered, tensor, group=group)
     return list(gathered.unflatten(0, (size, -1)).unbind(0))
 

@@ -1,26 +1,28 @@
-"""Sharding rules of flashmoe's operators for torch.distributed.tensor.
+"""flashmoe's operators on tensors of torch.distributed.tensor.
 
-Attention: by batch (dimension 0 of all), by heads (dimension 1 of all, where each rank then has whole groups of query heads), or
-replicated. A tensor that is sharded in another way is refused in words: a silent gathering of a sequence is what
-context_parallel_attention is there to avoid. Ragged attention and the experts' layer have no rules.
+``divisions`` has the ways to divide each operator over a mesh dimension. Here one is chosen for each mesh dimension by how the
+operator's main tensors are sharded, the others are brought to it, every rank computes its part, and the parts become DTensors. A
+tensor that is sharded in no such way is refused in words: nothing large is gathered silently.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from flashmoe import _extension
-from flashmoe.errors import ShapeError
+from flashmoe.distributed.divisions import RULES, Division, Places, Rule, axes_of_weights
+from flashmoe.errors import ArgumentError, ShapeError
 
 _extension.load()
 _registered = False
-
-_AXES = {0: "batch", 1: "heads", 2: "sequence", 3: "head_dim"}
-Rule = tuple[list[Any], list[Any]]
 
 
 def register_dtensor_rules() -> None:
@@ -29,48 +31,176 @@ def register_dtensor_rules() -> None:
     if _registered:
         return
     _registered = True
-    operators = torch.ops.flashmoe
-    register_sharding([operators.flash_attention_forward.default])(_forward_rules)
-    register_sharding([operators._flash_attention_inference.default])(_inference_rules)
-    register_sharding([operators.flash_attention_backward.default])(_backward_rules)
+    for name, rule in RULES.items():
+        operator = getattr(torch.ops.flashmoe, name).default
+        torch.library.register_torch_dispatch(f"flashmoe::{name}", DTensor, _handler(operator, rule))
 
 
-def _shardable(q: Any, k: Any) -> list[int]:
-    """Dimensions that attention may be sharded by: the batch, and the heads where groups stay whole."""
-    _refuse(q, "q")
-    _refuse(k, "k")
-    size = max(q.mesh.size(dim) for dim in range(q.mesh.ndim))
-    return [0, 1] if k.shape[1] % size == 0 else [0]
+def _handler(operator: Any, rule: Rule) -> Callable[..., Any]:
+    names = [argument.name for argument in operator._schema.arguments]
+    written = {one.name for one in operator._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
+
+    @torch.no_grad()  # autograd has had its turn: moving a tensor must record nothing
+    def handle(
+        cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        tensors = {name: value for name, value in given.items() if isinstance(value, DTensor)}
+        mesh = next(iter(tensors.values())).device_mesh
+        if any(tensor.device_mesh != mesh for tensor in tensors.values()):
+            msg = f"{rule.call} got tensors of several device meshes; distribute {', '.join(tensors)} over one"
+            raise ArgumentError(msg)
+        _refuse_plain(rule, given)
+        chosen = [_choose(rule, given, tensors, mesh, dim) for dim in range(mesh.ndim)]
+        _check_sizes(rule, given, mesh, chosen)
+        local = dict(given)
+        for name, tensor in tensors.items():
+            wanted = [division.inputs.get(name, Replicate()) for division in chosen]
+            if name in written and list(tensor.placements) != wanted:
+                msg = f"{name} is placed as {tensor.placements} and is written in place, which needs {tuple(wanted)}; redistribute it"
+                raise ShapeError(msg)
+            bare: Any = tensor.detach()  # what requires a gradient cannot be moved here
+            local[name] = bare.redistribute(mesh, wanted).to_local()
+        local = rule.prepare(local, given, Places(mesh, tuple(chosen)))
+        found = operator(*(local[name] for name in names if name in local))
+        if rule.outputs == 0:
+            return None
+        shapes = rule.shapes(given, local)
+        is_single = isinstance(found, Tensor) or found is None
+        results = [
+            _wrapped(result, mesh, [division.outputs[place] for division in chosen], shape)
+            for place, (result, shape) in enumerate(zip((found,) if is_single else found, shapes, strict=True))
+        ]
+        return results[0] if is_single else tuple(results)
+
+    return handle
 
 
-def _refuse(spec: Any, name: str) -> None:
-    for placement in spec.placements:
-        if isinstance(placement, Shard) and placement.dim not in (0, 1):
-            axis = _AXES.get(placement.dim, str(placement.dim))
-            # torch hands on the text alone, in an error of its own; the code tells flashmoe.attention which error it was.
+def _refuse_plain(rule: Rule, given: Mapping[str, Any]) -> None:
+    for name in rule.main:
+        value = given.get(name)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            msg = f"{name} is a plain tensor beside DTensors; make it one with DTensor.from_local or distribute_tensor"
+            raise ArgumentError(msg)
+
+
+def _choose(
+    rule: Rule, given: Mapping[str, Any], tensors: Mapping[str, DTensor], mesh: DeviceMesh, dim: int
+) -> Division:
+    """The division over this mesh dimension that all sharded main tensors agree with."""
+    sharded = {
+        name: tensors[name].placements[dim]
+        for name in rule.main
+        if name in tensors
+        and not (tensors[name].placements[dim].is_replicate() or tensors[name].placements[dim].is_partial())
+    }
+    if not sharded:
+        return rule.replicated
+    divisions = rule.divisions(given)
+    for division in divisions:
+        if all(division.inputs.get(name) == placement for name, placement in sharded.items()):
+            return division
+    found = " and ".join(
+        f"{name} is sharded by its {_axis(rule, name, tensors[name], place)} ({place})"
+        for name, place in sharded.items()
+    )
+    known = ", ".join(division.name for division in divisions) or "nothing"
+    msg = (
+        f"{found} over mesh dimension {dim}; {rule.call} takes tensors sharded by {known}, or replicated; {rule.advice}"
+    )
+    raise ShapeError(msg)
+
+
+def _check_sizes(rule: Rule, given: Mapping[str, Any], mesh: DeviceMesh, chosen: Sequence[Division]) -> None:
+    for division in chosen:
+        if division.divided is None:
+            continue
+        ranks = prod(mesh.size(dim) for dim, other in enumerate(chosen) if other.name == division.name)
+        if division.divided(given) % ranks:
             msg = (
-                f"flashmoe:shape: {name} is sharded by its {axis} (Shard({placement.dim})); attention takes tensors sharded by batch or heads, or "
-                "replicated; for a divided sequence use flashmoe.distributed.context_parallel_attention"
+                f"{rule.call} is divided by {division.name} over {ranks} ranks, which do not divide {division.divided(given)}; "
+                "use another number of ranks, or replicate"
             )
             raise ShapeError(msg)
 
 
-def _forward_rules(q: Any, k: Any, v: Any, scale: float, causal: bool) -> list[Rule]:
-    rules: list[Rule] = [([Replicate()] * 2, [Replicate()] * 3 + [None, None])]
-    rules += [([Shard(dim)] * 2, [Shard(dim)] * 3 + [None, None]) for dim in _shardable(q, k)]
-    return rules
+def _axis(rule: Rule, name: str, tensor: DTensor, placement: Any) -> str:
+    axes = next((axes for axes in rule.main[name] if len(axes) == tensor.dim()), ())
+    is_known = isinstance(placement, Shard) and 0 <= placement.dim < len(axes)
+    return axes[placement.dim] if is_known else "elements"
 
 
-def _inference_rules(q: Any, k: Any, v: Any, scale: float | None, causal: bool) -> list[Rule]:
-    return [(out[:1], inputs) for out, inputs in _forward_rules(q, k, v, 1.0, causal)]
+def _wrapped(result: Tensor | None, mesh: DeviceMesh, places: list[Any], shape: Sequence[int] | None) -> Any:
+    """A rank's result as part of the whole; what has no place or shape is the rank's own business."""
+    if result is None or shape is None or None in places:
+        return result
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(
+        range(len(shape)), key=lambda d: (result.stride(d), -d)
+    ):  # dense, in the order of the part's dimensions
+        strides[dim], step = step, step * max(1, shape[dim])
+    return DTensor.from_local(result, mesh, places, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
 
 
-def _backward_rules(
-    grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, causal: bool
-) -> list[Rule]:
-    def inputs(placement: Any) -> list[Any]:
-        given = [placement if spec is not None else None for spec in (grad_out, grad_lse, q, k, v, out, lse)]
-        return [*given, None, None]
+class MoEParallel(ParallelStyle):
+    """How ``parallelize_module`` divides a :class:`flashmoe.MoE`: every rank has all tokens and a share of the experts' weights.
 
-    placements = [Replicate(), *(Shard(dim) for dim in _shardable(q, k))]
-    return [([placement] * 3, inputs(placement)) for placement in placements]
+    Args:
+        divide: "experts", or "intermediate" for a share of every expert, which needs the layer's layout "interleaved".
+        output: placement of the result; Replicate() adds the ranks' sums up for all, Shard(0) for a share of the first dimension.
+        use_local_output: give a plain tensor and not a DTensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        divide: Literal["experts", "intermediate"] = "experts",
+        output: Any = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        if divide not in ("experts", "intermediate"):
+            msg = f"divide is {divide!r}; supported: experts, intermediate"
+            raise ArgumentError(msg)
+        self.divide, self.use_local_output = divide, use_local_output
+        self.output = Replicate() if output is None else output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        register_dtensor_rules()
+        return distribute_module(module, device_mesh, self._place, self._take, self._give)
+
+    def _place(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if not hasattr(module, "w13"):
+            return  # the router: replicated, as all that is not said
+        if self.divide == "intermediate" and module.layout != "interleaved":
+            msg = f"the layer's layout is {module.layout!r}: gate and up would fall to different ranks; build it with 'interleaved'"
+            raise ShapeError(msg)
+        both, inner = axes_of_weights(bool(module.transposed))
+        dims = (
+            {"w13": both, "w2": inner, "b13": 1}
+            if self.divide == "intermediate"
+            else dict.fromkeys(("w13", "w2", "b13", "b2"), 0)
+        )
+        for key, dim in dims.items():
+            parameter = getattr(module, key)
+            if parameter is not None:
+                part = distribute_tensor(parameter, mesh, [Shard(dim)])
+                module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+    @staticmethod
+    def _take(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        x = (
+            inputs[0]
+            if isinstance(inputs[0], DTensor)
+            else DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        )
+        return (x.redistribute(placements=[Replicate()]), *inputs[1:])
+
+    def _give(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(outputs, tuple):  # with the loss
+            return tuple(self._one(output, Replicate() if output.dim() == 0 else self.output) for output in outputs)
+        return self._one(outputs, self.output)
+
+    def _one(self, output: DTensor, placement: Any) -> Tensor:
+        placed = output.redistribute(placements=[placement])
+        return placed.to_local() if self.use_local_output else placed

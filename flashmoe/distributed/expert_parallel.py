@@ -1,21 +1,21 @@
 """The experts of a layer divided among ranks: rank r of W has experts r E / W to (r + 1) E / W - 1.
 
-A token is sent once to each rank that has any of its experts, with the ids and weights of those; that rank computes their weighted
-sum, and the sums come back and are added in float32 in the order of the ranks. Two runs give the same bits.
+A token goes once to each other rank that has any of its experts, with its ids and weights; that rank computes their weighted sum, and
+the sums come back and are added, in float32 and in the order of the ranks, to what the token's own rank has. Two runs give the same bits.
 
     counts    one integer for each pair of ranks, which the host then reads: the sizes of the messages
-    rows      [rows, H], and with them ids and weights [rows, k]
+    rows      [rows, H], before each its ids and weights; meanwhile the shared expert and the tokens' own rank compute
     results   [rows, H] back
 
-With ``padded=True`` every rank sends T rows to every rank, most of them empty: no size depends on the routing, the host waits for
-nothing and the call can be captured in a CUDA graph, for W times the bytes of x.
+With ``padded=True`` every rank gets all rows: no size depends on the routing, the host waits for nothing and the call can be captured
+in a CUDA graph, for W - 1 times the bytes of x each way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from flashmoe.errors import ArgumentError, ShapeError
 
 TIMEOUT = timedelta(seconds=120)
 CALL = "ExpertParallel"
+Layer = Callable[..., Tensor]
+Shared = Callable[[Tensor], Tensor] | Tensor | None
 
 
 class ExpertParallel:
@@ -75,21 +77,7 @@ class ExpertParallel:
             DistributedError: the ranks disagree about shapes or options, or one does not answer; the message names it. What
             fused_moe raises; ArgumentError for expert_map, weights_on_input and out, which are the layer's own here.
         """
-        for name in ("expert_map", "weights_on_input", "out"):
-            if name in options:
-                msg = f"{name} is given; ExpertParallel does not take it: leave it out"
-                raise ArgumentError(msg)
-        if (
-            x.dim() != 2
-            or topk_ids.dim() != 2
-            or topk_ids.shape[0] != x.shape[0]
-            or topk_weights.shape != topk_ids.shape
-        ):
-            msg = (
-                f"x has shape {list(x.shape)}, topk_ids {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; "
-                "needed: [T, H], [T, k] and [T, k]"
-            )
-            raise ShapeError(msg)
+        _check(x, topk_weights, topk_ids, options)
         said = {
             "experts": list(w13.shape),
             "k": topk_ids.shape[1],
@@ -99,159 +87,277 @@ class ExpertParallel:
             "options": sorted((name, value) for name, value in options.items() if not isinstance(value, Tensor)),
         }
         agree(self.group, CALL, said, self.timeout)
-        route = self._padded_route if self.padded else self._route
-        with explained(CALL, self.rank, "the group"):
-            rows, weights, ids, places, back = route(x, topk_weights, topk_ids, w13.shape[0])
+
+        def layer(rows: Tensor, weights: Tensor, ids: Tensor, added: Tensor | None = None) -> Tensor:
+            return flashmoe.fused_moe(rows, w13, w2, weights, ids, shared=added, **options)
+
+        experts = w13.shape[0]
+        # An id beyond int32 is no expert's; it must not become one by its lower half.
+        ids = topk_ids if topk_ids.dtype is torch.int32 else topk_ids.clamp(-1, experts * self.size).int()
+        if self.size == 1:
+            return layer(x, topk_weights, ids, shared(x) if callable(shared) else shared)
+        if self.padded:
+            return self._to_all(layer, x, topk_weights, ids, experts, shared)
+        weighted = (w13, w2, *options.values())
+        has_gradient = any(isinstance(one, Tensor) and one.requires_grad for one in weighted)
+        is_joint = has_gradient and torch.is_grad_enabled()
+        return self._to_owners(layer, x, topk_weights, ids, experts, shared, is_joint=is_joint)
+
+    def _to_owners(
+        self,
+        layer: Layer,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        experts: int,
+        shared: Shared,
+        *,
+        is_joint: bool,
+    ) -> Tensor:
+        """Rows to the ranks that have an expert of theirs; own tokens are computed while the others travel.
+
+        ``is_joint``: one call of the layer for both, so that its weights have one gradient: two would be rounded, and added up at
+        three times the weights' bytes.
+        """
+        trip = _Trip(self.group, self.rank, self.size)
+        wait = trip.plan(ids, experts)
+        rows, their_weights, their_ids = _Dispatch.apply(x, weights, ids, trip, wait)  # type: ignore[no-untyped-call]
+        first = self.rank * experts
         added = shared(x) if callable(shared) else shared
-        partial = flashmoe.fused_moe(rows, w13, w2, weights, ids, **options)
-        with explained(CALL, self.rank, "the group"):
-            returned: Tensor = _Rows.apply(partial, back)  # type: ignore[no-untyped-call]
-        return _combine(returned, places, added)
+        if is_joint:
+            trip.arrive()
+            if added is not None:
+                added = torch.cat((added.new_zeros(rows.shape), added))
+            pairs = ((rows, x), (their_weights, weights.float()), (their_ids, ids))
+            all_rows, all_weights, all_ids = (torch.cat(pair) for pair in pairs)
+            partial, own = layer(all_rows, all_weights, all_ids - first, added).split((rows.shape[0], x.shape[0]))
+        else:
+            own = layer(x, weights, ids - first, added)
+            trip.arrive()
+            partial = layer(rows, their_weights, their_ids - first)
+        result: Tensor = _Combine.apply(own, partial, trip)  # type: ignore[no-untyped-call]
+        return result
 
-    def _destinations(self, topk_ids: Tensor, experts: int) -> Tensor:
-        """[W, T], which ranks have an expert of a token."""
-        owners = torch.where((topk_ids >= 0) & (topk_ids < experts * self.size), topk_ids // experts, -1)
-        ranks = torch.arange(self.size, device=topk_ids.device)
-        return (owners.unsqueeze(0) == ranks.view(-1, 1, 1)).any(dim=2)
-
-    def _route(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, _Message]:
-        """(rows, weights, ids) for this rank's experts, where the results belong [W, T], and the way back."""
-        needed = self._destinations(topk_ids, experts)
-        counts = needed.sum(dim=1)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.group)
-        outgoing, incoming = torch.stack((counts, theirs)).tolist()  # the one place where the host waits
-        destination, token = needed.nonzero(as_tuple=True)  # by rank, then by token
-        places = torch.full((self.size, x.shape[0]), token.numel(), dtype=torch.int64, device=x.device)
-        places[destination, token] = torch.arange(token.numel(), device=x.device)
-        # Ids of other ranks' experts fall outside [0, experts) and contribute nothing there.
-        ids = topk_ids[token].int() - (destination * experts).int().unsqueeze(1)
-        send = _Message(self.group, outgoing, incoming)
-        return *_Dispatch.apply(x, topk_weights, ids, token, places, send), places, send.back()  # type: ignore[no-untyped-call]
-
-    def _padded_route(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, _Message]:
-        tokens = x.shape[0]
-        everywhere = torch.arange(self.size * tokens, device=x.device).view(self.size, tokens)
-        places = torch.where(self._destinations(topk_ids, experts), everywhere, self.size * tokens)
-        first = torch.arange(self.size, device=x.device, dtype=torch.int32).view(-1, 1, 1) * experts
-        ids = (topk_ids.int().unsqueeze(0) - first).flatten(0, 1)
-        token = torch.arange(tokens, device=x.device).repeat(self.size)
-        sizes = [tokens] * self.size
-        send = _Message(self.group, sizes, sizes)
-        return *_Dispatch.apply(x, topk_weights, ids, token, places, send), places, send.back()  # type: ignore[no-untyped-call]
+    def _to_all(self, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, experts: int, shared: Shared) -> Tensor:
+        """All rows to all ranks; each computes what its experts give, nothing for some."""
+        trip = _Trip(self.group, self.rank, self.size)
+        rows, all_weights, all_ids = _Gather.apply(x, weights, ids, trip)  # type: ignore[no-untyped-call]
+        added = shared(x) if callable(shared) else shared
+        trip.arrive()
+        partial = layer(rows, all_weights, all_ids - self.rank * experts)
+        result: Tensor = _Return.apply(partial, added, trip)  # type: ignore[no-untyped-call]
+        return result
 
 
-@dataclass(frozen=True)
-class _Message:
-    """all_to_all_single of rows: how many go to each rank, and how many come from it."""
+def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> None:
+    for name in ("expert_map", "weights_on_input", "out"):
+        if name in options:
+            msg = f"{name} is given; ExpertParallel does not take it: leave it out"
+            raise ArgumentError(msg)
+    is_matrix = x.dim() == topk_ids.dim() == 2
+    if not is_matrix or topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape:
+        msg = (
+            f"x has shape {list(x.shape)}, topk_ids {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; "
+            "needed: [T, H], [T, k] and [T, k]"
+        )
+        raise ShapeError(msg)
 
-    group: ProcessGroup
-    outgoing: list[int]
-    incoming: list[int]
 
-    def back(self) -> _Message:
-        return _Message(self.group, self.incoming, self.outgoing)
+class _Trip:
+    """Messages between the ranks in one call: how many rows go where, and those that are under way.
 
-    def __call__(self, *parts: Tensor) -> list[Tensor]:
-        """Tensors [rows, ...] of any dtypes, in one message: their bytes side by side."""
-        if len(parts) == 1:
-            return [self._send(parts[0].contiguous())]
-        flat = [part.contiguous().flatten(1).view(torch.uint8) for part in parts]
-        joined = self._send(torch.cat(flat, dim=1))
-        pieces = joined.split([part.shape[1] for part in flat], dim=1)
-        return [
-            piece.contiguous().view(part.dtype).view(-1, *part.shape[1:])
-            for piece, part in zip(pieces, parts, strict=True)
-        ]
+    token   [N], which token each outgoing row is of: by destination, then by token
+    rows    [T, W], which outgoing row a token has for each rank; -1: none
+    """
 
-    def _send(self, tensor: Tensor) -> Tensor:
-        received = tensor.new_empty((sum(self.incoming), *tensor.shape[1:]))
-        dist.all_to_all_single(received, tensor, self.incoming, self.outgoing, group=self.group)
+    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self.works: list[Any] = []
+        self.outgoing: list[int] | None = None  # None: equal parts
+        self.incoming: list[int] | None = None
+        self.token = self.rows = torch.empty(0)
+
+    def plan(self, ids: Tensor, experts: int) -> Callable[[], None]:
+        """Where the rows of tokens [T, k] go. What is returned waits on the host, for one integer a pair of ranks."""
+        ranks, marks = _ranks(self.rank, self.size, ids.device)
+        needed = (torch.div(ids, experts, rounding_mode="floor").unsqueeze(1) == ranks).any(dim=2)  # [T, W]
+        wanted = torch.where(needed, marks, -1)
+        offsets, slots, rows, _ = torch.ops.flashmoe.moe_sort.default(
+            wanted, wanted.new_empty(wanted.shape, dtype=torch.float32), None, self.size
+        )
+        counts = ids.new_empty(2 * self.size)
+        torch.sub(offsets[1:], offsets[:-1], out=counts[: self.size])
+        with explained(CALL, self.group):
+            work = dist.all_to_all_single(counts[self.size :], counts[: self.size], group=self.group, async_op=True)
+        self.works.append(work)
+
+        def wait() -> None:
+            self.arrive()
+            numbers = counts.tolist()
+            self.outgoing, self.incoming = numbers[: self.size], numbers[self.size :]
+            self.token = torch.div(slots[: sum(self.outgoing)], self.size, rounding_mode="floor")
+            self.rows = rows.view(-1, self.size)
+
+        return wait
+
+    def all_to_all(self, tensor: Tensor, *, is_back: bool = False, room: int = 0) -> Tensor:
+        """What the other ranks send of [rows, ...], in the order of the ranks, behind ``room`` rows; there after :meth:`arrive`."""
+        outgoing, incoming = (self.incoming, self.outgoing) if is_back else (self.outgoing, self.incoming)
+        rows = tensor.shape[0] if incoming is None else sum(incoming)
+        received = tensor.new_empty((rows + room, *tensor.shape[1:]))
+        with explained(CALL, self.group):
+            work = dist.all_to_all_single(
+                received[room:], tensor.contiguous(), incoming, outgoing, group=self.group, async_op=True
+            )
+        self.works.append(work)
         return received
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[W rows, ...] of every rank's [rows, ...]; there after :meth:`arrive`."""
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        with explained(CALL, self.group):
+            work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group, async_op=True)
+        self.works.append(work)
+        return gathered
+
+    def arrive(self) -> None:
+        with explained(CALL, self.group):
+            for work in self.works:
+                work.wait()
+        self.works.clear()
+
+    def at_home(self, tensor: Tensor) -> Tensor:
+        """Rows [R, ...] that other ranks sent, back to them: [W - 1, T, ...] for own tokens, zeros where a token sent none."""
+        returned = self.all_to_all(tensor, is_back=True, room=1)
+        returned[0].zero_()
+        others = self.rows[:, 1 - self.rank].unsqueeze(0) if self.size == 2 else self._rows_of_others()
+        places = others + 1
+        self.arrive()
+        return returned.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])
+
+    def _rows_of_others(self) -> Tensor:
+        return torch.cat((self.rows[:, : self.rank], self.rows[:, self.rank + 1 :]), dim=1).t()
+
+
+@lru_cache(maxsize=64)
+def _ranks(rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(all ranks [W, 1], all ranks [W] with -1 for this one)."""
+    ranks = torch.arange(size, dtype=torch.int32, device=device)
+    return ranks.unsqueeze(1), torch.where(ranks == rank, -1, ranks)
+
+
+def _add_up(parts: Tensor, more: Tensor | None = None) -> Tensor:
+    """more + parts[0] + parts[1] + ..., in float32, rounded once to the parts' dtype."""
+    if parts.shape[0] == 1:
+        return parts[0] if more is None else more + parts[0]
+    if parts.shape[0] == 2 and more is None:
+        return parts[0] + parts[1]
+    total = parts.sum(0, dtype=torch.float32)
+    return (total if more is None else total.add_(more)).to(parts.dtype)
+
+
+def _packed(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """[T, C] in x's dtype: the bits of ids and float32 weights, x, each in multiples of 16 bytes."""
+    words = torch.cat((ids, weights.float().view(torch.int32)), dim=1)
+    parts = [words.view(x.dtype), x]
+    gaps = [-(part.shape[1] * part.element_size()) % 16 // part.element_size() for part in parts]
+    padded = [
+        piece
+        for part, gap in zip(parts, gaps, strict=True)
+        for piece in (part, part.new_empty((part.shape[0], gap)))
+        if piece.shape[1]
+    ]
+    return torch.cat(padded, dim=1)
+
+
+def _unpacked(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, weights, ids), views: there when ``packed`` is."""
+    size = packed.element_size()
+    words = packed[:, : 8 * top_k // size].view(torch.int32)
+    first = (8 * top_k + 15) // 16 * 16 // size
+    return packed[:, first : first + hidden], words[:, top_k:].view(torch.float32), words[:, :top_k]
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows and weights of tokens to the ranks of their experts, with the ids; backward their gradients come home."""
+    """Rows of tokens, their weights and ids to the ranks of their experts; backward their gradients come home."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, token: Tensor, places: Tensor, send: _Message
+        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip, wait: Callable[[], None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, their_weights, their_ids = send(x[token], weights[token], ids)
-        ctx.save_for_backward(places)
-        ctx.send = send
-        ctx.mark_non_differentiable(their_ids)
-        return rows, their_weights, their_ids
+        ctx.trip, ctx.weights_dtype = trip, weights.dtype
+        packed = _packed(x, weights, ids)
+        wait()
+        received = trip.all_to_all(packed.index_select(0, trip.token))
+        found = _unpacked(received, x.shape[1], ids.shape[1])
+        ctx.mark_non_differentiable(found[2])
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        with explained(CALL, dist.get_rank(ctx.send.group), "the group"):
-            rows, weights = ctx.send.back()(grad_rows, grad_weights)
-        return _sum_places(rows, places), _sum_places(weights, places), None, None, None, None
-
-
-class _Rows(torch.autograd.Function):
-    """Rows to other ranks; backward their gradients come home."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: _Message) -> Tensor:
-        ctx.send = send
-        return send(rows)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with explained(CALL, dist.get_rank(ctx.send.group), "the group"):
-            return ctx.send.back()(gradient)[0], None
-
-
-def _sum_places(rows: Tensor, places: Tensor) -> Tensor:
-    """out[t] = the sum over ranks r of rows[places[r, t]], in float32 and in that order; a place past the end is nothing."""
-    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-    total = padded[places[0]].float()
-    for of_rank in places[1:].unbind(0):
-        total += padded[of_rank]
-    return total.to(rows.dtype)
+        trip: _Trip = ctx.trip
+        dx = _add_up(trip.at_home(grad_rows)) if ctx.needs_input_grad[0] else None
+        dweights = _add_up(trip.at_home(grad_weights)).to(ctx.weights_dtype) if ctx.needs_input_grad[1] else None
+        return dx, dweights, None, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """out[t] = shared[t] + the ranks' partial results, rank after rank in float32."""
+    """out[t] = own[t] + the other ranks' sums for it, rank after rank in float32."""
 
     @staticmethod
-    def forward(ctx: Any, returned: Tensor, places: Tensor, shared: Tensor | None) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.rows = returned.shape[0]
-        ctx.shared_dtype = None if shared is None else shared.dtype
-        # A bag of rows for each token: one pass over the rows, summed in float32. Row `rows` is nothing, or the token's shared one.
-        tokens = places.shape[1]
-        bags = places.t().contiguous()
-        if shared is None:
-            table = torch.cat((returned, returned.new_zeros(1, returned.shape[1])))
-        else:
-            table = torch.cat((returned, returned.new_zeros(1, returned.shape[1]), shared.to(returned.dtype)))
-            own = torch.arange(returned.shape[0] + 1, table.shape[0], device=places.device).unsqueeze(1)
-            bags = torch.cat((own, bags), dim=1)
-        if tokens == 0:
-            return returned.new_empty((0, returned.shape[1]))
-        return torch.nn.functional.embedding_bag(bags, table, mode="sum", padding_idx=returned.shape[0])
+    def forward(ctx: Any, own: Tensor, partial: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return _add_up(trip.at_home(partial), own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        rows = gradient.new_zeros((ctx.rows + 1, gradient.shape[1]))
-        for of_rank in places.unbind(0):
-            rows[of_rank] = gradient
-        shared = None if ctx.shared_dtype is None else gradient.to(ctx.shared_dtype)
-        return rows[: ctx.rows], None, shared
+        trip: _Trip = ctx.trip
+        received = trip.all_to_all(gradient.index_select(0, trip.token))
+        trip.arrive()
+        return gradient, received, None
 
 
-def _combine(returned: Tensor, places: Tensor, shared: Tensor | None) -> Tensor:
-    result: Tensor = _Combine.apply(returned, places, shared)  # type: ignore[no-untyped-call]
-    return result
+class _Gather(torch.autograd.Function):
+    """Every rank's rows, weights and ids; backward the sum of what the ranks found for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.trip, ctx.weights_dtype = trip, weights.dtype
+        # Two messages: x goes as it is, and the layer reads whole rows.
+        rows = trip.all_gather(x)
+        words = trip.all_gather(torch.cat((ids, weights.float().view(torch.int32)), dim=1))
+        all_ids, all_weights = words.chunk(2, dim=1)
+        ctx.mark_non_differentiable(all_ids)
+        return rows, all_weights.view(torch.float32), all_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        returned = [
+            ctx.trip.all_to_all(t) if need else None
+            for t, need in zip((grad_rows, grad_weights), needs[:2], strict=True)
+        ]
+        ctx.trip.arrive()
+        dx, dweights = (None if t is None else _add_up(t.unflatten(0, (ctx.trip.size, -1))) for t in returned)
+        return dx, None if dweights is None else dweights.to(ctx.weights_dtype), None, None
+
+
+class _Return(torch.autograd.Function):
+    """out[t] = shared[t] + the ranks' sums for it; backward everybody has every gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, shared: Tensor | None, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        returned = trip.all_to_all(partial)
+        trip.arrive()
+        return _add_up(returned.unflatten(0, (trip.size, -1)), shared)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gathered = ctx.trip.all_gather(gradient)
+        ctx.trip.arrive()
+        return gathered, gradient if ctx.needs_input_grad[1] else None, None

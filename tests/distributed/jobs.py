@@ -7,8 +7,12 @@ Every job leaves FOLDER/JOB-RANK.txt, empty if it passed, with the traceback if 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,16 @@ import flashmoe
 from flashmoe.distributed import (
     ExpertParallel,
     context_parallel_attention,
-    register_dtensor_rules,
+    context_parallel_attention_varlen,
+    shard_ragged,
     shard_sequence,
+    unshard_ragged,
     unshard_sequence,
 )
-from flashmoe.errors import DistributedError, ShapeError
+from flashmoe.errors import ArgumentError, DistributedError, ShapeError
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind the installed packages
+from distributed import dtensor_jobs
 
 
 def _device() -> tuple[str, torch.dtype]:
@@ -67,6 +76,40 @@ def _attention(rank: int, size: int) -> None:
                 assert torch.allclose(unshard_sequence(a), b, atol=4 * limit), (causal, method)
 
 
+def _ragged(rank: int, size: int) -> None:
+    """Sequences of every kind: none at all, shorter than there are pieces, no multiple of them."""
+    device, dtype = _device()
+    ends = [0, 37, 37, 40, 41, 105]
+    torch.manual_seed(8)
+    whole: list[Any] = [torch.randn(105, heads, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    upstream = torch.randn(105, 4, 64).to(device, dtype)
+    on_device = torch.tensor(ends, dtype=torch.int32, device=device)
+    limit = _tolerance(dtype)
+    for causal in (False, True):
+        q, k, v = whole
+        expected, lse = flashmoe.attention_varlen(q, k, v, on_device, on_device, 64, 64, causal=causal, return_lse=True)
+        gradients = torch.autograd.grad(expected, whole, upstream)
+        own = [shard_ragged(tensor.detach(), ends).requires_grad_() for tensor in whole]
+        assert abs(own[0].shape[0] - 105 / size) < 2 * len(ends)
+        results = []
+        for _ in range(2):
+            result: Any = context_parallel_attention_varlen(
+                own[0], own[1], own[2], ends, causal=causal, return_lse=True
+            )
+            out, own_lse = result
+            found = torch.autograd.grad(out, own, shard_ragged(upstream, ends))
+            results.append((out, *found))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "another run, other bits"
+        assert torch.allclose(unshard_ragged(out, ends), expected, atol=limit)
+        assert torch.allclose(unshard_ragged(own_lse.mT.contiguous(), ends).mT, lse, atol=limit)
+        for a, b in zip(found, gradients, strict=True):
+            assert torch.allclose(unshard_ragged(a, on_device), b, atol=4 * limit), causal
+    with pytest.raises(ShapeError, match="see shard_ragged"):
+        context_parallel_attention_varlen(upstream, whole[1], whole[2], ends)
+    with pytest.raises(ArgumentError, match="never decrease"):
+        shard_ragged(upstream, [0, 5, 3])
+
+
 def _experts(rank: int, size: int) -> None:
     device, dtype = _device()
     torch.manual_seed(2)
@@ -99,7 +142,13 @@ def _experts(rank: int, size: int) -> None:
             found = torch.autograd.grad(out, (*mine, part13, part2), upstream[rank])
             assert first is None or all(torch.equal(a, b) for a, b in zip(first, (out, *found), strict=True))
             first = (out, *found)
+        with torch.no_grad():  # own tokens apart, while the others travel
+            apart = layer(mine[0], part13, part2, mine[1], ids[rank].long(), shared=mine[0] * 0.5)
+            short = layer(mine[0].bfloat16(), part13.bfloat16(), part2.bfloat16(), mine[1], ids[rank])
+        assert torch.equal(apart, out)
         limit = _tolerance(dtype)
+        half = flashmoe.fused_moe(x[rank].bfloat16(), w13.bfloat16(), w2.bfloat16(), weights[rank], ids[rank])
+        assert torch.allclose(short.float(), half.float(), atol=5e-2, rtol=5e-2)
         assert torch.allclose(out, expected, atol=limit, rtol=limit)
         for a, b in zip(found, (*wanted, whole[0][own], whole[1][own]), strict=True):
             assert torch.allclose(a.float(), b.float(), atol=10 * limit, rtol=limit)
@@ -132,41 +181,45 @@ def _absence(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def _dtensor(rank: int, size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    device, dtype = _device()
-    register_dtensor_rules()
-    register_dtensor_rules()
-    mesh = init_device_mesh(device.split(":")[0], (size,))
-    torch.manual_seed(4)
-    whole = [torch.randn(2, heads, 16, 64).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
-    expected = flashmoe.attention(*whole, causal=True)
-    gradients = torch.autograd.grad(expected.sum(), whole)
-    for placement in (Shard(0), Shard(1), Replicate()):
-        parts = [distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_() for tensor in whole]
-        out: Any = flashmoe.attention(*parts, causal=True)
-        assert isinstance(out, DTensor)
-        assert out.placements == (placement,)
-        found: Any = torch.autograd.grad(out.sum(), parts)
-        assert torch.equal(out.full_tensor(), expected)
-        assert all(torch.allclose(a.full_tensor(), b) for a, b in zip(found, gradients, strict=True))
-        with torch.no_grad():
-            inference: Any = flashmoe.attention(*parts, causal=True)
-            assert torch.equal(inference.full_tensor(), expected)
-    divided = [distribute_tensor(tensor.detach(), mesh, [Shard(2)]) for tensor in whole]
-    with pytest.raises(ShapeError, match=r"sharded by its sequence.*context_parallel_attention"):
-        flashmoe.attention(*divided)
+def _stalled(rank: int, size: int) -> None:
+    """The last rank does something else, and comes when the others have given up."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    q = torch.randn(1, 2, 8, 64)
+    context_parallel_attention(q, q, q, group)
+    if rank == size - 1:
+        time.sleep(6)
+        return
+    begun = time.monotonic()
+    with pytest.raises(
+        DistributedError, match=rf"rank {size - 1} is stuck elsewhere: it runs, but has begun \d+ exchanges"
+    ):
+        context_parallel_attention(q, q, q, group)
+    assert time.monotonic() - begun < 6
 
 
-JOBS = {
+def _killed(rank: int, size: int) -> None:
+    """A rank ends between forward and backward; of a ring of four, two have no connection to it."""
+    q = torch.randn(1, 2, 8, 64, requires_grad=True)
+    out: Any = context_parallel_attention(q, q, q, dist.new_group(timeout=timedelta(seconds=20)))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(DistributedError, match=r"rank 1 has ended or is stopped: it gives no sign of life"):
+        out.sum().backward()
+    assert time.monotonic() - begun < 24
+
+
+JOBS: dict[str, Callable[[int, int], None]] = {
     "attention": _attention,
+    "ragged": _ragged,
     "experts": _experts,
     "uneven_tokens": _uneven_tokens,
     "disagreement": _disagreement,
     "absence": _absence,
-    "dtensor": _dtensor,
+    "stalled": _stalled,
+    "killed": _killed,
+    **dtensor_jobs.JOBS,
 }
 
 
@@ -183,6 +236,7 @@ def main(rank: int, size: int, folder: Path, device: str, names: list[str]) -> N
     )
     for name in names:
         said = ""
+        (folder / f"{name}-{rank}.txt").write_text(said, encoding="utf-8")  # of who is killed, all that there will be
         try:
             JOBS[name](rank, size)
         except BaseException:

@@ -3,6 +3,7 @@ where there are two GPUs. A group is started once for all of its jobs."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,10 @@ from flashmoe.errors import DistributedError
 
 PROGRAM = Path(__file__).parent / "jobs.py"
 LIMIT = 300  # seconds
-BOTH = ["attention", "experts", "uneven_tokens", "dtensor"]
+BOTH = ["attention", "ragged", "experts", "uneven_tokens", "dtensor", "dtensor_caches", "dtensor_layer", "models"]
 GROUPS = {
-    "two": (2, "cpu", [*BOTH, "disagreement", "absence"]),
-    "four": (4, "cpu", ["attention", "experts"]),
+    "two": (2, "cpu", [*BOTH, "disagreement", "absence", "stalled"]),
+    "four": (4, "cpu", ["attention", "ragged", "experts", "killed"]),
     "two-gpus": (2, "cuda", BOTH),
 }
 
@@ -43,7 +44,8 @@ def _run(group: str, folder: Path) -> None:
     finally:
         for process in processes:
             process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(said)
+    expected = [-signal.SIGKILL if "killed" in jobs and rank == 1 else 0 for rank in range(size)]
+    assert [process.returncode for process in processes] == expected, "\n".join(said)
 
 
 def _cases() -> list[object]:

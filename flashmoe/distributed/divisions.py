@@ -1,0 +1,356 @@
+"""The ways in which each operator can be divided over one dimension of a device mesh, as data.
+
+Attention: by batch or by heads, whole groups of query heads each. The experts' layer: by tokens; by experts or by their intermediate
+size, where the ranks' results are partial sums. Products of groups: by columns, or by what they sum over. All: replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+Given = Mapping[str, Any]
+Shapes = list[Sequence[int] | None]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Over one mesh dimension: the placements of the inputs that are not replicated, and of all outputs.
+
+    An output without placement (None) stays what it is on each rank: something that only its own backward pass reads.
+    """
+
+    name: str
+    inputs: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    divided: Callable[[Given], int] | None = None  # a size that the ranks must divide
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where this rank stands in the mesh, and the division over each of its dimensions."""
+
+    mesh: DeviceMesh
+    chosen: tuple[Division, ...]
+
+    def part(self, name: str) -> tuple[int, int]:
+        """(which, of how many) of a division's parts."""
+        which, of = 0, 1
+        for dim, division in enumerate(self.chosen):
+            if division.name == name:
+                which, of = which * self.mesh.size(dim) + self.mesh.get_local_rank(dim), of * self.mesh.size(dim)
+        return which, of
+
+
+def _as_given(local: dict[str, Any], given: Given, places: Places) -> dict[str, Any]:
+    return local
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An operator for DTensors. ``main`` are the tensors whose sharding decides, with the names of their axes for
+    each number of dimensions."""
+
+    call: str
+    main: Mapping[str, tuple[tuple[str, ...], ...]]
+    divisions: Callable[[Given], list[Division]]
+    outputs: int
+    shapes: Callable[[Given, Given], Shapes]  # of the whole results
+    advice: str
+    prepare: Callable[[dict[str, Any], Given, Places], dict[str, Any]] = _as_given
+
+    @property
+    def replicated(self) -> Division:
+        return Division("replicated", {}, (Replicate(),) * self.outputs)
+
+
+def _same(names: Sequence[str], placement: Any) -> dict[str, Any]:
+    return dict.fromkeys(names, placement)
+
+
+# Attention.
+_QKV = ("q", "k", "v")
+_DENSE = ("batch", "heads", "sequence", "head_dim")
+_RAGGED = ("rows of all sequences", "heads", "head_dim")
+_SEQUENCES = "for a divided sequence use flashmoe.distributed.context_parallel_attention"
+
+
+def _key_heads(given: Given) -> int:
+    return int(given["k"].shape[2 if given.get("block_table") is not None else 1])
+
+
+def _dense_divisions(names: Sequence[str], outputs: int) -> Callable[[Given], list[Division]]:
+    def divisions(given: Given) -> list[Division]:
+        return [
+            Division("batch", _same(names, Shard(0)), (Shard(0),) * outputs),
+            Division("heads", _same(names, Shard(1)), (Shard(1),) * outputs, _key_heads),
+        ]
+
+    return divisions
+
+
+def _dense_shapes(given: Given, _: Given) -> Shapes:
+    q, v = given["q"], given["v"]
+    return [(*q.shape[:3], v.shape[3]), tuple(q.shape[:3])]
+
+
+def _shapes_of(*names: str) -> Callable[[Given, Given], Shapes]:
+    return lambda given, _: [None if given[name] is None else tuple(given[name].shape) for name in names]
+
+
+def _first(shapes: Callable[[Given, Given], Shapes]) -> Callable[[Given, Given], Shapes]:
+    return lambda given, local: shapes(given, local)[:1]
+
+
+def _varlen_inputs(given: Given) -> dict[str, dict[str, Any]]:
+    """By division: the placements of the inputs of ragged, paged and banded attention that are not replicated."""
+    has_pages = given.get("block_table") is not None
+    is_ragged = given["cu_seqlens_q"] is not None
+    heads = {"q": Shard(1), **_same(("k", "v"), Shard(2 if has_pages else 1)), "sinks": Shard(0), "mask": Shard(1)}
+    heads |= {"grad_out": Shard(1), "out": Shard(1), **_same(("lse", "grad_lse"), Shard(0 if is_ragged else 1))}
+    found = {"heads": heads}
+    if not is_ragged and given["cu_seqlens_k"] is None:
+        names = ("q", "seqused_k", "block_table", "mask", "grad_out", "out", "lse", "grad_lse")
+        found["batch"] = _same(names if has_pages else (*names, "k", "v"), Shard(0))
+    return found
+
+
+def _varlen_divisions(is_backward: bool, outputs: int) -> Callable[[Given], list[Division]]:
+    def divisions(given: Given) -> list[Division]:
+        inputs = _varlen_inputs(given)
+        found = []
+        for name, placed in inputs.items():
+            out, lse = placed["out"], placed["lse"]
+            sinks = Shard(0) if name == "heads" else Partial()
+            places = (out, out, out, sinks) if is_backward else (out, lse)[:outputs]
+            found.append(Division(name, placed, places, _key_heads if name == "heads" else None))
+        return found
+
+    return divisions
+
+
+def _varlen_shapes(given: Given, _: Given) -> Shapes:
+    q, v = given["q"], given["v"]
+    lse = tuple(q.shape[:3]) if given["cu_seqlens_q"] is None else (q.shape[1], q.shape[0])
+    return [(*q.shape[:-1], v.shape[-1]), lse]
+
+
+def _append_divisions(given: Given) -> list[Division]:
+    has_pages = given["block_table"] is not None
+    caches = _same(("k_cache", "v_cache"), Shard(2 if has_pages else 1))
+    found = [Division("heads", {**caches, **_same(("k_new", "v_new"), Shard(1))}, ())]
+    if not has_pages:
+        found.append(Division("batch", _same(("k_cache", "v_cache", "k_new", "v_new", "cache_seqlens"), Shard(0)), ()))
+    return found
+
+
+_ATTENTION_AXES = MappingProxyType(dict.fromkeys(_QKV, (_DENSE,)))
+_VARLEN_AXES = MappingProxyType(dict.fromkeys(_QKV, (_RAGGED, _DENSE)))
+_CACHE_AXES = MappingProxyType(dict.fromkeys(("k_cache", "v_cache", "k_new", "v_new"), (_DENSE,)))
+
+
+# The experts' layer.
+_EXPERTS = "for tokens and experts divided over the same ranks use flashmoe.distributed.ExpertParallel"
+_LAYER_AXES = MappingProxyType(
+    {
+        "x": (("tokens", "hidden size"),),
+        "w13": (("experts", "second axis", "third axis"),),
+        "w2": (("experts", "second axis", "third axis"),),
+    }
+)
+_ROUTED = ("x", "topk_weights", "topk_ids", "shared", "grad_out")
+
+
+def axes_of_weights(transposed: bool) -> tuple[int, int]:
+    """The axes of 2I in w13 and of I in w2."""
+    return (2, 1) if transposed else (1, 2)
+
+
+def _layer_divisions(outputs: Callable[[str, Given], tuple[Any, ...]]) -> Callable[[Given], list[Division]]:
+    def divisions(given: Given) -> list[Division]:
+        both, inner = axes_of_weights(given["transposed"])
+        weights = ("w13", "w2", "b13", "b2")
+        found = [
+            Division("tokens", _same(_ROUTED, Shard(0)), outputs("tokens", given)),
+            Division("experts", _same(weights, Shard(0)), outputs("experts", given), lambda g: int(g["w13"].shape[0])),
+        ]
+        if given["layout"] == "interleaved":  # else gate and up would fall to different ranks
+            placed = {"w13": Shard(both), "w2": Shard(inner), "b13": Shard(1)}
+            size = Division("intermediate", placed, outputs("intermediate", given), lambda g: int(g["w2"].shape[inner]))
+            found.append(size)
+        return found
+
+    return divisions
+
+
+def _layer_outputs(kept: int) -> Callable[[str, Given], tuple[Any, ...]]:
+    return lambda name, _: (Shard(0) if name == "tokens" else Partial(), *((None,) * kept))
+
+
+def _layer_gradients(name: str, given: Given) -> tuple[Any, ...]:
+    """Of dx, dw13, dw2, dtopk_weights, db13, db2."""
+    both, inner = axes_of_weights(given["transposed"])
+    if name == "tokens":
+        return Shard(0), Partial(), Partial(), Shard(0), Partial(), Partial()
+    if name == "experts":
+        return Partial(), Shard(0), Shard(0), Partial(), Shard(0), Shard(0)
+    return Partial(), Shard(both), Shard(inner), Partial(), Shard(1), Replicate()
+
+
+def _prepare_layer(local: dict[str, Any], given: Given, places: Places) -> dict[str, Any]:
+    """A rank with some experts knows them by their own numbers; what is no product counts on one rank of a sum."""
+    which, of = places.part("experts")
+    if of > 1 and "topk_ids" in local:
+        first = which * local["w13"].shape[0]
+        if local["expert_map"] is not None:
+            local["expert_map"] = local["expert_map"] - first
+        else:
+            local["topk_ids"] = local["topk_ids"] - first
+    share = places.part("intermediate")[0]
+    if (which or share) and local.get("shared") is not None:
+        local["shared"] = None
+    if share and local["b2"] is not None:
+        local["b2"] = torch.zeros_like(local["b2"])
+    return local
+
+
+def _layer_shapes(given: Given, _: Given) -> Shapes:
+    return [tuple(given["x"].shape), *((None,) * 5)]
+
+
+def _gradient_shapes(given: Given, local: Given) -> Shapes:
+    tokens = local["x"].shape[0]
+    top_k = local["row_slots"].shape[0] // tokens if tokens else 1
+    shapes = {
+        name: None if given[name] is None else tuple(given[name].shape) for name in ("x", "w13", "w2", "b13", "b2")
+    }
+    return [shapes["x"], shapes["w13"], shapes["w2"], (given["x"].shape[0], top_k), shapes["b13"], shapes["b2"]]
+
+
+def _route_divisions(given: Given) -> list[Division]:
+    return [Division("tokens", {"logits": Shard(0)}, (Shard(0), Shard(0), Partial()))]
+
+
+def _route_shapes(given: Given, _: Given) -> Shapes:
+    tokens, experts = given["logits"].shape
+    return [(tokens, given["k"]), (tokens, given["k"]), (experts,)]
+
+
+# Products of groups of rows: a [M, K], b [E, K, N]; or a [N, M], b [M, K], whose groups are of M.
+_ROWS_ADVICE = "groups of rows have no common length, so neither rows nor experts are divided"
+
+
+def _grouped_divisions(_: Given) -> list[Division]:
+    return [
+        Division("columns", {"b": Shard(2)}, (Shard(1),)),
+        Division("the size that is summed over", {"a": Shard(1), "b": Shard(1)}, (Partial(),)),
+    ]
+
+
+def _grouped_2d2d_divisions(_: Given) -> list[Division]:
+    return [Division("rows", {"a": Shard(0)}, (Shard(1),)), Division("columns", {"b": Shard(1)}, (Shard(2),))]
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "flash_attention_forward": Rule(
+            "attention", _ATTENTION_AXES, _dense_divisions(_QKV, 2), 2, _dense_shapes, _SEQUENCES
+        ),
+        "_flash_attention_inference": Rule(
+            "attention", _ATTENTION_AXES, _dense_divisions(_QKV, 1), 1, _first(_dense_shapes), _SEQUENCES
+        ),
+        "_flash_attention_drop_in": Rule(
+            "attention", _ATTENTION_AXES, _dense_divisions(_QKV, 1), 1, _first(_dense_shapes), _SEQUENCES
+        ),
+        "flash_attention_backward": Rule(
+            "attention",
+            _ATTENTION_AXES,
+            _dense_divisions((*_QKV, "grad_out", "grad_lse", "out", "lse"), 3),
+            3,
+            _shapes_of(*_QKV),
+            _SEQUENCES,
+        ),
+        "attention_varlen_forward": Rule(
+            "attention_varlen", _VARLEN_AXES, _varlen_divisions(False, 2), 2, _varlen_shapes, _SEQUENCES
+        ),
+        "_attention_varlen_inference": Rule(
+            "attention_varlen", _VARLEN_AXES, _varlen_divisions(False, 1), 1, _first(_varlen_shapes), _SEQUENCES
+        ),
+        "attention_varlen_backward": Rule(
+            "attention_varlen",
+            _VARLEN_AXES,
+            _varlen_divisions(True, 4),
+            4,
+            lambda given, _: [
+                *(tuple(given[name].shape) for name in _QKV),
+                None if given["sinks"] is None else tuple(given["sinks"].shape),
+            ],
+            _SEQUENCES,
+        ),
+        "attention_append_": Rule(
+            "attention_with_kvcache",
+            _CACHE_AXES,
+            _append_divisions,
+            0,
+            lambda *_: [],
+            "keep a cache whole along its keys",
+        ),
+        "_fused_moe": Rule(
+            "fused_moe",
+            _LAYER_AXES,
+            _layer_divisions(_layer_outputs(5)),
+            6,
+            _layer_shapes,
+            _EXPERTS,
+            _prepare_layer,
+        ),
+        "_fused_moe_inference": Rule(
+            "fused_moe",
+            _LAYER_AXES,
+            _layer_divisions(_layer_outputs(0)),
+            1,
+            _first(_layer_shapes),
+            _EXPERTS,
+            _prepare_layer,
+        ),
+        "_fused_moe_backward": Rule(
+            "fused_moe",
+            _LAYER_AXES,
+            _layer_divisions(_layer_gradients),
+            6,
+            _gradient_shapes,
+            _EXPERTS,
+            _prepare_layer,
+        ),
+        "topk_route": Rule(
+            "topk_route",
+            MappingProxyType({"logits": (("tokens", "experts"),)}),
+            _route_divisions,
+            3,
+            _route_shapes,
+            "a choice needs all of a token's logits",
+        ),
+        "grouped_mm": Rule(
+            "grouped_mm",
+            MappingProxyType({"a": (("rows", "k"),), "b": (("experts", "k", "n"),)}),
+            _grouped_divisions,
+            1,
+            lambda given, _: [(given["a"].shape[0], given["b"].shape[2])],
+            _ROWS_ADVICE,
+        ),
+        "_grouped_mm_2d2d": Rule(
+            "grouped_mm",
+            MappingProxyType({"a": (("n", "rows"),), "b": (("rows", "k"),)}),
+            _grouped_2d2d_divisions,
+            1,
+            lambda given, _: [(given["offsets"].shape[0], given["a"].shape[0], given["b"].shape[1])],
+            _ROWS_ADVICE,
+        ),
+    }
+)

@@ -1,0 +1,260 @@
+"""Attention over ragged batches whose sequences are divided among ranks: each sequence zig-zag, whatever its length.
+
+Of the 2 W pieces of a sequence of L rows, piece i has the rows i L / 2W to (i + 1) L / 2W, rounded down; rank r has the pieces r and
+2 W - 1 - r of every sequence, one behind the other. So each rank has the same share of every sequence's causal work, to a row, and
+the share of one sequence does not depend on the others. Keys and values travel in a ring; parts are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from flashmoe.distributed.agreement import agree, explained, ranks_of
+from flashmoe.distributed.context_parallel import TIMEOUT, Exchange, merge, sums_dtype
+from flashmoe.errors import ArgumentError, ShapeError
+
+CALL = "context_parallel_attention_varlen"
+Lengths = Sequence[int] | Tensor
+
+
+def context_parallel_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Lengths,
+    group: ProcessGroup | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    timeout: timedelta = TIMEOUT,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flashmoe.attention_varlen of sequences that the ranks of ``group`` hold in parts; every rank gets its part of the result.
+
+    Args:
+        q: [N, Hq, D], this rank's part of the rows of all sequences, as :func:`shard_ragged` gives it.
+        k, v: [N, Hkv, D] and [N, Hkv, Dv], the same part of the keys and values.
+        cu_seqlens: [B + 1], where the whole sequences begin and end, the same on every rank: numbers of the host, since the sizes of
+            messages follow from them. A tensor on a GPU is read, for which the host waits.
+        group: of torch.distributed; None for the default group.
+        causal: query i of a sequence sees its keys j <= i.
+        scale: 1 / sqrt(D) by default.
+        return_lse: also the log-sum-exp [Hq, N], float32; no gradient comes back through it.
+        timeout: how long to wait for ranks that do not call.
+
+    Returns:
+        out [N, Hq, Dv] in q's dtype. Gradients, once: q, k, v.
+
+    Raises:
+        DistributedError: the ranks disagree, or one does not answer; the message names it. What attention_varlen raises; ShapeError
+            for tensors that are no such part.
+    """
+    found, rank, size = ranks_of(group)
+    ends = _ends(cu_seqlens)
+    plan = _plan(ends, rank, size)
+    if q.dim() != 3 or any(tensor.dim() != 3 or tensor.shape[0] != plan.rows[rank] for tensor in (q, k, v)):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in (("q", q), ("k", k), ("v", v)))
+        msg = f"{shapes}; rank {rank} of {size} has {plan.rows[rank]} rows [rows, heads, head_dim] of these sequences: see shard_ragged"
+        raise ShapeError(msg)
+    said = {
+        "cu_seqlens": list(ends),
+        "q": list(q.shape[1:]),
+        "k": list(k.shape[1:]),
+        "v": list(v.shape[1:]),
+        "dtype": str(q.dtype),
+        "causal": causal,
+        "scale": scale,
+    }
+    agree(found, CALL, said, timeout)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = _Ring.apply(q, k, v, found, plan, factor, causal)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+def shard_ragged(tensor: Tensor, cu_seqlens: Lengths, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part [N, ...] of the rows of all sequences: pieces rank and 2 W - 1 - rank of each one's 2 W."""
+    _, rank, size = ranks_of(group)
+    return tensor[_rows_of(_ends(cu_seqlens), rank, size).to(tensor.device)]
+
+
+def unshard_ragged(tensor: Tensor, cu_seqlens: Lengths, group: ProcessGroup | None = None) -> Tensor:
+    """The rows of all sequences on every rank, from the parts of :func:`shard_ragged`; without gradients."""
+    found, rank, size = ranks_of(group)
+    ends = _ends(cu_seqlens)
+    plan = _plan(ends, rank, size)
+    longest = max(plan.rows)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor.detach()
+    gathered = tensor.new_empty((size * longest, *tensor.shape[1:]))
+    with explained(CALL, found):
+        dist.all_gather_into_tensor(gathered, padded, group=found)
+    whole = tensor.new_zeros((ends[-1], *tensor.shape[1:]))
+    for other, part in enumerate(gathered.split(longest) if longest else ()):
+        whole[_rows_of(ends, other, size).to(tensor.device)] = part[: plan.rows[other]]
+    return whole
+
+
+def _ends(cu_seqlens: Lengths) -> tuple[int, ...]:
+    found = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if not found or found[0] != 0 or any(a > b for a, b in pairwise(found)):
+        shown = f"{found[:8]}{'...' if len(found) > 8 else ''}"
+        msg = f"cu_seqlens is {shown}; it must begin with 0 and never decrease"
+        raise ArgumentError(msg)
+    return tuple(found)
+
+
+def _pieces(begin: int, end: int, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The rows of both pieces of a sequence that a rank has."""
+    length, count = end - begin, 2 * size
+
+    def at(piece: int) -> int:
+        return begin + piece * length // count
+
+    last = count - 1 - rank
+    return (at(rank), at(rank + 1)), (at(last), at(last + 1))
+
+
+def _rows_of(ends: tuple[int, ...], rank: int, size: int) -> Tensor:
+    found = [
+        torch.arange(first, last) for begin, end in pairwise(ends) for first, last in _pieces(begin, end, rank, size)
+    ]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Lengths of both pieces of every sequence, for all ranks."""
+
+    rank: int
+    size: int
+    lengths: tuple[tuple[tuple[int, int], ...], ...]  # by rank, by sequence
+
+    @property
+    def rows(self) -> list[int]:
+        return [sum(map(sum, lengths)) for lengths in self.lengths]
+
+
+@lru_cache(maxsize=64)
+def _plan(ends: tuple[int, ...], rank: int, size: int) -> _Plan:
+    lengths = tuple(
+        tuple((b - a, d - c) for begin, end in pairwise(ends) for (a, b), (c, d) in [_pieces(begin, end, other, size)])
+        for other in range(size)
+    )
+    return _Plan(rank, size, lengths)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What attention_varlen needs to know of the queries of one rank and the keys of another."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_k: Tensor | None
+    longest_q: int
+    longest_k: int
+    is_causal: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.ops.flashmoe.attention_varlen_forward.default(
+            *(q, k, v, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, None, None, None),
+            *(self.longest_q, self.longest_k, scale, -1, 0 if self.is_causal else -1, 0.0, 0),
+        )
+        return result
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = torch.ops.flashmoe.attention_varlen_backward.default(
+            *(grad, None, q, k, v, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k, None, None, out, lse),
+            *(self.longest_q, self.longest_k, scale, -1, 0 if self.is_causal else -1, 0.0),
+        )
+        dq, dk, dv = found[:3]
+        return dq, dk, dv
+
+
+@lru_cache(maxsize=256)
+def _step(plan: _Plan, source: int, causal: bool, device: torch.device) -> _Step:
+    """Own keys: causal within both pieces as one. Causal, of a lower rank: its first pieces, for all queries. Of a higher rank: all
+    its keys, for second pieces alone; each sequence counts as two there, the first without keys."""
+    mine, theirs = plan.lengths[plan.rank], plan.lengths[source]
+
+    def cumulative(lengths: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+
+    rows, keys = [sum(pair) for pair in mine], [sum(pair) for pair in theirs]
+    used = None
+    if causal and source > plan.rank:
+        rows = [length for pair in mine for length in pair]
+        keys = [length for pair in theirs for length in (0, sum(pair))]
+    elif causal and source < plan.rank:
+        used = torch.tensor([first for first, _ in theirs], dtype=torch.int32).to(device, non_blocking=True)
+    longest = max(rows, default=0), max(keys, default=0)
+    return _Step(cumulative(rows), cumulative(keys), used, *longest, causal and source == plan.rank)
+
+
+class _Ring(torch.autograd.Function):
+    """As the dense ring, with a rank's rows of all sequences in one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, plan: _Plan, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        exchange = Exchange(group, plan.rank, plan.size, CALL)
+        pair = [k, v]
+        out = lse = torch.empty(0)
+        for number in range(plan.size):
+            source = (plan.rank - number) % plan.size
+            if number + 1 < plan.size:
+                exchange.start(*pair, rows=plan.rows[(source - 1) % plan.size])
+            part, part_lse = _step(plan, source, causal, q.device).forward(q, pair[0], pair[1], scale)
+            if number == 0:
+                out, lse = part.to(sums_dtype(plan.size, q.dtype)), part_lse
+            else:
+                merge(out, lse, part, part_lse)
+            if number + 1 < plan.size:
+                pair = exchange.finish()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = (group, plan, scale, causal)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        group, plan, scale, causal = ctx.ring
+        rank, size = plan.rank, plan.size
+        keys, sums = (Exchange(group, rank, size, CALL) for _ in range(2))
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        if size > 1:
+            keys.start(k, v, rows=plan.rows[(rank - 1) % size])
+        own = _step(plan, rank, causal, q.device).backward(grad, q, k, v, out, lse, scale)
+        dtype = sums_dtype(size, q.dtype)
+        dq, arrived = own[0].to(dtype), [torch.zeros_like(k), torch.zeros_like(v)]
+        for number in range(1, size):
+            source = (rank - number) % size
+            pair = keys.finish()
+            if number + 1 < size:
+                keys.start(*pair, rows=plan.rows[(source - 1) % size])
+            step = _step(plan, source, causal, q.device)
+            part_q, *parts = step.backward(grad, q, pair[0], pair[1], out, lse, scale)
+            dq += part_q
+            if number > 1:  # what ranks before this one found for these keys
+                parts = [tensor.float().add_(part) for tensor, part in zip(sums.finish(), parts, strict=True)]
+            sums.start(*parts, rows=plan.rows[(source - 1) % size])
+        if size > 1:
+            arrived = sums.finish()  # what the others found for this rank's keys
+        dk, dv = (total.add_(part) for total, part in zip(arrived, own[1:], strict=True))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
