@@ -192,6 +192,13 @@ def test(session: nox.Session) -> None:
 
 
 @nox.session
+def test_aarch64(session: nox.Session) -> None:
+    """Test the newest AArch64 wheel's CPU side, under qemu-user on another machine (-- --quick; -- pytest arguments)."""
+    words = absolute_paths(session.posargs)
+    session.run(*(sys.executable, "-m", "flashmoe_build.release.aarch64", *words), external=True, success_codes=(0, 3))
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Give damaged inputs to the readers of the audit (-- --seconds 60 --seed 7)."""
     program(session, locked(session, "test"), "tests.fuzz", *session.posargs)
