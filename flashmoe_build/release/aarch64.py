@@ -17,17 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe_build.containers.base import KEYRING, judged
-from flashmoe_build.containers.engine import OutOfReachError, run
+from flashmoe_build.containers.base import bootstrap
+from flashmoe_build.containers.engine import OutOfReachError
 from flashmoe_build.environments.environment import Interpreter, find_python, install_wheel, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = "aarch64"
 FOLDER = ROOT / "build" / MACHINE
-SUITE, PYTHON = "bookworm", (3, 11)  # the interpreter that Debian has there
+PYTHON = (3, 11)  # what the base's distribution has
 PACKAGES = ("python3", "libstdc++6")
 EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
-TIME_LIMIT = 1200  # seconds of debootstrap
 # Whole files, without a choice inside: every kernel of the CPU backend against its reference, the operators' arguments and
 # errors, and the emulator, whose threads are switched by assembly of each machine.
 QUICK = (
@@ -42,46 +41,18 @@ def emulated_python() -> Interpreter:
     """An interpreter of AArch64 that runs here. Raises OutOfReachError where this machine lacks what it takes."""
     emulator = next(filter(None, map(shutil.which, EMULATORS)), None)
     compiler = shutil.which(f"{MACHINE}-linux-gnu-g++")
-    if emulator is None or compiler is None or shutil.which("debootstrap") is None or not KEYRING.is_file():
-        msg = (
-            "qemu-user, a cross compiler, debootstrap or Debian's keyring is missing; "
-            "apt-get install qemu-user-static g++-aarch64-linux-gnu debootstrap debian-archive-keyring"
-        )
+    if emulator is None or compiler is None:
+        msg = "qemu-user or the cross compiler is missing; apt-get install qemu-user-static g++-aarch64-linux-gnu"
         raise OutOfReachError(msg)
     system = FOLDER / "root"
     inner = system / "usr" / "bin" / f"python{PYTHON[0]}.{PYTHON[1]}"
     if not inner.is_file():
-        _unpack(system)
+        shutil.rmtree(system, ignore_errors=True)
+        bootstrap(system, packages=PACKAGES, arch="arm64")
     script = FOLDER / "python"
     script.write_text(f'#!/bin/sh\nexec {emulator} -L "{system}" -0 "$0" "{inner}" "$@"\n', encoding="utf-8")
     script.chmod(0o755)
     return Interpreter(str(script), PYTHON, MACHINE)
-
-
-def _unpack(system: Path) -> None:
-    """Debian's packages for arm64, unpacked and not configured: nothing in them runs as this machine's."""
-    if os.geteuid() != 0:
-        msg = "debootstrap makes devices, which needs root; run this session as root, or on an AArch64 machine"
-        raise OutOfReachError(msg)
-    shutil.rmtree(system, ignore_errors=True)
-    command = [
-        "debootstrap",
-        "--foreign",
-        "--arch=arm64",
-        "--variant=minbase",
-        f"--keyring={KEYRING}",
-        "--force-check-gpg",
-    ]
-    command += [f"--include={','.join(PACKAGES)}", SUITE, str(system)]
-    command += [os.environ["FLASHMOE_DEBIAN_MIRROR"]] if os.environ.get("FLASHMOE_DEBIAN_MIRROR") else []
-    try:
-        run(command, "debootstrap for arm64", time_limit=TIME_LIMIT, environment=os.environ)
-    except BuildError as error:
-        raise judged(str(error)) from error
-    archives = system / "var" / "cache" / "apt" / "archives"
-    for package in sorted(archives.glob("*.deb")):
-        subprocess.run(["dpkg-deb", "--extract", str(package), str(system)], check=True, timeout=120)
-    shutil.rmtree(archives)
 
 
 def newest_wheel(folder: Path) -> Path:
