@@ -44,14 +44,14 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from flashmoe.tools.tables import table_files
         from flashmoe.tools.versions import with_version
         from flashmoe_build.compile.build import build
-        from flashmoe_build.release.wheel import WHEEL_TAG
+        from flashmoe_build.release.wheel import build_folder, wheel_tag
 
-        built = build(ROOT / "build")
+        built = build(build_folder(ROOT))
         source = ROOT / "flashmoe" / "_version.py"
-        stated = ROOT / "build" / "generated" / "_version.py"
+        stated = build_folder(ROOT) / "generated" / "_version.py"
         stated.write_text(with_version(source.read_text(encoding="utf-8"), self.metadata.version), encoding="utf-8")
         build_data["pure_python"] = False
-        build_data["tag"] = WHEEL_TAG
+        build_data["tag"] = wheel_tag()
         build_data["sbom_files"].append(str(built.bill))
         build_data["force_include"].update(
             {

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ nox.options.error_on_missing_interpreters = True
 
 REPORTS = ROOT / "build" / "reports"
 INTERRUPT_SECONDS = 20.0
+MACHINE = platform.machine()
 WHEEL_VARIABLE = "FLASHMOE_WHEEL"
 MAIN = "build,symbols,smoke,emulation,baseline"  # rungs of flashmoe_build/gate/ladder.toml
 
@@ -85,6 +88,9 @@ def outside(name: str) -> Path:
 
 def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     python = locked(session, "build")
+    target = dict(itertools.pairwise(arguments)).get("--platform") or os.environ.get("FLASHMOE_PLATFORM") or MACHINE
+    if target in environment.MACHINES and target != MACHINE:
+        environment.foreign_torch(target)
     program(
         session, python, "flashmoe_build.environments.lock", "lockfiles/build.txt"
     )  # sees what PYTHONPATH adds, too
@@ -183,6 +189,13 @@ def test(session: nox.Session) -> None:
             env=environ,
             external=True,
         )
+
+
+@nox.session
+def test_aarch64(session: nox.Session) -> None:
+    """Test the newest AArch64 wheel's CPU side, under qemu-user on another machine (-- --quick; -- pytest arguments)."""
+    words = absolute_paths(session.posargs)
+    session.run(*(sys.executable, "-m", "flashmoe_build.release.aarch64", *words), external=True, success_codes=(0, 3))
 
 
 @nox.session

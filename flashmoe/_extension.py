@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import re
 import sys
 import threading
@@ -22,7 +23,7 @@ from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
 LIBRARY_NAME = "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 CPU_ISA_VARIABLE = "FLASHMOE_CPU_ISA"
-CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx") if platform.machine() == "x86_64" else ("neon",)
 MINIMUM_TORCH = (2, 10)
 
 _lock = threading.RLock()

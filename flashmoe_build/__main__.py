@@ -10,7 +10,8 @@ from pathlib import Path
 from flashmoe.errors import ExitCode, FlashmoeError, explain_os_error
 from flashmoe.tools.streams import prepare_streams
 from flashmoe_build.compile.build import ROOT, build
-from flashmoe_build.release.wheel import build_sdist, build_wheel
+from flashmoe_build.compile.toolchain import PLATFORM_VARIABLE, PLATFORMS
+from flashmoe_build.release.wheel import build_folder, build_sdist, build_wheel
 
 
 def main() -> int:
@@ -18,23 +19,30 @@ def main() -> int:
     parser.add_argument(
         "--archs", help="all, native, none, or a list such as 90a,80 (default: FLASHMOE_ARCHS, FA_ARCHS, all)"
     )
+    parser.add_argument(
+        "--platform", choices=PLATFORMS, help="what the host code is for (default: FLASHMOE_PLATFORM, this machine)"
+    )
     parser.add_argument("--library-only", action="store_true", help="stop after build/lib/libflashmoe.so")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "build", help="folder for the library and reports (with --library-only)"
+        "--out", type=Path, help="folder for the library and reports (with --library-only; default: build)"
     )
     parser.add_argument("--sdist", action="store_true", help="make the source distribution only")
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
+    parser.add_argument(
+        "--dist", type=Path, help="folder for the wheel (default: dist; dist/PLATFORM for another machine)"
+    )
     prepare_streams()
     arguments = parser.parse_args()
     if arguments.archs:
         os.environ["FLASHMOE_ARCHS"] = arguments.archs
+    if arguments.platform:
+        os.environ[PLATFORM_VARIABLE] = arguments.platform
     try:
         if arguments.sdist:
-            print(f"sdist    {build_sdist(arguments.dist).name}")
+            print(f"sdist    {build_sdist(arguments.dist or ROOT / 'dist').name}")
         elif arguments.library_only:
-            build(arguments.out)
+            build(arguments.out or build_folder())
         else:
-            wheel = build_wheel(arguments.dist)
+            wheel = build_wheel(arguments.dist or ROOT / "dist" / build_folder().relative_to(ROOT / "build"))
             print(f"wheel    {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB")
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

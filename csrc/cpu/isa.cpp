@@ -1,8 +1,10 @@
 #include "cpu/isa.h"
 
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <array>
 #include <atomic>
@@ -14,6 +16,9 @@ namespace flashmoe {
 namespace cpu {
 namespace {
 
+bool has_baseline() { return true; }
+
+#if defined(__x86_64__)
 // XCR0 bits (Intel SDM vol. 1, 13.3): the register states that the operating system saves.
 constexpr uint64_t kXcr0Avx = 0x6;         // SSE, AVX
 constexpr uint64_t kXcr0Avx512 = 0xe6;     // and opmask, upper halves, upper registers
@@ -31,8 +36,6 @@ uint64_t xcr0() {
 }
 
 bool os_saves(uint64_t states) { return (xcr0() & states) == states; }
-
-bool has_baseline() { return true; }
 
 bool has_avx2() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -61,6 +64,7 @@ bool has_amx() {
   if (!(ecx & kAvx512Vbmi)) return false;
   return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;
 }
+#endif
 
 struct Candidate {
   const char* name;
@@ -69,11 +73,15 @@ struct Candidate {
 
 // In the order of Isa.
 constexpr std::array<Candidate, kIsaCount> kCandidates = {{
+#if defined(__x86_64__)
     {"baseline", has_baseline},
     {"avx2", has_avx2},
     {"avx512", has_avx512},
     {"avx512_bf16", has_avx512_bf16},
     {"amx", has_amx},
+#else
+    {"neon", has_baseline},
+#endif
 }};
 
 const char* name_of(Isa isa) { return kCandidates[static_cast<size_t>(isa)].name; }

@@ -10,9 +10,14 @@
 
 // dlopen and dlsym moved into libc with a new version in glibc 2.34. The old version is what manylinux_2_28 has, and
 // every later glibc still exports it.
-__asm__(".symver dlopen,dlopen@GLIBC_2.2.5");
-__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
-__asm__(".symver dlerror,dlerror@GLIBC_2.2.5");
+#if defined(__x86_64__)
+#define FLASHMOE_OLDEST_GLIBC "GLIBC_2.2.5"
+#else
+#define FLASHMOE_OLDEST_GLIBC "GLIBC_2.17"
+#endif
+__asm__(".symver dlopen,dlopen@" FLASHMOE_OLDEST_GLIBC);
+__asm__(".symver dlsym,dlsym@" FLASHMOE_OLDEST_GLIBC);
+__asm__(".symver dlerror,dlerror@" FLASHMOE_OLDEST_GLIBC);
 
 namespace flashmoe {
 namespace host {

@@ -18,7 +18,7 @@ from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.device import DeviceCode, compile_units
 from flashmoe_build.compile.host import build_library
 from flashmoe_build.compile.jobs import MEMORY_PER_JOB, job_count
-from flashmoe_build.compile.toolchain import PINNED_DISTRIBUTIONS, Toolchain, find_toolchain
+from flashmoe_build.compile.toolchain import PINNED_DISTRIBUTIONS, Toolchain, chosen_platform, find_toolchain
 from flashmoe_build.environments.exclusive import hold_until_exit
 from flashmoe_build.environments.lock import verify_environment
 from flashmoe_build.release import sbom
@@ -50,7 +50,7 @@ def build(out: Path, *, archs: str | None = None, root: Path = ROOT) -> Built:
     jobs = job_count(os.environ)
     # Sessions compare the whole environment; `pip wheel .` and a plain call run in one that somebody else made.
     verify_environment(root / "lockfiles" / "build.txt", names=PINNED_DISTRIBUTIONS)
-    toolchain = find_toolchain()
+    toolchain = find_toolchain(chosen_platform(os.environ))
     _announce(targets, len(units), jobs, toolchain)
     out = out.resolve()
     hold_until_exit(out / "build.lock")
@@ -86,7 +86,8 @@ def _announce(targets: Sequence[Target], units: int, jobs: int, toolchain: Toolc
     print(f"units    {units}")
     print(f"jobs     {jobs} at once, at most {MEMORY_PER_JOB / 1e9:.1f} GB each (MAX_JOBS changes it)")
     print(
-        f"tools    NVRTC {toolchain.nvrtc_version}, ptxas {toolchain.ptxas_version}, g++ {toolchain.cxx_version}, torch {toolchain.torch_version}",
+        f"tools    NVRTC {toolchain.nvrtc_version}, ptxas {toolchain.ptxas_version}, g++ {toolchain.cxx_version} "
+        f"for {toolchain.platform}, torch {toolchain.torch_version}",
         flush=True,
     )
 
@@ -135,6 +136,7 @@ def _data(
             "cuda_headers": toolchain.cuda_headers_version,
             "torch_headers": toolchain.torch_version,
             "cxx": toolchain.cxx_version,
+            "platform": toolchain.platform,
         },
         "units": [item.to_json() for item in device.units],
     }

@@ -36,6 +36,7 @@ COMMON_FLAGS = (
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
     "-DUSE_CUDA",
 )
+INSTRUCTION_SETS = {"x86_64": ("sse2", "avx2", "avx512", "avx512_bf16", "amx"), "aarch64": ("neon",)}
 LINK_FLAGS = (
     "-shared",
     "-Wl,--no-undefined",
@@ -48,10 +49,17 @@ LINK_FLAGS = (
 )
 
 
-def host_sources(root: Path, generated: Path) -> list[Path]:
-    """Every C++ file of the library, in a stable order. Instruction sets are pragmas inside the CPU backend's files."""
+def is_for(source: Path, platform: str) -> bool:
+    """Whether a C++ file is compiled for ``platform``: the CPU backend's are named for their instruction set, a pragma inside."""
+    sets = INSTRUCTION_SETS.items()
+    return not any(source.stem.endswith(f"_{name}") for other, names in sets if other != platform for name in names)
+
+
+def host_sources(root: Path, generated: Path, platform: str) -> list[Path]:
+    """Every C++ file of the library, in a stable order."""
     csrc = root / "csrc"
-    return [*sorted(set(csrc.rglob("*.cpp")) - set((csrc / "emulation").rglob("*.cpp"))), generated]
+    own = set(csrc.rglob("*.cpp")) - set((csrc / "emulation").rglob("*.cpp"))
+    return [*sorted(source for source in own if is_for(source, platform)), generated]
 
 
 def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
@@ -86,7 +94,7 @@ def build_library(
     (generated / "embed.S").write_text(embed_source("binaries.bin", "index.json"), encoding="utf-8")
     table = generated / "kernel_table.cpp"
     table.write_text(kernel_table_source(tables, placed), encoding="utf-8")
-    sources = host_sources(root, table)
+    sources = host_sources(root, table, toolchain.platform)
     _drop_stale_objects(out / "objects", sources)
     with Progress("host code", len(sources) + 1) as progress:
 
@@ -117,6 +125,7 @@ def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache
     facts = {
         "flags": COMMON_FLAGS,
         "cxx": toolchain.cxx_version,
+        "platform": toolchain.platform,
         "torch": toolchain.torch_version,
         "cuda": toolchain.cuda_headers_version,
     }

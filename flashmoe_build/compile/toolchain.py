@@ -1,24 +1,33 @@
-"""Finds the locked compiler, headers and torch in the running environment, and the machine's g++."""
+"""Finds the locked compiler, headers and torch in the running environment, and the machine's g++.
+
+For another platform than this machine's, what runs stays the same: the host compiler is g++ for that platform, and torch's headers
+and library are of its wheel.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from flashmoe.errors import BuildError
 
+ROOT = Path(__file__).resolve().parents[2]
 NVRTC_DISTRIBUTION = "nvidia-cuda-nvrtc-cu12"
 PTXAS_DISTRIBUTION = "nvidia-cuda-nvcc-cu12"
 HEADERS_DISTRIBUTION = "nvidia-cuda-runtime-cu12"
 PINNED_DISTRIBUTIONS = (NVRTC_DISTRIBUTION, PTXAS_DISTRIBUTION, HEADERS_DISTRIBUTION, "torch", "numpy")
 MINIMUM_GXX = 11
+PLATFORM_VARIABLE = "FLASHMOE_PLATFORM"
+PLATFORMS = ("x86_64", "aarch64")
 
 
 @dataclass(frozen=True)
@@ -38,17 +47,31 @@ class Toolchain:
     torch_version: str
     cxx: str
     cxx_version: str
+    platform: str
+
+
+def chosen_platform(environ: Mapping[str, str]) -> str:
+    """What the host code is compiled for: FLASHMOE_PLATFORM, else this machine. Raises BuildError for one that is not supported."""
+    chosen = environ.get(PLATFORM_VARIABLE) or platform.machine()
+    if chosen not in PLATFORMS:
+        msg = f"no host code for {chosen}; {PLATFORM_VARIABLE} (or --platform) is one of {', '.join(PLATFORMS)}"
+        raise BuildError(msg)
+    return chosen
+
+
+def is_foreign(target: str) -> bool:
+    """Whether what is compiled for ``target`` cannot run here."""
+    return target != platform.machine()
 
 
 @lru_cache(maxsize=1)
-def find_toolchain() -> Toolchain:
-    """The toolchain of this environment; raises BuildError that names the part which is missing."""
+def find_toolchain(target: str = platform.machine()) -> Toolchain:
+    """The toolchain of this environment for one of PLATFORMS; raises BuildError that names the part which is missing."""
     nvrtc = _file(NVRTC_DISTRIBUTION, "libnvrtc.so.12")
     ptxas = _file(PTXAS_DISTRIBUTION, "ptxas")
     cuda = _file(HEADERS_DISTRIBUTION, "cuda_fp16.h")
-    torch = _file("torch", "torch/csrc/stable/library.h")
-    library = _file("torch", "libtorch_cpu.so")
-    cxx, version = _host_compiler()
+    torch, library = _torch(target)
+    cxx, version = _host_compiler(target)
     return Toolchain(
         nvrtc_library=nvrtc,
         nvrtc_version=importlib.metadata.version(NVRTC_DISTRIBUTION),
@@ -63,7 +86,19 @@ def find_toolchain() -> Toolchain:
         torch_version=importlib.metadata.version("torch").split("+")[0],
         cxx=cxx,
         cxx_version=version,
+        platform=target,
     )
+
+
+def _torch(target: str) -> tuple[Path, Path]:
+    header, library = "torch/csrc/stable/library.h", "libtorch_cpu.so"
+    if not is_foreign(target):
+        return _file("torch", header), _file("torch", library)
+    folder = ROOT / ".nox" / "env" / f"torch-{target}" / "torch"
+    if not folder.is_dir():
+        msg = f"torch for {target} is not here; `./nox -s build -- --platform {target}` installs it from lockfiles/build.txt"
+        raise BuildError(msg)
+    return folder / "include" / header, folder / "lib" / library
 
 
 def _file(distribution: str, ending: str) -> Path:
@@ -81,15 +116,22 @@ def _file(distribution: str, ending: str) -> Path:
     raise BuildError(msg)
 
 
-def _host_compiler() -> tuple[str, str]:
-    wanted = os.environ.get("CXX") or "g++"
+def _host_compiler(target: str) -> tuple[str, str]:
+    prefix = f"{target}-linux-gnu" if is_foreign(target) else ""
+    wanted = os.environ.get("CXX") or "-".join(filter(None, (prefix, "g++")))
     found = shutil.which(wanted)
     if found is None:
+        package = "-".join(filter(None, ("g++", prefix)))
         msg = (
-            f"no host compiler {wanted!r} on PATH; install g++ {MINIMUM_GXX} or newer (Debian: apt-get install g++), "
+            f"no host compiler {wanted!r} on PATH; install g++ {MINIMUM_GXX} or newer (Debian: apt-get install {package}), "
             "or set CXX"
         )
         raise BuildError(msg)
+    if prefix:
+        machine = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True, check=False, timeout=30)
+        if not machine.stdout.startswith(f"{target}-"):
+            msg = f"{wanted} compiles for {machine.stdout.strip()}, not for {target}; set CXX to a g++ that does"
+            raise BuildError(msg)
     answer = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30)
     version = answer.stdout.strip()
     if not re.fullmatch(r"\d+(\.\d+)*", version):

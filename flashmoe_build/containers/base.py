@@ -61,23 +61,27 @@ def judged(output: str) -> BuildError:
     return BuildError(output)
 
 
-def bootstrap(folder: Path) -> None:
-    """Unpack and configure the packages in ``folder``; needs root."""
+def bootstrap(folder: Path, *, suite: str = SUITE, packages: Sequence[str] = PACKAGES, arch: str = "") -> None:
+    """Unpack and configure the packages in ``folder``; needs root. Those of another ``arch`` are only unpacked: nothing of it runs."""
     if os.geteuid() != 0:
-        msg = "making a base image needs root (debootstrap makes devices and users); run this session as root"
+        msg = "unpacking a base needs root (debootstrap makes devices and users); run this session as root"
         raise OutOfReachError(msg)
     if shutil.which("debootstrap") is None or not KEYRING.is_file():
         msg = "debootstrap or Debian's keyring is missing; apt-get install debootstrap debian-archive-keyring"
         raise OutOfReachError(msg)
     command = ["debootstrap", "--variant=minbase", f"--keyring={KEYRING}", "--force-check-gpg"]
-    command += [f"--include={','.join(PACKAGES)}", SUITE, str(folder)]
+    command += ["--foreign", f"--arch={arch}"] if arch else []
+    command += [f"--include={','.join(packages)}", suite, str(folder)]
     command += [os.environ["FLASHMOE_DEBIAN_MIRROR"]] if os.environ.get("FLASHMOE_DEBIAN_MIRROR") else []
     try:
         environment = {**os.environ, "SOURCE_DATE_EPOCH": EPOCH}
         run(command, "debootstrap", time_limit=TIME_LIMIT, environment=environment)
     except BuildError as error:
         raise judged(str(error)) from error
-    shutil.rmtree(folder / "var" / "cache" / "apt" / "archives", ignore_errors=True)
+    archives = folder / "var" / "cache" / "apt" / "archives"
+    for package in sorted(archives.glob("*.deb")) if arch else ():
+        subprocess.run(["dpkg-deb", "--extract", str(package), str(folder)], check=True, timeout=120)
+    shutil.rmtree(archives, ignore_errors=True)
     shutil.rmtree(folder / "var" / "lib" / "apt" / "lists", ignore_errors=True)
 
 

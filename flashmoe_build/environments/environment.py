@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import pwd
 import re
 import shutil
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from flashmoe._version import DISTRIBUTION
 from flashmoe.errors import FlashmoeError, LockError, explain_os_error
 from flashmoe.tools.progress import Progress
 from flashmoe_build.environments.exclusive import exclusive
-from flashmoe_build.environments.lock import verify_environment
+from flashmoe_build.environments.lock import read_lock, verify_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORTED = ((3, 12), (3, 11), (3, 10))  # numpy<2 has no wheel for later ones
+MACHINES = ("x86_64", "aarch64")
 PYTHON_VARIABLE = "FLASHMOE_PYTHON"
 TIMEOUT_VARIABLE = "FLASHMOE_INSTALL_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
@@ -67,10 +69,12 @@ class Interpreter:
 
     path: str
     version: tuple[int, int]
+    machine: str = field(default_factory=platform.machine)  # another than this machine's runs under emulation
 
     @property
     def label(self) -> str:
-        return f"{self.version[0]}.{self.version[1]}"
+        foreign = "" if self.machine == platform.machine() else f"-{self.machine}"
+        return f"{self.version[0]}.{self.version[1]}{foreign}"
 
 
 def judge_python(answer: str) -> tuple[tuple[int, int] | None, str]:
@@ -78,10 +82,11 @@ def judge_python(answer: str) -> tuple[tuple[int, int] | None, str]:
     words = answer.split()
     if len(words) != 3:
         return None, "did not run"
-    implementation, version, platform = words
-    found = f"{implementation} {version} for {platform}"
+    implementation, version, system = words
+    found = f"{implementation} {version} for {system}"
     major, minor = (int(part) for part in version.split(".")[:2])
-    usable = implementation == "CPython" and platform == "linux-x86_64" and (major, minor) in SUPPORTED
+    is_ours = implementation == "CPython" and system.removeprefix("linux-") in MACHINES
+    usable = is_ours and (major, minor) in SUPPORTED
     return ((major, minor) if usable else None), found
 
 
@@ -120,11 +125,12 @@ def choose_python(choice: str, candidates: Iterator[str], probe: Callable[[str],
     """The first usable candidate. Raises LockError listing everything that was tried."""
     looked = []
     for path in candidates:
-        version, found = judge_python(probe(path))
+        answer = probe(path)
+        version, found = judge_python(answer)
         if version is not None and (not re.fullmatch(r"3\.\d+", choice) or f"{version[0]}.{version[1]}" == choice):
-            return Interpreter(path, version)
+            return Interpreter(path, version, answer.rpartition("linux-")[2])
         looked.append(f"  - {path}: {found}")
-    wanted = f"{PYTHON_VARIABLE}={choice}" if choice else "CPython 3.10, 3.11 or 3.12 for Linux x86-64"
+    wanted = f"{PYTHON_VARIABLE}={choice}" if choice else "CPython 3.10, 3.11 or 3.12 for Linux x86-64 or AArch64"
     listed = "\n".join(looked) or "  - nothing named python3, python3.12, python3.11 or python3.10 on PATH"
     msg = (
         f"no Python for the locked environment: wanted {wanted} (numpy<2 has no wheels for later ones). Looked at:\n{listed}\n"
@@ -257,11 +263,11 @@ def environment_folder(root: Path, lock: str, python: Interpreter) -> Path:
     return root / ".nox" / "env" / f"{lock}-{python.label}"
 
 
-def verify(lock: Path, folder: Path, python: str) -> None:
+def verify(lock: Path, folder: Path, python: str, machine: str) -> None:
     """Raise LockError unless the environment in ``folder`` holds the locked packages, each once, and nothing else."""
     site = folder / "lib" / f"python{'.'.join(python.split('.')[:2])}" / "site-packages"
     try:
-        verify_environment(lock, path=[str(site)], python=python)
+        verify_environment(lock, path=[str(site)], python=python, machine=machine)
     except LockError as error:
         msg = f"{error}\nThe environment is {folder}"
         raise LockError(msg) from error
@@ -296,13 +302,31 @@ def _prepare(lock: str, root: Path, python: Interpreter | None, extra: Sequence[
     with exclusive(folder.with_name(f"{folder.name}.lock")):
         if _read_stamp(folder / STAMP) != stamp:
             _create(folder, python)
-            options = (*extra, *bytecode_option(lock, os.environ))
+            is_emulated = python.machine != platform.machine()  # which would take half an hour over it
+            options = (*extra, *(() if is_emulated else bytecode_option(lock, os.environ)))
             uv_install(
                 inner, lock_file, what=f"installing lockfiles/{lock}.txt", shown=f"lockfiles/{lock}.txt", extra=options
             )
             (folder / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
-        verify(lock_file, folder, stamp["python"].split()[1])
+        verify(lock_file, folder, stamp["python"].split()[1], python.machine)
     return inner
+
+
+def foreign_torch(machine: str, root: Path = ROOT) -> Path:
+    """A folder with the locked torch of another machine: a cross build reads its headers and links with it, and never runs it."""
+    (pin,) = {pin for pin in read_lock(root / "lockfiles" / "build.txt") if pin.name == "torch"}
+    folder = root / ".nox" / "env" / f"torch-{machine}"
+    stamp, requirement = folder / STAMP, folder.with_suffix(".txt")
+    stated = f"torch=={pin.version} {' '.join(f'--hash={digest}' for digest in pin.hashes)}\n"
+    with exclusive(folder.with_name(f"{folder.name}.lock")):
+        if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == stated):
+            shutil.rmtree(folder, ignore_errors=True)
+            requirement.write_text(stated, encoding="utf-8")
+            extra = ["--no-deps", "--target", str(folder), "--python-platform", f"{machine}-manylinux_2_28"]
+            uv_install(Path(sys.executable), requirement, what=f"torch for {machine}", shown="build.txt", extra=extra)
+            stamp.write_text(stated, encoding="utf-8")
+            requirement.unlink()
+    return folder
 
 
 def bytecode_option(lock: str, environ: Mapping[str, str]) -> tuple[str, ...]:

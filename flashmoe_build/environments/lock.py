@@ -237,8 +237,8 @@ def find_drift(
     return tuple(drift)
 
 
-def marker_environment(python: str = "") -> dict[str, str]:
-    """What markers are evaluated against: this interpreter, or CPython of the full version ``python`` on Linux x86-64."""
+def marker_environment(python: str = "", machine: str = "x86_64") -> dict[str, str]:
+    """What markers are evaluated against: this interpreter, or CPython of the full version ``python`` on Linux and ``machine``."""
     known = {key: str(value) for key, value in default_environment().items()}
     if not python:
         return known
@@ -250,7 +250,7 @@ def marker_environment(python: str = "") -> dict[str, str]:
         "platform_python_implementation": "CPython",
         "sys_platform": "linux",
         "platform_system": "Linux",
-        "platform_machine": "x86_64",
+        "platform_machine": machine,
     }
 
 
@@ -260,15 +260,16 @@ def verify_environment(
     names: Collection[str] | None = None,
     path: Sequence[str] | None = None,
     python: str = "",
+    machine: str = "x86_64",
 ) -> tuple[Pin, ...]:
     """Raise LockError unless the installed packages are those of ``lock``; returns its pins.
 
     ``names`` limits the check to the packages that affect the result, for a build in an environment that somebody else
-    made (``pip wheel .``); ``path`` and ``python`` (a full version) describe an environment other than the running one.
+    made (``pip wheel .``); ``path``, ``python`` (a full version) and ``machine`` describe an environment other than the running one.
     Beside ``x.txt`` there is ``x.in``: a requirement there without a pin is an error too.
     """
     pins = read_lock(lock)
-    environment = marker_environment(python)
+    environment = marker_environment(python, machine)
     check_lock(read_inputs(lock.with_suffix(".in")), pins, environment)
     drift = find_drift(pins, installed_distributions(path), environment, names)
     if drift:

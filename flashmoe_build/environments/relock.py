@@ -4,13 +4,14 @@
     python -m flashmoe_build.environments.relock --upgrade     # rewrite with the newest versions
     python -m flashmoe_build.environments.relock --check       # offline: fail if a lock does not match its .in file
 
-One file serves CPython 3.10 to 3.12: uv resolves for all of them at once (``--universal``; the bounds are
+One file serves CPython 3.10 to 3.12 on x86-64 and AArch64: uv resolves for all of them at once (``--universal``; the bounds are
 ``tool.uv.environments`` in pyproject.toml) and marks the lines that differ. Wheels only, no registry in the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError, LockError
-from flashmoe_build.environments.environment import ROOT, explain_failure, find_uv, run_logged
+from flashmoe_build.environments.environment import MACHINES, ROOT, explain_failure, find_uv, run_logged
 from flashmoe_build.environments.lock import (
     Pin,
     check_lock,
@@ -44,7 +45,7 @@ OPTIONS = (
 )
 LAUNCHER_OPTIONS = ("--no-config",)  # the launcher runs under any Python from 3.10, so it has no upper bound
 COMPILE_TIMEOUT_S = 600.0
-# The supported (Python, platform) pairs for which the pins must answer every requirement.
+# The supported Pythons, for each of which, and each machine, the pins must answer every requirement.
 PYTHONS = ("3.10", "3.11", "3.12")
 
 
@@ -102,25 +103,25 @@ def check(folder: Path) -> list[str]:
             problems.append(f"{lock}.txt was not written from the current {lock}.in; run `nox -s lock`")
         problems += [f"{lock}.txt names a location: {line.strip()}" for line in text.splitlines() if "://" in line]
         pins = parse_lock(text, f"{lock}.txt")
-        for python in PYTHONS:
-            environment = marker_environment(f"{python}.0")
+        for python, machine in itertools.product(PYTHONS, MACHINES):
+            environment = marker_environment(f"{python}.0", machine)
             try:
                 check_lock(read_inputs(source), pins, environment)
             except LockError as error:
-                problems.append(f"for Python {python}: {error}")
+                problems.append(f"for Python {python} on {machine}: {error}")
             if lock != "launcher":
                 applied = [pin for pin in pins if pin.applies(environment)]
-                problems += _disagreements(lock, python, applied, shared)
+                problems += _disagreements(lock, f"{python} {machine}", applied, shared)
     return list(dict.fromkeys(problems))
 
 
 def _disagreements(
-    lock: str, python: str, pins: Sequence[Pin], shared: dict[tuple[str, str], tuple[str, Pin]]
+    lock: str, where: str, pins: Sequence[Pin], shared: dict[tuple[str, str], tuple[str, Pin]]
 ) -> list[str]:
     """Pins of ``lock`` that differ from an earlier lock's pin of the same package; adds the new ones to ``shared``."""
     found = []
     for pin in pins:
-        first, known = shared.setdefault((python, pin.name), (lock, pin))
+        first, known = shared.setdefault((where, pin.name), (lock, pin))
         if (known.version, sorted(known.hashes)) != (pin.version, sorted(pin.hashes)):
             found.append(f"{pin.name} differs between {first}.txt and {lock}.txt; run `nox -s lock`")
     return found

@@ -41,6 +41,7 @@ def provenance(
             "torch_headers": toolchain.torch_version,
             "cxx": f"g++ {toolchain.cxx_version}",
         },
+        "platform": toolchain.platform,
         "targets": list(targets),
         "extension_sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
         "binaries": [

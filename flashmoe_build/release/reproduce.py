@@ -246,7 +246,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, help="compilers at once in the first world")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each world's wheel there")
+    parser.add_argument(
+        "--independent", action="store_true", help="rebuild a wheel of HEAD in two other systems instead"
+    )
+    parser.add_argument("--wheel", type=Path, help="with --independent: which wheel (default: the newest in dist/)")
+    parser.add_argument(
+        "--bases", type=Path, metavar="DIR", help="with --independent: keep and reuse the systems there"
+    )
     options = parser.parse_args(arguments)
+    if options.independent:
+        from flashmoe_build.release import independent
+
+        return independent.main(options.wheel, options.jobs, options.bases, options.keep)
     try:
         with stop_signals(), tempfile.TemporaryDirectory(prefix="flashmoe-reproduce-") as scratch:
             report = reproduce(options.archs, options.jobs, Path(scratch), keep=options.keep)

@@ -16,6 +16,7 @@ from typing import Any
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
 from flashmoe.tools.report import write_json
+from flashmoe_build.compile.toolchain import PLATFORMS
 from flashmoe_build.environments.lock import Pin, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         print(f"statement  {write_statement(options.dist, ROOT / 'build').name}")
+        for other in PLATFORMS:  # what was built for another machine has a record of its own
+            if any((options.dist / other).glob("*.whl")):
+                print(f"statement  {other}/{write_statement(options.dist / other, ROOT / 'build' / other).name}")
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from flashmoe_build.compile.build import ROOT
+from flashmoe_build.compile.toolchain import chosen_platform, is_foreign
 from flashmoe_build.release.version import find_commit
 
-WHEEL_TAG = "py3-none-manylinux_2_28_x86_64"
+FLOOR = "manylinux_2_28"
+
+
+def build_folder(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a build's files lie. What cannot run on this machine has a folder of its own, beside the library that is loaded here."""
+    target = chosen_platform(environ)
+    return root / "build" / target if is_foreign(target) else root / "build"
+
+
+def wheel_tag(environ: Mapping[str, str] = os.environ) -> str:
+    return f"py3-none-{FLOOR}_{chosen_platform(environ)}"
 
 
 def build_wheel(folder: Path, root: Path = ROOT) -> Path:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from flashmoe_build.compile.host import is_for
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 # The layer of moe/cpu is tested through its operators (tests/moe); here only that no wide code leaves its objects.
-SOURCES = [path for folder in ("cpu", "attention/cpu", "moe/cpu") for path in sorted((CSRC / folder).glob("*.cpp"))]
+FOLDERS = ("cpu", "attention/cpu", "moe/cpu")
+SOURCES = [path for name in FOLDERS for path in sorted((CSRC / name).glob("*.cpp")) if is_for(path, platform.machine())]
 # What the build compiles these files with, as far as code generation goes.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx") if platform.machine() == "x86_64" else ("neon",)
 SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MESSAGE_BYTES = 1024
 

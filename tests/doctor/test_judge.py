@@ -51,7 +51,7 @@ def test_a_good_machine_passes_throughout() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"machine": "aarch64"}, "x86-64"),
+        ({"machine": "riscv64"}, "x86-64 and AArch64"),
         ({"system": "Darwin"}, "x86-64"),
         ({"glibc": "2.17"}, "manylinux_2_28"),
         ({"glibc": ""}, "manylinux_2_28"),

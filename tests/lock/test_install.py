@@ -219,7 +219,8 @@ def test_a_checkout_that_cannot_be_written_to_says_so(project: Project) -> None:
         ("CPython 3.13.0 linux-x86_64", None),
         ("CPython 3.9.2 linux-x86_64", None),
         ("PyPy 3.11.2 linux-x86_64", None),
-        ("CPython 3.11.2 linux-aarch64", None),
+        ("CPython 3.11.2 linux-aarch64", (3, 11)),
+        ("CPython 3.11.2 linux-riscv64", None),
         ("", None),
     ],
 )

@@ -46,8 +46,8 @@ void validate(const attention::ForwardParams& params, int num_threads) {
 }
 
 const Kernel& kernel_of(Isa isa) {
-  static constexpr std::array<const Kernel*, kIsaCount> kKernels = {&kBaselineKernel, &kAvx2Kernel, &kAvx512Kernel,
-                                                                    &kAvx512Kernel, &kAmxKernel};
+  static constexpr std::array<const Kernel*, kIsaCount> kKernels = {
+      FLASHMOE_CPU_KERNELS(&kBaselineKernel, &kAvx2Kernel, &kAvx512Kernel, &kAvx512Kernel, &kAmxKernel)};
   return *kKernels[static_cast<size_t>(isa)];
 }
 

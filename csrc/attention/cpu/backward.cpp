@@ -24,8 +24,8 @@ constexpr size_t kKeptBytes = size_t{8} << 20;     // scratch memory that a thre
 
 const BackwardKernel& kernel_in_use() {
   static constexpr std::array<const BackwardKernel*, kIsaCount> kKernels = {
-      &kBackwardBaselineKernel, &kBackwardAvx2Kernel, &kBackwardAvx512Kernel, &kBackwardAvx512Bf16Kernel,
-      &kBackwardAvx512Bf16Kernel};
+      FLASHMOE_CPU_KERNELS(&kBackwardBaselineKernel, &kBackwardAvx2Kernel, &kBackwardAvx512Kernel,
+                           &kBackwardAvx512Bf16Kernel, &kBackwardAvx512Bf16Kernel)};
   return *kKernels[static_cast<size_t>(current_isa())];
 }
 

@@ -115,7 +115,11 @@ inline Vector::Float inverse_sum(SoftmaxState state, int c) {
 // x, a float or a vector, which the compiler may not join with what comes after into one operation of one rounding.
 template <class F>
 inline F rounded(F x) {
+#if defined(__x86_64__)
   __asm__("" : "+v"(x));
+#else
+  __asm__("" : "+w"(x));
+#endif
   return x;
 }
 

@@ -21,8 +21,8 @@ constexpr int32_t kMaxTaskColumns = 512;
 constexpr int64_t kTasksPerThread = 4;
 
 const MoeKernel& kernel_in_use() {
-  static constexpr std::array<const MoeKernel*, kIsaCount> kKernels = {
-      &kMoeBaselineKernel, &kMoeAvx2Kernel, &kMoeAvx512Kernel, &kMoeAvx512Bf16Kernel, &kMoeAvx512Bf16Kernel};
+  static constexpr std::array<const MoeKernel*, kIsaCount> kKernels = {FLASHMOE_CPU_KERNELS(
+      &kMoeBaselineKernel, &kMoeAvx2Kernel, &kMoeAvx512Kernel, &kMoeAvx512Bf16Kernel, &kMoeAvx512Bf16Kernel)};
   return *kKernels[static_cast<size_t>(current_isa())];
 }
 

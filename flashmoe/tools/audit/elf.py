@@ -37,8 +37,9 @@ _NOT_FOR_IMPORT = {  # flags of DT_FLAGS_1 with which dlopen refuses a file
 }
 _NO_IMPORT = "not for import"  # our own key among the dynamic tags
 _HIDDEN_VERSION = 0x8000  # set in .gnu.version for a version that is not the default one
-_X86_64 = b"\x7fELF\x02\x01"  # magic, 64 bits, little-endian
-_MACHINE = (62).to_bytes(2, "little")  # EM_X86_64, at byte 18
+_LITTLE_64 = b"\x7fELF\x02\x01"  # magic, 64 bits, little-endian
+MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
+_NUMBERS = {"x86_64": 62, "aarch64": 183}  # of them, at byte 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class ElfFacts:
     has_text_relocations: bool
     stack_flags: int | None  # p_flags of PT_GNU_STACK; None when the header is absent
     sections: tuple[str, ...]
+    machine: str = "x86_64"
 
     @property
     def undefined(self) -> tuple[Symbol, ...]:
@@ -151,7 +153,7 @@ def open_elf(content: bytes, name: str) -> ELFFile:
         raise DamagedElfError(msg, "copy or build the file again")
     if content[4:6] != b"\x02\x01":
         msg = f"{name} is not a 64-bit little-endian ELF file (class {content[4]}, data {content[5]})"
-        raise ForeignMachineError(msg, "audit the x86-64 build of the extension")
+        raise ForeignMachineError(msg, "audit the x86-64 or AArch64 build of the extension")
     _check_extent(content, name)
     try:
         return elf_class(io.BytesIO(content))
@@ -191,9 +193,9 @@ def read_elf(path: Path) -> ElfFacts:
     content = read_bytes(path)
     elf = open_elf(content, path.name)
     kind = elf["e_type"]
-    if elf["e_machine"] != "EM_X86_64" or kind not in ("ET_DYN", "ET_REL"):
-        msg = f"{path.name} is {kind} for {elf['e_machine']}, not an x86-64 shared object"
-        raise ForeignMachineError(msg, "audit the x86-64 shared object")
+    if elf["e_machine"] not in MACHINES or kind not in ("ET_DYN", "ET_REL"):
+        msg = f"{path.name} is {kind} for {elf['e_machine']}, not a shared object for x86-64 or AArch64"
+        raise ForeignMachineError(msg, "audit the x86-64 or AArch64 shared object")
     try:
         return _facts(path, elf, sha256=hashlib.sha256(content).hexdigest(), is_shared=kind == "ET_DYN")
     except (NoDynamicSymbolsError, DamagedElfError, ForeignMachineError):
@@ -230,6 +232,7 @@ def _facts(path: Path, elf: ELFFile, *, sha256: str, is_shared: bool) -> ElfFact
         has_text_relocations="DT_TEXTREL" in tags,
         stack_flags=next((s["p_flags"] for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"), None),
         sections=tuple(s.name for s in elf.iter_sections()),
+        machine=MACHINES[elf["e_machine"]],
     )
 
 
@@ -315,10 +318,11 @@ class Provided:
         return not (symbol.version and self.defined_versions) or symbol.version in self.versions.get(symbol.name, ())
 
 
-def fits_this_machine(path: Path) -> bool:
+def fits(path: Path, machine: str) -> bool:
     """False for an ELF file of another machine or word size: the loader passes over it and searches on."""
     start = read_bytes(path, limit=20)
-    return not start.startswith(MAGIC) or (start.startswith(_X86_64) and start[18:20] == _MACHINE)
+    number = _NUMBERS[machine].to_bytes(2, "little")
+    return not start.startswith(MAGIC) or (start.startswith(_LITTLE_64) and start[18:20] == number)
 
 
 def provided(path: Path) -> Provided:

@@ -182,7 +182,7 @@ def audit_library(
     ours = not options.foreign and (path.name == OUR_LIBRARY or INDEX_SECTION in facts.sections)
     torch = installed_torch()
     version = options.torch_version or (OUR_TORCH_VERSION if ours or torch is None else torch.version)
-    resolver = Resolver(near_folders(path, facts.run_paths, wheel), torch)
+    resolver = Resolver(near_folders(path, facts.run_paths, wheel), torch, facts.machine)
     context = Context(
         label=label,
         facts=facts,

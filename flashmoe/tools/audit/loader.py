@@ -7,6 +7,7 @@ runs no constructor and no resolver of the file. Its word can only add a failure
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -39,6 +40,10 @@ class Answer:
 
 def check_loader(context: Context) -> list[Check]:
     name, path = "the loader", context.facts.path
+    if context.facts.machine != platform.machine():
+        return [
+            skipped(name, f"not asked: the file is for {context.facts.machine}, this machine is {platform.machine()}")
+        ]
     if context.closure.absent:
         return [skipped(name, f"not asked: {listing(context.closure.absent)} is not on this machine")]
     newer = sorted({symbol.version for symbol in look_up(context).floor})

@@ -78,11 +78,11 @@ def _is_newer_than_this_machine(context: Context, symbol: Symbol) -> bool:
         return False
     here = [v.partition("_")[2] for v in provided(path).defined_versions if v.startswith(f"{family}_")]
     newest = max((version_key(v) for v in here if v[:1].isdigit()), default=(0,))
-    return version_key(number) > newest and is_known_version(family, number)
+    return version_key(number) > newest and is_known_version(family, number, context.facts.machine)
 
 
 @lru_cache(maxsize=256)
-def is_known_version(family: str, number: str) -> bool:
+def is_known_version(family: str, number: str, machine: str = "x86_64") -> bool:
     """Whether auditwheel's policies know the version; also true for one that is newer than they are."""
     try:
         from auditwheel.architecture import Architecture
@@ -90,6 +90,6 @@ def is_known_version(family: str, number: str) -> bool:
         from auditwheel.policy import WheelPolicies
     except ImportError:
         return True
-    policies = WheelPolicies(libc=Libc.GLIBC, arch=Architecture.x86_64)
+    policies = WheelPolicies(libc=Libc.GLIBC, arch=Architecture(machine))
     known = {v for policy in policies for v in policy.symbol_versions.get(family, ()) if v[:1].isdigit()}
     return number in known or version_key(number) > max(map(version_key, known), default=(0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -9,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from flashmoe.tools.audit.elf import Symbol, exported_names, fits_this_machine, provided
+from flashmoe.tools.audit.elf import Symbol, exported_names, fits, provided
 from flashmoe.tools.audit.torch_libraries import InstalledTorch
 
-SYSTEM_FOLDERS = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
+SYSTEM_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,17 @@ class Resolver:
     """Finds libraries beside the extension, in torch, in the CUDA packages of this environment, in the system."""
 
     near: tuple[Path, ...]  # folders of the extension and of libraries bundled in its wheel
-    torch: InstalledTorch | None
+    torch: InstalledTorch | None  # of a foreign machine too: its shims have the same names
+    machine: str = "x86_64"
 
     def find(self, soname: str) -> Path | None:
         """The file that the loader would most likely take, or None."""
         if self.torch is not None and soname in self.torch.libraries:
             return self.torch.libraries[soname]
-        places = (folder / soname for folder in (*self.folders(), *map(Path, SYSTEM_FOLDERS)))
-        return next((path for path in places if path.is_file() and fits_this_machine(path)), None)
+        triple = f"{self.machine}-linux-gnu"  # the last is where a cross compiler has that machine's libraries
+        system = (f"/lib/{triple}", f"/usr/lib/{triple}", *SYSTEM_FOLDERS, f"/usr/{triple}/lib")
+        places = (folder / soname for folder in (*self.folders(), *map(Path, system)))
+        return next((path for path in places if path.is_file() and fits(path, self.machine)), None)
 
     def closure(self, name: str, needed: tuple[str, ...]) -> Closure:
         """What the file ``name`` brings in, breadth first as the loader searches."""
@@ -89,7 +93,7 @@ def python_exports() -> frozenset[str]:
     """
     library = python_folder() / (sysconfig.get_config_var("INSTSONAME") or "")
     program = Path(sys.executable).resolve()
-    brought = Resolver((), None).closure(program.name, provided(program).needed)
+    brought = Resolver((), None, platform.machine()).closure(program.name, provided(program).needed)
     files = {program, *brought.libraries.values(), *([library] if library.is_file() else ())}
     names = frozenset().union(*(exported_names(path) for path in files))
     return names if "Py_Initialize" in names else frozenset()

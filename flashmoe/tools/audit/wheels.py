@@ -41,7 +41,7 @@ def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     return [
         *guarded("METADATA", lambda: check_name(wheel)),
         *guarded("WHEEL", lambda: check_tag(wheel, facts)),
-        *check_auditwheel(wheel),
+        *check_auditwheel(wheel, facts),
         *guarded("RECORD", lambda: check_record(wheel)),
     ]
 
@@ -115,10 +115,22 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
             failed(
                 name,
                 found=f"{listing(platforms)}, Root-Is-Purelib {header.get('Root-Is-Purelib')}",
-                expected="a Linux x86_64 platform tag, Root-Is-Purelib false",
+                expected="a Linux platform tag, Root-Is-Purelib false",
                 why="pip would install machine code on any platform.",
                 cause="the builder took it for a pure Python wheel",
                 next_step="set the tag and pure_python = false in the build hook",
+            )
+        )
+    strangers = [m for m, f in facts.items() if not any(p == "any" or p.endswith(f.machine) for p in platforms)]
+    if strangers:
+        checks.append(
+            failed(
+                name,
+                found=f"{listing(platforms)}, but {listing(strangers)} is for {facts[strangers[0]].machine}",
+                expected="a tag that names the machine of the content",
+                why="pip installs it on machines that cannot load it.",
+                cause="a wheel of another build's library, or renamed",
+                next_step="build it with the platform that the tag names (`-- --platform`)",
             )
         )
     users = {s.name for f in facts.values() for s in f.undefined if _PYTHON_API.fullmatch(s.name)}
@@ -181,9 +193,10 @@ def _glibc(platform: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match is not None else None
 
 
-def check_auditwheel(wheel: Wheel) -> list[Check]:
+def check_auditwheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     """auditwheel's own verdict on the platform tag, through its library interface."""
     name = "auditwheel"
+    machine = next((f.machine for f in facts.values()), "x86_64")
     try:
         from auditwheel.architecture import Architecture
         from auditwheel.libc import Libc
@@ -202,7 +215,7 @@ def check_auditwheel(wheel: Wheel) -> list[Check]:
     try:
         result = analyze_wheel_abi(
             Libc.GLIBC,
-            Architecture.x86_64,
+            Architecture(machine),
             wheel.path,
             frozenset({*OUTSIDE, *own}),
             disable_isa_ext_check=False,

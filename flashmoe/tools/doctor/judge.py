@@ -53,11 +53,10 @@ def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
 def python(facts: Facts) -> Check:
     have = facts.python
     found = f"{have.implementation} {'.'.join(map(str, have.version))}, {have.system} {have.machine}, glibc {have.glibc or 'none'}"
-    expected = "CPython 3.10 or newer, Linux x86_64, glibc 2.28 or newer"
-    if have.system != "Linux" or have.machine != "x86_64":
-        return Check(
-            "python", Verdict.FAIL, found, expected, "the wheel holds x86-64 Linux code", "use another machine"
-        )
+    expected = "CPython 3.10 or newer, Linux x86_64 or aarch64, glibc 2.28 or newer"
+    if have.system != "Linux" or have.machine not in ("x86_64", "aarch64"):
+        why = "the wheels hold Linux code for x86-64 and AArch64"
+        return Check("python", Verdict.FAIL, found, expected, why, "use another machine")
     if numbers(have.glibc) < GLIBC_FLOOR:
         why = "the extension uses symbols that this C library lacks (manylinux_2_28 is torch's own floor)"
         return Check("python", Verdict.FAIL, found, expected, why, "a distribution of 2019 or later, glibc based")

@@ -21,6 +21,7 @@ PACKAGE = "flashmoe"  # the folder that is imported, whatever the distribution i
 LIBRARY = f"{PACKAGE}/lib{PACKAGE}.so"
 RECORD = f"{PACKAGE}/provenance.json"
 SCHEMA = "flashmoe.provenance/1"
+MACHINES = {62: "x86_64", 183: "aarch64"}  # ELF's e_machine
 UNTRUSTED = "An untrusted file that cannot be read is not one to install."
 
 
@@ -48,6 +49,11 @@ class Content:
     stated: Stated
     members: Mapping[str, str]
     binaries: tuple[Binary, ...]
+
+    @property
+    def machine(self) -> str:
+        """What the library is for, as its own header says."""
+        return MACHINES.get(int.from_bytes(self.read(LIBRARY)[18:20], "little"), "x86_64")
 
     @property
     def cubins(self) -> dict[str, str]:

@@ -15,8 +15,7 @@ from flashmoe.tools.verify.repository import Commit, Objects
 from flashmoe.tools.versions import stated_version, version_of, with_version
 
 VERSION_FILE = f"{PACKAGE}/_version.py"
-PLATFORM = "manylinux_2_28_x86_64"
-WHEEL_TAG = f"py3-none-{PLATFORM}"
+FLOOR = "manylinux_2_28"
 BUILT = (LIBRARY, RECORD)  # by compilers: only a rebuild compares them
 SHOWN = 8
 
@@ -82,6 +81,11 @@ def _read(objects: Objects, commit: Commit, path: str) -> bytes:
     return objects.read([digest])[digest]
 
 
+def wheel_tag(content: Content) -> str:
+    """The tag that a build has for the machine of the library inside."""
+    return f"py3-none-{FLOOR}_{content.machine}"
+
+
 def compare_files(content: Content, expected: Expected) -> list[Check]:
     """One check for the files, one for the generated metadata, one for the name under which pip takes the wheel."""
     return [_check_name(content, expected), _check_files(content, expected), _check_metadata(content, expected)]
@@ -89,7 +93,7 @@ def compare_files(content: Content, expected: Expected) -> list[Check]:
 
 def _check_name(content: Content, expected: Expected) -> Check:
     stem = content.wheel.path.name.removesuffix(".whl")
-    wanted = f"{expected.distribution}-{expected.version}-{WHEEL_TAG}"
+    wanted = f"{expected.distribution}-{expected.version}-{wheel_tag(content)}"
     if stem == wanted and content.stated.version == expected.version:
         return Check("name and version", Verdict.PASS, f"{expected.distribution} {expected.version}")
     found = f"{content.wheel.path.name}, which states version {content.stated.version}"
@@ -121,7 +125,7 @@ def _check_metadata(content: Content, expected: Expected) -> Check:
     wrong = [f"METADATA {name}" for name in metadata.differing_headers(texts.get("METADATA", ""), expected.headers)]
     if expected.readme is not None and metadata.description(texts.get("METADATA", "")) != expected.readme:
         wrong.append("METADATA description")
-    wrong += [f"WHEEL {name}" for name in metadata.wheel_headers_differ(texts.get("WHEEL", ""), WHEEL_TAG)]
+    wrong += [f"WHEEL {name}" for name in metadata.wheel_headers_differ(texts.get("WHEEL", ""), wheel_tag(content))]
     if metadata.read_entry_points(texts.get("entry_points.txt", "")) != expected.entry_points:
         wrong.append("entry points")
     if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from flashmoe.tools.verify.errors import VerifyError
 from flashmoe.tools.verify.files import printable
 from flashmoe.tools.verify.repository import Clone, check_out, neutral_environment
 
-DROPPED = ("FA_ARCHS", "SOURCE_DATE_EPOCH", "PYTHONPATH", "FLASHMOE_CACHE_DIR")
+DROPPED = ("FA_ARCHS", "FLASHMOE_PLATFORM", "SOURCE_DATE_EPOCH", "PYTHONPATH", "FLASHMOE_CACHE_DIR")
 SHOWN = 8
 
 
@@ -28,7 +29,7 @@ def rebuild(content: Content, clone: Clone, tags: Collection[str], folder: Path)
         msg = "the commit has no ./nox, so it is not a buildable commit of flashmoe"
         raise VerifyError(msg)
     _build(tree, build_environment(content, os.environ))
-    (wheel,) = (tree / "dist").glob("*.whl")
+    (wheel,) = (tree / "dist").rglob("*.whl")
     return wheel.replace(folder / wheel.name)
 
 
@@ -36,17 +37,23 @@ def build_environment(content: Content, environ: Mapping[str, str]) -> dict[str,
     """The environment of the build: the wheel's targets, and the host compiler that it names where this machine has it."""
     environment = {name: value for name, value in neutral_environment(environ).items() if name not in DROPPED}
     environment["FLASHMOE_ARCHS"] = ",".join(content.stated.targets) or "none"
-    compiler = find_compiler(content.stated.cxx, environ)
+    prefix = "" if content.machine == platform.machine() else f"{content.machine}-linux-gnu-"
+    if prefix:
+        environment["FLASHMOE_PLATFORM"] = content.machine
+    compiler = find_compiler(content.stated.cxx, environ, prefix)
     if compiler:
         environment["CXX"] = compiler
     return environment
 
 
-def find_compiler(stated: str, environ: Mapping[str, str]) -> str:
-    """A g++ on PATH of exactly the stated version; empty where there is none, and then the build takes its default."""
+def find_compiler(stated: str, environ: Mapping[str, str], prefix: str = "") -> str:
+    """A g++ on PATH of exactly the stated version; empty where there is none, and then the build takes its default.
+
+    ``prefix``: of a cross compiler's name, as ``aarch64-linux-gnu-``.
+    """
     match = re.fullmatch(r"g\+\+ ((\d+)\.\d+\.\d+)", stated)
     for name in ("g++", f"g++-{match[2]}") if match else ():
-        found = shutil.which(name, path=environ.get("PATH"))
+        found = shutil.which(prefix + name, path=environ.get("PATH"))
         if found is None:
             continue
         done = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, timeout=30, check=False)

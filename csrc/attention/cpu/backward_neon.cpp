@@ -1,0 +1,13 @@
+// The backward kernel that every AArch64 runs.
+
+#include "cpu/vector_neon.h"
+
+#include "attention/cpu/backward_simd.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const BackwardKernel kBackwardBaselineKernel = {backward_scratch_bytes, backward_simd};
+
+}  // namespace cpu
+}  // namespace flashmoe

@@ -1,0 +1,13 @@
+// The kernel that every AArch64 runs.
+
+#include "cpu/vector_neon.h"
+
+#include "attention/cpu/run_simd.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const Kernel kBaselineKernel = {kBlockRows, simd_scratch_bytes, run_simd};
+
+}  // namespace cpu
+}  // namespace flashmoe

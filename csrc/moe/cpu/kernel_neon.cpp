@@ -1,0 +1,14 @@
+// The kernels of the instruction set that every AArch64 has. Nothing but the table entry may leave the translation unit.
+
+#include "cpu/vector_neon.h"
+
+#include "moe/cpu/combine.h"
+
+namespace flashmoe {
+namespace cpu {
+
+extern const MoeKernel kMoeBaselineKernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+                                             combine,       weight_gradients,   bias_gradient};
+
+}  // namespace cpu
+}  // namespace flashmoe

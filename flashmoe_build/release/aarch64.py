@@ -1,0 +1,102 @@
+"""``nox -s test_aarch64``: the CPU tests of the AArch64 wheel, on such a machine or under qemu-user on another.
+
+Under emulation the interpreter and its libraries are Debian packages for arm64, which debootstrap checks and unpacks into
+build/aarch64/root, and a script starts the interpreter there: programs that a test starts go through the same script. Compilers
+that tests call run as they are, for AArch64. It needs root (debootstrap) and takes 15 to 40 times the time of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe_build.containers.base import bootstrap
+from flashmoe_build.containers.engine import OutOfReachError
+from flashmoe_build.environments.environment import Interpreter, find_python, install_wheel, prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = "aarch64"
+FOLDER = ROOT / "build" / MACHINE
+PYTHON = (3, 11)  # what the base's distribution has
+PACKAGES = ("python3", "libstdc++6")
+EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
+# Whole files, without a choice inside: every kernel of the CPU backend against its reference, the operators' arguments and
+# errors, and the emulator, whose threads are switched by assembly of each machine.
+QUICK = (
+    "tests/cpu/test_forward.py", "tests/cpu/test_backward.py", "tests/cpu/test_isa.py", "tests/moe/test_cpu.py",
+    "tests/attention/test_checks.py", "tests/emulation/test_machine.py",
+)  # fmt: skip
+FULL = (*QUICK, "tests/cpu", "tests/moe", "tests/attention/test_correctness.py", "tests/attention/test_backward.py",
+        "tests/attention/test_varlen.py", "tests/emulation/test_numerics.py")  # fmt: skip
+
+
+def emulated_python() -> Interpreter:
+    """An interpreter of AArch64 that runs here. Raises OutOfReachError where this machine lacks what it takes."""
+    emulator = next(filter(None, map(shutil.which, EMULATORS)), None)
+    compiler = shutil.which(f"{MACHINE}-linux-gnu-g++")
+    if emulator is None or compiler is None:
+        msg = "qemu-user or the cross compiler is missing; apt-get install qemu-user-static g++-aarch64-linux-gnu"
+        raise OutOfReachError(msg)
+    system = FOLDER / "root"
+    inner = system / "usr" / "bin" / f"python{PYTHON[0]}.{PYTHON[1]}"
+    if not inner.is_file():
+        shutil.rmtree(system, ignore_errors=True)
+        bootstrap(system, packages=PACKAGES, arch="arm64")
+    script = FOLDER / "python"
+    script.write_text(f'#!/bin/sh\nexec {emulator} -L "{system}" -0 "$0" "{inner}" "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    return Interpreter(str(script), PYTHON, MACHINE)
+
+
+def newest_wheel(folder: Path) -> Path:
+    wheels = sorted(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    if not wheels:
+        msg = f"{folder.relative_to(ROOT)} holds no wheel; ./nox -s build -- --platform {MACHINE}"
+        raise BuildError(msg)
+    return wheels[-1]
+
+
+def test(arguments: Sequence[str]) -> int:
+    """pytest's exit status; its own arguments, or the whole files of FULL or QUICK."""
+    emulated = platform.machine() != MACHINE
+    given = os.environ.get("FLASHMOE_WHEEL")
+    wheel = Path(given).resolve() if given else newest_wheel(ROOT / "dist" / (MACHINE if emulated else ""))
+    python = prepare("test", python=emulated_python() if emulated else find_python())
+    install_wheel(python, wheel)
+    files = arguments or [str(ROOT / name) for name in FULL]
+    # Bytecode is written once: compiling it is slow under emulation. Time limits are for tests that hang.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environ |= {"FLASHMOE_TEST_INSTALLED": "1", "OMP_WAIT_POLICY": "passive"}
+    environ |= {"FLASHMOE_TEST_REPORT": str(ROOT / "build" / "reports" / "test_aarch64.json")}
+    command = [str(python), "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    if emulated:
+        environ["CXX"] = f"{MACHINE}-linux-gnu-g++"
+        command += ["-o", "timeout=3600"]
+    outside = ROOT / "build" / "run" / "test_aarch64"
+    outside.mkdir(parents=True, exist_ok=True)
+    return subprocess.run([*command, "-m", "not slow", *files], cwd=outside, env=environ, check=False).returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nox -s test_aarch64 --", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="half an hour of it on an idle core under emulation")
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        return test([*rest, *(str(ROOT / name) for name in QUICK if options.quick)])
+    except OutOfReachError as error:
+        print(f"no test ran: {error}", file=sys.stderr)
+        return ExitCode.NOTHING_CHECKED
+    except FlashmoeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,232 @@
+"""``nox -s reproduce -- --independent``: the wheel again, in systems that share nothing with this one but the lock.
+
+Two Debian systems are made by debootstrap, each with its own C library, g++, binutils, git and compression library. In each,
+another user builds the wheel's commit in another path, under another file system layout:
+
+- ``trixie``, another distribution with another g++. Device code is compiled from nothing. What cannot depend on the host's
+  compiler (every device binary, every file but the library and what states its hash) must have the same bytes.
+- ``bookworm``, the versions of docker/base-packages.txt, whose g++ is the one that releases are built with. The whole wheel must
+  have the same bytes. Device code comes from the first system's cache.
+
+From this machine come the locked packages, checked by hash when they were installed, and the Python that runs them (the lock has none
+for trixie's), both mounted read-only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.verify.content import LIBRARY, RECORD, Content, read_wheel
+from flashmoe_build.containers.base import PINS, bootstrap, differences, installed, parse_pins
+from flashmoe_build.containers.engine import OutOfReachError, run
+from flashmoe_build.release.reproduce import OTHER_USER, ROOT, World, check_out
+from flashmoe_build.release.version import find_commit
+
+OTHER_SUITE, PINNED_SUITE = "trixie", "bookworm"
+TIME_LIMIT = 7200  # seconds of one build
+SOURCES = "srv/somewhere else/flashmoe"  # in the other system
+LOCKED = "/srv/locked"
+# Mounts that only the build sees: they end with it.
+ENTER = """
+root=$1 python=$2 locked=$3; shift 3
+mount -t proc proc "$root/proc"
+mount -t tmpfs tmpfs "$root/dev/shm"
+for pair in "$python:$root$python" "$locked:$root/srv/locked"; do
+    mount --bind "${pair%%:*}" "${pair#*:}"
+    mount -o remount,bind,ro "${pair#*:}"
+done
+exec chroot --userspec="$USER_IN" "$root" /usr/bin/env -i "$@"
+"""
+BUILD = 'umask 027; cd "/$0"; exec /srv/locked/bin/python -m flashmoe_build'
+
+
+def python_folder() -> Path:
+    """Where this Python is installed, which must be a folder of its own to be mounted elsewhere."""
+    folder = Path(sys.base_prefix).resolve()
+    if folder == Path("/usr"):
+        msg = "this Python lies in /usr, which the other system has of its own; name another: FLASHMOE_PYTHON (`uv python install 3.12`)"
+        raise OutOfReachError(msg)
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        msg = "building in another system needs root (mounts, chroot) and unshare; run this session as root"
+        raise OutOfReachError(msg)
+    return folder
+
+
+def prepare(suite: str, folder: Path) -> dict[str, str]:
+    """The system in ``folder``, made if it is not there; its packages. The pinned one must have the pinned versions."""
+    if not (folder / "usr" / "bin" / "g++").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        bootstrap(folder, suite=suite)
+    packages = installed(folder)
+    changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), packages) if suite == PINNED_SUITE else []
+    if changed:
+        listed = "\n  ".join(changed)
+        msg = f"the archive has other versions than docker/base-packages.txt:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
+        raise BuildError(msg)
+    return packages
+
+
+def build_in(suite: str, system: Path, targets: str, jobs: int, cache: Path | None) -> Path:
+    """The wheel of HEAD that ``system`` builds, as another user."""
+    python, sources = python_folder(), system / SOURCES
+    shutil.rmtree(sources.parent, ignore_errors=True)
+    for mounted in (system / LOCKED[1:], Path(f"{system}{python}")):
+        mounted.mkdir(parents=True, exist_ok=True)
+        for parent in (mounted, *mounted.parents):
+            if parent == system:
+                break
+            parent.chmod(0o755)  # /root too: the other user goes through it
+    (system / "dev" / "shm").mkdir(exist_ok=True)
+    check_out(World(suite, sources, 0o027, {}, reverse=True, user=OTHER_USER), ROOT)
+    if cache is not None:
+        shutil.copytree(cache, sources / "build" / "cache")
+        for path in (sources / "build", *(sources / "build").rglob("*")):
+            os.chown(path, sources.stat().st_uid, sources.stat().st_gid)
+    account = pwd.getpwnam(OTHER_USER)
+    variables = {
+        "PATH": "/usr/bin:/bin", "HOME": "/tmp", "LC_ALL": "C.UTF-8", "TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "3",
+        "MAX_JOBS": str(jobs), "FLASHMOE_ARCHS": targets, "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", ENTER, "sh", str(system), str(python)]
+    command += [sys.prefix, *(f"{name}={value}" for name, value in variables.items()), "sh", "-c", BUILD, SOURCES]
+    environment = {"PATH": os.environ["PATH"], "USER_IN": f"{account.pw_uid}:{account.pw_gid}"}
+    run(command, f"building in {suite}", time_limit=TIME_LIMIT, cwd=system, environment=environment)
+    (wheel,) = (sources / "dist").glob("*.whl")
+    return wheel
+
+
+def host_part(names: Mapping[str, str]) -> set[str]:
+    """Members that depend on the host's compiler: the library, and what states its hash."""
+    return {LIBRARY, RECORD} | {name for name in names if name.endswith((".dist-info/RECORD", ".cdx.json"))}
+
+
+def judge(suite: str, given: Content, rebuilt: Content) -> list[Check]:
+    """What must be the same is; and whether the host part is."""
+    names = {**given.members, **rebuilt.members}
+    differing = sorted(name for name in names if given.members.get(name) != rebuilt.members.get(name))
+    apart = [
+        label
+        for label in sorted({*given.cubins, *rebuilt.cubins})
+        if given.cubins.get(label) != rebuilt.cubins.get(label)
+    ]
+    others = sorted(set(differing) - host_part(names))
+    count = len(names) - len(host_part(names))
+    checks = [
+        _verdict(f"{suite}: device binaries", apart, f"{len(given.cubins)} of {len(given.cubins)} have the same bytes"),
+        _verdict(f"{suite}: files", others, f"{count} of {count} have the same bytes"),
+        _verdict(
+            f"{suite}: provenance", _stated_apart(given, rebuilt), "the same but for the host compiler and its library"
+        ),
+    ]
+    name, theirs, ours = f"{suite}: host part", given.stated.cxx, rebuilt.stated.cxx
+    if given.sha256 == rebuilt.sha256:
+        return [*checks, Check(name, Verdict.PASS, f"the whole wheel, byte for byte, by {ours}: sha256 {given.sha256}")]
+    found = f"{', '.join(differing) or 'the archive around its members'}: compiled by {ours}, the wheel by {theirs}"
+    if ours != theirs and differing:
+        return [*checks, Check(name, Verdict.SKIP, found, "the same compiler; the other system judges this part")]
+    step = "unpack both wheels and run diffoscope on them (-- --keep DIR)"
+    return [*checks, Check(name, Verdict.FAIL, found, "the same bytes by the same compiler", next_step=step)]
+
+
+def _verdict(name: str, wrong: list[str], right: str) -> Check:
+    if wrong:
+        shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        return Check(
+            name, Verdict.FAIL, f"differs: {shown}", right, next_step="run diffoscope on both wheels (-- --keep DIR)"
+        )
+    return Check(name, Verdict.PASS, right)
+
+
+def _stated_apart(given: Content, rebuilt: Content) -> list[str]:
+    def stated(content: Content) -> dict[str, Any]:
+        record = json.loads(json.dumps(content.stated.record))
+        record["compilers"].pop("cxx", None)
+        return {**record, "extension_sha256": ""}
+
+    left, right = stated(given), stated(rebuilt)
+    return sorted(key for key in {*left, *right} if left.get(key) != right.get(key))
+
+
+def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | None) -> Report:
+    """Build the wheel's commit in both systems and judge each."""
+    started, clock = utc_now(), time.monotonic()
+    given, commit = read_wheel(wheel, scratch / "given"), find_commit(ROOT)
+    if given.stated.dirty or given.stated.commit != commit.commit or given.machine != platform.machine():
+        found = f"{given.stated.commit[:12]}{' with changes' * given.stated.dirty} for {given.machine}"
+        msg = f"{wheel.name} is of commit {found}; rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}"
+        raise BuildError(msg)
+    python_folder()
+    checks, cache = [], None
+    data: dict[str, Any] = {"wheel_sha256": given.sha256, "host_compiler": given.stated.cxx, "systems": {}}
+    for suite in (OTHER_SUITE, PINNED_SUITE):
+        packages, begun = prepare(suite, bases / suite), time.monotonic()
+        made = build_in(suite, bases / suite, ",".join(given.stated.targets) or "none", jobs, cache)
+        cache = made.parents[1] / "build" / "cache"
+        if keep is not None:
+            (keep / suite).mkdir(parents=True, exist_ok=True)
+            shutil.copy(made, keep / suite)
+        rebuilt = read_wheel(made, scratch / suite)
+        checks += judge(suite, given, rebuilt)
+        data["systems"][suite] = {
+            "host_compiler": rebuilt.stated.cxx,
+            "packages": {name: packages[name] for name in ("g++", "binutils", "libc6", "zlib1g") if name in packages},
+            "wheel_sha256": rebuilt.sha256,
+            "members": rebuilt.members,
+            "seconds": round(time.monotonic() - begun, 1),
+        }
+    if not any(row["wheel_sha256"] == given.sha256 for row in data["systems"].values()):
+        pinned = data["systems"][PINNED_SUITE]["host_compiler"]
+        step = f"build the wheel with {pinned} (the pinned image), the compiler that releases are built with"
+        checks.append(
+            Check(
+                "whole wheel",
+                Verdict.UNPROVED,
+                f"compiled by {given.stated.cxx}, the pinned system has {pinned}",
+                next_step=step,
+            )
+        )
+    spent = round(time.monotonic() - clock, 1)
+    return Report("independent", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, spent)
+
+
+def main(wheel: Path | None, jobs: int, bases: Path | None, keep: Path | None) -> int:
+    newest = sorted((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    chosen = wheel or (newest[-1] if newest else None)
+    try:
+        if chosen is None:
+            msg = "dist/ holds no wheel; ./nox -s build"
+            raise BuildError(msg)
+        with tempfile.TemporaryDirectory(prefix="flashmoe-independent-") as temporary:
+            scratch = Path(temporary)
+            scratch.chmod(0o755)
+            systems = (bases or scratch / "systems").resolve()
+            systems.mkdir(parents=True, exist_ok=True)
+            report = rebuild(chosen, jobs, systems, scratch, keep)
+    except OutOfReachError as error:
+        print(f"nothing was rebuilt: {error}", file=sys.stderr)
+        return ExitCode.NOTHING_CHECKED
+    except (FlashmoeError, subprocess.SubprocessError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    write_report(ROOT / "build" / "reports" / "independent.json", report)
+    for check in report.checks:
+        print(f"{check.verdict} {check.name}: {check.found}")
+        if check.next_step:
+            print(f"     next: {check.next_step}")
+    print(
+        f"independent {report.verdict}: {chosen.name}, host part by {report.data['host_compiler']}, {report.seconds:.0f} s"
+    )
+    return report.exit_code
