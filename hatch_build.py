@@ -73,9 +73,8 @@ class FlashmoeMetadataHook(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         from flashmoe._version import __version__
-        from flashmoe_build.links import absolute
+        from flashmoe.tools.links import long_description
 
         text = (ROOT / "README.md").read_text(encoding="utf-8")
-        home = metadata["urls"]["Source"]
-        body = absolute(text, "", f"v{__version__}", home)
+        body = long_description(text, __version__, metadata["urls"]["Source"])
         metadata["readme"] = {"content-type": "text/markdown", "text": body}

@@ -1,53 +1,23 @@
-"""Relative links of a page, for readers who are not in the repository: the long description and the documentation site."""
+"""The repository's address, and what the package knows of a page's links."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from posixpath import normpath
+from pathlib import Path
+
+from flashmoe.tools.links import absolute, rewrite
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+__all__ = ["ROOT", "absolute", "repository", "rewrite"]
+
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?(?P<after>\))")
-FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def repository(root: Path = ROOT) -> str:
     """The address of the repository, from pyproject.toml."""
     with (root / "pyproject.toml").open("rb") as stream:
         return str(tomllib.load(stream)["project"]["urls"]["Source"])
-
-
-def rewrite(text: str, change: Callable[[str], str]) -> str:
-    """``text`` with every relative link target replaced by ``change(target)``; code blocks stay as they are."""
-
-    def replace(match: re.Match[str]) -> str:
-        target = match["target"]
-        if not target or "://" in target or target.startswith("mailto:"):
-            return match[0]
-        return f"{match['before']}{change(target)}{match['anchor'] or ''}{match['after']}"
-
-    parts, end = [], 0
-    for fence in FENCE.finditer(text):
-        parts += [LINK.sub(replace, text[end : fence.start()]), fence[0]]
-        end = fence.end()
-    return "".join([*parts, LINK.sub(replace, text[end:])])
-
-
-def absolute(text: str, folder: str, ref: str, home: str) -> str:
-    """The page of ``folder`` (a path in the repository, "" for its root) with links into the repository at ``ref``."""
-
-    def change(target: str) -> str:
-        path = normpath(PurePosixPath(folder, target).as_posix())
-        is_file = (
-            bool(PurePosixPath(path).suffix) or path.isupper()
-        )  # LICENSE; not looked up: an sdist lacks some folders
-        return f"{home}/{'blob' if is_file else 'tree'}/{ref}/{path}"
-
-    return rewrite(text, change)

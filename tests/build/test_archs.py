@@ -26,6 +26,11 @@ def test_spellings_of_one_target(word: str) -> None:
     assert names(word) == ["sm_90a"]
 
 
+@pytest.mark.parametrize("word", ["89", "sm_89", "8.9"])
+def test_a_gpu_without_a_target_of_its_own_gets_what_serves_it(word: str) -> None:
+    assert names(word) == ["sm_86"]
+
+
 def test_list_is_in_table_order_without_repeats() -> None:
     assert names("90a,80;80 compute_80") == ["sm_80", "sm_90a", "compute_80"]
 

@@ -12,21 +12,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "audit"))
 
 from audit_builders import PACKAGE, Row, Workshop
 
+from flashmoe.tools import links
+
 __all__ = ["Row", "Workshop", "git", "package_of", "provenance_of", "rows", "version_here", "write_sources"]
 
 PYPROJECT = """\
 [project]
 name = "flash-moe"
 description = "a small project"
-readme = "README.md"
 license = "Apache-2.0"
 license-files = ["LICENSE"]
 requires-python = ">=3.10"
-dynamic = ["version"]
+dynamic = ["readme", "version"]
 dependencies = ["torch>=2.10", "tomli>=2.0; python_version < '3.11'"]
 classifiers = ["Typing :: Typed"]
 [project.optional-dependencies]
 tools = ["rich"]
+[project.urls]
+Source = "https://example.org/project"
 [project.scripts]
 flashmoe = "flashmoe.__main__:main"
 """
@@ -43,10 +46,14 @@ Requires-Dist: tomli>=2.0; python_version < '3.11'
 Requires-Dist: torch>=2.10
 Provides-Extra: tools
 Requires-Dist: rich; extra == 'tools'
+Project-URL: Source, https://example.org/project
 Description-Content-Type: text/markdown
 
 # A small project
+[more](https://example.org/project/blob/v0.1.0/docs/more.md)
 """
+README = "# A small project\n[more](docs/more.md)\n"
+
 VERSION = '"""The version."""\n\n__version__ = "0.1.0"\n'
 TABLES = ("tables/arch.toml", "attention/operations.toml", "attention/kernels.toml")
 
@@ -57,8 +64,9 @@ def write_sources(root: Path) -> None:
         **PACKAGE,
         "flashmoe/_version.py": VERSION,
         "flashmoe/tools/__init__.py": "",
+        "flashmoe/tools/links.py": Path(links.__file__).read_text(),
         "pyproject.toml": PYPROJECT,
-        "README.md": "# A small project\n",
+        "README.md": README,
         "LICENSE": "as is\n",
         "lockfiles/build.txt": "torch==2.10.0\n",
         "flashmoe_build/__init__.py": "",
@@ -80,6 +88,7 @@ def package_of(version: str) -> dict[str, bytes | str]:
         **PACKAGE,
         "flashmoe/_version.py": VERSION.replace("0.1.0", version),
         "flashmoe/tools/__init__.py": "",
+        "flashmoe/tools/links.py": Path(links.__file__).read_text(),
         **{f"flashmoe/_tables/{name}": f"# {name}\n" for name in TABLES},
         f"{info}/METADATA": METADATA.format(version=version),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hatchling 1\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_x86_64\n",

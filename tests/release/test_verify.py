@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from release_builders import (
+    README,
     VERSION,
     Row,
     Workshop,
@@ -31,6 +32,7 @@ from flashmoe.tools.report import Check, Report, Verdict
 from flashmoe.tools.verify.cli import Request, verify
 from flashmoe.tools.verify.content import read_wheel
 from flashmoe.tools.verify.errors import VerifyError
+from flashmoe.tools.verify.files import LINKS
 from flashmoe.tools.verify.rebuild import build_environment, compare, find_compiler, rebuild
 from flashmoe.tools.verify.repository import Clone, Objects, find_clone
 from flashmoe.tools.verify.signature import judge_statement
@@ -154,6 +156,23 @@ def test_edited_metadata(make_wheel: WheelMaker, clone: Path, file: str, old: st
     text = package_of(version_here(clone))[member]
     assert isinstance(text, str)
     assert word in only_failure(checked(make_wheel(files={member: text.replace(old, new)}), clone)).found
+
+
+def test_a_description_by_another_rule_is_not_proved(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
+    """The commit makes the long description by a module that is not the verifier's: neither proved nor refuted, and never PASS."""
+    other = tmp_path / "other"
+    shutil.copytree(clone, other)
+    (other / LINKS).write_text("# another rule\n")
+    git(other, "commit", "-qam", "two")
+    version = version_here(other)
+    text = package_of(version)[f"flash_moe-{version}.dist-info/METADATA"]
+    assert isinstance(text, str)
+    for description, verdict in ((text, Verdict.PASS), (text.replace("# A small", "# Another"), Verdict.UNPROVED)):
+        files = {LINKS: "# another rule\n", f"flash_moe-{version}.dist-info/METADATA": description}
+        stated = {"commit": git(other, "rev-parse", "HEAD"), "source_date_epoch": int(git(other, "log", "-1", "--format=%ct"))}
+        report = checked(make_wheel(files=files, version=version, **stated), other)
+        assert report.verdict is verdict
+        assert [check.name for check in problems(report)] == ["metadata"] * (verdict is Verdict.UNPROVED)
 
 
 def test_another_commit_relabelled(make_wheel: WheelMaker, clone: Path, tmp_path: Path) -> None:
@@ -319,7 +338,7 @@ def test_no_program_of_the_clones_configuration_runs(
     assert problems(checked(wheel, root)) == []
     with pytest.raises(VerifyError, match=r"no \./nox"):
         rebuild(read_wheel(wheel, tmp_path / "given"), clone_of(root), (), tmp_path)
-    assert (tmp_path / "tree" / "README.md").read_text() == "# A small project\n"
+    assert (tmp_path / "tree" / "README.md").read_text() == README
     assert not traces.exists(), traces.read_text()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+from flashmoe.tools import links
 from flashmoe.tools.report import Check, Verdict
 from flashmoe.tools.tables import ARCH, KERNELS, OPERATIONS
 from flashmoe.tools.verify import metadata
@@ -14,6 +16,8 @@ from flashmoe.tools.verify.errors import VerifyError
 from flashmoe.tools.verify.repository import Commit, Objects
 from flashmoe.tools.versions import stated_version, version_of, with_version
 
+README = "README.md"
+LINKS = f"{PACKAGE}/tools/links.py"  # by which a build makes the long description of README.md
 VERSION_FILE = f"{PACKAGE}/_version.py"
 FLOOR = "manylinux_2_28"
 BUILT = (LIBRARY, RECORD)  # by compilers: only a rebuild compares them
@@ -28,7 +32,8 @@ class Expected:
     version: str
     files: Mapping[str, bytes]
     headers: metadata.Headers
-    readme: str | None
+    description: str
+    is_description_sure: bool  # False: the commit makes it by another rule than ours
     entry_points: Mapping[str, Mapping[str, str]]
 
     @property
@@ -47,10 +52,10 @@ def expected_content(objects: Objects, commit: Commit, tags: frozenset[str]) -> 
         raise VerifyError(msg)
     project = metadata.read_project(_read(objects, commit, "pyproject.toml"))
     licenses = metadata.license_files(project, commit.tree)
-    readme = project.get("readme")
     blobs = objects.read([commit.tree[path] for path in sources.values()])
     files = {name: blobs[commit.tree[path]] for name, path in sources.items()}
     base = stated_version(files[VERSION_FILE].decode("utf-8", "replace"))
+    description, is_sure = _description(objects, commit, project, base)
     version = version_of(base, commit.digest, dirty=False, tags=tags)
     files[VERSION_FILE] = with_version(files[VERSION_FILE].decode("utf-8", "replace"), version).encode()
     expected = Expected(
@@ -58,12 +63,24 @@ def expected_content(objects: Objects, commit: Commit, tags: frozenset[str]) -> 
         version=version,
         files=files,
         headers=metadata.expected_headers(project, version, licenses),
-        readme=_read(objects, commit, readme).decode("utf-8", "replace") if isinstance(readme, str) else None,
+        description=description,
+        is_description_sure=is_sure,
         entry_points=metadata.expected_entry_points(project),
     )
     for path in licenses:
         files[f"{expected.info}/licenses/{path}"] = _read(objects, commit, path)
     return expected
+
+
+def _description(objects: Objects, commit: Commit, project: Mapping[str, Any], version: str) -> tuple[str, bool]:
+    """The long description, and whether the commit makes it as we do: README.md where the project names it, else with its links
+    rewritten by a module that has to be ours, too."""
+    named = project.get("readme")
+    text = _read(objects, commit, named if isinstance(named, str) else README).decode("utf-8", "replace")
+    if isinstance(named, str):
+        return text, True
+    is_ours = LINKS in commit.tree and _read(objects, commit, LINKS) == Path(links.__file__).read_bytes()
+    return links.long_description(text, version, project.get("urls", {}).get("Source", "")), is_ours
 
 
 def _is_table(path: str) -> bool:
@@ -123,7 +140,8 @@ def _check_files(content: Content, expected: Expected) -> Check:
 def _check_metadata(content: Content, expected: Expected) -> Check:
     texts = content.wheel.metadata
     wrong = [f"METADATA {name}" for name in metadata.differing_headers(texts.get("METADATA", ""), expected.headers)]
-    if expected.readme is not None and metadata.description(texts.get("METADATA", "")) != expected.readme:
+    is_described = metadata.description(texts.get("METADATA", "")) == expected.description
+    if not is_described and expected.is_description_sure:
         wrong.append("METADATA description")
     wrong += [f"WHEEL {name}" for name in metadata.wheel_headers_differ(texts.get("WHEEL", ""), wheel_tag(content))]
     if metadata.read_entry_points(texts.get("entry_points.txt", "")) != expected.entry_points:
@@ -132,12 +150,13 @@ def _check_metadata(content: Content, expected: Expected) -> Check:
         why = "pip installs what METADATA requires, and makes commands of the entry points."
         step = "do not install this file; build the commit yourself"
         return Check("metadata", Verdict.FAIL, _listed(wrong), "what pyproject.toml of the commit says", why, step)
-    left = (
-        ""
-        if expected.readme is not None
-        else "; the long description, which a hook of the build makes, was not compared"
-    )
-    return Check("metadata", Verdict.PASS, f"requirements, entry points and tags are those of the commit{left}")
+    if not is_described:
+        why = f"The commit makes it by another {LINKS} than this verifier's, so its text can be neither proved nor refuted here."
+        step = "verify with the flashmoe of that commit"
+        return Check(
+            "metadata", Verdict.UNPROVED, "the long description is not README.md with our links", "the same", why, step
+        )
+    return Check("metadata", Verdict.PASS, "requirements, entry points, tags and long description are those of the commit")
 
 
 def _listed(names: list[str]) -> str:
