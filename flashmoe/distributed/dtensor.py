@@ -66,11 +66,14 @@ def _inference_rules(q: Any, k: Any, v: Any, scale: float | None, causal: bool) 
 
 
 def _backward_rules(
-    grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, causal: bool
+    grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, causal: bool, *needs: int
 ) -> list[Rule]:
     def inputs(placement: Any) -> list[Any]:
         given = [placement if spec is not None else None for spec in (grad_out, grad_lse, q, k, v, out, lse)]
-        return [*given, None, None]
+        return [*given, None, None, *(None for _ in needs)]
+
+    def gradients(placement: Any) -> list[Any]:  # one that nobody needs has no dimension to shard
+        return [placement if all(bits >> place & 1 for bits in needs) else Replicate() for place in range(3)]
 
     placements = [Replicate(), *(Shard(dim) for dim in _shardable(q, k))]
-    return [([placement] * 3, inputs(placement)) for placement in placements]
+    return [(gradients(placement), inputs(placement)) for placement in placements]
