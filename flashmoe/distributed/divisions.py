@@ -100,8 +100,17 @@ def _dense_shapes(given: Given, _: Given) -> Shapes:
     return [(*q.shape[:3], v.shape[3]), tuple(q.shape[:3])]
 
 
-def _shapes_of(*names: str) -> Callable[[Given, Given], Shapes]:
-    return lambda given, _: [None if given[name] is None else tuple(given[name].shape) for name in names]
+def _shapes_of_gradients(*names: str) -> Callable[[Given, Given], Shapes]:
+    """Those of the inputs; None for what is no tensor, or what the operator's needs bits say that nobody wants."""
+
+    def shapes(given: Given, _: Given) -> Shapes:
+        needs = given.get("needs", -1)
+        return [
+            tuple(given[name].shape) if given[name] is not None and needs >> place & 1 else None
+            for place, name in enumerate(names)
+        ]
+
+    return shapes
 
 
 def _first(shapes: Callable[[Given, Given], Shapes]) -> Callable[[Given, Given], Shapes]:
@@ -273,7 +282,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _ATTENTION_AXES,
             _dense_divisions((*_QKV, "grad_out", "grad_lse", "out", "lse"), 3),
             3,
-            _shapes_of(*_QKV),
+            _shapes_of_gradients(*_QKV),
             _SEQUENCES,
         ),
         "attention_varlen_forward": Rule(
@@ -287,10 +296,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _VARLEN_AXES,
             _varlen_divisions(True, 4),
             4,
-            lambda given, _: [
-                *(tuple(given[name].shape) for name in _QKV),
-                None if given["sinks"] is None else tuple(given["sinks"].shape),
-            ],
+            _shapes_of_gradients(*_QKV, "sinks"),
             _SEQUENCES,
         ),
         "attention_append_": Rule(

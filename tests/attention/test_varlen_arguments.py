@@ -90,6 +90,7 @@ def test_opcheck(layout: Callable[[str], dict[str, Any]], device: str) -> None:
         *kept[9:-1],
     )
     torch.library.opcheck(operators.attention_varlen_backward.default, given)
+    torch.library.opcheck(operators.attention_varlen_backward.default, (*given, 1))
     torch.library.opcheck(
         operators._attention_varlen_backward.default, given, test_utils=("test_schema", "test_faketensor")
     )

@@ -64,7 +64,8 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
   }
 }
 
-// Writes the symbols of the backward kernels for ragged and banded attention and of the append kernel, each before its target.
+// Writes the symbols of the append kernel, of row_dot's and of the backward kernels for ragged and banded attention, each before its
+// target.
 extern "C" void choose_more(int capability, const char* forced, int is_bf16, int head_dim, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
@@ -73,7 +74,8 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   answer[0] = 0;
   try {
     const host::Kernel& append = attention::select_append(request);
-    used = std::snprintf(answer, length, "%s %s", append.symbol, target(append));
+    const host::Kernel& row_dot = attention::select_row_dot(request);
+    used = std::snprintf(answer, length, "%s %s %s %s", append.symbol, target(append), row_dot.symbol, target(row_dot));
     const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim);
     std::snprintf(answer + used, length - used, " %s %s %s %s", both.dq->symbol, target(*both.dq), both.dkv->symbol,
                   target(*both.dkv));
@@ -163,7 +165,7 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     def choose_more(
         capability: int, head_dim: int, *, bf16: bool = False, forced: str | None = None
     ) -> set[tuple[str, str]]:
-        """(symbol, target) of the append kernel, and of the backward kernels for ragged and banded attention."""
+        """(symbol, target) of the append kernel, of row_dot's, and of the backward kernels for ragged and banded attention."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         loaded.choose_more(capability, name, bf16, head_dim, answer, len(answer))

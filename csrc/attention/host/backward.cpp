@@ -7,6 +7,7 @@
 #include "attention/backward/sm90/tensor_map.h"
 #include "attention/host/arguments.h"
 #include "attention/host/backends.h"
+#include "attention/host/backward_launch.h"
 #include "host/boxed.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
@@ -27,8 +28,13 @@ struct BackwardArguments {
   Tensor dout;               // the same, its gradient
   Tensor lse;                // [batch, heads_q, seq_q] fp32, contiguous
   Tensor dlse;               // the same, its gradient; empty where there is none
+  int64_t needs = kNeedsAll;
+
+  bool needs_dq() const { return (needs & kNeedsDq) != 0; }
+  bool needs_dkv() const { return (needs & (kNeedsDk | kNeedsDv)) != 0; }
 };
 
+// Null handles where nobody needs them. The kernel of dk and dv gives both.
 struct Gradients {
   Tensor dq;
   Tensor dk;
@@ -102,9 +108,18 @@ BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel
 }
 
 // In the layout of what they are gradients of, so that the operations behind them need no copies.
-Gradients allocate_gradients(const ForwardArguments& forward) {
-  return {dense_like(forward.q, forward.q.sizes()), dense_like(forward.k, forward.k.sizes()),
-          dense_like(forward.v, forward.v.sizes())};
+Gradients allocate_gradients(const ForwardArguments& forward, bool with_dq, bool with_dk, bool with_dv) {
+  Gradients gradients;
+  if (with_dq) gradients.dq = dense_like(forward.q, forward.q.sizes());
+  if (with_dk) gradients.dk = dense_like(forward.k, forward.k.sizes());
+  if (with_dv) gradients.dv = dense_like(forward.v, forward.v.sizes());
+  return gradients;
+}
+
+void set_gradient(const Tensor& gradient, void** address, Strides* strides) {
+  if (gradient.get() == nullptr) return;
+  *address = gradient.data();
+  *strides = row_strides(gradient);
 }
 
 BackwardParams make_backward_params(const BackwardArguments& arguments, const Gradients& gradients) {
@@ -117,17 +132,14 @@ BackwardParams make_backward_params(const BackwardArguments& arguments, const Gr
   params.dout = arguments.dout.data();
   params.lse = static_cast<const float*>(arguments.lse.data());
   params.dlse = arguments.dlse.get() != nullptr ? static_cast<const float*>(arguments.dlse.data()) : nullptr;
-  params.dq = gradients.dq.data();
-  params.dk = gradients.dk.data();
-  params.dv = gradients.dv.data();
   params.q_stride = forward.q_stride;
   params.k_stride = forward.k_stride;
   params.v_stride = forward.v_stride;
   params.out_stride = row_strides(arguments.out);
   params.dout_stride = row_strides(arguments.dout);
-  params.dq_stride = row_strides(gradients.dq);
-  params.dk_stride = row_strides(gradients.dk);
-  params.dv_stride = row_strides(gradients.dv);
+  set_gradient(gradients.dq, &params.dq, &params.dq_stride);
+  set_gradient(gradients.dk, &params.dk, &params.dk_stride);
+  set_gradient(gradients.dv, &params.dv, &params.dv_stride);
   params.batch = forward.batch;
   params.heads_q = forward.heads_q;
   params.heads_kv = forward.heads_kv;
@@ -160,7 +172,10 @@ std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, c
           encode(maps.dout, "grad_out"), encode(maps.dk, "dk"), encode(maps.dv, "dv")};
 }
 
+// dq or null, dk and dv or null: a kernel runs where its gradient is needed. Without dq a small kernel gives row_dot.
 void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const bool with_dq = params.dq != nullptr;
+  const bool with_dkv = params.dk != nullptr;
   const Kernel& dq = *kernels.dq;
   const Kernel& dkv = *kernels.dkv;
   const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
@@ -178,13 +193,21 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
   workspace.allocate(call);
   params.row_dot = workspace.address<float>(row_dot);
 
-  const std::vector<CUtensorMap> dq_maps = query_gradient_maps(params, dq);
-  const std::vector<CUtensorMap> dkv_maps = key_value_gradient_maps(params, dkv);
+  const RowDotParams row_dot_params = make_row_dot_params(params, params.head_dim);
+  std::vector<CUtensorMap> dq_maps, dkv_maps;
   host::LaunchList list;
-  list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
-  list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
+  if (with_dq) {
+    dq_maps = query_gradient_maps(params, dq);
+    list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
+  } else {
+    list.add(row_dot_launch(select_row_dot(host::make_request(gpu, dq.dtype)), row_dot_params));
+  }
+  if (with_dkv) {
+    dkv_maps = key_value_gradient_maps(params, dkv);
+    list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
+  }
   list.run(call);
-  host::set_last_kernel(dkv.symbol);
+  host::set_last_kernel(with_dkv ? dkv.symbol : dq.symbol);
 }
 
 std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
@@ -196,13 +219,15 @@ std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
   if (kernels.dq == nullptr) return std::nullopt;
   const BackwardArguments operands = make_loadable(arguments, *kernels.dq);
   const bool is_padded = operands.forward.q.sizes()[3] != arguments.forward.q.sizes()[3];
-  Gradients gradients = allocate_gradients(arguments.forward);
+  const bool with_dq = arguments.needs_dq(), with_dkv = arguments.needs_dkv();
+  Gradients gradients = allocate_gradients(arguments.forward, with_dq, with_dkv, with_dkv);
   if (is_padded) {
-    const Gradients padded = allocate_gradients(operands.forward);  // at the kernel's width
+    const Gradients padded =
+        allocate_gradients(operands.forward, with_dq, with_dkv, with_dkv);  // at the kernel's width
     run(make_backward_params(operands, padded), kernels, gpu);
-    host::copy_unpadded(padded.dq, gradients.dq);
-    host::copy_unpadded(padded.dk, gradients.dk);
-    host::copy_unpadded(padded.dv, gradients.dv);
+    if (with_dq) host::copy_unpadded(padded.dq, gradients.dq);
+    if ((arguments.needs & kNeedsDk) != 0) host::copy_unpadded(padded.dk, gradients.dk);
+    if ((arguments.needs & kNeedsDv) != 0) host::copy_unpadded(padded.dv, gradients.dv);
   } else {
     run(make_backward_params(operands, gradients), kernels, gpu);
   }
@@ -210,14 +235,15 @@ std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
 }
 
 std::optional<Gradients> backward_on_cpu(const BackwardArguments& arguments) {
-  Gradients gradients = allocate_gradients(arguments.forward);
+  Gradients gradients = allocate_gradients(arguments.forward, arguments.needs_dq(), (arguments.needs & kNeedsDk) != 0,
+                                           (arguments.needs & kNeedsDv) != 0);
   backward_cpu(make_backward_params(arguments, gradients), arguments.forward);
   return gradients;
 }
 
 template <std::optional<Gradients> (*kBackend)(const BackwardArguments&)>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("attention backward", num_arguments, 9, num_outputs, 3);
+  host::check_counts("attention backward", num_arguments, 10, num_outputs, 3);
   BackwardArguments arguments;
   arguments.dout = host::take_tensor(stack[0]);
   arguments.dlse = Tensor(host::take<std::optional<AtenTensorHandle>>(stack[1]).value_or(nullptr));
@@ -228,15 +254,14 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   arguments.lse = host::take_tensor(stack[6]);
   arguments.forward.scale = host::take<double>(stack[7]);
   arguments.forward.is_causal = host::take<bool>(stack[8]);
+  arguments.needs = host::take<int64_t>(stack[9]);
   check_backward_arguments(arguments);
   std::optional<Gradients> gradients = kBackend(arguments);
-  if (!gradients.has_value()) {
-    for (int index = 0; index < 3; ++index) stack[index] = host::give_none();
-    return;
-  }
-  stack[0] = host::give_optional(std::move(gradients->dq));
-  stack[1] = host::give_optional(std::move(gradients->dk));
-  stack[2] = host::give_optional(std::move(gradients->dv));
+  for (int index = 0; index < 3; ++index) stack[index] = host::give_none();
+  if (!gradients.has_value()) return;
+  if ((arguments.needs & kNeedsDq) != 0) stack[0] = host::give_optional(std::move(gradients->dq));
+  if ((arguments.needs & kNeedsDk) != 0) stack[1] = host::give_optional(std::move(gradients->dk));
+  if ((arguments.needs & kNeedsDv) != 0) stack[2] = host::give_optional(std::move(gradients->dv));
 }
 
 }  // namespace
@@ -244,11 +269,11 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
 }  // namespace flashmoe
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
-  // None three times where this GPU has no backward kernel. At least one row and one key are needed.
+  // needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others, and for all where this GPU has no backward kernel. At least
+  // one row and one key are needed.
   library.def(
       "_flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
-      "lse, "
-      "float scale, bool causal) -> (Tensor?, Tensor?, Tensor?)");
+      "lse, float scale, bool causal, int needs=7) -> (Tensor?, Tensor?, Tensor?)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {

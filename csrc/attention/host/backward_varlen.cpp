@@ -8,6 +8,7 @@
 #include "attention/backward/sm90/tensor_map.h"
 #include "attention/host/axes.h"
 #include "attention/host/backends.h"
+#include "attention/host/backward_launch.h"
 #include "attention/host/select.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
@@ -43,6 +44,7 @@ Tensor operand(const Tensor& tensor, const Kernel& kernel) {
 
 // A gradient where the kernels can store it: the caller's tensor, or one at the width of whole 16-byte pieces.
 Tensor result(const Tensor& tensor, const Kernel& kernel) {
+  if (!VarlenArguments::has(tensor)) return Tensor();
   return host::is_loadable(tensor, kernel) && has_whole_entries(tensor, kernel)
              ? host::alias(tensor)
              : host::empty_like(tensor, host::padded_sizes(tensor));
@@ -123,7 +125,10 @@ std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, c
                                                   {&maps.dv, "dv"}});
 }
 
+// dq or null, dk and dv or null: a kernel runs where its gradient is needed. Without dq a small kernel gives row_dot.
 void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const bool with_dq = params.dq != nullptr;
+  const bool with_dkv = params.dk != nullptr;
   const Kernel& dq = *kernels.dq;
   const Kernel& dkv = *kernels.dkv;
   const Batch& entries = params.entries;
@@ -140,17 +145,26 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
     counter = host::tile_counter(call);  // one for both, which follow each other
     params.tile_counter = counter.address;
   }
-  const std::vector<CUtensorMap> dq_maps = query_gradient_maps(params, dq);
-  const std::vector<CUtensorMap> dkv_maps = key_value_gradient_maps(params, dkv);
+  const RowDotParams row_dot_params = make_row_dot_params(params, params.head_dim_v);
+  std::vector<CUtensorMap> dq_maps, dkv_maps;
   host::LaunchList list;
-  list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
-  list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
+  if (with_dq) {
+    dq_maps = query_gradient_maps(params, dq);
+    list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
+  } else {
+    list.add(row_dot_launch(select_row_dot(host::make_request(gpu, dq.dtype)), row_dot_params));
+  }
+  if (with_dkv) {
+    dkv_maps = key_value_gradient_maps(params, dkv);
+    list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
+  }
   list.run(call);
-  host::set_last_kernel(dkv.symbol);
+  host::set_last_kernel(with_dkv ? dkv.symbol : with_dq ? dq.symbol : "");
 }
 
 // Back from a result of another width or order.
 void give_back(const Tensor& from, const Tensor& to) {
+  if (!VarlenArguments::has(to)) return;
   if (from.data() != to.data()) host::copy_unpadded(from, to);
 }
 

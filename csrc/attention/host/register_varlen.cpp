@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "attention/host/backends.h"
+#include "attention/host/backward_launch.h"
 #include "host/boxed.h"
 #include "host/last_kernel.h"
 
@@ -82,12 +83,15 @@ Tensor gradient_of(const Tensor& tensor, bool is_partial) {
   return gradient;
 }
 
-VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, bool with_row_dot, bool is_empty) {
+// needs: the gradients' bits.
+VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot,
+                                   bool is_empty) {
   const VarlenArguments& forward = arguments.forward;
   const bool has_other_keys = forward.has_ragged_keys() || VarlenArguments::has(forward.seqused_k);
-  VarlenGradients gradients{gradient_of(forward.q, is_empty || forward.has_ragged_rows()),
-                            gradient_of(forward.k, is_empty || has_other_keys),
-                            gradient_of(forward.v, is_empty || has_other_keys), Tensor()};
+  VarlenGradients gradients;
+  if ((needs & kNeedsDq) != 0) gradients.dq = gradient_of(forward.q, is_empty || forward.has_ragged_rows());
+  if ((needs & kNeedsDk) != 0) gradients.dk = gradient_of(forward.k, is_empty || has_other_keys);
+  if ((needs & kNeedsDv) != 0) gradients.dv = gradient_of(forward.v, is_empty || has_other_keys);
   if (with_row_dot) {
     gradients.row_dot = host::empty(arguments.lse.dim(), arguments.lse.sizes(), arguments.lse.dtype(),
                                     forward.device_type, forward.device_index);
@@ -98,7 +102,7 @@ VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, boo
 
 template <class Backend>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("attention_varlen backward", num_arguments, 18, num_outputs, 4);
+  host::check_counts("attention_varlen backward", num_arguments, 19, num_outputs, 4);
   VarlenBackwardArguments arguments;
   VarlenArguments& forward = arguments.forward;
   arguments.dout = take_tensor(stack[0]);
@@ -119,15 +123,19 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   forward.window_left = take<int64_t>(stack[15]);
   forward.window_right = take<int64_t>(stack[16]);
   forward.softcap = take<double>(stack[17]);
+  const auto needs = take<int64_t>(stack[18]);
   check_varlen_backward_arguments(arguments);
   const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
-  // The CPU's kernels keep row_dot to themselves.
-  VarlenGradients gradients = allocate_gradients(arguments, !Backend::kIsCpu && !is_empty, is_empty);
+  // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
+  const bool with_dkv = (needs & (kNeedsDk | kNeedsDv)) != 0;
+  const int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
+  VarlenGradients gradients = allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty);
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
-  stack[0] = give(std::move(gradients.dq));
-  stack[1] = give(std::move(gradients.dk));
-  stack[2] = give(std::move(gradients.dv));
+  Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};
+  for (int index = 0; index < 3; ++index) {
+    stack[index] = (needs >> index & 1) != 0 ? host::give_optional(std::move(*wanted[index])) : host::give_none();
+  }
   stack[3] =
       VarlenArguments::has(gradients.row_dot) ? host::give_optional(std::move(gradients.row_dot)) : host::give_none();
 }
@@ -171,12 +179,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
       "_attention_varlen_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
       "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
       "int window_left, int window_right, float softcap, int num_splits) -> Tensor");
-  // scale is above zero. row_dot, of CUDA kernels alone: rowsum(grad_out * out) - grad_lse.
+  // scale is above zero. needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others. row_dot, of CUDA kernels alone:
+  // rowsum(grad_out * out) - grad_lse.
   library.def(
       "_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
       "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int "
-      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap) -> (Tensor dq, "
-      "Tensor dk, Tensor dv, Tensor? row_dot)");
+      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=7) -> "
+      "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
   library.def(
       "attention_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
       "Tensor? block_table) -> ()");

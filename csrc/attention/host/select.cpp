@@ -276,14 +276,26 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
   host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
 }
 
-const Kernel& select_append(const host::KernelRequest& request) {
+namespace {
+
+// Of an operation without axes, which every family computes alike.
+const Kernel& select_first(const host::KernelRequest& request, const char* operation, const char* what) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    const Kernel* kernel =
-        host::find_kernel({"attention_append", *family, "", request.dtype, {}}, host::kNoAxis, loadable);
+    const Kernel* kernel = host::find_kernel({operation, *family, "", request.dtype, {}}, host::kNoAxis, loadable);
     if (kernel != nullptr) return *kernel;
   }
-  host::refuse(request, "appending to a cache");
+  host::refuse(request, what);
+}
+
+}  // namespace
+
+const Kernel& select_row_dot(const host::KernelRequest& request) {
+  return select_first(request, "attention_row_dot", "gradients of keys and values alone");
+}
+
+const Kernel& select_append(const host::KernelRequest& request) {
+  return select_first(request, "attention_append", "appending to a cache");
 }
 
 }  // namespace attention

@@ -58,6 +58,9 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim);
 
+// row_dot alone: the first that this GPU has, whichever family is forced.
+const Kernel& select_row_dot(const host::KernelRequest& request);
+
 // Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.
 const Kernel& select_append(const host::KernelRequest& request);
 

@@ -61,7 +61,7 @@ struct VarlenBackwardArguments {
   Tensor dlse;              // the same; a null handle where there is none
 };
 
-// Allocated by the operator. Zero where rows or keys may belong to no entry (ragged tensors, seqused_k): kernels write what
+// Allocated by the operator; a null handle where nobody needs one, but dk and dv come together on a GPU. Zero where rows or keys may belong to no entry (ragged tensors, seqused_k): kernels write what
 // belongs to one.
 struct VarlenGradients {
   Tensor dq;

@@ -148,6 +148,17 @@ ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenO
   return params;
 }
 
+namespace {
+
+// Of one that somebody needs.
+void set_gradient(const Tensor& gradient, void** address, Strides* strides) {
+  if (!VarlenArguments::has(gradient)) return;
+  *address = gradient.data();
+  *strides = varlen_strides(gradient, false);
+}
+
+}  // namespace
+
 BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients) {
   const ForwardParams forward = make_varlen_params(arguments.forward, {});
   BackwardParams params{};
@@ -158,18 +169,15 @@ BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& argume
   params.dout = arguments.dout.data();
   params.lse = static_cast<const float*>(arguments.lse.data());
   params.dlse = VarlenArguments::has(arguments.dlse) ? static_cast<const float*>(arguments.dlse.data()) : nullptr;
-  params.dq = gradients.dq.data();
-  params.dk = gradients.dk.data();
-  params.dv = gradients.dv.data();
   params.row_dot = VarlenArguments::has(gradients.row_dot) ? static_cast<float*>(gradients.row_dot.data()) : nullptr;
   params.q_stride = forward.q_stride;
   params.k_stride = forward.k_stride;
   params.v_stride = forward.v_stride;
   params.out_stride = varlen_strides(arguments.out, false);
   params.dout_stride = varlen_strides(arguments.dout, false);
-  params.dq_stride = varlen_strides(gradients.dq, false);
-  params.dk_stride = varlen_strides(gradients.dk, false);
-  params.dv_stride = varlen_strides(gradients.dv, false);
+  set_gradient(gradients.dq, &params.dq, &params.dq_stride);
+  set_gradient(gradients.dk, &params.dk, &params.dk_stride);
+  set_gradient(gradients.dv, &params.dv, &params.dv_stride);
   params.batch = forward.batch;
   params.heads_q = forward.heads_q;
   params.heads_kv = forward.heads_kv;

@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from flashmoe.checks import translate
 from flashmoe.errors import DifferentiationError, FlashmoeError
 from flashmoe.operators._operator import keep_nothing
+from flashmoe.operators.attention.shapes import bits
 from flashmoe.transforms import has_tangent, merge_batches, split_batch
 
 NO_FORWARD_MODE = (
@@ -40,7 +41,7 @@ def _forward_gradients(
         return None, None, None, None, None
     q, k, v, out, lse = ctx.saved_tensors
     gradients = torch.ops.flashmoe.flash_attention_backward.default(
-        grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal
+        grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal, bits(needed)
     )
     wanted = (gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
     return (*wanted, None, None)
@@ -138,8 +139,11 @@ class TransformedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        gradients = TransformedBackward.apply(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal)  # type: ignore[no-untyped-call]
-        return (*gradients, None, None)
+        needed = ctx.needs_input_grad[:3]
+        gradients = TransformedBackward.apply(  # type: ignore[no-untyped-call]
+            grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.causal, bits(needed)
+        )
+        return (*(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), None, None)
 
     @staticmethod
     def vmap(
@@ -192,4 +196,8 @@ def _split_gradients(
     gradients: tuple[Tensor, ...], info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     q = slice(2, 3)  # where q stands among the backward operator's arguments
-    return tuple(split_batch(gradient, info.batch_size, *arguments[q], *in_dims[q]) for gradient in gradients)
+    size = info.batch_size
+    return tuple(
+        split_batch(gradient, size, *arguments[q], *in_dims[q]) if gradient.dim() > 1 else gradient.expand(size, 0)
+        for gradient in gradients
+    )

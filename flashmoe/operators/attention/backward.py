@@ -37,7 +37,7 @@ MIN_ROWS_PER_BLOCK = 64
 
 SCHEMA = (
     "flash_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "float scale, bool causal) -> (Tensor, Tensor, Tensor)"
+    "float scale, bool causal, int needs=7) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -51,8 +51,9 @@ def backward(
     lse: Tensor,
     scale: float,
     causal: bool,
+    needs: int = shapes.ALL_GRADIENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), in the dtypes and layouts of q, k and v.
+    """(dq, dk, dv), in the dtypes and layouts of q, k and v; what ``needs`` has no bit for (see ``shapes``) is not computed, and empty.
 
     q, out, grad_out [B, Hq, Sq, D]; k, v [B, Hkv, Sk, D]; lse, grad_lse [B, Hq, Sq]; a missing gradient counts as zero.
     Accumulates in float32 (float64 for float64). Memory beyond the results: float32 dq and a few blocks of scores. A row
@@ -61,9 +62,12 @@ def backward(
     work = torch.promote_types(q.dtype, torch.float32)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1], k.shape[2]
-    dk, dv = shapes.dense_like(k).zero_(), shapes.dense_like(v).zero_()
+    dq_result, dk, dv = shapes.backward(grad_out, grad_lse, q, k, v, out, lse, scale, causal, needs)
+    dk.zero_()
+    dv.zero_()
     if 0 in (q.numel(), k.numel()):
-        return shapes.dense_like(q).zero_(), dk, dv
+        return dq_result.zero_(), dk, dv
+    needs_dq, needs_dk, needs_dv = (bool(needs >> place & 1) for place in range(3))
 
     group = heads_q // heads_kv  # query head h reads key head h // group
     grouped = (batch, heads_kv, group, seq_q)
@@ -73,7 +77,7 @@ def backward(
     row_term = _row_term(grad_out, grad_lse, out, lse, work).reshape(grouped)
     safe_lse = lse.to(work).masked_fill(lse == -math.inf, math.inf).reshape(grouped)
 
-    dq = torch.zeros((*grouped, head_dim), dtype=work, device=q.device)
+    dq = torch.zeros((*grouped, head_dim) if needs_dq else 0, dtype=work, device=q.device)
     block = BLOCKS[q.device.type]
     row_step = rows_per_block(batch * heads_q, min(block.keys, seq_k), block)
     for key_start in range(0, seq_k, block.keys):
@@ -90,14 +94,21 @@ def backward(
             if causal:
                 _mask(scores, rows, keys, seq_k - seq_q, group)
             p = scores.sub_(safe_lse[..., rows].flatten(0, 1).flatten(1).unsqueeze(-1)).exp_()
-            dv_block += p.mT @ do_block
+            if needs_dv:
+                dv_block += p.mT @ do_block
+            if not (needs_dq or needs_dk):
+                continue
             ds = (do_block @ v_block.mT).sub_(row_term[..., rows].flatten(0, 1).flatten(1).unsqueeze(-1)).mul_(p)
             ds.mul_(scale)
-            dk_block += ds.mT @ q_block
-            dq[..., rows, :] += (ds @ k_block).unflatten(1, (group, -1)).unflatten(0, (batch, heads_kv))
-        dk[:, :, keys] = dk_block.unflatten(0, (batch, heads_kv)).to(k.dtype)
-        dv[:, :, keys] = dv_block.unflatten(0, (batch, heads_kv)).to(v.dtype)
-    return shapes.dense_like(q).copy_(dq.reshape(q.shape)), dk, dv
+            if needs_dk:
+                dk_block += ds.mT @ q_block
+            if needs_dq:
+                dq[..., rows, :] += (ds @ k_block).unflatten(1, (group, -1)).unflatten(0, (batch, heads_kv))
+        if needs_dk:
+            dk[:, :, keys] = dk_block.unflatten(0, (batch, heads_kv)).to(k.dtype)
+        if needs_dv:
+            dv[:, :, keys] = dv_block.unflatten(0, (batch, heads_kv)).to(v.dtype)
+    return dq_result.copy_(dq.reshape(q.shape)) if needs_dq else dq_result, dk, dv
 
 
 KERNEL_DTYPES = {
@@ -116,8 +127,10 @@ def backward_by_kernels(
     lse: Tensor,
     scale: float,
     causal: bool,
+    needs: int = shapes.ALL_GRADIENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`backward`, by the extension on the CPU and where this GPU has kernels. Both are the same on every run, bit for bit.
+    """As :func:`backward`, by the extension on the CPU and where this GPU has kernels. Both are the same on every run, bit for bit,
+    whichever gradients are needed.
 
     Under autocast q, k and v are as the caller has them; the forward pass worked in ``out``'s dtype, and so does this.
     """
@@ -127,15 +140,17 @@ def backward_by_kernels(
             upstream = upstream.contiguous()
         statistic = None if grad_lse is None else grad_lse.contiguous()
         dq, dk, dv = torch.ops.flashmoe._flash_attention_backward.default(
-            upstream, statistic, *(t.to(out.dtype) for t in (q, k, v)), out, lse.contiguous(), scale, causal
+            upstream, statistic, *(t.to(out.dtype) for t in (q, k, v)), out, lse.contiguous(), scale, causal, needs
         )
-        if dq is not None:
+        if not (dq is None and dk is None and dv is None):
             return _as(q, dq), _as(k, dk), _as(v, dv)
-    return backward(grad_out, grad_lse, q, k, v, out, lse, scale, causal)
+    return backward(grad_out, grad_lse, q, k, v, out, lse, scale, causal, needs)
 
 
-def _as(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """In the dtype and layout of what it is the gradient of."""
+def _as(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    """In the dtype and layout of what it is the gradient of; empty where nobody needs one."""
+    if gradient is None:
+        return shapes.unneeded(tensor)
     return gradient if gradient.dtype == tensor.dtype else shapes.dense_like(tensor).copy_(gradient)
 
 

@@ -16,7 +16,9 @@ from flashmoe.operators.attention.arguments import validate
 from flashmoe.operators.attention.drop_in import is_drop_in
 from flashmoe.operators.attention.varlen_arguments import validate as validate_varlen
 
-BACKWARD_PRODUCTS = 5  # the scores again, dV, dP, dQ and dK
+# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention.
+ALL_GRADIENTS = 7
+ALL_VARLEN_GRADIENTS = 15
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -41,9 +43,31 @@ def drop_in(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, 
     return inference(q, k, v, scale, causal) if is_drop_in(q.shape, k.shape, causal, enable_gqa) else None
 
 
-def backward(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), each dense in the layout of its input."""
-    return dense_like(q), dense_like(k), dense_like(v)
+def backward(
+    grad_out: Any,
+    grad_lse: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Any,
+    lse: Any,
+    scale: float,
+    causal: bool,
+    needs: int = ALL_GRADIENTS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), each dense in the layout of its input; empty where nobody needs it."""
+    dq, dk, dv = (dense_like(t) if needs >> place & 1 else unneeded(t) for place, t in enumerate((q, k, v)))
+    return dq, dk, dv
+
+
+def unneeded(tensor: Tensor) -> Tensor:
+    """In place of a gradient that nobody needs: no element, and one dimension, which no gradient has."""
+    return tensor.new_empty(0)
+
+
+def bits(needed: Sequence[bool]) -> int:
+    """``needs``, from what autograd says of each input."""
+    return sum(1 << place for place, need in enumerate(needed) if need)
 
 
 def dense_like(tensor: Tensor) -> Tensor:
@@ -72,9 +96,18 @@ def forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any,
     return _product(q, k) + _product((*q[:3], v[3]), k)
 
 
-def backward_flops(grad_out: Any, grad_lse: Any, q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+def backward_flops(
+    grad_out: Any, grad_lse: Any, q: Sequence[int], k: Sequence[int], *rest: Any, needs: int = ALL_GRADIENTS, **_: Any
+) -> int:
     """Shapes, as the backward operator takes its tensors."""
-    return BACKWARD_PRODUCTS * _product(q, k)
+    same, of_v = backward_products(rest[5] if len(rest) > 5 else needs)
+    return (same + of_v) * _product(q, k)
+
+
+def backward_products(needs: int) -> tuple[int, int]:
+    """How many products over q's head_dim, and over v's: the scores again, dQ and dK; dP, for these two, and dV."""
+    needs_scores_gradient = bool(needs & 3)
+    return 1 + (needs & 1) + (needs >> 1 & 1), needs_scores_gradient + (needs >> 2 & 1)
 
 
 def _product(q: Sequence[int], k: Sequence[int]) -> int:

@@ -25,10 +25,12 @@ from flashmoe.transforms import merge_batches, split_batch
 BACKWARD_SCHEMA = (
     "attention_varlen_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int max_seqlen_q, "
-    "int max_seqlen_k, float scale, int window_left, int window_right, float softcap) -> (Tensor, Tensor, Tensor, Tensor)"
+    "int max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=15) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 LEAST_SCALE = 2.0**-126  # a scale below is taken for zero: float32 holds no normal number there
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+_DIFFERENTIABLE = (0, 1, 2, 7)  # q, k, v and sinks among the forward operator's arguments
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -48,22 +50,27 @@ def inference(*arguments: Any) -> Tensor:
 
 
 def backward(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Gradients:
-    """(dq, dk, dv, dsinks), dense in the layout of what they belong to; dsinks [Hq], or [0] without sinks."""
+    """(dq, dk, dv, dsinks), dense in the layout of what they belong to; dsinks [Hq], or [0] without sinks. Empty where nobody needs
+    one."""
     sinks = arguments[3]
-    gradients = [shapes.dense_like(t) if t.dim() == 4 else t.new_empty(t.shape) for t in (q, k, v)]
+    needs = arguments[13] if len(arguments) > 13 else shapes.ALL_VARLEN_GRADIENTS
+    dq, dk, dv = (_like(t) if needs >> place & 1 else shapes.unneeded(t) for place, t in enumerate((q, k, v)))
+    return dq, dk, dv, q.new_empty(q.shape[1] if sinks is not None and needs & 8 else 0, dtype=torch.float32)
+
+
+def kernel_backward(grad_out: Tensor, grad_lse: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, row_dot) as the compiled operator allocates them: row_dot [B, Hq, Sq] or [Hq, N], on a GPU alone."""
+    needs = arguments[16] if len(arguments) > 16 else shapes.ALL_GRADIENTS
+    gradients = backward(grad_out, grad_lse, *arguments)[:3]
+    lse = arguments[9]
     return (
-        gradients[0],
-        gradients[1],
-        gradients[2],
-        q.new_empty(0 if sinks is None else q.shape[1], dtype=torch.float32),
+        *(gradient if needs >> place & 1 else None for place, gradient in enumerate(gradients)),
+        torch.empty_like(lse) if lse.device.type == "cuda" else None,
     )
 
 
-def kernel_backward(grad_out: Tensor, grad_lse: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, row_dot) as the compiled operator allocates them: row_dot [B, Hq, Sq] or [Hq, N], on a GPU alone."""
-    dq, dk, dv, _ = backward(grad_out, grad_lse, *arguments)
-    lse = arguments[9]
-    return dq, dk, dv, torch.empty_like(lse) if lse.device.type == "cuda" else None
+def _like(tensor: Tensor) -> Tensor:
+    return shapes.dense_like(tensor) if tensor.dim() == 4 else tensor.new_empty(tensor.shape)
 
 
 def append(*arguments: Any) -> None:
@@ -89,8 +96,9 @@ def backward_by_kernels(
     window_left: int,
     window_right: int,
     softcap: float,
+    needs: int = shapes.ALL_VARLEN_GRADIENTS,
 ) -> Gradients:
-    """(dq, dk, dv, dsinks), in the dtypes of q, k and v, and float32.
+    """(dq, dk, dv, dsinks), in the dtypes of q, k and v, and float32; empty what ``needs`` has no bit for (see ``shapes``).
 
     A missing gradient counts as zero. Rows and keys of no sequence, and rows without a visible key, have zero gradients. Under
     autocast the forward pass worked in ``out``'s dtype, and so does this.
@@ -110,11 +118,11 @@ def backward_by_kernels(
         *(rows, keys, values, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks),
         mask if mask is None or mask.dtype == torch.bool else mask.to(out.dtype),
         *(out, lse.contiguous(), max_seqlen_q, max_seqlen_k, abs(scale) if factor else 1.0),
-        *(window_left, window_right, softcap),
+        *(window_left, window_right, softcap, needs & shapes.ALL_GRADIENTS),
     )
-    if factor != 1.0:
+    if factor != 1.0 and dq is not None:
         dq = -dq if factor else torch.zeros_like(dq)
-    if sinks is None:
+    if sinks is None or not needs & 8:
         dsinks = lse.new_empty(0)
     else:
         if row_dot is None:
@@ -139,11 +147,10 @@ def sink_gradient(sinks: Tensor, lse: Tensor, row_dot: Tensor, cu_seqlens_q: Ten
     return -(products.sum(-1) if cu_seqlens_q is not None else products.sum((0, 2)))
 
 
-def _in_dtype_of(tensor: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.dtype == tensor.dtype:
-        return gradient
-    like = shapes.dense_like(tensor) if tensor.dim() == 4 else tensor.new_empty(tensor.shape)
-    return like.copy_(gradient)
+def _in_dtype_of(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return shapes.unneeded(tensor)
+    return gradient if gradient.dtype == tensor.dtype else _like(tensor).copy_(gradient)
 
 
 def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -173,9 +180,10 @@ def gradient_by(
             "that requires one to torch"
         )
         raise DifferentiationError(msg)
-    gradients = call(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers)
-    places = zip((0, 1, 2, 7), gradients, strict=True)
-    found = {place: found for place, found in places if ctx.needs_input_grad[place]}
+    needed = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
+    gradients = call(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers, shapes.bits(needed))
+    places = zip(_DIFFERENTIABLE, gradients, needed, strict=True)
+    found = {place: gradient for place, gradient, need in places if need}
     return tuple(found.get(place) for place in range(16))
 
 
@@ -293,7 +301,8 @@ def backward_flops(grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, *argume
     cu_seqlens_q, cu_seqlens_k, seqused_k = arguments[:3]
     lengths = (_lengths(cu_seqlens_q, q, arguments[7]), _lengths(cu_seqlens_k, k, arguments[8], seqused_k))
     scores = sum(rows * keys for rows, keys in zip(*lengths, strict=True))
-    return int(2 * q.shape[1] * scores * (3 * q.shape[-1] + 2 * v.shape[-1]))
+    of_q, of_v = shapes.backward_products(arguments[13] if len(arguments) > 13 else shapes.ALL_VARLEN_GRADIENTS)
+    return int(2 * q.shape[1] * scores * (of_q * q.shape[-1] + of_v * v.shape[-1]))
 
 
 def _lengths(

@@ -377,8 +377,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def(
       "_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
       "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int "
-      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap) -> (Tensor dq, "
-      "Tensor dk, Tensor dv, Tensor? row_dot)");
+      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=7) -> "
+      "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
   library.def(
       "attention_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
       "Tensor? block_table) -> ()");

@@ -1,0 +1,25 @@
+// What the host passes to the kernel that computes row_dot alone, where nobody needs dq. Plain C types only.
+#pragma once
+
+#include "attention/params/forward.h"
+
+namespace flashmoe {
+namespace attention {
+
+// Ragged rows are one long batch entry.
+struct RowDotParams {
+  const void* out;    // [batch, heads, rows, head_dim]
+  const void* dout;   // the same
+  const float* lse;   // [batch, heads, rows], contiguous
+  const float* dlse;  // the same; null where there is none
+  float* row_dot;     // the same: BackwardParams::row_dot
+  Strides out_stride;
+  Strides dout_stride;
+  int32_t batch;
+  int32_t heads;
+  int32_t rows;
+  int32_t head_dim;  // of out and dout, a multiple of 8
+};
+
+}  // namespace attention
+}  // namespace flashmoe
