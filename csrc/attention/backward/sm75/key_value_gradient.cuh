@@ -15,6 +15,11 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
   mma_sync::key_value_gradient<Spec, Stream<Spec>, kMask>(params);
 }
 
+template <typename Spec>
+__device__ __forceinline__ void varlen_key_value_gradient(const BackwardParams& params) {
+  key_value_gradient<Spec, MaskKind::kBand>(params);
+}
+
 }  // namespace sm75
 }  // namespace backward
 }  // namespace attention

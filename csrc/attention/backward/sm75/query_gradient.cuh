@@ -15,6 +15,11 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   mma_sync::query_gradient<Spec, Stream<Spec>, kMask>(params);
 }
 
+template <typename Spec>
+__device__ __forceinline__ void varlen_query_gradient(const BackwardParams& params) {
+  query_gradient<Spec, MaskKind::kBand>(params);
+}
+
 }  // namespace sm75
 }  // namespace backward
 }  // namespace attention
