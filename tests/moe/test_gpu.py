@@ -350,6 +350,23 @@ def test_a_training_step_in_a_graph() -> None:
             assert torch.equal(a, b)
 
 
+def test_memory_of_a_training_step() -> None:
+    """Beside the results only the preactivation, which its gradient replaces, rows of one width and the sort."""
+    case = Case(4096, experts=64, top_k=4, hidden=512, intermediate=256, dtype=BF16)
+    inputs = make_inputs(case, device="cuda")
+    dout = torch.randn_like(inputs.x)
+    run_backward(case, inputs, dout)
+    slots = case.tokens * case.top_k
+    leaves = [leaf.requires_grad_() for leaf in inputs.to(case.dtype).leaves()]
+    own = Inputs(**{**vars(inputs), **dict(zip(leaf_names(inputs), leaves, strict=True))})
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(run(case, own), leaves, dout)
+    results = sum(leaf.nbytes for leaf in leaves) + inputs.x.nbytes
+    kept = 2 * slots * (2 * case.intermediate + case.hidden) + 16 * slots
+    assert torch.cuda.max_memory_allocated() - before <= 1.01 * (results + kept) + 2**20
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu() -> None:
     case = Case(600, experts=8, hidden=128, intermediate=64, dtype=BF16)

@@ -16,7 +16,7 @@ import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError
 from flashmoe.operators.moe import arguments
 
-from .layer import FULL, SMALL, call
+from .layer import FULL, SMALL, call, leaf_names, run
 from .reference import Case, Inputs, compare, expect, local_experts, make_inputs
 
 pytestmark = [  # what torch's compilers say about torch itself
@@ -215,6 +215,20 @@ def test_functional_gradient(device: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("case", [FULL, replace(FULL, transposed=True, layout="interleaved")], ids=str)
+def test_a_graph_that_is_kept_can_be_run_again(case: Case, device: str) -> None:
+    """The last pass may overwrite what the forward pass kept; the ones before must not."""
+    inputs = make_inputs(case, device=device)
+    leaves = [leaf.requires_grad_() for leaf in inputs.to(case.dtype).leaves()]
+    out = run(case, Inputs(**{**vars(inputs), **dict(zip(leaf_names(inputs), leaves, strict=True))}))
+    dout = torch.randn_like(out)
+    passes = [torch.autograd.grad(out, leaves, dout, retain_graph=keep) for keep in (True, True, False)]
+    for gradients in passes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients, passes[0], strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, leaves, dout)
+
+
 # Torch's machinery
 
 
@@ -238,6 +252,10 @@ def test_opcheck(case: Case, device: str) -> None:
         layer = (torch.ones_like(out), inputs.x, inputs.w13, inputs.w2, *biases, *kept)
         words = (case.activation, case.layout, case.transposed)
         torch.library.opcheck(operators._fused_moe_backward.default, (*layer, *words, wanted))
+        # Never in a graph of a compiler, whose tensors it is not called with.
+        eager = ("test_schema", "test_faketensor")
+        consuming = operators._fused_moe_backward_consuming.default
+        torch.library.opcheck(consuming, (*layer, *words, wanted), test_utils=eager)
 
 
 @pytest.mark.parametrize("scoring", arguments.SCORINGS)

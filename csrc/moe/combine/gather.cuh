@@ -1,11 +1,12 @@
-// Puts the rows of tokens into the order of the sorted slots: rows[r] = a[a_slots[r] / top_k]. Rows past the experts' last are left
-// alone: no product stores what comes of them. Grid: a warp a row.
+// Puts the rows of tokens into the order of the sorted slots: rows[slot_rows[slot]] = a[slot / top_k]. Rows past the experts' last
+// are left alone: no product stores what comes of them. Grid: a warp a token, so that a token is read once for all its choices.
 #pragma once
 
 #include "device/convert.cuh"
 #include "moe/params/routing.h"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -21,7 +22,7 @@ struct GatherSpec {
   static constexpr int kChunksInFlight = 4;
 };
 
-// A lane takes every 32nd chunk of 16 bytes, kChunksInFlight of them at a time.
+// A lane takes every 32nd chunk of 16 bytes, kChunksInFlight of them at a time. Lane i knows the row of choice i.
 template <typename Spec>
 __device__ __forceinline__ void gather(const GatherParams& params) {
   using Element = typename Spec::Element;
@@ -29,21 +30,28 @@ __device__ __forceinline__ void gather(const GatherParams& params) {
   // Hazard: the grid in front may still read what `rows` held before.
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  const int row = ptx::block_index() * Spec::kNumWarps + ptx::warp_index();
-  if (row >= static_cast<int>(ptx::ld_global_32(params.expert_offsets + params.experts))) return;
-  const int token = static_cast<int>(ptx::ld_global_32(params.a_slots + row)) / params.top_k;
+  const int token = ptx::block_index() * Spec::kNumWarps + ptx::warp_index();
+  if (token >= params.tokens) return;
+  const int lane = ptx::lane_index();
+  const int64_t slot = static_cast<int64_t>(token) * params.top_k + lane;
+  const int lane_row = lane < params.top_k ? static_cast<int>(ptx::ld_global_32(params.slot_rows + slot)) : -1;
   const Element* from = static_cast<const Element*>(params.a) + token * params.a_stride;
-  Element* to = static_cast<Element*>(params.rows) + static_cast<int64_t>(row) * params.columns;
-  const int first = ptx::lane_index() * Spec::kChunkElements;
-  for (int column = first; column < params.columns; column += Spec::kChunksInFlight * kStep) {
+  const int first = lane * Spec::kChunkElements;
+  for (int start = 0; start < params.columns; start += Spec::kChunksInFlight * kStep) {
+    const int column = start + first;
     uint32_t data[Spec::kChunksInFlight][4];
 #pragma unroll
     for (int i = 0; i < Spec::kChunksInFlight; ++i) {
       if (column + i * kStep < params.columns) ptx::ld_global_128(data[i], from + column + i * kStep);
     }
+    for (int choice = 0; choice < params.top_k; ++choice) {
+      const int row = ptx::shuffle_index(lane_row, choice);
+      if (row < 0) continue;
+      Element* to = static_cast<Element*>(params.rows) + static_cast<int64_t>(row) * params.columns + column;
 #pragma unroll
-    for (int i = 0; i < Spec::kChunksInFlight; ++i) {
-      if (column + i * kStep < params.columns) ptx::st_global_128(to + column + i * kStep, data[i]);
+      for (int i = 0; i < Spec::kChunksInFlight; ++i) {
+        if (column + i * kStep < params.columns) ptx::st_global_128(to + i * kStep, data[i]);
+      }
     }
   }
 }

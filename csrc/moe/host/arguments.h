@@ -122,6 +122,7 @@ struct LayerBackwardArguments {
   Tensor b2;             // takes part in the gradient of topk_weights
   Tensor preactivation;  // as the forward pass kept it
   SortOutputs sorted;
+  bool consumes = false;  // its gradient may take the preactivation's place
 };
 
 // Those that are not wanted have no handle.

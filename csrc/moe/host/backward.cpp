@@ -78,7 +78,7 @@ class BackwardCall {
   host::Workspace workspace_;
   void* dz_ = nullptr;                   // [slots, 2 * intermediate]
   void* weighted_activation_ = nullptr;  // [slots, intermediate]
-  void* rows_ = nullptr;                 // [slots, hidden]: of dout, then of x, then of dx
+  void* rows_ = nullptr;                 // [slots, hidden]: of dout, then of dx, then of x
   float* row_dots_ = nullptr;            // [dot_tiles][slots]
 
   // Parts of the list, and whether an earlier one has been added.
@@ -116,18 +116,26 @@ void BackwardCall::set_common(GemmParams& params) const {
   params.top_k = static_cast<int32_t>(shape_.top_k);
 }
 
+// Of what is temporary only the rows always have memory of their own. The gradient of the preactivation takes its place if it may.
+// The weighted activation and the dots have been read before the last product writes dw13: where they fit they stand in it.
 void BackwardCall::allocate(const host::CudaCall& call) {
   if (!gated_.has_value()) return;
   const int64_t dot_tiles = ceil_div(shape_.intermediate, gated_->kernel().block_n);
-  const int64_t dz = workspace_.add<uint16_t>(shape_.slots * 2 * shape_.intermediate);
-  const int64_t activation = workspace_.add<uint16_t>(shape_.slots * shape_.intermediate);
+  const int64_t activation_bytes = 2 * shape_.slots * shape_.intermediate;
+  const int64_t dots_bytes = 4 * shape_.slots * dot_tiles;
+  const int64_t dw13_bytes = dw13_.has_value() ? 4 * shape_.experts * shape_.intermediate * shape_.hidden : 0;
+  const bool lends_for_activation = activation_bytes <= dw13_bytes;
+  const bool lends_for_dots = activation_bytes + dots_bytes <= dw13_bytes;
+  const int64_t dz = arguments_.consumes ? 0 : workspace_.add<char>(2 * activation_bytes);
+  const int64_t activation = lends_for_activation ? 0 : workspace_.add<char>(activation_bytes);
+  const int64_t dots = lends_for_dots ? 0 : workspace_.add<char>(dots_bytes);
   const int64_t rows = workspace_.add<uint16_t>(shape_.slots * shape_.hidden);
-  const int64_t dots = workspace_.add<float>(shape_.slots * dot_tiles);
   workspace_.allocate(call);
-  dz_ = workspace_.address<void>(dz);
-  weighted_activation_ = workspace_.address<void>(activation);
+  char* const lent = static_cast<char*>(data_or_null(gradients_.dw13));
+  dz_ = arguments_.consumes ? arguments_.preactivation.data() : workspace_.address<void>(dz);
+  weighted_activation_ = lends_for_activation ? lent : workspace_.address<char>(activation);
+  row_dots_ = reinterpret_cast<float*>(lends_for_dots ? lent + activation_bytes : workspace_.address<char>(dots));
   rows_ = workspace_.address<void>(rows);
-  row_dots_ = workspace_.address<float>(dots);
 }
 
 // A product that multiplies rows in place is faster by more than it takes to put them there.
@@ -135,13 +143,12 @@ void BackwardCall::add_gather(GatherParams& params, const Tensor& tokens) {
   const Kernel& kernel = select_step(request_, Step::kGather);
   params.a = tokens.data();
   params.rows = rows_;
-  params.a_slots = sorted_.row_slots;
-  params.expert_offsets = sorted_.expert_offsets;
+  params.slot_rows = sorted_.slot_rows;
   params.a_stride = tokens.strides()[0];
-  params.experts = static_cast<int32_t>(shape_.experts);
+  params.tokens = static_cast<int32_t>(shape_.tokens);
   params.top_k = static_cast<int32_t>(shape_.top_k);
   params.columns = static_cast<int32_t>(shape_.hidden);
-  list_.add({&kernel, ceil_div(shape_.slots, kernel.threads / 32), &params, nullptr, is_dependent()});
+  list_.add({&kernel, ceil_div(shape_.tokens, kernel.threads / 32), &params, nullptr, is_dependent()});
 }
 
 void BackwardCall::add_gated(const host::CudaCall& call) {
@@ -237,12 +244,12 @@ void BackwardCall::run() {
   if (dw2_.has_value()) {
     add_weight_gradient(dw2_, call, turned ? activation : gathered, turned ? gathered : activation, gradients_.dw2);
   }
+  if (dx_.has_value()) add_rows_of_dx(call);
+  if (needs_combine()) add_combine();
   if (dw13_.has_value()) {
     add_gather(x_rows_, operands_.x);
     add_weight_gradient(dw13_, call, turned ? gathered : dz, turned ? dz : gathered, gradients_.dw13);
   }
-  if (dx_.has_value()) add_rows_of_dx(call);
-  if (needs_combine()) add_combine();
   if (is_wanted(gradients_.db13)) add_bias_gradient(db13_, dz, /*row_weights=*/nullptr, gradients_.db13);
   if (is_wanted(gradients_.db2)) add_bias_gradient(db2_, dout, sorted_.row_weights, gradients_.db2);
   list_.run(call);

@@ -53,6 +53,11 @@ void set_gated(GemmParams& params, const LayerArguments& arguments, const LayerO
   params.top_k = static_cast<int32_t>(shape.top_k);
   params.activation = shape.activation;
   params.is_interleaved = shape.is_interleaved ? 1 : 0;
+  constexpr int64_t kMostEarlySlots = 32;
+  if (shape.slots <= kMostEarlySlots && arguments.routing.expert_map.get() == nullptr) {
+    params.ids = arguments.routing.ids.data();
+    params.id_bytes = scalar_of(arguments.routing.ids) == Scalar::kInt64 ? 8 : 4;
+  }
 }
 
 // d = a W^T + bias, all by row.

@@ -216,10 +216,12 @@ StableIValue give_if_any(Tensor tensor) {
   return tensor.get() != nullptr ? give_optional(std::move(tensor)) : give_none();
 }
 
-template <class Backend>
+template <class Backend, bool kConsumes>
 void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts("_fused_moe_backward", num_arguments, 15, num_outputs, 6);
+  host::check_counts(kConsumes ? "_fused_moe_backward_consuming" : "_fused_moe_backward", num_arguments, 15, num_outputs,
+                     6);
   LayerBackwardArguments arguments;
+  arguments.consumes = kConsumes;
   arguments.dout = take_tensor(stack[0]);
   arguments.x = take_tensor(stack[1]);
   arguments.w13 = take_tensor(stack[2]);
@@ -293,7 +295,8 @@ void register_backend(Library& library) {
   library.impl("_fused_moe", &boxed_layer<Backend>);
   library.impl("_fused_moe_inference", &boxed_inference<Backend>);
   library.impl("_fused_moe_out", &boxed_out<Backend>);
-  library.impl("_fused_moe_backward", &boxed_layer_backward<Backend>);
+  library.impl("_fused_moe_backward", &boxed_layer_backward<Backend, false>);
+  library.impl("_fused_moe_backward_consuming", &boxed_layer_backward<Backend, true>);
   library.impl("grouped_mm", &boxed_grouped<Backend>);
   library.impl("_grouped_mm_2d2d", &boxed_grouped_gradient<Backend>);
 }
@@ -329,6 +332,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def(
       "_fused_moe_backward(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor "
       "preactivation, "
+      "Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights, str activation, str layout, bool "
+      "transposed, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, Tensor? dtopk_weights, Tensor? db13, Tensor? "
+      "db2)");
+  // The same; what it leaves in preactivation has no meaning.
+  library.def(
+      "_fused_moe_backward_consuming(Tensor grad_out, Tensor x, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, "
+      "Tensor(a!) preactivation, "
       "Tensor expert_offsets, Tensor row_slots, Tensor slot_rows, Tensor row_weights, str activation, str layout, bool "
       "transposed, int needs) -> (Tensor? dx, Tensor? dw13, Tensor? dw2, Tensor? dtopk_weights, Tensor? db13, Tensor? "
       "db2)");

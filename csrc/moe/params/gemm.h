@@ -54,6 +54,9 @@ struct GemmParams {
   // gathers for the gated product alone.
   const int32_t* a_slots;
   const int32_t* b_slots;  // weight_gradient: likewise for b
+  // gated, for few rows: [slots] the experts of at most 32 slots, as the sort was given them, int32 or int64; none outside
+  // [0, experts) has a row. Weights are requested by them before the sort has ended. null: they wait for it.
+  const void* ids;
   int32_t*
       tile_counter;  // one zeroed counter for persistent schedules, and zero again at the end; null: a static schedule
   int64_t a_stride;  // elements from a row to the next; the same for the others
@@ -67,6 +70,7 @@ struct GemmParams {
   int32_t n;  // columns of B (gated: of gate and up together; gated_backward: of one of them)
   int32_t k;  // what is summed over; weight_gradient: columns of b
   Activation activation;
+  int32_t id_bytes;  // 4 or 8
   int32_t
       is_interleaved;  // gated, gated_backward: the weights' rows, and the columns of preactivation and of its gradient, are gate
                        // and up in turn; else the gate's come first

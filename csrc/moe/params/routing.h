@@ -85,14 +85,14 @@ struct CombineParams {
   int32_t dot_tiles;
 };
 
-// moe_gather: rows[row] = a[a_slots[row] / top_k] for the rows that experts have; those past the last are left alone. A warp a row.
+// moe_gather: rows[slot_rows[slot]] = a[slot / top_k]; rows past those that experts have are left alone. A warp a token; at most
+// 32 choices.
 struct GatherParams {
-  const void* a;                  // [tokens, columns]
-  void* rows;                     // [slots, columns]
-  const int32_t* a_slots;         // [slots], by row
-  const int32_t* expert_offsets;  // [experts + 1]
+  const void* a;             // [tokens, columns]
+  void* rows;                // [slots, columns]
+  const int32_t* slot_rows;  // [slots]; -1: no row
   int64_t a_stride;
-  int32_t experts;
+  int32_t tokens;
   int32_t top_k;
   int32_t columns;  // a multiple of 8
 };

@@ -1,7 +1,7 @@
 """The operators of the whole layer: what they return where there is no data, their gradient, their cost.
 
 ``_fused_moe`` keeps for the backward pass x, the preactivation [slots, 2I] and the sort, nothing else: the activation is
-computed again. ``_fused_moe_inference`` and ``_fused_moe_out`` compute the same and keep nothing; they have no gradient.
+computed again, and what is temporary stands where a result will. ``_fused_moe_inference`` and ``_fused_moe_out`` compute the same and keep nothing; they have no gradient.
 """
 
 from __future__ import annotations
@@ -84,7 +84,20 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> Gradients:
     """For the arguments of ``_fused_moe``, None where none is needed."""
-    return gradient_by(torch.ops.flashmoe._fused_moe_backward.default, ctx, grad_out)
+    return gradient_by(_backward, ctx, grad_out)
+
+
+# Whether the graph that autograd runs is kept for another pass; True outside a pass.
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def _backward(grad_out: Tensor, *arguments: Any) -> Gradients:
+    """In the graph's last pass the gradient of the preactivation takes its place: [slots, 2I] less memory on a GPU."""
+    operators = torch.ops.flashmoe
+    consumes = type(grad_out) is Tensor and not _keeps_graph()  # a compiler's tensors have other types
+    call = operators._fused_moe_backward_consuming if consumes else operators._fused_moe_backward
+    found: Gradients = call.default(grad_out, *arguments)
+    return found
 
 
 def gradient_by(call: Callable[..., Gradients], ctx: Any, grad_out: Tensor | None) -> Gradients:
@@ -180,4 +193,5 @@ OPERATORS = (
     Operator("_fused_moe_inference", fake=inference, flops=forward_flops, autocast=_CAST, vmap=vmap_inference),
     Operator("_fused_moe_out", fake=into, flops=into_flops),
     Operator("_fused_moe_backward", fake=backward, flops=backward_flops, gradient=refuse_double_backward),
+    Operator("_fused_moe_backward_consuming", fake=backward, flops=backward_flops),
 )

@@ -1,7 +1,7 @@
 """One slot: a few timed calls of one contender. Everything is in nanoseconds.
 
 events  CUDA events around each call, L2 overwritten before it; the queue is kept full, so launches cost no GPU time
-graph   a CUDA graph of many calls, replayed: what a call takes inside a graph, caches warm
+graph   a CUDA graph of several calls, replayed: what a call takes inside a graph, caches warm
         (both: one call that is not timed begins each slot, as the first after another's is up to 6% slower)
 wall    perf_counter_ns around each call (CPU)
 call    CPU time of an eager call, on a CPU or a GPU: the queue is empty first and never fills
@@ -19,6 +19,7 @@ from flashmoe.tools.bench.contenders import Call
 
 _cuda: Any = torch.cuda  # its classes are untyped
 GRAPH_CALLS = 20
+GRAPH_SECONDS = 0.005  # a graph holds fewer calls where they take this long: a replay's start is microseconds
 CALL_CALLS = 50  # far from the thousand launches that a GPU's queue holds
 CPU_TIME_CALLS = 8
 # Twice the largest L2 there is, and long enough on every GPU for the CPU to queue the next call meanwhile.
@@ -111,32 +112,44 @@ class EventSampler:
 
 
 class GraphSampler:
-    """GPU timing inside a CUDA graph of ``GRAPH_CALLS`` calls; a sample is one replay divided by the calls."""
+    """GPU timing inside a CUDA graph of up to ``GRAPH_CALLS`` calls; a sample is one replay divided by the calls."""
 
     timing = "graph"
     untimed = 1
 
-    def prepare(self, call: Call) -> torch.cuda.CUDAGraph:
+    def prepare(self, call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
         side = _cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call()
+            start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        calls = graph_calls(start.elapsed_time(end) / 1e3)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(GRAPH_CALLS):
+            for _ in range(calls):
                 call()
-        return graph
+        return graph, calls
 
-    def slot(self, prepared: torch.cuda.CUDAGraph, count: int) -> list[int]:
+    def slot(self, prepared: tuple[torch.cuda.CUDAGraph, int], count: int) -> list[int]:
+        graph, calls = prepared
         events = [(_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(count)]
-        prepared.replay()  # the first replay after other work also pays for warming the caches
+        graph.replay()  # the first replay after other work also pays for warming the caches
         for start, end in events:
             start.record()
-            prepared.replay()
+            graph.replay()
             end.record()
         torch.cuda.synchronize()
-        return [round(start.elapsed_time(end) * 1e6 / GRAPH_CALLS) for start, end in events]
+        return [round(start.elapsed_time(end) * 1e6 / calls) for start, end in events]
+
+
+def graph_calls(call_seconds: float) -> int:
+    """How many calls a graph holds, from the time that one took outside it."""
+    return max(1, min(GRAPH_CALLS, round(GRAPH_SECONDS / max(call_seconds, 1e-9))))
 
 
 def make_sampler(device: str, timing: str, *, flush: bool) -> Sampler:

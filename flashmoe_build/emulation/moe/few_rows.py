@@ -24,6 +24,7 @@ ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")  # in
 ELEMENT = 2  # bytes
 PADDING = 8  # elements between rows, of no buffer: a chunk past the end of a row is out of bounds
 FAR = 2**28 + 8  # the ninth row is past 2^31 elements
+EARLY_SLOTS = 32  # up to which the host gives a gated product the choices themselves
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Inputs:
     bias: torch.Tensor  # [experts, n]
     offsets: torch.Tensor
     row_slots: torch.Tensor
+    ids: torch.Tensor  # [slots]; one that is no expert's: no row
 
 
 def problems(unit: Unit) -> Iterator[Problem]:
@@ -152,7 +154,8 @@ def make_inputs(p: Problem) -> Inputs:
         a[int(row_slots[last]) // p.top_k if p.gathers else last, p.k // 2] = float("nan")
         b[-1, 5, p.k - 1] = float("nan")
     offsets = torch.cumsum(torch.tensor((0, *p.counts)), 0).to(torch.int32)
-    return Inputs(a, b, normal(len(p.counts), p.n), offsets, row_slots)
+    ids = torch.where(of_slot < len(p.counts), of_slot, -1) if p.seed % 2 else of_slot.int()
+    return Inputs(a, b, normal(len(p.counts), p.n), offsets, row_slots, ids)
 
 
 def activate(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -249,6 +252,8 @@ def _params(
         preactivation=whole(results["z"], "preactivation", output=True) if p.keeps else 0,
         expert_offsets=whole(given.offsets, "expert_offsets"),
         a_slots=whole(given.row_slots, "row_slots") if p.gathers else 0,
+        ids=whole(given.ids, "ids") if p.is_gated and p.slots <= EARLY_SLOTS else 0,
+        id_bytes=given.ids.element_size(),
         tile_counter=whole(results["counter"], "tile_counter", output=True) if p.has_counter else 0,
         a_stride=a_stride,
         b_stride=b_stride,

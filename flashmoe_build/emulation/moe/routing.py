@@ -261,28 +261,25 @@ def run_bias_gradient(launch: Launch, problem: BiasGradientProblem) -> Outcome:
 
 def run_gather(launch: Launch, problem: GatherProblem) -> Outcome:
     inputs = problem.inputs(DTYPES[launch.unit.dtype])
-    columns, end = problem.columns, problem.huge_slots
+    columns = problem.columns
     rows = torch.full((problem.tokens * problem.top_k, columns), 7.0, dtype=inputs.a.dtype)
-    grid = math.ceil((end or rows.shape[0]) / launch.unit.row.warps)
+    end = problem.first_row and (problem.first_row + rows.shape[0]) * columns
     with mapped(launch.library):
         memory = Memory(launch.library)
         params = PARAMS["GatherParams"](
             a=memory.given(inputs.a, "a"),
-            rows=memory.written(rows, "rows", end=end and end * columns),
-            a_slots=memory.given(inputs.a_slots, "a_slots", end=end),
-            expert_offsets=memory.given(inputs.expert_offsets, "expert_offsets"),
+            rows=memory.written(rows, "rows", end=end or None),
+            slot_rows=memory.given(inputs.slot_rows, "slot_rows"),
             a_stride=inputs.a.shape[1],
-            experts=len(problem.rows),
+            tokens=problem.tokens,
             top_k=problem.top_k,
             columns=columns,
         )
-        report = launch(params, grid, only_block=grid - 1 if end else None)
-    count = sum(problem.rows)
-    first = rows.shape[0] - (rows.shape[0] % launch.unit.row.warps or launch.unit.row.warps) if end else 0
+        report = launch(params, math.ceil(problem.tokens / launch.unit.row.warps))
     wrong = []
-    if not torch.equal(rows[first:count], inputs.a[inputs.sources[first:], :columns]):
+    if not torch.equal(rows[: problem.count], inputs.a[inputs.sources, :columns]):
         wrong.append("rows are not those of a")
-    if not (rows[count:] == 7.0).all():
+    if not (rows[problem.count :] == 7.0).all():
         wrong.append("rows past the last were written")
     return _outcome(launch, problem, report, wrong, rows)
 

@@ -243,39 +243,36 @@ def combine_problems(*, is_backward: bool) -> Iterator[CombineProblem]:
 @dataclass(frozen=True)
 class GatherInputs:
     a: torch.Tensor
-    a_slots: torch.Tensor  # [slots]; -1 past the last row
-    expert_offsets: torch.Tensor
+    slot_rows: torch.Tensor  # [slots]; -1: no row
     sources: torch.Tensor  # by row, the row of `a`
 
 
 @dataclass(frozen=True)
 class GatherProblem(NamedProblem):
-    """The last slots have no row. `huge_slots`: there are so many, of which the last exist; expert 0 has the others."""
+    """Some slots have no row. `first_row`: rows before it are other tokens', of which there is address space alone."""
 
-    rows: tuple[int, ...]  # by expert
+    count: int  # rows
     columns: int
     tokens: int
     top_k: int
-    huge_slots: int | None = None
+    first_row: int = 0
 
     def inputs(self, dtype: torch.dtype) -> GatherInputs:
         generator = _random(self.columns)
-        count, slots = sum(self.rows), self.tokens * self.top_k
-        chosen = torch.randperm(slots, generator=generator)[:count]
+        slots = self.tokens * self.top_k
+        chosen = torch.randperm(slots, generator=generator)[: self.count]
         a = torch.randn(self.tokens, self.columns + 8, generator=generator)
         a[:, self.columns :] = NAN
-        a_slots = torch.full((slots,), -1, dtype=torch.int32)
-        a_slots[:count] = chosen.int()
-        offsets = torch.tensor([0, *self.rows]).cumsum(0)
-        offsets[1:] += (self.huge_slots or slots) - slots
-        return GatherInputs(a.to(dtype), a_slots, offsets.int(), chosen // self.top_k)
+        slot_rows = torch.full((slots,), -1, dtype=torch.int32)
+        slot_rows[chosen] = torch.arange(self.count, dtype=torch.int32) + self.first_row
+        return GatherInputs(a.to(dtype), slot_rows, chosen // self.top_k)
 
 
 def gather_problems() -> Iterator[GatherProblem]:
-    yield GatherProblem("rows", (5, 0, 9, 1), 1096, 9, 2)  # more than the columns in flight, and a tail
-    yield GatherProblem("narrow", (3,), 8, 3, 1)
-    yield GatherProblem("nobody", (0, 0), 40, 2, 2)
-    yield GatherProblem("far", (2, 7), 72, 4, 3, huge_slots=2**26)
+    yield GatherProblem("rows", 15, 1096, 9, 2)  # more than the columns in flight, and a tail
+    yield GatherProblem("narrow", 3, 8, 3, 1)
+    yield GatherProblem("nobody", 0, 40, 2, 2)
+    yield GatherProblem("far", 9, 72, 4, 3, first_row=2**26)
 
 
 @dataclass(frozen=True)

@@ -219,10 +219,10 @@ void combine_backward(const CombineParams& p) {
 }
 
 void gather(const GatherParams& p) {
-  for (int64_t row = 0; row < p.expert_offsets[p.experts]; ++row) {
-    const int64_t from = row_of(p.a_slots, row, p.top_k) * p.a_stride;
-    for (int64_t column = 0; column < p.columns; ++column) {
-      store(p.rows, row * p.columns + column, load(p.a, from + column));
+  for (int64_t slot = 0; slot < static_cast<int64_t>(p.tokens) * p.top_k; ++slot) {
+    const int64_t row = p.slot_rows[slot];
+    for (int64_t column = 0; row >= 0 && column < p.columns; ++column) {
+      store(p.rows, row * p.columns + column, load(p.a, slot / p.top_k * p.a_stride + column));
     }
   }
 }

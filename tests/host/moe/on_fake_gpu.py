@@ -124,10 +124,10 @@ ALL = [
     "moe_gather",
     "grouped_gemm_gated_backward",
     "grouped_gemm_weight_gradient",
-    "moe_gather",
-    "grouped_gemm_weight_gradient",
     "grouped_gemm",
     "moe_combine_backward",
+    "moe_gather",
+    "grouped_gemm_weight_gradient",
     "moe_bias_gradient",
     "moe_bias_gradient",
 ]
@@ -137,10 +137,10 @@ ALL = [
     ("needs", "expected"),
     [
         (63, ALL),
-        (1, [*ALL[:2], *ALL[5:7]]),
-        (2, [*ALL[:2], *ALL[3:5]]),
+        (1, [*ALL[:2], *ALL[3:5]]),
+        (2, [*ALL[:2], *ALL[5:7]]),
         (4, ALL[:3]),
-        (8, [*ALL[:2], ALL[6]]),
+        (8, [*ALL[:2], ALL[4]]),
         (16, [*ALL[:2], ALL[7]]),
         (32, [ALL[8]]),
         (0, []),
@@ -158,6 +158,18 @@ def test_order_of_the_backward(needs: int, expected: list[str]) -> None:
     assert [launch["is_dependent"] for launch in launches()] == [index > 0 for index in range(len(expected))]
 
 
+def test_a_gradient_in_the_place_of_the_preactivation() -> None:
+    """Which of the gradients are wanted decides where what is temporary stands; the results are the same bits."""
+    case = replace(FULL, tokens=60, hidden=16, intermediate=8)
+    inputs = make_inputs(case)
+    kept = forward(case, inputs)
+    for needs in (63, 13, 2):
+        expected = backward(case, inputs, kept, needs)
+        found = backward(case, inputs, (kept[0].clone(), *kept[1:]), needs, consumes=True)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None and other is None) or torch.equal(one, other)
+
+
 def forward(case: Case, inputs: Any) -> tuple[Tensor, ...]:
     words = (case.activation, case.layout, case.transposed, True)
     tensors = (inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
@@ -166,10 +178,14 @@ def forward(case: Case, inputs: Any) -> tuple[Tensor, ...]:
     return result[1:]
 
 
-def backward(case: Case, inputs: Any, kept: tuple[Tensor, ...], needs: int) -> tuple[Tensor | None, ...]:
+def backward(
+    case: Case, inputs: Any, kept: tuple[Tensor, ...], needs: int, *, consumes: bool = False
+) -> tuple[Tensor | None, ...]:
     tensors = (torch.ones_like(inputs.x), inputs.x, inputs.w13, inputs.w2, inputs.b13, inputs.b2)
     words = (case.activation, case.layout, case.transposed, needs)
-    result: tuple[Tensor | None, ...] = torch.ops.flashmoe._fused_moe_backward(*tensors, *kept, *words)
+    operators = torch.ops.flashmoe
+    call = operators._fused_moe_backward_consuming if consumes else operators._fused_moe_backward
+    result: tuple[Tensor | None, ...] = call(*tensors, *kept, *words)
     return result
 
 

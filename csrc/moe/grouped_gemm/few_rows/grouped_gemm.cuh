@@ -38,6 +38,12 @@ struct Stream {
       if (ahead < stages) weights.load(at(ahead));
   }
 
+  // Another stream has started this one's weights.
+  __device__ __forceinline__ void take_over() {
+    for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead)
+      if (ahead < stages) weights.advance();
+  }
+
   __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile,
                                              Accumulator<Spec>& accumulator) {
     RowLoader<Spec> rows(params, tile);
@@ -70,16 +76,30 @@ __device__ __forceinline__ void multiply_tiles(const GemmParams& params) {
   const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
   const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;
 
-  // In front of a gated product stands what sorts the rows. In front of a plain one stands another product, which began when the
-  // sort had ended: the offsets are there, and the first weights come while a is still being written.
-  if constexpr (kIsGated) ptx::grid_dependency_wait();
+  // In front of a gated product stands what sorts the rows: of few slots the first weights come while it still works. In front of
+  // a plain one stands another product, which began when the sort had ended: the offsets are there, and the first weights come
+  // while a is still being written.
+  int number = ptx::block_index();
+  bool has_started = false;
+  if constexpr (kIsGated) {
+    if (params.ids != nullptr) {
+      const Tile tile = find_early<Spec>(params, number);
+      has_started = tile.expert >= 0;
+      if (has_started) Stream<Spec, kWeights, kIsGated>(params, tile, ring_smem).start();
+    }
+    ptx::grid_dependency_wait();
+  }
   const TileList<Spec> tiles(params, list_smem, words_smem);
   bool has_waited = kIsGated;
-  int number = ptx::block_index();
   while (number < tiles.count) {
     const Tile tile = tiles.find(number);
     Stream<Spec, kWeights, kIsGated> stream(params, tile, ring_smem);
-    stream.start();
+    if (has_started) {
+      stream.take_over();
+    } else {
+      stream.start();
+    }
+    has_started = false;
     if (!has_waited) ptx::grid_dependency_wait();
     has_waited = true;
     ptx::grid_launch_dependents();

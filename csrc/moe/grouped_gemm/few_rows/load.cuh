@@ -69,6 +69,10 @@ struct WeightLoader {
       ptx::cp_async_16(weights_smem + (offset + pass * kRowsPerPass * (kColumns * 2)), next_gmem + distance,
                        is_there ? 16 : 0);
     }
+    advance();
+  }
+
+  __device__ __forceinline__ void advance() {
     next_gmem += stage_stride;
     left -= Spec::kBlockK;
   }

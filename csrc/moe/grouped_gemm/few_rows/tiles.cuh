@@ -6,6 +6,7 @@
 #include "device/math.cuh"
 #include "moe/params/gemm.h"
 #include "ptx/barrier.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
@@ -99,6 +100,46 @@ struct TileList {
     return Tile{expert, row, minimum(end - row, Spec::kBlockM), column_tile * Spec::kBlockN};
   }
 };
+
+// This lane's expert of params.ids, -1: none.
+__device__ __forceinline__ int chosen_expert(const GemmParams& params) {
+  const int lane = ptx::lane_index();
+  if (lane >= params.slots) return -1;
+  uint32_t id[2] = {0, 0};
+  if (params.id_bytes == 8) {
+    ptx::ld_global_64(id, static_cast<const int64_t*>(params.ids) + lane);
+  } else {
+    id[0] = ptx::ld_global_32(static_cast<const int32_t*>(params.ids) + lane);
+  }
+  return id[1] == 0 && id[0] < static_cast<uint32_t>(params.experts) ? static_cast<int>(id[0]) : -1;
+}
+
+// The weights of tile `number` of at most 32 slots, from params.ids: expert and column as TileList will find them; no rows, and
+// expert -1 where there is no such tile. By whole warps.
+template <typename Spec>
+__device__ __forceinline__ Tile find_early(const GemmParams& params, int number) {
+  const int expert = chosen_expert(params);
+  int rows = 0;  // of this lane's expert; a lane in front of which another one has it leaves it to that one
+  bool is_first = expert >= 0;
+  for (int other = 0; other < params.slots; ++other) {
+    const bool is_alike = ptx::shuffle_index(expert, other) == expert;
+    rows += is_alike ? 1 : 0;
+    if (is_alike && other < ptx::lane_index()) is_first = false;
+  }
+  const int row_tiles = is_first ? ceil_div(rows, Spec::kBlockM) : 0;
+  int before = 0;  // row tiles of the experts before this lane's
+  for (int other = 0; other < params.slots; ++other) {
+    const int other_tiles = ptx::shuffle_index(row_tiles, other);
+    if (ptx::shuffle_index(expert, other) < expert) before += other_tiles;
+  }
+  const int column_tiles = ceil_div(params.n, Spec::kBlockN);
+  const int local = number - before * column_tiles;
+  const uint32_t owner = ptx::vote_ballot(local >= 0 && local < row_tiles * column_tiles);
+  if (owner == 0) return Tile{-1, 0, 0, 0};
+  const int lane = ptx::population_count((owner & -owner) - 1);
+  const int column_tile = row_tiles > 0 ? local / row_tiles : 0;
+  return Tile{ptx::shuffle_index(expert, lane), 0, 0, ptx::shuffle_index(column_tile, lane) * Spec::kBlockN};
+}
 
 }  // namespace few_rows
 }  // namespace moe

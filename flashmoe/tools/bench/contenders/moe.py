@@ -42,6 +42,7 @@ def _loop(
 
 
 def _compiled(function: Layer) -> Layer:
+    torch._dynamo.reset()  # each case compiles anew, and Dynamo refuses the ninth
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
