@@ -163,9 +163,11 @@ def attention_forward(
     not read. What flashmoe lacks (dropout, a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
     FLASHMOE_FALLBACK says what then happens.
     """
-    # Looking for obstacles takes longer than the call: outside of a compiler only what the operators would not refuse.
-    is_certain = dropout == 0.0 and position_bias is None and query.dtype in DTYPES.get(query.device.type, ())
-    obstacle = None if is_certain and not is_compiling() else _obstacle(query, key, value, dropout, position_bias)
+    # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
+    if is_compiling() or dropout != 0.0 or position_bias is not None or not _has_kernels(query):
+        obstacle = _obstacle(query, key, value, dropout, position_bias)
+    else:
+        obstacle = None
     if obstacle is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
         extras: dict[str, Any] = {}
@@ -185,6 +187,11 @@ def attention_forward(
                 raise
     return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
                  position_bias, options)  # fmt: skip
+
+
+def _has_kernels(query: Tensor) -> bool:
+    device_type = query.device.type
+    return device_type in DTYPES and query.dtype in DTYPES[device_type]
 
 
 def _attend(

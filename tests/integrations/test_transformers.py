@@ -130,7 +130,9 @@ def test_generation_gives_the_same_tokens(name: str, cache: str, monkeypatch: py
     assert torch.equal(*found)
     if name == "Llama" and find_spec("transformers.integrations.moe"):  # not the masks of all the cache, which 4.57 has
         used = [call.args[3][2] for call in by_length.call_args_list]
-        lengths = [of_sequences.tolist() for of_sequences in used if of_sequences is not None]  # none where 5.5 has a mask
+        lengths = [
+            of_sequences.tolist() for of_sequences in used if of_sequences is not None
+        ]  # none where 5.5 has a mask
         assert lengths == [[n, n] for n in range(10, 17) for _ in range(2)]  # of each step, in each of two layers
 
 
