@@ -7,7 +7,7 @@ Weights are random, text is random tokens. Tasks: ``generate`` (greedy, a dynami
 ``static`` (a static cache, the decoding step compiled and replayed as a CUDA graph) and ``train`` (a fine-tuning step: forward,
 backward, SGD). Contenders are (attention, experts) by transformers' names; those that cannot be loaded are told and left out. Before
 anything is timed, each contender's logits are held against float32 and its loss and gradient norm against transformers' own; then
-they take turns, round by round, and a ratio is the median over the rounds.
+they take turns, round by round (but for ``static``), and a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,8 @@ class Size:
     length: int
 
     def config(self, model: str) -> Any:
-        import transformers
-
-        shared = {
+        transformers: Any = import_module("transformers")
+        shared: dict[str, Any] = {
             "vocab_size": 32000,
             "hidden_size": self.width,
             "num_hidden_layers": self.layers,
@@ -116,8 +116,7 @@ TASKS = ("generate", "generate-16", "static", "train")
 
 
 def build(size: Size, model: str, device: str) -> Any:
-    import transformers
-
+    transformers: Any = import_module("transformers")
     torch.manual_seed(0)
     register()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -254,12 +253,18 @@ def measure(
     """A row for each contender. The rounds end early when they have taken ``limit`` seconds; at least three are run."""
     call, tokens = prepare(task, model, size, device)
     samples: dict[Contender, list[float]] = {contender: [] for contender in contenders}
-    for contender in contenders:
-        for _ in range(
-            3 if task == "static" else 1
-        ):  # a graph is recorded at the second call of what was compiled at the first
+    if task == "static":  # two sets of recorded graphs do not share a process: each contender has its rounds alone
+        for contender in contenders:
+            torch.compiler.reset()
+            model.__dict__.pop("_compiled_call", None)
             contender.use(model)
-            call()
+            for _ in range(3):
+                call()
+            samples[contender] = [seconds_of(call, device) for _ in range(rounds)]
+        return _rows(task, samples, tokens)
+    for contender in contenders:
+        contender.use(model)
+        call()
     started = time.perf_counter()
     for done in range(rounds):
         if done >= 3 and time.perf_counter() - started > limit:

@@ -66,13 +66,14 @@ def register() -> Registered:
 def _register_experts() -> str | None:
     from transformers import PreTrainedModel
 
+    nobody: Any = PreTrainedModel  # for a self that is not looked at
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:
         return None
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     try:
-        PreTrainedModel.get_correct_experts_implementation(PreTrainedModel, NAME)
+        PreTrainedModel.get_correct_experts_implementation(nobody, NAME)
     except ValueError:  # versions that know their own names by heart
         return None
     return NAME
@@ -224,7 +225,8 @@ def _attend(
         out = varlen.call(query, key, value, lengths, extras.get("sinks"), None, *numbers, return_lse=False)
     else:  # it says all there is to say, the causal rule and the window included
         out = attention(query, key, value, scale=scaling, attn_mask=mask, **extras)
-    return out.transpose(1, 2).contiguous()
+    heads_inside: Tensor = out.transpose(1, 2).contiguous()
+    return heads_inside
 
 
 def _attend_packed(
@@ -240,7 +242,9 @@ def _attend_packed(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     lengths = (options["cu_seq_lens_q"].int(), options["cu_seq_lens_k"].int())
     longest = (int(options["max_length_q"]), int(options["max_length_k"]))
-    out = varlen.attention_varlen(q, k, v, *lengths, *longest, causal=causal, window=window, scale=scaling, **extras)
+    out: Tensor = varlen.attention_varlen(
+        q, k, v, *lengths, *longest, causal=causal, window=window, scale=scaling, **extras
+    )
     return out.unsqueeze(0)
 
 
