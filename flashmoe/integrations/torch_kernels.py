@@ -38,7 +38,8 @@ def _require(condition: bool, reason: str) -> None:
 def _require_computed(dropout_p: float, q: Tensor) -> None:
     _require(dropout_p == 0.0, routing.NO_DROPOUT)
     if q.dtype not in DTYPES[q.device.type]:
-        raise LackingError(f"there is no kernel for {q.dtype} on {q.device.type}")
+        msg = f"there is no kernel for {q.dtype} on {q.device.type}"
+        raise LackingError(msg)
 
 
 def _dense(tensor: Tensor) -> Tensor:

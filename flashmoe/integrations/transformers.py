@@ -66,13 +66,14 @@ def register() -> Registered:
 def _register_experts() -> str | None:
     from transformers import PreTrainedModel
 
+    nobody: Any = PreTrainedModel  # for a self that is not looked at
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:
         return None
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     try:
-        PreTrainedModel.get_correct_experts_implementation(PreTrainedModel, NAME)
+        PreTrainedModel.get_correct_experts_implementation(nobody, NAME)
     except ValueError:  # versions that know their own names by heart
         return None
     return NAME
@@ -163,9 +164,11 @@ def attention_forward(
     not read. What flashmoe lacks (dropout, a position bias, float32 on a GPU) goes to transformers' SDPA attention, and
     FLASHMOE_FALLBACK says what then happens.
     """
-    # Looking for obstacles takes longer than the call: outside of a compiler only what the operators would not refuse.
-    is_certain = dropout == 0.0 and position_bias is None and query.dtype in DTYPES.get(query.device.type, ())
-    obstacle = None if is_certain and not is_compiling() else _obstacle(query, key, value, dropout, position_bias)
+    # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
+    if is_compiling() or dropout != 0.0 or position_bias is not None or not _has_kernels(query):
+        obstacle = _obstacle(query, key, value, dropout, position_bias)
+    else:
+        obstacle = None
     if obstacle is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
         extras: dict[str, Any] = {}
@@ -185,6 +188,11 @@ def attention_forward(
                 raise
     return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
                  position_bias, options)  # fmt: skip
+
+
+def _has_kernels(query: Tensor) -> bool:
+    device_type = query.device.type
+    return device_type in DTYPES and query.dtype in DTYPES[device_type]
 
 
 def _attend(
@@ -217,7 +225,8 @@ def _attend(
         out = varlen.call(query, key, value, lengths, extras.get("sinks"), None, *numbers, return_lse=False)
     else:  # it says all there is to say, the causal rule and the window included
         out = attention(query, key, value, scale=scaling, attn_mask=mask, **extras)
-    return out.transpose(1, 2).contiguous()
+    heads_inside: Tensor = out.transpose(1, 2).contiguous()
+    return heads_inside
 
 
 def _attend_packed(
@@ -233,7 +242,9 @@ def _attend_packed(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     lengths = (options["cu_seq_lens_q"].int(), options["cu_seq_lens_k"].int())
     longest = (int(options["max_length_q"]), int(options["max_length_k"]))
-    out = varlen.attention_varlen(q, k, v, *lengths, *longest, causal=causal, window=window, scale=scaling, **extras)
+    out: Tensor = varlen.attention_varlen(
+        q, k, v, *lengths, *longest, causal=causal, window=window, scale=scaling, **extras
+    )
     return out.unsqueeze(0)
 
 

@@ -1,4 +1,5 @@
-"""``nox -s compat``: one wheel file under every torch that it supports, with the lowest and highest local CPython of each.
+"""``nox -s compat``: one wheel file under every torch that it supports, with the lowest and highest local CPython of each, and
+under several versions of transformers.
 
 Each cell is its own environment with that torch from the package index (not from the lock: the aim is to test what users
 can install), the wheel under test, and the operator's tests on the CPU. One cell below the floor checks that the import is
@@ -35,6 +36,10 @@ TESTS = ("tests/attention",)
 # Enough to show that this torch loads the library and runs the operator: registration and opcheck, autograd, compile, errors
 # and values. The grid of sizes tests the kernel, which is the same machine code in every cell.
 CORE = ("tests/attention/test_extension.py", "tests/attention/test_checks.py", "tests/attention/test_compile.py")
+# The last of 4.x; one of 5.x that looks no experts up by name; the last but one to take foreign names for continuous batching.
+# The lock has the newest.
+TRANSFORMERS = ("4.57.6", "5.5.4", "5.17.0")
+TRANSFORMERS_TESTS = ("tests/integrations/test_transformers.py",)
 THREADS = 2
 INSTALL_LIMIT = 1800  # seconds
 TEST_LIMIT = 900
@@ -52,6 +57,15 @@ class Cell:
     passed: int
     install_seconds: float
     test_seconds: float
+    transformers: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{_torch_and(self.torch, self.transformers)}, Python {self.python}"
+
+
+def _torch_and(torch: str, transformers: str) -> str:
+    return f"torch {torch}, transformers {transformers}" if transformers else f"torch {torch}"
 
 
 def known_versions(output: str, floor: Version = FLOOR) -> tuple[list[str], str]:
@@ -103,6 +117,7 @@ class Setup:
     wheel: Path
     scratch: Path
     tests: tuple[str, ...]
+    transformers: str = ""
 
     @property
     def cache(self) -> Path:
@@ -113,25 +128,27 @@ def run_cell(torch: str, minor: str, interpreter: str, setup: Setup, *, refused:
     """Install and test one cell. SKIP, with uv's reason, only means that this torch has no wheel for the interpreter.
     An install that failed for another reason (network, disk) is FAIL, because nothing was shown to work.
     """
-    label = f"torch {torch}, Python {minor}"
+    label = f"{_torch_and(torch, setup.transformers)}, Python {minor}"
     folder = setup.scratch / f"{torch}-{minor}"
     shutil.rmtree(folder, ignore_errors=True)
     python = folder / "bin" / "python"
     begun = time.monotonic()
     problem = _uv(["venv", "-q", "--no-project", "--python", interpreter, str(folder)], label, setup.cache)
     install = ["pip", "install", "-q", "--python", str(python), "--only-binary", ":all:"]
-    problem = problem or _uv([*install, f"torch=={torch}", *TOOLS], f"{label}: installing", setup.cache)
+    packages = [f"torch=={torch}", *TOOLS]
+    packages += [f"transformers=={setup.transformers}", "accelerate"] if setup.transformers else []
+    problem = problem or _uv([*install, *packages], f"{label}: installing", setup.cache)
     problem = problem or _uv([*install, "--no-deps", str(setup.wheel)], f"{label}: the wheel", setup.cache)
     installed = time.monotonic() - begun
     if problem:
         shutil.rmtree(folder, ignore_errors=True)
         verdict = Verdict.SKIP if NO_WHEEL.search(" ".join(problem.split())) else Verdict.FAIL
-        return Cell(torch, minor, verdict, _reason(problem), 0, round(installed, 1), 0.0)
+        return Cell(torch, minor, verdict, _reason(problem), 0, round(installed, 1), 0.0, setup.transformers)
     begun = time.monotonic()
     verdict, found, passed = _refusal(python, torch) if refused else _tests(python, label, setup.tests)
     seconds = time.monotonic() - begun
     shutil.rmtree(folder, ignore_errors=True)
-    return Cell(torch, minor, verdict, found, passed, round(installed, 1), round(seconds, 1))
+    return Cell(torch, minor, verdict, found, passed, round(installed, 1), round(seconds, 1), setup.transformers)
 
 
 NO_WHEEL = re.compile(r"torch==\S+ has no (?:usable )?wheels.*?(?=,? and you require|, we can|\.(?: |$)|$)")
@@ -213,13 +230,30 @@ def run_version(torch: str, pythons: Mapping[str, str], setup: Setup) -> list[Ce
         for minor in order:
             if minor not in cells:
                 cells[minor] = run_cell(torch, minor, pythons[minor], setup)
-                print(f"{cells[minor].verdict} torch {torch}, Python {minor}: {cells[minor].found}", flush=True)
+                print(f"{cells[minor].verdict} {cells[minor].label}: {cells[minor].found}", flush=True)
             if cells[minor].verdict is not Verdict.SKIP:
                 break
     return [cells[minor] for minor in minors if minor in cells]
 
 
-def compat(wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequence[str]) -> Report:
+def run_transformers(
+    torch: str, versions: Sequence[str], pythons: Mapping[str, str], wheel: Path, scratch: Path
+) -> list[Cell]:
+    """Each version under one torch, with the highest Python here that both have wheels for."""
+    cells = []
+    for version in versions:
+        for minor in sorted(pythons, key=Version, reverse=True):
+            cell = run_cell(torch, minor, pythons[minor], Setup(wheel, scratch, TRANSFORMERS_TESTS, version))
+            if cell.verdict is not Verdict.SKIP:
+                break
+        print(f"{cell.verdict} {cell.label}: {cell.found}", flush=True)
+        cells.append(cell)
+    return cells
+
+
+def compat(
+    wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequence[str], transformers: Sequence[str] = ()
+) -> Report:
     """Runs the cells in order; the lowest and newest torch run the whole operator suite, the others its core."""
     started, clock = utc_now(), time.monotonic()
     versions, below = discover()
@@ -233,18 +267,22 @@ def compat(wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequenc
     ends = {versions[0], versions[-1]}
     if quick:
         chosen = sorted(ends, key=Version)
+    if transformers and not only:
+        chosen = []
     cells: list[Cell] = []
     for torch in chosen:
         setup = Setup(wheel, scratch, TESTS if full or (torch in ends and not only) else CORE)
         cells += run_version(torch, pythons, setup)
         shutil.rmtree(setup.cache, ignore_errors=True)  # 7 GB per torch
-    if below and not only:
+    if transformers or not (only or quick):
+        cells += run_transformers(versions[0], transformers or TRANSFORMERS, pythons, wheel, scratch)
+    if below and not only and not transformers:
         minor = min(pythons, key=Version)
         setup = Setup(wheel, scratch, ())
         cells.append(run_cell(below, minor, pythons[minor], setup, refused=True))
         print(f"{cells[-1].verdict} torch {below}: {cells[-1].found}", flush=True)
     shutil.rmtree(scratch, ignore_errors=True)
-    checks = tuple(Check(f"torch {cell.torch}, Python {cell.python}", cell.verdict, cell.found) for cell in cells)
+    checks = tuple(Check(cell.label, cell.verdict, cell.found) for cell in cells)
     data = {
         "wheel": wheel.name,
         "wheel_sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
@@ -263,6 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the lowest and the newest torch only")
     parser.add_argument("--full", action="store_true", help="the whole operator suite in every environment")
     parser.add_argument("--torch", action="append", default=[], help="this version only (may be repeated)")
+    parser.add_argument(
+        "--transformers",
+        action="append",
+        default=[],
+        help="this version only, under the lowest torch (may be repeated)",
+    )
     options = parser.parse_args(arguments)
     try:
         report = compat(
@@ -271,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             quick=options.quick,
             full=options.full,
             only=options.torch,
+            transformers=options.transformers,
         )
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

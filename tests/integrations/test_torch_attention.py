@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -50,29 +51,34 @@ RAGGED_FORWARD = "flashmoe::attention_varlen_forward"
 LENGTHS = (10, 1, 13)
 
 
-def ragged(device: str, requires_grad: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+def ragged(device: str, requires_grad: bool = False) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """(q, k, v), each [tokens, H, D], and the cumulative lengths."""
     torch.manual_seed(3)
     dtype = torch.float16 if device == "cuda" else torch.float32
     given = (torch.randn(sum(LENGTHS), 4, 64, device=device, dtype=dtype) for _ in range(3))
     lengths = torch.tensor([0, 10, 11, 24], dtype=torch.int32, device=device)
-    return tuple(tensor.requires_grad_(requires_grad) for tensor in given), lengths
+    q, k, v = (tensor.requires_grad_(requires_grad) for tensor in given)
+    return (q, k, v), lengths
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, causal: bool) -> Tensor:
     """``varlen_attn``, whose causal rule is a flag in torch 2.10 and a window in later ones."""
     longest = max(LENGTHS)
     names = inspect.signature(varlen_attn).parameters
-    options = {"is_causal": causal} if "is_causal" in names else {"window_size": (-1, 0 if causal else -1)}
-    out: Tensor = varlen_attn(q, k, v, lengths, lengths, longest, longest, **options)
+    options: dict[str, Any] = (
+        {"is_causal": causal} if "is_causal" in names else {"window_size": (-1, 0 if causal else -1)}
+    )
+    out = varlen_attn(q, k, v, lengths, lengths, longest, longest, **options)
+    assert isinstance(out, Tensor)
     return out
 
 
-def jagged(tensors: tuple[Tensor, ...], lengths: Tensor) -> list[Tensor]:
+def jagged(tensors: tuple[Tensor, ...], lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, H, {S}, D], as scaled_dot_product_attention takes them."""
-    longest = {"min_seqlen": min(LENGTHS), "max_seqlen": max(LENGTHS)}
+    longest: dict[str, Any] = {"min_seqlen": min(LENGTHS), "max_seqlen": max(LENGTHS)}
     make = torch.nested.nested_tensor_from_jagged
-    return [make(tensor, lengths.long(), **longest).transpose(1, 2) for tensor in tensors]
+    q, k, v = (make(tensor, lengths.long(), **longest).transpose(1, 2) for tensor in tensors)
+    return q, k, v
 
 
 def operators(call: Callable[[], object]) -> set[str]:
@@ -246,7 +252,7 @@ def kernels(call: Callable[[], object]) -> list[str]:
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in profile.events() if event.device_type.name == "CUDA"]
 
 
 @pytest.mark.gpu
@@ -262,7 +268,7 @@ def test_the_profile_of_an_unmodified_model_shows_our_kernels_and_none_of_torchs
             q, k, v = layer(x).view(2, 24, 3, 4, 64).permute(2, 0, 3, 1, 4)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            given = layer(x[0]).view(24, 3, 4, 64).unbind(1)
+            given: tuple[Tensor, Tensor, Tensor] = layer(x[0]).view(24, 3, 4, 64).unbind(1)
             if name == "varlen":
                 out = torch_varlen(*given, lengths, True)
             else:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from importlib import import_module
-from importlib.util import find_spec
+from inspect import signature
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -54,9 +52,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def build(name: str, device: str) -> nn.Module:
+def build(name: str, device: str, layers: int = 2) -> nn.Module:
     register()
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name], num_hidden_layers=layers)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
@@ -110,28 +108,48 @@ def test_padded_batches(device: str, name: str, side: str) -> None:
     assert not any(g.isnan().any() for g in ours)
 
 
-@pytest.mark.parametrize(("name", "cache"), [("Mistral", "dynamic"), ("GptOss", "static"), ("Llama", "static")])
-def test_generation_gives_the_same_tokens(name: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "cache"), [("Mistral", "dynamic"), ("GptOss", "static"), ("Llama", "compiled")])
+def test_generation_gives_the_same_tokens(name: str, cache: str) -> None:
     """In float32, on the CPU: in bfloat16 two tokens of a random model may tie."""
-    by_length = Mock(wraps=integration.varlen.call)
-    monkeypatch.setattr(integration.varlen, "call", by_length)
-    model: Any = build(name, "cpu")
+    model: Any = build(name, "cpu", layers=1 if cache == "compiled" else 2)
     prompt = torch.randint(3, 64, (2, 9))
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    if cache == "compiled":  # the decoding step, whole
+        options |= {"cache_implementation": "static", "compile_config": transformers.CompileConfig(**COMPILE)}
+        options["compile_config"]._compile_all_devices = True
     found = []
     for ours in (False, True):
         use(model, ours)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found.append(
-                model.generate(
-                    prompt, max_new_tokens=8, do_sample=False, cache_implementation=cache, disable_compile=True
-                )
-            )
+            found.append(model.generate(prompt, **options, disable_compile=not (ours and cache == "compiled")))
     assert torch.equal(*found)
-    if name == "Llama" and find_spec("transformers.integrations.moe"):  # not the masks of all the cache, which 4.57 has
-        used = [call.args[3][2] for call in by_length.call_args_list]
-        lengths = [of_sequences.tolist() for of_sequences in used if of_sequences is not None]  # none where 5.5 has a mask
-        assert lengths == [[n, n] for n in range(10, 17) for _ in range(2)]  # of each step, in each of two layers
+
+
+COMPILE = {"fullgraph": True, "backend": "aot_eager", "mode": "default"}
+
+
+def test_a_static_cache_decodes_by_its_lengths_where_no_key_is_padding() -> None:
+    masks = import_module("transformers.masking_utils")
+    if "q_length" not in signature(masks.sdpa_mask).parameters:
+        pytest.skip("this transformers gives positions in place of lengths")
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "q_length": 1,
+        "kv_length": 32,
+        "kv_offset": 0,
+        "allow_is_causal_skip": False,
+    }
+    options |= {"mask_function": masks.causal_mask_function, "device": "cpu", "config": None}
+    valid = torch.ones(2, 10, dtype=torch.bool)
+    for offset in (9, torch.tensor([9])):
+        found = integration.attention_mask(**options, q_offset=offset, attention_mask=valid)
+        assert found is not None
+        assert found.tolist() == [[[[10]]], [[[10]]]]
+    valid[1, 0] = False
+    padded = integration.attention_mask(**options, q_offset=9, attention_mask=valid)
+    assert padded is not None
+    assert padded.sum(-1).flatten().tolist() == [10, 9]
 
 
 CONTINUOUS = {"Llama": {}, "Gemma2": MODELS["Gemma2"]}

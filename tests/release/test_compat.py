@@ -57,6 +57,19 @@ def test_the_lowest_and_the_highest_python_that_a_torch_has(
     assert {cell.python: str(cell.verdict) for cell in cells} == expected
 
 
+def test_a_version_of_transformers_runs_under_the_highest_python_that_takes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compat, "run_cell", fake({"3.14"}))
+    pythons = {minor: f"/usr/bin/python{minor}" for minor in ("3.10", "3.12", "3.14")}
+    cells = compat.run_transformers("2.10.0", ("4.57.6", "5.17.0"), pythons, tmp_path / "x.whl", tmp_path)
+    assert [(cell.python, str(cell.verdict)) for cell in cells] == [("3.12", "PASS")] * 2
+    assert (
+        Cell("2.10.0", "3.12", Verdict.PASS, "", 9, 1.0, 1.0, "5.17.0").label
+        == "torch 2.10.0, transformers 5.17.0, Python 3.12"
+    )
+
+
 def program(tmp_path: Path, body: str) -> Path:
     """An interpreter's stand-in."""
     path = tmp_path / "python"
@@ -118,7 +131,7 @@ def test_uvs_reason_without_this_machines_paths() -> None:
 
 
 def test_the_core_is_there() -> None:
-    for name in (*compat.CORE, *compat.TESTS):
+    for name in (*compat.CORE, *compat.TESTS, *compat.TRANSFORMERS_TESTS):
         assert (compat.ROOT / name).exists()
 
 

@@ -7,7 +7,6 @@ reason only after a call has failed. Fake tensors have no C++ behind them, so th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ MAX_HEAD_DIM = 256
 MAX_SIZE = 2**31 - 1  # the kernels hold sizes in 32 bits and strides in 64
 MAX_SCALE = 3.4028234663852886e38 / 1.4426950408889634  # the kernels hold scale * log2(e) in float32
 LAYOUT = "[batch, heads, length, head_dim]"
-DTYPES: Mapping[str, tuple[torch.dtype, ...]] = MappingProxyType(
-    {
-        "cpu": (torch.float16, torch.bfloat16, torch.float32),
-        "cuda": (torch.float16, torch.bfloat16),
-        "meta": (torch.float16, torch.bfloat16, torch.float32),
-    }
-)
+# A plain dict: torch.compile traces no mapping proxy where the code that it compiles has changed any dict before.
+DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
+    "cpu": (torch.float16, torch.bfloat16, torch.float32),
+    "cuda": (torch.float16, torch.bfloat16),
+    "meta": (torch.float16, torch.bfloat16, torch.float32),
+}
 
 
 def validate(q: Any, k: Any, v: Any, scale: Any, causal: Any = False) -> None:
