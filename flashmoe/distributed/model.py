@@ -1,7 +1,8 @@
 """What attention and experts over many GPUs would cost, from rates that were measured on few: `python -m flashmoe.distributed.model`.
 
 Ring attention: in each of W steps a rank computes 1 / W^2 of the whole problem's products while keys and values of a part travel; the
-longer of the two counts. Merging partial results and adding up gradients is traffic in the GPU's own memory. Experts: the layer's own time at the tokens that arrive, and rows there and back.
+longer of the two counts. Merging partial results and adding up gradients is traffic in the GPU's own memory. Experts: the layer's own
+time at the tokens that arrive, rows there behind the rank's own tokens, and rows back.
 """
 
 from __future__ import annotations
