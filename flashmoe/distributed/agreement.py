@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +57,9 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
         try:
             store.wait([name], timeout)
         except (RuntimeError, ValueError) as error:
+            _announcements[key] = number  # who comes later finds nothing of this call, and the next one agrees again
+            with suppress(RuntimeError):
+                store.delete_key(f"{prefix}/{rank}")
             found = (
                 watch.find_absent(group, is_final=False) or f"rank {other} runs: it calls with what it called before"
             )

@@ -120,11 +120,12 @@ class ExpertParallel:
         three times the weights' bytes.
         """
         trip = _Trip(self.group, self.rank, self.size)
-        wait = trip.plan(ids, experts)
-        rows, their_weights, their_ids = _Dispatch.apply(x, weights, ids, trip, wait)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            trip.plan(x, weights, ids, experts)
         first = self.rank * experts
         added = shared(x) if callable(shared) else shared
         if is_joint:
+            rows, their_weights, their_ids = _Dispatch.apply(x, weights, trip)  # type: ignore[no-untyped-call]
             trip.arrive()
             if added is not None:
                 added = torch.cat((added.new_zeros(rows.shape), added))
@@ -132,7 +133,8 @@ class ExpertParallel:
             all_rows, all_weights, all_ids = (torch.cat(pair) for pair in pairs)
             partial, own = layer(all_rows, all_weights, all_ids - first, added).split((rows.shape[0], x.shape[0]))
         else:
-            own = layer(x, weights, ids - first, added)
+            own = layer(x, weights, ids - first, added)  # the GPU is busy while the host waits for the sizes
+            rows, their_weights, their_ids = _Dispatch.apply(x, weights, trip)  # type: ignore[no-untyped-call]
             trip.arrive()
             partial = layer(rows, their_weights, their_ids - first)
         result: Tensor = _Combine.apply(own, partial, trip)  # type: ignore[no-untyped-call]
@@ -175,30 +177,56 @@ class _Trip:
         self.works: list[Any] = []
         self.outgoing: list[int] | None = None  # None: equal parts
         self.incoming: list[int] | None = None
-        self.token = self.rows = torch.empty(0)
+        self.token = self.rows = self.slots = self.packed = self.counts = torch.empty(0)
+        self.sizes = (0, 0)  # H, k
+        self.ready: torch.cuda.Event | None = None
 
-    def plan(self, ids: Tensor, experts: int) -> Callable[[], None]:
-        """Where the rows of tokens [T, k] go. What is returned waits on the host, for one integer a pair of ranks."""
+    def plan(self, x: Tensor, weights: Tensor, ids: Tensor, experts: int) -> None:
+        """Find the ranks that have experts [T, k] of tokens, and tell each how many rows it gets. The host waits for nothing yet."""
         ranks, marks = _ranks(self.rank, self.size, ids.device)
         needed = (torch.div(ids, experts, rounding_mode="floor").unsqueeze(1) == ranks).any(dim=2)  # [T, W]
         wanted = torch.where(needed, marks, -1)
-        offsets, slots, rows, _ = torch.ops.flashmoe.moe_sort.default(
+        offsets, self.slots, rows, _ = torch.ops.flashmoe.moe_sort.default(
             wanted, wanted.new_empty(wanted.shape, dtype=torch.float32), None, self.size
         )
+        self.rows = rows.view(-1, self.size)
         counts = ids.new_empty(2 * self.size)
         torch.sub(offsets[1:], offsets[:-1], out=counts[: self.size])
         with explained(CALL, self.group):
             work = dist.all_to_all_single(counts[self.size :], counts[: self.size], group=self.group, async_op=True)
         self.works.append(work)
+        self.packed, self.sizes = _packed(x, weights, ids), (x.shape[1], ids.shape[1])
+        self.arrive()
+        self.counts = counts.to("cpu", non_blocking=True)
+        if x.is_cuda:
+            self.ready = torch.cuda.Event()
+            self.ready.record()
 
-        def wait() -> None:
-            self.arrive()
-            numbers = counts.tolist()
-            self.outgoing, self.incoming = numbers[: self.size], numbers[self.size :]
-            self.token = torch.div(slots[: sum(self.outgoing)], self.size, rounding_mode="floor")
-            self.rows = rows.view(-1, self.size)
+    def leave(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Send the rows: (x, weights, ids) of what comes from other ranks, there after :meth:`arrive`.
 
-        return wait
+        The host waits for the sizes of the messages. A stream of its own gathers the rows, so that they need not wait for what
+        this rank computes meanwhile.
+        """
+        if self.ready is None:
+            return _unpacked(self._send_rows(), *self.sizes)
+        self.ready.synchronize()
+        stream, side = torch.cuda.current_stream(), _side_stream(self.packed.device)
+        side.wait_event(self.ready)
+        with torch.cuda.stream(side):
+            received = self._send_rows()
+        for tensor in (self.packed, self.slots):
+            tensor.record_stream(side)
+        for tensor in (received, self.token):
+            tensor.record_stream(stream)
+        self.packed = self.slots = self.counts  # their memory is free from here on
+        return _unpacked(received, *self.sizes)
+
+    def _send_rows(self) -> Tensor:
+        numbers = self.counts.tolist()
+        self.outgoing, self.incoming = numbers[: self.size], numbers[self.size :]
+        self.token = torch.div(self.slots[: sum(self.outgoing)], self.size, rounding_mode="floor")
+        return self.all_to_all(self.packed.index_select(0, self.token))
 
     def all_to_all(self, tensor: Tensor, *, is_back: bool = False, room: int = 0) -> Tensor:
         """What the other ranks send of [rows, ...], in the order of the ranks, behind ``room`` rows; there after :meth:`arrive`."""
@@ -237,6 +265,11 @@ class _Trip:
 
     def _rows_of_others(self) -> Tensor:
         return torch.cat((self.rows[:, : self.rank], self.rows[:, self.rank + 1 :]), dim=1).t()
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @lru_cache(maxsize=64)
@@ -282,14 +315,9 @@ class _Dispatch(torch.autograd.Function):
     """Rows of tokens, their weights and ids to the ranks of their experts; backward their gradients come home."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip, wait: Callable[[], None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
         ctx.trip, ctx.weights_dtype = trip, weights.dtype
-        packed = _packed(x, weights, ids)
-        wait()
-        received = trip.all_to_all(packed.index_select(0, trip.token))
-        found = _unpacked(received, x.shape[1], ids.shape[1])
+        found = trip.leave()
         ctx.mark_non_differentiable(found[2])
         return found
 
@@ -299,7 +327,7 @@ class _Dispatch(torch.autograd.Function):
         trip: _Trip = ctx.trip
         dx = _add_up(trip.at_home(grad_rows)) if ctx.needs_input_grad[0] else None
         dweights = _add_up(trip.at_home(grad_weights)).to(ctx.weights_dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweights, None, None, None
+        return dx, dweights, None
 
 
 class _Combine(torch.autograd.Function):

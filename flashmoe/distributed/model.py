@@ -1,8 +1,8 @@
 """What attention and experts over many GPUs would cost, from rates that were measured on few: `python -m flashmoe.distributed.model`.
 
 Ring attention: in each of W steps a rank computes 1 / W^2 of the whole problem's products while keys and values of a part travel; the
-longer of the two counts. Merging partial results and adding up gradients is traffic in the GPU's own memory; the last hop of the
-gradients of keys and values is hidden by nothing. Experts: the layer's own time at the tokens that arrive, and rows there and back.
+longer of the two counts. Merging partial results and adding up gradients is traffic in the GPU's own memory. Experts: the layer's own
+time at the tokens that arrive, rows there behind the rank's own tokens, and rows back.
 """
 
 from __future__ import annotations
@@ -59,26 +59,38 @@ class Prediction:
 def context_parallel(problem: Attention, size: int, rates: Rates) -> Prediction:
     """The ring of flashmoe.distributed.context_parallel_attention, forward and backward."""
     alone = problem.products() / rates.attention / 1e9
+    if size == 1:
+        return Prediction(alone, alone, 0.0)
     rows = problem.length / size * problem.heads * problem.head_dim
     keys = 2 * problem.length / size * problem.heads_kv * problem.head_dim  # K and V
     link = rates.between(size) * 1e6  # bytes a millisecond
     compute = alone / size**2
     forward, backward = compute * 2 / 7, compute * 5 / 7
-    steps = size - 1
-    waiting = steps * max(0.0, keys * ELEMENT / link - forward)
-    waiting += steps * max(0.0, keys * (ELEMENT + 4) / link - backward)
-    waiting += keys * 4 / link if size > 1 else 0.0
-    # float32 sums beside bfloat16 parts: read and write, once a step; the conversions at the ends.
-    traffic = rows * ((6 + 26 * steps + 6) + (4 + 10 * size + 6)) + keys * (4 + 10 * size + 6) if size > 1 else 0.0
+    sums = ELEMENT if size == 2 else 4  # bytes of an element of what is added up
+    message, first, later = (keys * count / link for count in (ELEMENT, ELEMENT, 4))
+    waiting = (size - 1) * max(0.0, message - forward)
+    # Backward the first keys come behind half of a rank's own ones, and the last gradients leave behind the other half.
+    waiting += max(0.0, message - backward / 2)
+    waiting += (size - 2) * max(0.0, message + later - backward)
+    waiting += max(0.0, (first if size == 2 else later) - backward / 2)
+    # Each merge reads and writes the sum and a float32 product; gradients are added in place.
+    merges = (size - 1) * (ELEMENT + 4 + 4 + ELEMENT + sums) + (0 if size == 2 else 2 * sums + 2 * ELEMENT)
+    added = sums + (size + 1) * (2 * sums + ELEMENT)
+    home = 2 * sums + ELEMENT + (size - 2) * (ELEMENT + 4 + 2 * 4 + ELEMENT)
+    traffic = rows * (merges + added) + keys * home
     return Prediction(alone, compute * size + waiting + traffic / (rates.memory * 1e6), waiting)
 
 
 def expert_parallel(tokens: int, hidden: int, inner: int, top_k: int, size: int, rates: Rates) -> Prediction:
-    """flashmoe.distributed.ExpertParallel, forward; ``tokens`` of each rank, experts chosen uniformly."""
+    """flashmoe.distributed.ExpertParallel, forward; ``tokens`` of each rank, experts chosen uniformly.
+
+    Rows leave while the rank's own tokens are computed; what comes back is hidden by nothing.
+    """
     alone = 6 * tokens * top_k * hidden * inner / rates.experts / 1e9
-    leaving = min(top_k, size - 1) * tokens * hidden * ELEMENT  # at most: one row a rank that has one of its experts
-    waiting = 2 * leaving / (rates.between(size) * 1e6)
-    copies = 6 * (leaving + tokens * hidden * ELEMENT) / (rates.memory * 1e6)
+    sent = (size - 1) * (1 - (1 - 1 / size) ** top_k) * tokens  # to each rank that has one of a token's experts
+    travel = sent * hidden * ELEMENT / (rates.between(size) * 1e6)
+    waiting = travel + max(0.0, travel - alone / size)
+    copies = (4 * sent + 6 * tokens) * hidden * ELEMENT / (rates.memory * 1e6)
     return Prediction(alone, alone + waiting + copies, waiting)
 
 

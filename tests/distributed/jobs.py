@@ -179,6 +179,7 @@ def _absence(rank: int, size: int) -> None:
         with pytest.raises(DistributedError, match=r"rank 1 did not join"):
             context_parallel_attention(q, q, q, timeout=timedelta(seconds=2))
     dist.barrier()
+    context_parallel_attention(q, q, q)  # nobody is left out for good
 
 
 def _stalled(rank: int, size: int) -> None:
@@ -210,6 +211,32 @@ def _killed(rank: int, size: int) -> None:
     assert time.monotonic() - begun < 24
 
 
+def _suite(rank: int, size: int) -> None:
+    """The benchmark suite on its smallest problems."""
+    from flashmoe.tools.bench.distributed import session
+    from flashmoe.tools.bench.distributed.measure import Ranks
+    from flashmoe.tools.bench.suites import parse_suite
+    from flashmoe.tools.report import Verdict
+
+    attention = {"what": "attention", "length": 64, "heads": 4, "heads_kv": 2, "head_dim": 64}
+    experts = {"what": "experts", "tokens": 8, "hidden": 16, "inner": 8, "experts": 4, "top_k": 2}
+    table = {"schema": 1, "name": "mine", "kind": "distributed", "repeats": 2, "parts": [attention, experts]}
+    report = session._measure(parse_suite(table, "mine.toml"), Ranks(torch.device("cpu")), ())
+    assert (report is None) == (rank > 0)
+    if report is None:
+        return
+    assert report.verdict is Verdict.PASS, report.checks
+    first, second = report.data["parts"]
+    keys = 2 * 32 * 2 * 64 * 4  # bytes: a rank's keys and values, float32
+    assert first["bytes_sent"] == 3 * keys  # forward, backward, and the gradients
+    assert first["bytes_least"] == 1.5 * keys
+    assert second["bytes_least"] < second["bytes_sent"] < 2 * second["bytes_least"]
+    assert set(first["ms"]) == {"one", "ring", "all_gather"}
+    text = session.as_text(report)
+    assert "attention-s64-h4-2-d64" in text
+    assert "needs GPUs" in text
+
+
 JOBS: dict[str, Callable[[int, int], None]] = {
     "attention": _attention,
     "ragged": _ragged,
@@ -217,6 +244,7 @@ JOBS: dict[str, Callable[[int, int], None]] = {
     "uneven_tokens": _uneven_tokens,
     "disagreement": _disagreement,
     "absence": _absence,
+    "suite": _suite,
     "stalled": _stalled,
     "killed": _killed,
     **dtensor_jobs.JOBS,

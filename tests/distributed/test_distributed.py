@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parent / "jobs.py"
 LIMIT = 300  # seconds
 BOTH = ["attention", "ragged", "experts", "uneven_tokens", "dtensor", "dtensor_caches", "dtensor_layer", "models"]
 GROUPS = {
-    "two": (2, "cpu", [*BOTH, "disagreement", "absence", "stalled"]),
+    "two": (2, "cpu", [*BOTH, "suite", "disagreement", "stalled", "absence"]),
     "four": (4, "cpu", ["attention", "ragged", "experts", "killed"]),
     "two-gpus": (2, "cuda", BOTH),
 }

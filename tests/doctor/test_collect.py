@@ -13,7 +13,8 @@ import pytest
 
 from flashmoe.tools.doctor import cli, collect
 from flashmoe.tools.doctor.driver import read_driver
-from flashmoe.tools.doctor.facts import Driver, Gpu
+from flashmoe.tools.doctor.facts import Driver, Gpu, Links
+from flashmoe.tools.doctor.links import read_links
 from flashmoe.tools.doctor.shadow import find_shadows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,49 @@ def test_a_driver_with_two_gpus() -> None:
 def test_a_driver_without_a_gpu_keeps_cudas_own_name() -> None:
     assert read_driver(lambda name: FakeCuda([], 100)) == Driver(12080, error="CUDA_ERROR_NO_DEVICE")
     assert read_driver(lambda name: FakeCuda([], 999)) == Driver(12080, error="CUDA error 999")
+
+
+TOPOLOGY = """\x1b[4m\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-63\t0
+GPU1\tNV18\t X \tSYS\t64-127\t1
+NIC0\tPIX\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+class FakePeers(FakeCuda):
+    """GPUs of which the second cannot reach the first."""
+
+    def cuDeviceCanAccessPeer(self, result: object, first: int, second: int) -> int:  # noqa: N802
+        result._obj.value = int(first < second)
+        return 0
+
+
+def test_links_between_two_gpus() -> None:
+    cuda = FakePeers([("NVIDIA H100", 9, 0)] * 2)
+    asked: list[list[str]] = []
+
+    def run(command: list[str]) -> str:
+        asked.append(command)
+        return TOPOLOGY
+
+    found = read_links(lambda name: cuda, run)
+    assert found == Links(unreachable=((1, 0),), topology=(("X", "NV18"), ("NV18", "X")))
+    assert asked == [["nvidia-smi", "topo", "-m"]]
+
+
+def test_links_that_cannot_be_asked() -> None:
+    def run(command: list[str]) -> str:
+        raise FileNotFoundError("no nvidia-smi")
+
+    found = read_links(lambda name: FakeCuda([("NVIDIA H100", 9, 0)] * 2), run)
+    assert "cuDeviceCanAccessPeer" in found.peers_problem
+    assert found.topology_problem == "no nvidia-smi"
+    assert read_links(lambda name: FakePeers([("NVIDIA H100", 9, 0)] * 2), lambda _: "").topology_problem
+    assert read_links(lambda name: FakeCuda([("NVIDIA H100", 9, 0)]), run) == Links()
+    assert read_links(lambda name: FakeCuda([], 100), run) == Links()
 
 
 def test_no_driver() -> None:

@@ -9,7 +9,7 @@ import pytest
 from flashmoe.errors import ExitCode
 from flashmoe.tools.doctor import judge as judging
 from flashmoe.tools.doctor.cli import render
-from flashmoe.tools.doctor.facts import Compiler, Driver, Extension, Facts, Gpu, Lock, Package, Probe, Python
+from flashmoe.tools.doctor.facts import Compiler, Driver, Extension, Facts, Gpu, Links, Lock, Package, Probe, Python
 from flashmoe.tools.doctor.judge import judge, serving_target
 from flashmoe.tools.report import Check, Report, Verdict
 from flashmoe.tools.tables import load_tables
@@ -28,7 +28,13 @@ GOOD = Facts(
     lock=Lock(checkout=True, name="test"),
     extension=Extension(found=True, shown="flashmoe/libflashmoe.so", targets=ALL_TARGETS),
     probe=Probe(
-        ran=True, loaded=True, torch_version="2.10.0", smoke="6 problems right", smoke_ok=True, targets=ALL_TARGETS
+        ran=True,
+        loaded=True,
+        torch_version="2.10.0",
+        smoke="6 problems right",
+        smoke_ok=True,
+        targets=ALL_TARGETS,
+        nccl="2.27.5",
     ),
 )
 
@@ -45,7 +51,7 @@ def gpu_with(*targets: str) -> dict[str, object]:
 def test_a_good_machine_passes_throughout() -> None:
     checks = judge(GOOD, TABLES)
     assert {check.verdict for check in checks} == {Verdict.PASS}
-    assert len({check.name for check in checks}) == len(checks) == 13
+    assert len({check.name for check in checks}) == len(checks) == 14
 
 
 @pytest.mark.parametrize(
@@ -320,3 +326,40 @@ def test_exit_code_and_text() -> None:
 @pytest.mark.parametrize(("text", "parts"), [("2.10.0+cu128", (2, 10, 0)), ("2.11.0a0+git", (2, 11, 0)), ("x", ())])
 def test_numbers_of_a_version(text: str, parts: tuple[int, ...]) -> None:
     assert judging.numbers(text) == parts
+
+
+TWO = Driver(12080, (H100, H100))
+NVLINK = Links(topology=(("X", "NV18"), ("NV18", "X")))
+
+
+def test_gpus_that_reach_each_other_pass() -> None:
+    check = look("several GPUs", driver=TWO, links=NVLINK)
+    assert check.verdict is Verdict.PASS
+    assert check.found == "NCCL 2.27.5; 2 GPUs, peer access between all; all by NV18"
+    mixed = Links(topology=(("X", "NV4", "SYS"), ("NV4", "X", "PIX"), ("SYS", "PIX", "X")))
+    check = look("several GPUs", driver=Driver(12080, (H100,) * 3), links=mixed)
+    assert check.found.endswith("0-1 NV4, 0-2 SYS, 1-2 PIX")
+
+
+def test_without_a_gpu_doctor_says_what_it_could_not_ask() -> None:
+    check = look("several GPUs", driver=Driver())
+    assert check.verdict is Verdict.SKIP
+    assert "neither peer access nor topology could be asked" in check.why
+    assert check.found == "NCCL 2.27.5"
+    assert look("several GPUs").found == "NCCL 2.27.5; one GPU, so there is no peer"
+
+
+@pytest.mark.parametrize(
+    ("links", "nccl", "says", "why"),
+    [
+        (Links(unreachable=((0, 1), (1, 0))), "2.27.5", "no peer access from 0 to 1, 1 to 0", "host's memory"),
+        (Links(peers_problem="CUDA error 3"), "2.27.5", "peer access unknown (CUDA error 3)", "did not say"),
+        (Links(topology_problem="no nvidia-smi"), "", "topology unknown (no nvidia-smi)", "NCCL alone"),
+    ],
+)
+def test_gpus_that_do_not_reach_each_other_warn(links: Links, nccl: str, says: str, why: str) -> None:
+    check = look("several GPUs", driver=TWO, links=links, probe=replace(GOOD.probe, nccl=nccl))
+    assert check.verdict is Verdict.WARN
+    assert says in check.found
+    assert why in check.why
+    assert check.next_step

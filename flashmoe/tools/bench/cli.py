@@ -77,6 +77,8 @@ def _measure(args: argparse.Namespace) -> int:
     device = resolve_device(args.device, suites)
     if any(suite.kind == "build" for suite in suites):
         return _measure_build(args, suites)
+    if any(suite.kind == "distributed" for suite in suites):
+        return _measure_distributed(args, suites, device)
     suite = fit_suite(merge(suites), args, device)
     from flashmoe.tools.bench.session import Options, Session
 
@@ -212,6 +214,26 @@ def _measure_build(args: argparse.Namespace, suites: list[Suite]) -> int:
         write_report(args.json, report)
     for check in report.checks:
         print(f"{check.verdict} {check.name}: {check.found}")
+    return report.exit_code
+
+
+def _measure_distributed(args: argparse.Namespace, suites: list[Suite], device: str) -> int:
+    from flashmoe.tools.bench.distributed.session import as_text, measure_distributed
+
+    if len(suites) > 1:
+        msg = "a suite of several GPUs runs alone"
+        raise ArgumentError(msg)
+    suite = suites[0].quick() if args.quick else suites[0]
+    report = measure_distributed(replace(suite, repeats=args.repeats or suite.repeats), device, typed_command())
+    if report is None:
+        return ExitCode.OK
+    if args.json:
+        write_report(args.json, report)
+    if args.summary:
+        from flashmoe.tools.report import medians, rounded
+
+        write_summary(args.summary, replace(report, data=rounded(medians(report.data))).to_json())
+    print(as_text(report))
     return report.exit_code
 
 

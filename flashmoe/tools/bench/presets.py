@@ -58,7 +58,7 @@ def find_preset(name: str, device_name: str) -> Preset | None:
 
 def apply_preset(suite: Suite, preset: Preset | None) -> Suite:
     """``suite`` with dtypes, batch sizes, contenders and baseline that the GPU can run."""
-    if preset is None or suite.kind == "build":
+    if preset is None or suite.kind != "operation":
         return suite
     cases: dict[str, Problem] = {}
     quick = set()

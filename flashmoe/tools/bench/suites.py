@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flashmoe.tools.bench.distributed.parts import Part, parse_parts
 from flashmoe.tools.problems import DEFAULT_OPERATION, Problem, fields, operations, problem_type
 from flashmoe.tools.problems.fields import SuiteError
 
@@ -23,9 +24,21 @@ SCHEMA = 1
 SUITE_FOLDER = Path(__file__).resolve().parent / "suites"
 DEVICES = ("cpu", "cuda")
 TIMINGS = ("events", "graph", "wall", "call")
-KINDS = ("operation", "build")
+KINDS = ("operation", "build", "distributed")
 MAX_CASES = 4096
-_SUITE_FIELDS = {"schema", "name", "title", "kind", "devices", "contenders", "baseline", "quick", "cases", "builds"}
+_SUITE_FIELDS = {
+    "schema",
+    "name",
+    "title",
+    "kind",
+    "devices",
+    "contenders",
+    "baseline",
+    "quick",
+    "cases",
+    "builds",
+    "parts",
+}
 _SUITE_FIELDS |= {"operation", "repeats", "block", "timing", "flush_l2"}
 
 
@@ -68,11 +81,15 @@ class Suite:
     quick_keys: frozenset[str] = field(default_factory=frozenset)
     quick_only: tuple[Problem, ...] = ()
     builds: tuple[BuildCase, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     def quick(self) -> Suite:
         """The cases marked ``quick`` (all when none is), with fewer samples. Those marked "only" are in no other run."""
         chosen = (*self.quick_only, *(case for case in self.cases if case.key in self.quick_keys)) or self.cases
-        return replace(self, cases=chosen, repeats=min(self.repeats, self.quick_repeats), block=min(self.block, 3))
+        parts = tuple(part for part in self.parts if part.key in self.quick_keys) or self.parts
+        return replace(
+            self, cases=chosen, parts=parts, repeats=min(self.repeats, self.quick_repeats), block=min(self.block, 3)
+        )
 
 
 def suite_names() -> tuple[str, ...]:
@@ -108,7 +125,8 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
     quick = fields.table(table.get("quick", {}), source, "quick")
     fields.known(quick, {"repeats", "time_budget"}, f"{source}: [quick]")
     rows = table.get("cases", [])
-    cases = _Cases() if kind == "build" else _cases(rows, source, problem_type(operation))
+    parts, quick_parts = parse_parts(table.get("parts"), source) if kind == "distributed" else ((), frozenset())
+    cases = _Cases() if kind != "operation" else _cases(rows, source, problem_type(operation))
     return Suite(
         name=fields.text(table.get("name"), source, "name"),
         title=fields.text(table.get("title", table.get("name")), source, "title"),
@@ -129,9 +147,10 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
         operation=operation,
         quick_repeats=fields.count(quick.get("repeats", 30), source, "quick.repeats"),
         quick_budget=float(fields.count(quick.get("time_budget", 25), source, "quick.time_budget")),
-        quick_keys=frozenset(cases.quick),
+        quick_keys=frozenset(cases.quick) | quick_parts,
         quick_only=tuple(cases.only.values()),
         builds=_builds(table.get("builds", []), source) if kind == "build" else (),
+        parts=parts,
     )
 
 

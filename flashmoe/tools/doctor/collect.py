@@ -18,6 +18,7 @@ from pathlib import Path
 from flashmoe._version import __version__
 from flashmoe.tools.doctor.driver import read_driver
 from flashmoe.tools.doctor.facts import Compiler, Extension, Facts, Lock, Package, Probe, Python
+from flashmoe.tools.doctor.links import read_links
 from flashmoe.tools.doctor.shadow import find_shadows
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -36,11 +37,12 @@ def collect(environ: Mapping[str, str], probe_timeout_s: float = DEFAULT_PROBE_T
     checkout = find_checkout()
     library = find_library(environ, checkout)
     torch = package("torch")
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(5) as pool:
         probing = pool.submit(run_probe, environ, library, bool(torch.versions) or has_module("torch"), probe_timeout_s)
         locking = pool.submit(lock_state, checkout)
         compiler = pool.submit(read_compiler, environ)
         driver = pool.submit(read_driver)
+        links = pool.submit(read_links)
         return Facts(
             flashmoe=__version__,
             python=read_python(),
@@ -53,6 +55,7 @@ def collect(environ: Mapping[str, str], probe_timeout_s: float = DEFAULT_PROBE_T
             extension=read_extension(library, checkout),
             probe=probing.result(),
             variables={name: environ[name] for name in (*FOREIGN_VARIABLES, *OWN_VARIABLES) if environ.get(name)},
+            links=links.result(),
             shadows=find_shadows(),
             nvcc=shutil.which("nvcc", path=environ.get("PATH")) is not None,
         )
@@ -237,4 +240,5 @@ def parse_probe(status: int, stdout: str, stderr: str, seconds: float) -> Probe:
         smoke_raised=bool(told.get("smoke_raised")),
         targets=tuple(map(str, targets)) if isinstance(targets, list) else (),
         seconds=round(seconds, 2),
+        nccl=str(told.get("nccl", "")),
     )

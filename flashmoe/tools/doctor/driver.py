@@ -25,30 +25,30 @@ def read_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
         return Driver()
     version = 0
     try:
-        version = _number(cuda, cuda.cuDriverGetVersion)
-        _check(cuda, cuda.cuInit(0))
-        gpus = tuple(_gpu(cuda, index) for index in range(_number(cuda, cuda.cuDeviceGetCount)))
+        version = read_number(cuda, cuda.cuDriverGetVersion)
+        check_status(cuda, cuda.cuInit(0))
+        gpus = tuple(_gpu(cuda, index) for index in range(read_number(cuda, cuda.cuDeviceGetCount)))
     except (CudaError, AttributeError) as error:
         return Driver(version, error=str(error))
     return Driver(version, gpus)
 
 
 def _gpu(cuda: Any, index: int) -> Gpu:
-    device = _number(cuda, cuda.cuDeviceGet, index)
+    device = read_number(cuda, cuda.cuDeviceGet, index)
     name = ctypes.create_string_buffer(256)
-    _check(cuda, cuda.cuDeviceGetName(name, len(name), device))
-    major = _number(cuda, cuda.cuDeviceGetAttribute, COMPUTE_CAPABILITY_MAJOR, device)
-    minor = _number(cuda, cuda.cuDeviceGetAttribute, COMPUTE_CAPABILITY_MINOR, device)
+    check_status(cuda, cuda.cuDeviceGetName(name, len(name), device))
+    major = read_number(cuda, cuda.cuDeviceGetAttribute, COMPUTE_CAPABILITY_MAJOR, device)
+    minor = read_number(cuda, cuda.cuDeviceGetAttribute, COMPUTE_CAPABILITY_MINOR, device)
     return Gpu(name.value.decode(errors="replace"), (major, minor))
 
 
-def _number(cuda: Any, call: Callable[..., int], *arguments: int) -> int:
+def read_number(cuda: Any, call: Callable[..., int], *arguments: int) -> int:
     result = ctypes.c_int()
-    _check(cuda, call(ctypes.byref(result), *arguments))
+    check_status(cuda, call(ctypes.byref(result), *arguments))
     return result.value
 
 
-def _check(cuda: Any, status: int) -> None:
+def check_status(cuda: Any, status: int) -> None:
     if status == 0:
         return
     text = ctypes.c_char_p()

@@ -41,6 +41,16 @@ class Driver:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Between the GPUs of this machine, where there are two or more."""
+
+    unreachable: tuple[tuple[int, int], ...] = ()  # (a, b): GPU a cannot access the memory of GPU b
+    peers_problem: str = ""  # why the driver could not be asked
+    topology: tuple[tuple[str, ...], ...] = ()  # [a][b]: "NV18", "PIX", "SYS", ...
+    topology_problem: str = ""  # why nvidia-smi could not be asked
+
+
+@dataclass(frozen=True)
 class Compiler:
     command: str
     version: str = ""  # empty: not there, or no version printed
@@ -82,6 +92,7 @@ class Probe:
     targets: tuple[str, ...] = ()
     seconds: float = 0.0
     timed_out: bool = False
+    nccl: str = ""  # "2.27.5"; empty: torch has none
 
 
 @dataclass(frozen=True)
@@ -100,4 +111,5 @@ class Facts:
     probe: Probe
     variables: dict[str, str] = field(default_factory=dict)  # those that are set, of VARIABLES in collect
     nvcc: bool = False
+    links: Links = field(default_factory=Links)
     shadows: tuple[str, ...] = ()  # what else holds the import name, in words

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flashmoe._extension import CPU_ISA_VARIABLE, CPU_ISAS
 from flashmoe._version import DISTRIBUTION
 from flashmoe.tools.doctor.facts import Facts, Gpu
+from flashmoe.tools.doctor.several import several
 from flashmoe.tools.doctor.shadow import shadow
 from flashmoe.tools.report import Check, Verdict
 
@@ -41,6 +42,7 @@ def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
         numpy(facts),
         driver(facts),
         gpus(facts, tables),
+        several(facts),
         compiler(facts),
         lock(facts),
         variables(facts, tables),

@@ -20,6 +20,7 @@ def main(has_extension: bool) -> int:
         import torch
 
         say(torch=str(torch.__version__), cuda=str(torch.version.cuda or ""))
+        say(nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "")
     except Exception as error:  # what a damaged torch raises is not known beforehand
         say(problem=f"{type(error).__name__}: {error}")
         return 1

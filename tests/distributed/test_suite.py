@@ -1,0 +1,86 @@
+"""The suite of several GPUs, without several processes: what its file may say, what a profile's spans say, how it wants to be started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flashmoe.errors import ArgumentError
+from flashmoe.tools.bench.distributed.overlap import measure_overlap, merged
+from flashmoe.tools.bench.distributed.parts import AttentionPart, ExpertsPart, parse_parts
+from flashmoe.tools.bench.distributed.session import as_text, measure_distributed
+from flashmoe.tools.bench.suites import load_suite
+from flashmoe.tools.problems.fields import SuiteError
+from flashmoe.tools.report import Check, Report, Verdict
+
+ATTENTION = {"what": "attention", "length": 64, "heads": 4, "heads_kv": 2}
+
+
+def test_overlap_counts_messages_that_run_beside_computation() -> None:
+    kernels = [
+        ("ncclDevKernel_SendRecv", 0.0, 4000.0),
+        ("attention", 1000.0, 3000.0),
+        ("attention", 2000.0, 3500.0),
+        ("ncclDevKernel_AllGather", 9000.0, 10000.0),
+        ("empty", 20000.0, 20000.0),
+    ]
+    found = measure_overlap(kernels)
+    assert (found.span, found.computing, found.messages, found.hidden) == (10.0, 2.5, 5.0, 2.5)
+    assert found.share == 0.5
+    assert measure_overlap([]).share == 1.0
+    assert merged([(3, 4), (0, 1), (1, 2)]) == [(0, 2), (3, 4)]
+
+
+def test_the_suite_has_parts_with_bars() -> None:
+    suite = load_suite("distributed")
+    assert {part.key for part in suite.quick().parts} < {part.key for part in suite.parts}
+    assert [part.at_least for part in suite.parts if isinstance(part, AttentionPart)][:2] == [1.85, 1.85]
+    assert [part.at_most for part in suite.parts if isinstance(part, ExpertsPart)] == [1.15]
+    assert AttentionPart(64, 4, 2, 8).least_bytes(2, 2) == 1.5 * 2 * 32 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "at least one"),
+        ([{"what": "convolution"}], "one of attention, experts"),
+        ([{**ATTENTION, "tokens": 3}], "tokens is 3"),
+        ([{**ATTENTION, "length": 0}], "length is 0"),
+        ([{"what": "attention", "heads": 1, "heads_kv": 1}], "length is None"),
+        ([{**ATTENTION, "at_least": "fast"}], "a number"),
+        ([{**ATTENTION, "quick": 1}], "true or false"),
+    ],
+)
+def test_a_wrong_part_names_the_field(rows: Any, says: str) -> None:
+    with pytest.raises(SuiteError, match=says):
+        parse_parts(rows, "mine.toml")
+
+
+def test_without_torchrun_the_suite_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    suite = load_suite("distributed")
+    with pytest.raises(ArgumentError, match="torchrun --standalone --nproc-per-node 2"):
+        measure_distributed(suite, "cpu", ())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ArgumentError, match="at least two ranks"):
+        measure_distributed(replace(suite, name="mine"), "cpu", ())
+
+
+def test_the_report_reads_as_text() -> None:
+    overlap = {"span": 60.0, "computing": 58.0, "messages": 3.5, "hidden": 3.3, "share": 0.94}
+    row = {
+        "key": "a",
+        "ms": {"one": 100.0, "ring": 55.0},
+        "of_one": {"ring": 1.82},
+        "bytes_sent": 8e8,
+        "bytes_least": 4e8,
+        "overlap": [overlap],
+    }
+    data = {"ranks": 2, "links_gbps": {"message": 240.0, "all_to_all": 230.0}, "parts": [row]}
+    text = as_text(Report("bench-distributed", (Check("a speed", Verdict.WARN, "1.82", "at least 1.85"),), data))
+    assert "ring               55.000 ms  1.82 of one GPU" in text
+    assert "94% of it hidden" in text
+    assert "WARN a speed: 1.82 (at least 1.85)" in text
