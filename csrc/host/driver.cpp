@@ -11,13 +11,14 @@
 // dlopen and dlsym moved into libc with a new version in glibc 2.34. The old version is what manylinux_2_28 has, and
 // every later glibc still exports it.
 #if defined(__x86_64__)
-#define FLASHMOE_OLDEST_GLIBC "GLIBC_2.2.5"
+#define FLASHMOE_BIND_OLDEST(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
 #else
-#define FLASHMOE_OLDEST_GLIBC "GLIBC_2.17"
+#define FLASHMOE_BIND_OLDEST(name) __asm__(".symver " #name "," #name "@GLIBC_2.17")
 #endif
-__asm__(".symver dlopen,dlopen@" FLASHMOE_OLDEST_GLIBC);
-__asm__(".symver dlsym,dlsym@" FLASHMOE_OLDEST_GLIBC);
-__asm__(".symver dlerror,dlerror@" FLASHMOE_OLDEST_GLIBC);
+FLASHMOE_BIND_OLDEST(dlopen);
+FLASHMOE_BIND_OLDEST(dlsym);
+FLASHMOE_BIND_OLDEST(dlerror);
+#undef FLASHMOE_BIND_OLDEST
 
 namespace flashmoe {
 namespace host {

@@ -39,6 +39,7 @@ COMMON_FLAGS = (
 KERNEL_FLAGS = ("-fno-var-tracking", "-fno-math-errno", "-include", "emulation/prelude.h")
 # Indices of register arrays, overflow and shifts of ints trap; the machine reports them.
 TRAP_FLAGS = ("-fsanitize=bounds,signed-integer-overflow,shift", "-fsanitize-undefined-trap-on-error")
+DIVISION_FLAG = "-fsanitize=integer-divide-by-zero"
 POISON_FLAG = (
     "-ftrivial-auto-var-init=pattern"  # g++ 12 and later; with 11, locals hold what the stack happened to have
 )
@@ -93,6 +94,13 @@ def poison_flags() -> tuple[str, ...]:
     return (POISON_FLAG,) if known else ()
 
 
+@lru_cache(maxsize=1)
+def trap_flags() -> tuple[str, ...]:
+    """TRAP_FLAGS, and a check of divisors where the processor gives 0 for a division by zero: x86 traps by itself."""
+    machine = subprocess.run([compiler()[0], "-dumpmachine"], check=True, capture_output=True, text=True).stdout
+    return (*TRAP_FLAGS, DIVISION_FLAG) if machine.startswith("aarch64") else TRAP_FLAGS
+
+
 def _run(command: list[str], what: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's runtime
     result = subprocess.run(
@@ -143,7 +151,7 @@ def _job(name: str, text: str, arch: str, options: Options, level: str) -> _Job:
     path, version = compiler()
     roots = options.roots()
     objects = machine_objects(options)
-    traps = () if options.sanitize else TRAP_FLAGS
+    traps = () if options.sanitize else trap_flags()
     flags = (
         *COMMON_FLAGS,
         level,

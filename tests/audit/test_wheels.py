@@ -226,3 +226,13 @@ def test_wheel_without_tables(workshop: Workshop, sound: Path, tables: Tables) -
     files = package_files(sound)
     del files["flashmoe/_tables/tables/arch.toml"]
     assert "arch.toml" in named(audit(workshop.wheel(files), tables=tables), ": tables").found
+
+
+def test_tag_of_another_machine(workshop: Workshop, sound: Path, tables: Tables) -> None:
+    """Read as what its header says, AArch64."""
+    content = bytearray(sound.read_bytes())
+    content[18:20] = (183).to_bytes(2, "little")
+    path = sound.with_name("libflashmoe.aarch64.so")
+    path.write_bytes(content)
+    report = audit(workshop.wheel(package_files(path)), tables=tables)
+    assert "flashmoe/libflashmoe.so is for aarch64" in named(report, "wheel tag").found

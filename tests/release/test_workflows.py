@@ -121,8 +121,15 @@ def test_the_release_is_attested_where_it_is_built() -> None:
     assert "gh-action-pypi-publish@" in release["publish-index"]
     assert "id-token: write" in release["publish-index"]
     assert "subject-digest: ${{ steps.push.outputs.digest }}" in release["image"]
-    for name in ("image", "publish-index"):
-        assert "needs: [build, test]" in release[name]
+    assert "needs: [build, test]" in release["image"]
+    assert "needs: [build, test, test-aarch64, independent]" in release["publish-index"]
+
+
+def test_the_release_is_built_in_the_pinned_image() -> None:
+    """So that the compiler of its host part is the one that an independent rebuild has."""
+    base = re.search(r"^ARG BASE_BUILD=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert base is not None
+    assert f"container: {base[1]}\n" in (ROOT / ".github" / "workflows" / "build.yml").read_text()
 
 
 def results(**changes: str) -> dict[str, dict[str, str]]:
