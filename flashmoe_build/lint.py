@@ -1,4 +1,4 @@
-"""Every checker, one after another, all of them even when one fails; one line each at the end.
+"""Every checker, as many at once as there are cores, all of them even when one fails; one line each at the end.
 
 nox -s lint                 # all
 nox -s lint -- mypy ruff    # some
@@ -6,11 +6,13 @@ nox -s lint -- mypy ruff    # some
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -86,17 +88,19 @@ def shell_scripts(root: Path) -> Iterable[Path]:
 
 
 def run_checker(checker: Checker, root: Path) -> Check:
-    """Run one checker with its output passed through."""
-    print(
-        f"== {checker.name}: {' '.join(Path(word).name if word.startswith('/') else word for word in checker.command)}",
-        flush=True,
-    )
+    """Run one checker, and print what it said when it is done."""
+    words = " ".join(Path(word).name if word.startswith("/") else word for word in checker.command)
     try:
-        status = subprocess.run(checker.command, cwd=root, timeout=TIMEOUT_S, check=False).returncode
+        done = subprocess.run(
+            checker.command, cwd=root, timeout=TIMEOUT_S, check=False, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Check(checker.name, Verdict.FAIL, f"no end within {TIMEOUT_S} s", "an end", next_step="run it alone")
     except OSError as error:
         return Check(checker.name, Verdict.FAIL, f"cannot run: {error.strerror}", "the tool of lockfiles/lint.txt")
+    status = done.returncode
+    print(f"== {checker.name}: {words}\n{done.stdout}", end="", flush=True)
     verdict = Verdict.FAIL if status else Verdict.PASS
     return Check(
         checker.name, verdict, f"exit status {status}", "exit status 0", next_step=checker.mend if status else ""
@@ -114,7 +118,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"no checker {unknown[0]!r}; known: {', '.join(names)}", file=sys.stderr)
         return ExitCode.USAGE
     started, clock = utc_now(), time.monotonic()
-    checks = tuple(run_checker(checker, ROOT) for checker in known if not arguments or checker.name in arguments)
+    chosen = [checker for checker in known if not arguments or checker.name in arguments]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # as many programs at once as there are cores
+        checks = tuple(pool.map(lambda checker: run_checker(checker, ROOT), chosen))
     report = Report(
         "lint", checks, {}, host_environment(), ("lint", *arguments), started, round(time.monotonic() - clock, 1)
     )

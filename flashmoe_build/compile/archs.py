@@ -53,7 +53,9 @@ def _named(word: str, tables: Tables) -> Target:
     for target in tables.targets:  # "90" means the machine code for 9.0, which is arch-specific in the table
         if not target.is_ptx and plain == target.name.removeprefix("sm_").rstrip("af"):
             return target
-    if plain in {"".join(map(str, gpu.compute_capability)) for gpu in tables.gpus}:  # 89: machine code for 8.6 serves it
+    if plain in {
+        "".join(map(str, gpu.compute_capability)) for gpu in tables.gpus
+    }:  # 89: machine code for 8.6 serves it
         return _best_for(plain, tables)
     if word.lower() in ("all", "native", "none"):
         msg = f"FLASHMOE_ARCHS: {word!r} stands alone and in small letters, or is left out of a list of targets"

@@ -169,7 +169,10 @@ def test_a_description_by_another_rule_is_not_proved(make_wheel: WheelMaker, clo
     assert isinstance(text, str)
     for description, verdict in ((text, Verdict.PASS), (text.replace("# A small", "# Another"), Verdict.UNPROVED)):
         files = {LINKS: "# another rule\n", f"flash_moe-{version}.dist-info/METADATA": description}
-        stated = {"commit": git(other, "rev-parse", "HEAD"), "source_date_epoch": int(git(other, "log", "-1", "--format=%ct"))}
+        stated = {
+            "commit": git(other, "rev-parse", "HEAD"),
+            "source_date_epoch": int(git(other, "log", "-1", "--format=%ct")),
+        }
         report = checked(make_wheel(files=files, version=version, **stated), other)
         assert report.verdict is verdict
         assert [check.name for check in problems(report)] == ["metadata"] * (verdict is Verdict.UNPROVED)

@@ -9,8 +9,8 @@
 //
 // A large lse is rounded by more than P may be off by. So of fp32 S has the bits that the forward pass took lse from, product
 // and difference are rounded each, and dO * O is summed in the order of dO V^T: of a key that has all of the weight P is exactly
-// 1 and dS exactly 0. Where a row's keys are one block, rowsum(dO * O) is computed as the mean of dP by the weights P, the same
-// number without O's rounding: with few keys that is most of the error.
+// 1 and dS exactly 0. Where a row's keys are one block, P is divided by its sum, and the row term is the mean of dP by P with what
+// the mean was rounded by: without lse's rounding and O's, with few keys that is most of the error.
 #pragma once
 
 #include <cmath>
@@ -33,8 +33,10 @@ namespace {
 constexpr int64_t kScoreStride = kBackwardKeys + 16;  // of scores, from row to row: no power of two
 
 // Words of dP that are summed at a time, where dP - row_term is a small difference of large sums (a V with a mean): one sum over
-// 256 was off by up to 4 times what torch's was.
+// 256 was off by up to 4 times what torch's was. Of few rows, among which there may be one such difference alone, sums over 64
+// were off by up to 18 times as much, and over 32 by 3.
 constexpr int32_t kSumWords = 64;
+constexpr int32_t kRowsOfShortSums = 16;
 
 // Where a task's pieces lie in its scratch memory. "rows" has words along a row, "columns" has a word for each column, of one
 // row or of two: with words of one element both are the same memory.
@@ -59,6 +61,8 @@ struct BackwardScratch {
   float* dq;             // [heads, rows, head_dim] of the task: fp32 sums
   float* lse;            // [rows]; +inf of a row that sees no key, so that its P is 0
   float* row_term;       // [rows]
+  float* row_rest;       // [rows]: what the row term was rounded by, where that is known; else 0
+  float* correction;     // [rows]: the same of minus lse, in base 2
   float* row_terms;      // [heads, rows] of the task: all of them, from the first block of keys on
   float* square;         // as score_row needs it
   float* slopes;         // [rows, keys], of a softcap
@@ -86,6 +90,8 @@ struct BackwardScratch {
     dv = arena.take<float>(kBackwardKeys * dim_stride);
     lse = arena.take<float>(kBackwardRows);
     row_term = arena.take<float>(kBackwardRows);
+    row_rest = arena.take<float>(kBackwardRows);
+    correction = arena.take<float>(kBackwardRows);
     square = arena.take<float>(int64_t{2} * Vector::kWidth * Vector::kWidth);
     slopes = arena.take<float>(task.is_band ? kBackwardRows * kScoreStride : 0);
     const int64_t rows = int64_t{task.head_end - task.head_begin} * (task.row_end - task.row_begin);
@@ -107,7 +113,9 @@ class Backward {
         dim_(params_.head_dim),
         dim_v_(task.head_dim_v),
         scale_(Vector::broadcast(MaskOf::kIsBand ? scale_of_band(params_).natural : params_.scale)),
-        scores_by_row_(std::is_same_v<T, float> && params_.seq_q <= kFewRows),
+        sum_words_(kIsFloat && (params_.seq_q <= kRowsOfShortSums || has_few_keys<T>(params_.seq_k)) ? kShortSum
+                                                                                                     : kSumWords),
+        scores_by_row_(kIsFloat && params_.seq_q <= kFewRows),
         is_one_block_(params_.seq_k <= kBackwardKeys && !(MaskOf::kIsBand && params_.band.sinks != nullptr)) {}
 
   void run() {
@@ -138,6 +146,7 @@ class Backward {
 
  private:
   static constexpr int kElements = kWordElements<T>;
+  static constexpr bool kIsFloat = std::is_same_v<T, float>;
   using Word =
       std::conditional_t<kElements == 2, T, float>;  // all words of one element are multiplied by the same code
 
@@ -199,9 +208,9 @@ class Backward {
       pack_transposed(a + i, count, 0, dim_v_, s_.scores, Vector::kWidth);
       pack_transposed(b + i, count, 0, dim_v_, s_.dscores, Vector::kWidth);
       Vector::Float total = Vector::zero();
-      for (int32_t begin = 0; begin < dim_words; begin += kSumWords) {
+      for (int32_t begin = 0; begin < dim_words; begin += sum_words_) {
         Vector::Float sum = Vector::zero();
-        for (int32_t word = begin; word < dim_words && word < begin + kSumWords; ++word) {
+        for (int32_t word = begin; word < dim_words && word < begin + sum_words_; ++word) {
           const int32_t at = word * Vector::kWidth;
           sum = Words<Word>::multiply_add(Vector::load(s_.scores + at), Vector::load(s_.dscores + at), sum);
         }
@@ -233,6 +242,7 @@ class Backward {
       dout[i] = row_of(params_.dout, params_.dout_stride, head, int64_t{row} + i);
       const float lse = params_.lse[statistic(head, row) + i];
       s_.lse[i] = lse == kMinusInfinity ? -kMinusInfinity : lse;
+      s_.correction[i] = s_.row_rest[i] = 0.0f;
     }
     find_row_terms(dout, head, row, rows);
     pack_rows(q, rows, 0, dim_, s_.q_rows, s_.dim_stride);
@@ -245,7 +255,17 @@ class Backward {
     if (rows % 2 == 0) return;
     clear(s_.q_rows + rows * s_.dim_stride, 1);
     clear(s_.dout_rows + rows * s_.dim_stride, 1);
-    s_.lse[rows] = s_.row_term[rows] = 0.0f;
+    s_.lse[rows] = s_.row_term[rows] = s_.row_rest[rows] = s_.correction[rows] = 0.0f;
+  }
+
+  // c = a b, of K or V transposed, in sums of `part` words.
+  void multiply_parts(const float* a, int32_t rows, const float* b, int32_t words, int32_t part, int32_t columns,
+                      float* c) const {
+    for (int32_t word = 0; word < words; word += part) {
+      multiply_strided<Word>({a + word, s_.dim_stride, 1}, rows,
+                             {b + word * kPairColumns, kPairColumns, s_.packed_words * kPairColumns},
+                             clamp(words - word, 0, part), columns, word > 0, c, kScoreStride);
+    }
   }
 
   // S as the forward pass computes it for few rows of fp32, whose sums it takes in another order.
@@ -265,26 +285,20 @@ class Backward {
     if (keys == 0) return;
     pack_query_rows(head, row, rows);
     const int32_t whole_rows = round_up(rows, kElements), columns = round_up(keys, kPairColumns);
-    const int32_t dim_words = word_count<T>(dim_), dim_columns = round_up(dim_, kPairColumns);
-    const int32_t dim_words_v = word_count<T>(dim_v_), dim_columns_v = round_up(dim_v_, kPairColumns);
-    const int64_t pair_stride = s_.packed_words * kPairColumns;
+    const int32_t dim_columns = round_up(dim_, kPairColumns), dim_columns_v = round_up(dim_v_, kPairColumns);
     if (scores_by_row_) {
       score_by_row(rows, columns);
     } else {
-      multiply_strided<Word>({s_.q_rows, s_.dim_stride, 1}, whole_rows, {s_.k_t, kPairColumns, pair_stride}, dim_words,
-                             columns, false, s_.scores, kScoreStride);
+      multiply_parts(s_.q_rows, whole_rows, s_.k_t, word_count<T>(dim_),
+                     has_few_keys<T>(params_.seq_k) ? kShortSum : dim_, columns, s_.scores);
     }
-    for (int32_t word = 0; word < dim_words_v; word += kSumWords) {
-      multiply_strided<Word>({s_.dout_rows + word, s_.dim_stride, 1}, whole_rows,
-                             {s_.v_t + word * kPairColumns, kPairColumns, pair_stride},
-                             clamp(dim_words_v - word, 0, kSumWords), columns, word > 0, s_.dscores, kScoreStride);
-    }
+    multiply_parts(s_.dout_rows, whole_rows, s_.v_t, word_count<T>(dim_v_), sum_words_, columns, s_.dscores);
     if constexpr (MaskOf::kIsBand) {
       const bool is_finite = are_finite(rows, columns);
       apply_score_function(head, row, rows, keys);
       if (!is_finite) return add_seen_keys(head, row, rows, mask);
     }
-    if (is_one_block_) average_dscores(mask, head, row, rows, columns);
+    if (is_one_block_) mend_rows(mask, head, row, rows, columns);
     if (!weigh(mask, rows, columns) && rows > 1) {  // 0 * NaN is NaN: one row sees all of its keys
       for (int32_t i = 0; i < rows; ++i) add_block(head, row + i, 1);
       return;
@@ -309,30 +323,56 @@ class Backward {
   }
   Vector::Float exponent(int32_t row, Vector::Float score) const {
     const Vector::Float scaled = rounded(Vector::mul(score, scale_));
-    return Vector::mul(Vector::sub(scaled, Vector::broadcast(s_.lse[row])), Vector::broadcast(kLog2E));
+    const Vector::Float difference = Vector::sub(scaled, Vector::broadcast(s_.lse[row]));
+    return Vector::fma(difference, Vector::broadcast(kLog2E), Vector::broadcast(s_.correction[row]));
   }
 
-  // The row terms of rows that see no key outside of this block, where they are what P says: its sum is 1 then, but for rounding. Where
-  // it is not, lse and out are of more keys than these (a part of a divided sequence), and the term stays rowsum(dO O).
+  // Mends P and the row terms of rows that see no key outside of this block: P's sum is 1 then, but for rounding, and the row terms
+  // are the mean of dP by P. Where the sum is not 1, lse and out are of more keys than these (a part of a divided sequence), and
+  // nothing is mended.
   template <class BlockMaskOf>
-  void average_dscores(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
+  void mend_rows(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
+    float p[kBackwardKeys];
     for (int32_t i = 0; i < rows; ++i) {
       const KeyRange seen = mask.keys_of(i);
+      const float* dscores = s_.dscores + i * kScoreStride;
       Vector::Float weights = Vector::zero(), products = Vector::zero();
       for (int32_t column = 0; column < columns; column += Vector::kWidth) {
-        const Vector::Float dscore = Vector::load(s_.dscores + i * kScoreStride + column);
-        Vector::Float p = exp2<ExpDegree<T>::value>(exponent(i, column));
-        p = Vector::from_lane(seen.end - column, Vector::zero(), p);
-        if (MaskOf::kIsBand) p = Vector::from_lane(seen.begin - column, p, Vector::zero());
-        weights = Vector::add(weights, p);
-        products = Vector::fma(p, Vector::from_lane(seen.end - column, Vector::zero(), dscore), products);
+        Vector::Float weight = exp2<ExpDegree<T>::value>(exponent(i, column));
+        weight = Vector::from_lane(seen.end - column, Vector::zero(), weight);
+        if (MaskOf::kIsBand) weight = Vector::from_lane(seen.begin - column, weight, Vector::zero());
+        Vector::store(p + column, weight);
+        weights = Vector::add(weights, weight);
+        products = Vector::fma(weight, seen_of(dscores, column, seen), products);
       }
-      const float weight = sum_of_lanes(weights);
-      const float rounding = (std::is_same_v<T, float> ? 8e-6f : 1e-3f) + 2e-6f * std::fabs(s_.lse[i]);
-      if (weight != 0.0f && !(std::fabs(weight - 1.0f) <= rounding)) continue;
-      const float mean = weight == 0.0f ? 0.0f : sum_of_lanes(products) / weight;
-      s_.row_term[i] = params_.dlse == nullptr ? mean : mean - params_.dlse[statistic(head, row) + i];
+      const float weight = sum_of_lanes(weights), excess = weight - 1.0f;
+      if (weight == 0.0f) {
+        s_.row_term[i] = params_.dlse == nullptr ? 0.0f : -params_.dlse[statistic(head, row) + i];
+        continue;
+      }
+      const float rounding = (kIsFloat ? 8e-6f : 1e-3f) + 2e-6f * std::fabs(s_.lse[i]);
+      if (!(std::fabs(excess) <= rounding)) continue;
+      const float mean = sum_of_lanes(products) / weight;
+      const float dlse = params_.dlse == nullptr ? 0.0f : params_.dlse[statistic(head, row) + i];
+      s_.row_term[i] = kIsFloat ? mean : mean - dlse;
+      if (kIsFloat) s_.row_rest[i] = mean_difference(p, dscores, seen, columns, mean) - dlse;
+      s_.correction[i] =
+          kLog2E * excess * (0.5f * excess - 1.0f);  // -log2 of the sum, to the third power of the excess
     }
+  }
+  // The sum of p * (dscores - mean): what the mean was rounded by.
+  float mean_difference(const float* p, const float* dscores, KeyRange seen, int32_t columns, float mean) const {
+    Vector::Float sum = Vector::zero();
+    for (int32_t column = 0; column < columns; column += Vector::kWidth) {
+      const Vector::Float difference = Vector::sub(seen_of(dscores, column, seen), Vector::broadcast(mean));
+      sum = Vector::fma(Vector::load(p + column), difference, sum);
+    }
+    return sum_of_lanes(sum);
+  }
+
+  // Zeros from the last seen key on, where operands may hold NaN.
+  static Vector::Float seen_of(const float* dscores, int32_t column, KeyRange seen) {
+    return Vector::from_lane(seen.end - column, Vector::zero(), Vector::load(dscores + column));
   }
 
   // Whether a band's block can be multiplied: all of S and dP are finite.
@@ -370,7 +410,7 @@ class Backward {
         if (s_.scores[at] == kMinusInfinity) continue;
         Vector::store(lanes, exp2<kExpDegreeFull>(exponent(i, Vector::broadcast(s_.scores[at]))));
         const float p = lanes[0], slope = has_softcap() ? s_.slopes[at] : 1.0f;
-        const float ds = p * (s_.dscores[at] - s_.row_term[i]) * slope;
+        const float ds = p * (s_.dscores[at] - s_.row_term[i] - s_.row_rest[i]) * slope;
         if (task_.with_dkv) {
           add_scaled(p, dout, dim_v_, s_.dv + key * s_.dim_stride);
           add_scaled(ds, q, dim_, s_.dk + key * s_.dim_stride);
@@ -411,7 +451,9 @@ class Backward {
         for (int i = 0; i < kCount; ++i) {
           const int32_t r = row + i / kPairVectors;
           const float* dscore = s_.dscores + r * kScoreStride + column + i % kPairVectors * Vector::kWidth;
-          ds[i] = Vector::mul(p[i], Vector::sub(Vector::load(dscore), Vector::broadcast(s_.row_term[r])));
+          Vector::Float difference = Vector::sub(Vector::load(dscore), Vector::broadcast(s_.row_term[r]));
+          if (kIsFloat) difference = Vector::sub(difference, Vector::broadcast(s_.row_rest[r]));
+          ds[i] = Vector::mul(p[i], difference);
           if (MaskOf::kIsBand && has_softcap())
             ds[i] = Vector::mul(ds[i], Vector::load(s_.slopes + (dscore - s_.dscores)));
         }
@@ -457,6 +499,7 @@ class Backward {
   const int32_t dim_;
   const int32_t dim_v_;
   const Vector::Float scale_;
+  const int32_t sum_words_;  // of dP, at a time
   const bool scores_by_row_;
   const bool is_one_block_;
   int32_t key_ = 0;   // the block of keys: the first

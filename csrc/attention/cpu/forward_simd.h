@@ -124,6 +124,20 @@ inline void compute_scores(const float* q_t, const float* k, int64_t k_stride, i
   }
 }
 
+// The same of at most kFewKeys keys, in short sums. The rows of scores_t behind them are used.
+inline void compute_few_scores(const float* q_t, const float* k, int64_t k_stride, int32_t keys, int32_t head_dim,
+                               float* scores_t) {
+  float* part_t = scores_t + int64_t{kFewKeys} * kBlockRows;
+  compute_scores(q_t, k, k_stride, keys, clamp(head_dim, 0, kShortSum), scores_t);
+  for (int32_t dim = kShortSum; dim < head_dim; dim += kShortSum) {
+    compute_scores(q_t + int64_t{dim} * kBlockRows, k + dim, k_stride, keys, clamp(head_dim - dim, 0, kShortSum),
+                   part_t);
+    for (int32_t i = 0; i < keys * kBlockRows; i += Vector::kWidth) {
+      Vector::store(scores_t + i, Vector::add(Vector::load(scores_t + i), Vector::load(part_t + i)));
+    }
+  }
+}
+
 // out_t [head_dim, rows] = out_t * alpha + v^T p_t, v [keys, head_dim].
 inline void accumulate_output(const float* p_t, const float* v, int64_t v_stride, int32_t keys, int32_t head_dim,
                               const float* alpha, float* out_t) {
@@ -399,11 +413,16 @@ class SimdForward {
     }
   }
 
+  void score(int32_t block, const float* k, int64_t k_stride, int32_t keys) const {
+    const auto compute = has_few_keys<T>(params_.seq_k) ? compute_few_scores : compute_scores;
+    compute(q_t(block), k, k_stride, keys, dim_, s_.scores_t);
+  }
+
   void add_block(int32_t block, BlockMask mask, Fp32Rows k, Fp32Rows v) const {
     const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
     if (any.end == 0) return;
     const SoftmaxState state = s_.state(block);
-    compute_scores(q_t(block), k.data, k.stride, any.end, dim_, s_.scores_t);
+    score(block, k.data, k.stride, any.end);
     mask_scores(s_.scores_t, mask);
     softmax_in_place<ExpDegree<T>::value>(s_.scores_t, any.end, scale_.log2, state);
     if (rows_are_finite(v.data + all.end * v.stride, v.stride, any.end - all.end, dim_v_)) {
@@ -420,7 +439,7 @@ class SimdForward {
     const int32_t keys = any.end - any.begin;
     const float* v_data = v.data + any.begin * v.stride;
     const SoftmaxState state = s_.state(block);
-    compute_scores(q_t(block), k.data + any.begin * k.stride, k.stride, keys, dim_, s_.scores_t);
+    score(block, k.data + any.begin * k.stride, k.stride, keys);
     score_function_.apply_transposed(first_row(block), height(block), kBlockRows, key + any.begin, keys, s_.scores_t,
                                      s_.values);
     mask_scores(s_.scores_t, mask);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/cpu/mask.h"
 #include "cpu/exp2.h"
@@ -18,6 +19,15 @@ namespace {
 constexpr int kBlockVectors = 2;
 constexpr int kBlockRows = kBlockVectors * Vector::kWidth;
 inline int32_t row_block_count(int32_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+
+// With few keys a score's rounding is most of an fp32 gradient's error, and there may be one row in a problem that has any: q . k is
+// then added up in sums of kShortSum products. One sum was off by up to 5 times what torch's product was.
+constexpr int32_t kFewKeys = 16;
+constexpr int32_t kShortSum = 16;
+template <class T>
+constexpr bool has_few_keys(int32_t seq_k) {
+  return std::is_same_v<T, float> && seq_k <= kFewKeys;
+}
 
 constexpr float kLog2E = 1.44269504088896340736f;
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention/host/backends.h"
+#include "attention/host/schemas.h"
 #include "host/boxed.h"
 #include "host/last_kernel.h"
 
@@ -11,7 +12,7 @@ namespace flashmoe {
 namespace attention {
 namespace {
 
-// The operators; their schemas are below.
+// The operators of schemas.h.
 enum class Operator { kForward, kInference, kDropIn };
 struct Cpu {
   static constexpr auto forward = &forward_cpu;
@@ -111,17 +112,7 @@ void register_backend(Library& library) {
 }  // namespace attention
 }  // namespace flashmoe
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
-  library.def(
-      "flash_attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor lse)");
-  // Called where no gradient can be wanted. Without lse there is one allocation less, and without an autograd rule in
-  // Python a call costs half the CPU time; what Python need not look at (the default scale 1 / sqrt(head_dim), sizes)
-  // saves some percent more.
-  library.def("_flash_attention_inference(Tensor q, Tensor k, Tensor v, float? scale, bool causal) -> Tensor");
-  // For scaled_dot_product_attention; None where that means another thing.
-  library.def(
-      "_flash_attention_drop_in(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool enable_gqa) -> Tensor?");
-}
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) { flashmoe::attention::define_dense(library); }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
   flashmoe::attention::register_backend<flashmoe::attention::Cpu>(library);

@@ -6,6 +6,7 @@
 
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
+#include "attention/host/schemas.h"
 #include "host/boxed.h"
 #include "host/last_kernel.h"
 
@@ -167,29 +168,7 @@ void register_backend(Library& library) {
 }  // namespace attention
 }  // namespace flashmoe
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
-  // q [tokens, heads_q, head_dim] with cu_seqlens_q, else [batch, heads_q, length, head_dim]; k and v likewise with cu_seqlens_k, or
-  // pages [pages, page_size, heads_kv, head_dim] with block_table and seqused_k. Windows count keys; -1 is no limit.
-  library.def(
-      "attention_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
-      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
-      "int window_left, int window_right, float softcap, int num_splits) -> (Tensor out, Tensor lse)");
-  // Where no gradient can be wanted: one allocation less, no Python.
-  library.def(
-      "_attention_varlen_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
-      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
-      "int window_left, int window_right, float softcap, int num_splits) -> Tensor");
-  // scale is above zero. needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others. row_dot, of CUDA kernels alone:
-  // rowsum(grad_out * out) - grad_lse.
-  library.def(
-      "_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
-      "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int "
-      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=7) -> "
-      "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
-  library.def(
-      "attention_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
-      "Tensor? block_table) -> ()");
-}
+STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) { flashmoe::attention::define_varlen(library); }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) {
   flashmoe::attention::register_backend<flashmoe::attention::Cpu>(library);

@@ -156,7 +156,9 @@ def _check_metadata(content: Content, expected: Expected) -> Check:
         return Check(
             "metadata", Verdict.UNPROVED, "the long description is not README.md with our links", "the same", why, step
         )
-    return Check("metadata", Verdict.PASS, "requirements, entry points, tags and long description are those of the commit")
+    return Check(
+        "metadata", Verdict.PASS, "requirements, entry points, tags and long description are those of the commit"
+    )
 
 
 def _listed(names: list[str]) -> str:

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "attention/host/schemas.h"
 #include "host/driver.h"
 #include "host/find_kernels.h"
 #include "moe/host/backends.h"
@@ -362,26 +363,8 @@ ContextGuard::~ContextGuard() = default;
 
 // Attention's operators are known by name alone.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
-  library.def("flash_attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor, Tensor)");
-  library.def("_flash_attention_inference(Tensor q, Tensor k, Tensor v, float? scale, bool causal) -> Tensor");
-  library.def(
-      "_flash_attention_drop_in(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool enable_gqa) -> Tensor?");
-  library.def(
-      "attention_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
-      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
-      "int window_left, int window_right, float softcap, int num_splits) -> (Tensor out, Tensor lse)");
-  library.def(
-      "_attention_varlen_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
-      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
-      "int window_left, int window_right, float softcap, int num_splits) -> Tensor");
-  library.def(
-      "_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
-      "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int "
-      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=7) -> "
-      "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
-  library.def(
-      "attention_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
-      "Tensor? block_table) -> ()");
+  flashmoe::attention::define_dense(library);
+  flashmoe::attention::define_varlen(library);
 }
 
 // Begins a call on a GPU of this kind: nothing has been launched.
