@@ -74,9 +74,11 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   try {
     const host::Kernel& append = attention::select_append(request);
     used = std::snprintf(answer, length, "%s %s", append.symbol, target(append));
-    const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim);
-    std::snprintf(answer + used, length - used, " %s %s %s %s", both.dq->symbol, target(*both.dq), both.dkv->symbol,
-                  target(*both.dkv));
+    for (const bool bends_scores : {false, true}) {
+      const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim, bends_scores);
+      used += std::snprintf(answer + used, length - used, " %s %s %s %s", both.dq->symbol, target(*both.dq),
+                            both.dkv->symbol, target(*both.dkv));
+    }
   } catch (const std::exception&) {  // what there is stands in the answer
   }
 }

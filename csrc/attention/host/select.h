@@ -56,7 +56,8 @@ Choice select_forward(const SelectorInput& input);
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim);
+// bends_scores: a softcap, or a mask tensor; some families have kernels of their own for that.
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores);
 
 // Copies of rows, which every family does alike: the first that this GPU has, whichever is forced.
 const Kernel& select_append(const host::KernelRequest& request);

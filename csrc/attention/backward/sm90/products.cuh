@@ -29,8 +29,7 @@ __device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier
 // What a block's scores go through.
 //   kPlain     all of them count
 //   kMasked    a range of each row's or key's does
-//   kGeneral   of a band: that, a softcap, a mask tensor; at run time
-enum class Scores { kPlain, kMasked, kGeneral };
+enum class Scores { kPlain, kMasked };
 
 template <typename Spec>
 struct Products {
