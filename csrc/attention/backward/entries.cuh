@@ -110,9 +110,9 @@ struct TileFinder {
   }
 
   // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
-  // fit the second-level cache. kMixes: neighbouring entries whose streams fit it together are one section.
-  template <int kFittingRows, bool kMixes = false>
-  __device__ __forceinline__ EntryTile find(int number) {
+  // fit the second-level cache. kMayMix and mixes: neighbouring entries whose streams fit it together are one section.
+  template <int kFittingRows, bool kMayMix = false>
+  __device__ __forceinline__ EntryTile find(int number, bool mixes = false) {
     int chunk;
     while (number >= first_tile + (chunk = ptx::shuffle_index(end, 31) * heads)) {
       first_tile += chunk;
@@ -123,8 +123,8 @@ struct TileFinder {
     const int before = ptx::shuffle_index(end, max(0, lane - 1));
     const int tiles_before = lane > 0 ? before : 0;
     const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
-    if constexpr (kMixes) {
-      const int entries = fitting_heads<kFittingRows>() / heads;
+    if constexpr (kMayMix) {
+      const int entries = mixes ? fitting_heads<kFittingRows>() / heads : 1;
       if (entries > 1) return tile_of_section(lane, entries, number - first_tile);
     }
     return tile_of_entry<kFittingRows>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads);

@@ -15,6 +15,9 @@ namespace sm90 {
 template <typename Spec, bool kOwnsKeys>
 struct BandSchedule {
   static constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
+  // Tiles a block up to which entries share sections, where tiles differ in length: the last entry's longest would begin too late.
+  // With more it costs up to 10%, as fewer tiles at work share a stream.
+  static constexpr int kFewRounds = 5;
   using Finder = TileFinder<Spec::kOwnRows, kOwnsKeys>;
 
   const BackwardParams& params;
@@ -42,7 +45,8 @@ struct BandSchedule {
     const int num_tiles = static_cast<int>(kept[3]);
     if (number >= num_tiles) return BandTile{-1, 0, 0, 0, {}, 0};
     Finder finder(params, static_cast<int>(kept[0]), static_cast<int>(kept[1]), static_cast<int>(kept[2]));
-    const EntryTile found = finder.template find<kSectionRows, true>(number);
+    const bool mixes = params.band.right < kUnbounded && num_tiles <= kFewRounds * ptx::grid_size();
+    const EntryTile found = finder.template find<kSectionRows, true>(number, mixes);
     keep(finder, num_tiles);
     return BandTile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
   }
