@@ -29,8 +29,8 @@ struct MaskPlace {
       : row_stride(row_stride_),
         column_stride(column_stride_),
         columns{row < rows ? columns_ - column : 0, row + 8 < rows ? columns_ - column : 0} {
-    const int64_t at = entry * band.mask_stride_batch + head * band.mask_stride_head + row * row_stride +
-                       column * column_stride;
+    const int64_t at =
+        entry * band.mask_stride_batch + head * band.mask_stride_head + row * row_stride + column * column_stride;
     first = static_cast<const unsigned char*>(band.mask) + at * (band.mask_type == MaskTensor::kBool ? 1 : 2);
   }
 };
@@ -78,8 +78,8 @@ __device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, cons
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const unsigned char* gmem = column_gmem + 8 * r * kBytes;
-      values[2 * j + r] = mask_pair<Element, kBytes>(load_mask_element<kBytes>(gmem),
-                                                     load_mask_element<kBytes>(gmem + column_bytes));
+      values[2 * j + r] =
+          mask_pair<Element, kBytes>(load_mask_element<kBytes>(gmem), load_mask_element<kBytes>(gmem + column_bytes));
     }
     column_gmem += 8 * column_bytes;
   }
@@ -97,8 +97,7 @@ __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const
     for (int c = 0; c < 2; ++c) {
       const int column = i / 2 * 8 + c;
       const bool is_read = column < place.columns[r];
-      const unsigned char* gmem =
-          place.first + (8 * r * place.row_stride + column * place.column_stride) * kBytes;
+      const unsigned char* gmem = place.first + (8 * r * place.row_stride + column * place.column_stride) * kBytes;
       pair[c] = kBytes == 1 ? ptx::ld_global_8_if(gmem, is_read) : ptx::ld_global_16_if(gmem, is_read);
     }
     values[i] = mask_pair<Element, kBytes>(pair[0], pair[1]);
@@ -122,10 +121,10 @@ __device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, con
 }
 
 // Zeros without a mask tensor.
-template <typename Spec>
-__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const Band& band, const MaskPlace& place) {
-  if (band.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, place);
-  if (band.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, place);
+template <typename Spec, typename Place>
+__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const Band& band, Place place) {
+  if (band.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, place());
+  if (band.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, place());
 #pragma unroll
   for (int i = 0; i < Products<Spec>::kPacked; ++i) values[i] = 0;
 }
@@ -172,18 +171,20 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
         const int column = i / 2 * 8 + c;
         if (column < visible[i % 2].begin || column >= visible[i % 2].end) probability[c] = 0.0f;
       }
-      scores[2 * i + c] = kSoftcap == Softcap::kNone ? probability[c]
-                                                     : probability[c] * ptx::fma_rn(-score, score, 1.0f);
+      scores[2 * i + c] =
+          kSoftcap == Softcap::kNone ? probability[c] : probability[c] * ptx::fma_rn(-score, score, 1.0f);
     }
     if constexpr (kPacks) packed[i] = pack<Element>(probability[0], probability[1]);
   }
 }
 
-// is_plain: neither a mask tensor nor a range.
-template <typename Spec, bool kPacks, typename LseLog2>
+// is_plain: neither a mask tensor nor a range. see(visible): what `visible` is, asked for where it matters.
+template <typename Spec, bool kPacks, typename LseLog2, typename See>
 __device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (&scores)[Products<Spec>::kScores],
                                            uint32_t (&packed)[Products<Spec>::kPacked], const MaskValues<Spec>& values,
-                                           const KeyRange (&visible)[2], bool is_plain, LseLog2 lse_log2) {
+                                           bool is_plain, LseLog2 lse_log2, See see) {
+  KeyRange visible[2] = {{0, kUnbounded}, {0, kUnbounded}};
+  if (!is_plain) see(visible);
   if (params.band.score_factor <= 0.0f) {
     return weigh<Spec, Softcap::kNone, false, kPacks>(params, scores, packed, values, visible, lse_log2);
   }

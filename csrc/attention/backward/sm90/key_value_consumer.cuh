@@ -86,11 +86,10 @@ __device__ __forceinline__ void weigh_band(const BackwardParams& params, float (
                                            uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
                                            const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place,
                                            bool is_plain) {
-  KeyRange visible[2];
-  visible_columns<Spec, MaskKind::kBand>(visible, params, place);
-  weigh_bent<Spec, true>(params, scores, packed, values, visible,
-                         is_plain && params.band.mask_type == MaskTensor::kNone,
-                         [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; });
+  weigh_bent<Spec, true>(
+      params, scores, packed, values, is_plain && params.band.mask_type == MaskTensor::kNone,
+      [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; },
+      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kBand>(visible, params, place); });
 }
 
 template <typename Spec>
@@ -146,6 +145,7 @@ struct KeyValueGradientConsumer {
     float row_dot[Product::kColumns];
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    Turns<Spec>::take(consumer);
     issue_scores(scores);
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
@@ -155,12 +155,13 @@ struct KeyValueGradientConsumer {
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     if constexpr (Spec::kStartsFromRowDot) load_negative_row_dots<Spec>(gradients, row_dot_smem);
     issue_gradients(gradients);
+    Turns<Spec>::pass(consumer);
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if constexpr (Spec::kBendsScores) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, mask_place<Spec>(params, place));
+      load_mask<Spec>(values, params.band, [&] { return mask_place<Spec>(params, place); });
       weigh_band<Spec>(params, scores, p_packed, values, lse_log2, place, kScores == Scores::kPlain);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
@@ -271,8 +272,8 @@ struct KeyValueGradientConsumer {
     const int last = end - 1;
     const auto step = [&](auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
-      step_ahead<false, decltype(first)::value, decltype(is_last)::value>(
-          dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed, place);
+      step_ahead<false, decltype(first)::value, decltype(is_last)::value>(dk, dv, scores, next_scores, gradients,
+                                                                          lse_log2, p_packed, ds_packed, place);
       ++block;
     };
     wait_block();
@@ -324,6 +325,8 @@ struct KeyValueGradientConsumer {
 
   // Passes over a block that only keys of other warpgroups are seen from.
   __device__ __forceinline__ void skip_block() {
+    Turns<Spec>::take(consumer);
+    Turns<Spec>::pass(consumer);
     wait_block();
     at.advance();
     release_used();
@@ -347,8 +350,9 @@ struct KeyValueGradientConsumer {
       finish_products(dk, dv);
       for (int block = tile.begin_block; block < range.begin; ++block) skip_block();
     }
-    compute(range, dk, dv, p_packed, ds_packed,
-            Place{shared.tile(consumer), tile.head * (params.heads_q / params.heads_kv) + head, first_key, range.begin});
+    compute(
+        range, dk, dv, p_packed, ds_packed,
+        Place{shared.tile(consumer), tile.head * (params.heads_q / params.heads_kv) + head, first_key, range.begin});
     const Tile again = read_tile<Tile>(shared.tile(consumer));
     const int end = maximum(again.begin_block, range.end);
     if (end < again.end_block) finish_products(dk, dv);
@@ -357,6 +361,7 @@ struct KeyValueGradientConsumer {
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
     const int heads = params.heads_q / params.heads_kv;
+    Turns<Spec>::begin(consumer);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
@@ -412,6 +417,7 @@ struct KeyValueGradientConsumer {
       }
       if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }
+    Turns<Spec>::end(consumer);
   }
 };
 

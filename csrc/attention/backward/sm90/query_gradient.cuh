@@ -242,6 +242,8 @@ struct QueryGradientConsumer {
 
   // Passes over a key block that only rows of other warpgroups see.
   __device__ __forceinline__ void skip_block() {
+    Turns<Spec>::take(consumer);
+    Turns<Spec>::pass(consumer);
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
     key.advance();
     wait_value();
@@ -343,18 +345,19 @@ struct QueryGradientConsumer {
       float scores[Product::kScores];
       float gradients[Product::kScores];  // dP, then dS
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, mask_place(tile, block));
+      load_mask<Spec>(values, params.band, [&] { return mask_place(tile, block); });
+      Turns<Spec>::take(consumer);
       issue_scores(scores);
       issue_gradients(gradients);
+      Turns<Spec>::pass(consumer);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
-      KeyRange visible[2];
-      visible_columns(visible, tile, block);
-      const bool is_plain = block < range.full_end && block >= range.full_begin &&
-                            params.band.mask_type == MaskTensor::kNone;
-      weigh_bent<Spec, false>(params, scores, packed, values, visible, is_plain,
-                              [this](int i) { return lse_log2[i / 2 % 2]; });
+      const bool is_plain =
+          block < range.full_end && block >= range.full_begin && params.band.mask_type == MaskTensor::kNone;
+      weigh_bent<Spec, false>(
+          params, scores, packed, values, is_plain, [this](int i) { return lse_log2[i / 2 % 2]; },
+          [&](KeyRange(&visible)[2]) { visible_columns(visible, tile, block); });
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(gradients);
       release_value();
@@ -396,6 +399,7 @@ struct QueryGradientConsumer {
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dq_map) {
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
+    Turns<Spec>::begin(consumer);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
@@ -413,7 +417,8 @@ struct QueryGradientConsumer {
         float dq[Product::kOutputs];
         compute(tile, range, loads, dq);
         if constexpr (kIsBand) {
-          const int begin = read_tile<Tile>(shared.tile(consumer)).begin_block;  // again: no register holds it all the while
+          const int begin =
+              read_tile<Tile>(shared.tile(consumer)).begin_block;  // again: no register holds it all the while
           for (end = range.begin; end > begin; --end) skip_block();
         }
         // Hazard: dQ takes the place of Q while another warp of the warpgroup still multiplies with it.
@@ -438,6 +443,7 @@ struct QueryGradientConsumer {
       }
       if (is_storing_thread) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }
+    Turns<Spec>::end(consumer);
   }
 };
 

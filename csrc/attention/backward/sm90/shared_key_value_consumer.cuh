@@ -119,7 +119,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     uint32_t handed_on[Product::kPacked];
     if constexpr (Spec::kBendsScores) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, mask_place<Spec>(params, place));
+      load_mask<Spec>(values, params.band, [&] { return mask_place<Spec>(params, place); });
       weigh_band<Spec>(params, scores, packed, values, lse_log2, place, kScores == Scores::kPlain);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);

@@ -61,14 +61,16 @@ struct TileSpec {
   static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
 
   // A consumer that computes dk and dv of 128 columns, or of 64 with lookahead, or dq of 256, takes all registers that there are.
-  static constexpr bool kIsFull = kHasStatistics ? !kSharesRows && (kHeadDim == 128 || !kBendsScores) && kStreamRows == 64
-                                                 : kHeadDim == 256;
+  static constexpr bool kIsFull =
+      kHasStatistics ? !kSharesRows && (kHeadDim == 128 || !kBendsScores) && kStreamRows == 64 : kHeadDim == 256;
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and what a launch of as many threads
   // gets.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? (kIsBand ? 56 : 32) : kIsBand && !kIsFull ? 56 : 24;
   static constexpr int kConsumerRegisters = kNumConsumers == 3    ? (kIsBand ? 152 : 160)
                                             : kIsBand && !kIsFull ? 224
                                                                   : 240;
+
+  static constexpr bool kTakesTurns = kBendsScores && !kSharesRows;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kOwnSlabBytes = 64 * 128;
@@ -98,9 +100,8 @@ struct TileSpec {
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead_, bool kIsBand_ = false, bool kBendsScores_ = false>
-struct QueryGradientSpec
-    : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false, false,
-               kLookahead_ == 0 && kNumStages == kValueStages, kIsBand_, kBendsScores_> {
+struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false,
+                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsBand_, kBendsScores_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
