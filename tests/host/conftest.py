@@ -76,9 +76,11 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     const host::Kernel& append = attention::select_append(request);
     const host::Kernel& row_dot = attention::select_row_dot(request);
     used = std::snprintf(answer, length, "%s %s %s %s", append.symbol, target(append), row_dot.symbol, target(row_dot));
-    const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim);
-    std::snprintf(answer + used, length - used, " %s %s %s %s", both.dq->symbol, target(*both.dq), both.dkv->symbol,
-                  target(*both.dkv));
+    for (const bool bends_scores : {false, true}) {
+      const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim, bends_scores);
+      used += std::snprintf(answer + used, length - used, " %s %s %s %s", both.dq->symbol, target(*both.dq),
+                            both.dkv->symbol, target(*both.dkv));
+    }
   } catch (const std::exception&) {  // what there is stands in the answer
   }
 }

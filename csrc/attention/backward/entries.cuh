@@ -110,9 +110,9 @@ struct TileFinder {
   }
 
   // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
-  // fit the second-level cache.
-  template <int kFittingRows>
-  __device__ __forceinline__ EntryTile find(int number) {
+  // fit the second-level cache. kMayMix and mixes: neighbouring entries whose streams fit it together are one section.
+  template <int kFittingRows, bool kMayMix = false>
+  __device__ __forceinline__ EntryTile find(int number, bool mixes = false) {
     int chunk;
     while (number >= first_tile + (chunk = ptx::shuffle_index(end, 31) * heads)) {
       first_tile += chunk;
@@ -123,17 +123,54 @@ struct TileFinder {
     const int before = ptx::shuffle_index(end, max(0, lane - 1));
     const int tiles_before = lane > 0 ? before : 0;
     const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
+    if constexpr (kMayMix) {
+      const int entries = mixes ? fitting_heads<kFittingRows>() / heads : 1;
+      if (entries > 1) return tile_of_section(lane, entries, number - first_tile);
+    }
     return tile_of_entry<kFittingRows>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads);
+  }
+
+  // Heads of the own rows whose streams fit the cache.
+  template <int kFittingRows>
+  __device__ __forceinline__ int fitting_heads() const {
+    const int group = params.heads_q / params.heads_kv;
+    return kOwnsKeys ? max(1, kFittingRows / max(1, params.seq_q * group))
+                     : max(1, kFittingRows / max(1, params.seq_k)) * group;
+  }
+
+  // Among the warp's entries, `entries` by `entries`, of which `lane` has the tile: those that are n-th from their entry's last
+  // (dq) or before it (dk and dv), for falling n.
+  __device__ __forceinline__ EntryTile tile_of_section(int lane, int entries, int number) const {
+    const int own_lane = ptx::lane_index();
+    const int first_lane = lane / entries * entries;
+    const int before = ptx::shuffle_index(end, max(0, first_lane - 1));
+    const int own_before = ptx::shuffle_index(end, max(0, own_lane - 1));
+    const bool is_inside = own_lane / entries == lane / entries;
+    const int tiles = is_inside ? end - (own_lane > 0 ? own_before : 0) : 0;
+    int left = tiles;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      left = max(left, static_cast<int>(ptx::shuffle_xor(static_cast<uint32_t>(left), distance)));
+    }
+    int rest = number - (first_lane > 0 ? before : 0) * heads;
+    uint32_t having = ptx::vote_ballot(tiles >= left);
+    for (int count; rest >= (count = ptx::population_count(having) * heads);) {
+      rest -= count;
+      --left;
+      having = ptx::vote_ballot(tiles >= left);
+    }
+    const int place = rest / heads;
+    const bool is_own = tiles >= left && ptx::population_count(having & ((1u << own_lane) - 1)) == place;
+    const int entry_lane = ptx::population_count(ptx::vote_ballot(is_own) - 1);
+    const int index = kOwnsKeys ? ptx::shuffle_index(tiles, entry_lane) - left : left - 1;
+    return EntryTile{first_entry + entry_lane, index, rest - place * heads};
   }
 
   // In sections of heads whose streams fit the cache, the tiles with the longest streams (of a causal mask) first: the last
   // rows, or the first keys.
   template <int kFittingRows>
   __device__ __forceinline__ EntryTile tile_of_entry(int entry, int tiles_of_head, int number) const {
-    const int group = params.heads_q / params.heads_kv;
-    const int fitting = kOwnsKeys ? max(1, kFittingRows / max(1, params.seq_q * group))
-                                  : max(1, kFittingRows / max(1, params.seq_k)) * group;
-    const int section_heads = min(heads, fitting);
+    const int section_heads = min(heads, fitting_heads<kFittingRows>());
     const int first_head = number / (section_heads * tiles_of_head) * section_heads;
     const int in_section = min(section_heads, heads - first_head);
     const int rest = number - first_head * tiles_of_head;

@@ -24,7 +24,8 @@ int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) 
 
 BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
   const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
-  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim);
+  const bool bends_scores = arguments.softcap > 0 || VarlenArguments::has(arguments.mask);
+  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim, bends_scores);
 }
 
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And

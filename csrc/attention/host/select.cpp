@@ -263,12 +263,16 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
   return {};
 }
 
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim) {
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
     const auto find = [&](const char* operation) {
-      return host::find_kernel({operation, *family, "", request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+      const auto find_variant = [&](const char* variant) {
+        return host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
+      };
+      const Kernel* bending = bends_scores ? find_variant("scores") : nullptr;
+      return bending != nullptr ? bending : find_variant("");
     };
     const BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
     if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;

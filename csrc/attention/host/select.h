@@ -56,7 +56,8 @@ Choice select_forward(const SelectorInput& input);
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim);
+// bends_scores: a softcap, or a mask tensor; some families have kernels of their own for that.
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores);
 
 // row_dot alone: the first that this GPU has, whichever family is forced.
 const Kernel& select_row_dot(const host::KernelRequest& request);

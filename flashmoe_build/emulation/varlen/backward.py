@@ -35,7 +35,7 @@ from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _e
 
 EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
 RESULTS = {"attention_varlen_backward_dq": ("dq",), "attention_varlen_backward_dkv": ("dk", "dv")}
-FEW = ("ragged", "window")  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
+FEW = ("ragged", "window", "soft softcap")  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
 # Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
 SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
 
@@ -43,8 +43,14 @@ SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, the band, scores."""
     for seed, problem in enumerate(_problems(unit)):
-        if unit.dtype == "f16" or problem.name in FEW:
+        if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in FEW):
             yield replace(problem, data_seed=seed)
+
+
+def _is_for(unit: Unit, problem: VarlenProblem) -> bool:
+    """Of a family with kernels of their own for what bends scores, those have such problems and the others the rest."""
+    bends = problem.softcap > 0 or problem.mask is not MaskTensor.NONE
+    return unit.row.family != "sm90" or bends == (unit.row.options.get("scores") == 1)
 
 
 def _problems(unit: Unit) -> Iterator[VarlenProblem]:
@@ -65,6 +71,8 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
     narrow = base("narrow window", (m + 70, 3), (n, 9))
     yield replace(narrow, left=1, right=0, has_sinks=True, has_counter=False)
+    # A window that some blocks lie inside of.
+    yield replace(base("wide window", (m + 9,), (m + 5 * n,)), left=3 * max(n, 64) + 7, right=0, heads_q=1)
     # Keys that no query sees, in front of the window, for whole tiles; a group of three.
     yield replace(base("unseen keys", (5, 1), (2 * n + 70, n + 1)), left=3, right=0, heads_q=3)
     # More rows than keys, with a sink: rows without a key have it alone.

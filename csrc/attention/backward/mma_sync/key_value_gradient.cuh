@@ -45,11 +45,12 @@ __device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTil
   return true;
 }
 
-// Of a band that changes scores (S^T): P^T as an operand, and, in place of the scores, P^T times the derivative of the softcap.
+// Of a band that changes scores (S^T): P^T as an operand, and, in place of the scores, P^T times the derivative of the softcap. A
+// call, as in the kernel of dq.
 template <typename Spec>
-__device__ __forceinline__ void key_band_weights(const BackwardParams& params, Scores<Spec>& scores,
-                                                 Operand<Spec>& operand, ptx::SmemPointer lse_smem,
-                                                 const BandTile& tile, int head, int key, int first_row) {
+__device__ __noinline__ void key_band_weights(const BackwardParams& params, Scores<Spec>& scores,
+                                              Operand<Spec>& operand, ptx::SmemPointer lse_smem, const BandTile& tile,
+                                              int head, int key, int first_row) {
   const Band& band = params.band;
   const int lane = ptx::lane_index();
   Scores<Spec> probabilities;
@@ -121,7 +122,18 @@ __device__ __forceinline__ bool weigh_keys(const BackwardParams& params, Scores<
                                            int first_row) {
   if constexpr (kMask == MaskKind::kBand) {
     if (changes_scores(params.band)) {
-      key_band_weights<Spec>(params, scores, operand, lse_smem, tile, head, key, first_row);
+      Scores<Spec> called_scores;
+      copy_scores<Spec>(called_scores, scores);
+      Operand<Spec> called_operand;
+      const BandTile called_tile = tile;
+      key_band_weights<Spec>(params, called_scores, called_operand, lse_smem, called_tile, head, key, first_row);
+      copy_scores<Spec>(scores, called_scores);
+#pragma unroll
+      for (int step = 0; step < Spec::kMmaN / 2; ++step)
+#pragma unroll
+        for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) operand[step][m][i] = called_operand[step][m][i];
       return true;
     }
   }

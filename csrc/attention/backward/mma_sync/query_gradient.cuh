@@ -69,11 +69,12 @@ struct RowStatistics {
   }
 };
 
-// Of a band that changes scores: to P times the derivative of the softcap.
+// Of a band that changes scores: to P times the derivative of the softcap. A call, with copies of what it takes in local memory: its
+// registers would cost the other scores' loop a third of its speed.
 template <typename Spec>
-__device__ __forceinline__ void query_band_weights(const BackwardParams& params, Scores<Spec>& scores,
-                                                   const RowStatistics<Spec, MaskKind::kBand>& rows,
-                                                   const BandTile& tile, int row, int first_key) {
+__device__ __noinline__ void query_band_weights(const BackwardParams& params, Scores<Spec>& scores,
+                                                const RowStatistics<Spec, MaskKind::kBand>& rows, const BandTile& tile,
+                                                int row, int first_key) {
   const Band& band = params.band;
   const int lane = ptx::lane_index();
   const int key = first_key + lane % 4 * 2;
@@ -107,7 +108,14 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
                                               const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,
                                               int row, int first_key) {
   if constexpr (kMask == MaskKind::kBand) {
-    if (changes_scores(params.band)) return query_band_weights<Spec>(params, scores, rows, tile, row, first_key);
+    if (changes_scores(params.band)) {
+      Scores<Spec> called_scores;
+      copy_scores<Spec>(called_scores, scores);
+      const RowStatistics<Spec, kMask> called_rows = rows;
+      const BandTile called_tile = tile;
+      query_band_weights<Spec>(params, called_scores, called_rows, called_tile, row, first_key);
+      return copy_scores<Spec>(scores, called_scores);
+    }
   }
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)

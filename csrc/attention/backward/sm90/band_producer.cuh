@@ -1,8 +1,10 @@
-// The producers of MaskKind::kBand: one warp, which finds its tiles by the lengths in device memory; its first lane feeds the
-// copy engine. What a tile needs once stands in shared memory meanwhile: the warp has 40 registers a thread.
+// The producers of MaskKind::kBand: one warp, which finds its tiles by the lengths in device memory, and of which one elected lane
+// feeds the copy engine (elected, so that the compiler sees that it is one: else it makes a loop over lanes of every load). What a
+// tile needs once stands in shared memory meanwhile: there are few registers.
 #pragma once
 
 #include "attention/backward/sm90/producer.cuh"
+#include "attention/backward/sm90/products.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -13,6 +15,9 @@ namespace sm90 {
 template <typename Spec, bool kOwnsKeys>
 struct BandSchedule {
   static constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
+  // Tiles a block up to which entries share sections, where tiles differ in length: the last entry's longest would begin too late.
+  // With more it costs up to 10%, as fewer tiles at work share a stream.
+  static constexpr int kFewRounds = 5;
   using Finder = TileFinder<Spec::kOwnRows, kOwnsKeys>;
 
   const BackwardParams& params;
@@ -40,12 +45,13 @@ struct BandSchedule {
     const int num_tiles = static_cast<int>(kept[3]);
     if (number >= num_tiles) return BandTile{-1, 0, 0, 0, {}, 0};
     Finder finder(params, static_cast<int>(kept[0]), static_cast<int>(kept[1]), static_cast<int>(kept[2]));
-    const EntryTile found = finder.template find<kSectionRows>(number);
+    const bool mixes = params.band.right < kUnbounded && num_tiles <= kFewRounds * ptx::grid_size();
+    const EntryTile found = finder.template find<kSectionRows, true>(number, mixes);
     keep(finder, num_tiles);
     return BandTile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
   }
 
-  // With the blocks that it sees, for the producer itself (first lane) and, later, the consumers.
+  // With the blocks that it sees, for the producer itself (one lane) and, later, the consumers.
   __device__ __forceinline__ void note(BandTile tile, const BlockRange& range) const {
     tile.begin_block = range.begin;
     tile.end_block = range.end;
@@ -75,7 +81,6 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
                                                   const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                   const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const BandSchedule<Spec, false> schedule(params, shared);
-  const bool is_first_lane = ptx::lane_index() == 0;
   RingPosition<Spec::kFirstStages> key;
   RingPosition<Spec::kSecondStages> value;
   int own_parity = 0;
@@ -84,7 +89,7 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
     const BandTile tile = schedule.tile(number);
     if (tile.index < 0) break;
     int next_number = -1;
-    if (is_first_lane) {
+    if (ptx::elect_one()) {
       const int first_row = tile.index * Spec::kOwnRows;
       const BlockRange range = key_blocks<Spec, MaskKind::kBand>(params, tile, first_row, first_row + Spec::kOwnRows);
       schedule.note(tile, range);
@@ -103,65 +108,91 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
         own_is_loaded = true;
       }
     }
-    number = ptx::shuffle_index(next_number, 0);
+    number = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(next_number + 1))) - 1;
   }
-  if (is_first_lane) end_work<Spec, MaskKind::kBand>(shared, own_parity);
+  if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
 }
 
-// Of the kernel of dk and dv, in the order of produce_queries. Keys that no query sees have no block.
+// Of the kernel of dk and dv, in the order of produce_queries; the statistics are another warp's. Keys that no query sees have no
+// block.
 template <typename Spec>
 __device__ __forceinline__ void produce_band_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                      const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                      const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const BandSchedule<Spec, true> schedule(params, shared);
-  const bool is_first_lane = ptx::lane_index() == 0;
   RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
   int own_parity = 0;
-  Statistics<Spec> statistics;
 
   for (int number = ptx::block_index();; own_parity ^= 1) {
     const BandTile tile = schedule.tile(number);
     if (tile.index < 0) break;
     int next_number = -1;
-    const int first_key = tile.index * Spec::kOwnRows;
-    const BlockRange range = query_blocks<Spec, MaskKind::kBand>(params, tile, first_key, first_key + Spec::kOwnRows);
-    if (is_first_lane) schedule.note(tile, range);
-    const int group = params.heads_q / params.heads_kv;
-    RaggedPlace query_place = rows_read(params.entry_rows.q, tile, tile.head * group);
-    RaggedPlace dout_place = rows_read(params.entry_rows.dout, tile, tile.head * group);
-    int& head = query_place.head;
-    int block = range.begin;
-    bool own_is_loaded = false;
-    int left = group * (range.end - range.begin);
-    if (left > 0) statistics.fetch(params, first_statistic(params, tile, head), tile.extents.row_count, block);
-    for (; left > 0; --left) {
-      if (is_first_lane) {
+    if (ptx::elect_one()) {
+      const int first_key = tile.index * Spec::kOwnRows;
+      const BlockRange range = query_blocks<Spec, MaskKind::kBand>(params, tile, first_key, first_key + Spec::kOwnRows);
+      schedule.note(tile, range);
+      const int group = params.heads_q / params.heads_kv;
+      RaggedPlace query_place = rows_read(params.entry_rows.q, tile, tile.head * group);
+      RaggedPlace dout_place = rows_read(params.entry_rows.dout, tile, tile.head * group);
+      int block = range.begin;
+      bool own_is_loaded = false;
+      for (int left = group * (range.end - range.begin); left > 0; --left) {
         if (next_number < 0 && left <= kDrawAhead + 1) {
           next_number = next_tile_index(params.tile_counter, schedule.num_tiles(), number);
         }
-        dout_place.head = head;
         load_block<Spec>(shared, at, at, q_map, dout_map, block * Spec::kStreamRows, query_place, dout_place);
         if (!own_is_loaded) load_noted<Spec, true>(params, shared, k_map, v_map, own_parity);
+        own_is_loaded = true;
+        at.advance();
+        if (++block == range.end) {
+          block = range.begin;
+          ++query_place.head;
+          ++dout_place.head;
+        }
       }
-      own_is_loaded = true;
-      // Hazard: the statistics of this stage may still be read; the first lane has waited for that, the others have not.
-      ptx::warp_sync();
+      if (!own_is_loaded) {
+        next_number = next_tile_index(params.tile_counter, schedule.num_tiles(), number);
+        load_noted<Spec, true>(params, shared, k_map, v_map, own_parity);
+      }
+    }
+    number = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(next_number + 1))) - 1;
+  }
+  if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
+}
+
+// A warp that streams the statistics of the blocks that produce_band_queries loads. It learns of a tile as the consumers do,
+// with the own rows, for which they wait, too.
+template <typename Spec>
+__device__ __forceinline__ void produce_band_statistics(const BackwardParams& params,
+                                                        const SharedMemory<Spec>& shared) {
+  RingPosition<Spec::kFirstStages> at;
+  Statistics<Spec> statistics;
+  for (int parity = 0;; parity ^= 1) {
+    ptx::mbarrier_wait(shared.tile_full(0), parity);
+    const BandTile tile = read_tile<BandTile>(shared.tile(0));
+    if (tile.index < 0) break;
+    // Hazard: the next tile is written before every lane has read this one: consumers of a tile without blocks wait for no
+    // statistics.
+    release(shared.own_empty(0));
+    const int group = params.heads_q / params.heads_kv;
+    int64_t first = first_statistic(params, tile, tile.head * group);
+    const int64_t head_rows = first_statistic(params, tile, tile.head * group + 1) - first;
+    int block = tile.begin_block;
+    int left = group * (tile.end_block - tile.begin_block);
+    if (left > 0) statistics.fetch(params, first, tile.extents.row_count, block);
+    for (; left > 0; --left) {
+      // Hazard: the statistics of this stage may still be read.
+      ptx::mbarrier_wait(shared.first_empty(at.stage), at.parity ^ 1);
       statistics.store(shared.statistics(at.stage));
       ptx::mbarrier_arrive(shared.first_full(at.stage));
       at.advance();
-      if (++block == range.end) {
-        block = range.begin;
-        ++head;
+      if (++block == tile.end_block) {
+        block = tile.begin_block;
+        first += head_rows;
       }
-      if (left > 1) statistics.fetch(params, first_statistic(params, tile, head), tile.extents.row_count, block);
+      if (left > 1) statistics.fetch(params, first, tile.extents.row_count, block);
     }
-    if (is_first_lane && !own_is_loaded) {
-      next_number = next_tile_index(params.tile_counter, schedule.num_tiles(), number);
-      load_noted<Spec, true>(params, shared, k_map, v_map, own_parity);
-    }
-    number = ptx::shuffle_index(next_number, 0);
   }
-  if (is_first_lane) end_work<Spec, MaskKind::kBand>(shared, own_parity);
 }
 
 }  // namespace sm90

@@ -5,6 +5,7 @@
 // stored: the accumulator layout is the operand layout.
 #pragma once
 
+#include "attention/backward/sm90/bent_scores.cuh"
 #include "attention/backward/sm90/products.cuh"
 
 namespace flashmoe {
@@ -79,57 +80,27 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
   }
 }
 
-// Of a band that changes scores: P^T, packed, and P^T times the derivative, in place of the scores.
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void band_weights(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                             uint32_t (&packed)[Spec::kStreamRows / 4],
-                                             const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place) {
-  const Band& band = params.band;
-  KeyRange visible[2];
-  visible_columns<Spec, kMask>(visible, params, place);
-  const int lane = ptx::lane_index();
-  const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
-  const int row = place.block * Spec::kStreamRows + lane % 4 * 2;
-  const auto entry = static_cast<int>(ptx::ld_shared_32(place.tile_smem + 8));
-  const int64_t mask_at = entry * band.mask_stride_batch + place.head * band.mask_stride_head +
-                          row * band.mask_stride_row + key * band.mask_stride_key;
-#pragma unroll
-  for (int i = 0; i < Spec::kStreamRows / 2; i += 2) {
-    const int r = i / 2 % 2;
-    float probability[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int column = 8 * (i / 4) + j;
-      const bool is_visible = column >= visible[r].begin && column < visible[r].end;
-      const Weight weight =
-          band_weight<typename Spec::Element>(params, scores[i + j], lse_log2[i / 4 * 2 + j], is_visible,
-                                              mask_at + column * band.mask_stride_row + 8 * r * band.mask_stride_key);
-      probability[j] = weight.probability;
-      scores[i + j] = weight.probability * weight.derivative;
-    }
-    packed[i / 2] = pack<typename Spec::Element>(probability[0], probability[1]);
-  }
-}
-
-// Of a band: scores (S^T) to P^T, packed, and to what dS^T has of it in their place.
+// Of a band that bends scores: P^T, packed, and what dS^T has of it in place of the scores.
 template <typename Spec>
 __device__ __forceinline__ void weigh_band(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                           uint32_t (&packed)[Spec::kStreamRows / 4],
+                                           uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
                                            const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place,
-                                           Scores kind) {
-  if (kind == Scores::kGeneral) return band_weights<Spec, MaskKind::kBand>(params, scores, packed, lse_log2, place);
-  if (kind == Scores::kMasked) {
-    exponentials<Spec, MaskKind::kBand, true>(params, scores, lse_log2, place);
-  } else {
-    exponentials<Spec, MaskKind::kBand, false>(params, scores, lse_log2, place);
-  }
-  Products<Spec>::pack_scores(packed, scores);
+                                           bool is_plain) {
+  weigh_bent<Spec, true>(
+      params, scores, packed, values, is_plain && params.band.mask_type == MaskTensor::kNone,
+      [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; },
+      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kBand>(visible, params, place); });
 }
 
-// Which of them a block needs.
-__device__ __forceinline__ Scores band_scores(const BackwardParams& params, const BlockRange& range, int block) {
-  if (changes_scores(params.band)) return Scores::kGeneral;
-  return block < range.full_begin || block >= range.full_end ? Scores::kMasked : Scores::kPlain;
+template <typename Spec>
+__device__ __forceinline__ MaskPlace mask_place(const BackwardParams& params, const BlockPlace& place) {
+  const Band& band = params.band;
+  const auto lengths = lengths_in<MaskKind::kBand>(params, place.tile_smem);
+  const int lane = ptx::lane_index();
+  const auto entry = static_cast<int>(ptx::ld_shared_32(place.tile_smem + 8));
+  return MaskPlace(band, entry, place.head, band.mask_stride_key, band.mask_stride_row,
+                   place.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
+                   place.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
 }
 
 template <typename Spec, MaskKind kMask>
@@ -164,17 +135,17 @@ struct KeyValueGradientConsumer {
                                                             shared.second(at.stage));
   }
 
-  // band_scores: of a band, known at run time alone.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const Place& place, Scores band_scores = kScores) {
+                                       const Place& place) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    Turns<Spec>::take(consumer);
     issue_scores(scores);
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
@@ -184,16 +155,19 @@ struct KeyValueGradientConsumer {
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     if constexpr (Spec::kStartsFromRowDot) load_negative_row_dots<Spec>(gradients, row_dot_smem);
     issue_gradients(gradients);
+    Turns<Spec>::pass(consumer);
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
-    if constexpr (kIsBand) {
-      weigh_band<Spec>(params, scores, p_packed, lse_log2, place, band_scores);
+    if constexpr (Spec::kBendsScores) {
+      MaskValues<Spec> values;
+      load_mask<Spec>(values, params.band, [&] { return mask_place<Spec>(params, place); });
+      weigh_band<Spec>(params, scores, p_packed, values, lse_log2, place, kScores == Scores::kPlain);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
     }
     if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
-    if constexpr (!kIsBand) Product::pack_scores(p_packed, scores);
+    if constexpr (!Spec::kBendsScores) Product::pack_scores(p_packed, scores);
     Product::issue_output(dv, p_packed, shared.second(at.stage));
 
     ptx::wgmma_wait<1>();  // dP^T
@@ -210,23 +184,17 @@ struct KeyValueGradientConsumer {
 
   // A block with lookahead. In flight at the beginning, in this order: dV of the block before, S^T of this block, dK of the
   // block before, dP^T of this block (no dV and dK for the first); at the end the same, a block further, or nothing.
-  // is_masked: of a band, known at run time alone.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                              float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
                                              float (&gradients)[Product::kScores], float (&lse_log2)[Product::kColumns],
                                              uint32_t (&p_packed)[Product::kPacked],
-                                             uint32_t (&ds_packed)[Product::kPacked], const Place& place,
-                                             bool is_masked = kIsMasked) {
+                                             uint32_t (&ds_packed)[Product::kPacked], const Place& place) {
     const unsigned char* q_smem = shared.first(at.stage);
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
     ptx::wgmma_fence_operands(scores);
-    if (is_masked) {
-      exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
-    } else {
-      exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
-    }
+    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, row_dot_smem);
     Product::pack_scores(p_packed, scores);
@@ -291,33 +259,33 @@ struct KeyValueGradientConsumer {
     step(No{}, No{}, Yes{}, odd, even);
   }
 
-  // The same of a band, where blocks at both ends may need a mask; two blocks or more.
-  __device__ __forceinline__ void compute_band_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
+  // The blocks [place.block, end) of a band, none of which needs a mask, with lookahead: two or more.
+  __device__ __forceinline__ void compute_band_ahead(int end, float (&dk)[Product::kOutputs],
                                                      float (&dv)[Product::kOutputs],
                                                      uint32_t (&p_packed)[Product::kPacked],
-                                                     uint32_t (&ds_packed)[Product::kPacked], Place place) {
+                                                     uint32_t (&ds_packed)[Product::kPacked], Place& place) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
     float lse_log2[Product::kColumns];
-    const int last = range.end - 1;
+    int& block = place.block;
+    const int last = end - 1;
     const auto step = [&](auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
-      const bool is_masked = place.block < range.full_begin || place.block >= range.full_end;
-      step_ahead<false, decltype(first)::value, decltype(is_last)::value>(
-          dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed, place, is_masked);
-      ++place.block;
+      step_ahead<false, decltype(first)::value, decltype(is_last)::value>(dk, dv, scores, next_scores, gradients,
+                                                                          lse_log2, p_packed, ds_packed, place);
+      ++block;
     };
     wait_block();
     issue_scores(even);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
     issue_gradients(gradients);
     step(Yes{}, No{}, even, odd);
-    while (place.block <= last - 2) {
+    while (block <= last - 2) {
       step(No{}, No{}, odd, even);
       step(No{}, No{}, even, odd);
     }
-    if (place.block == last) return step(No{}, Yes{}, odd, even);
+    if (block == last) return step(No{}, Yes{}, odd, even);
     step(No{}, No{}, odd, even);
     step(No{}, Yes{}, even, odd);
   }
@@ -327,16 +295,28 @@ struct KeyValueGradientConsumer {
                                           float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
                                           uint32_t (&ds_packed)[Product::kPacked], Place place) {
     int& block = place.block;
-    if constexpr (kIsBand) {
-      if (!Spec::kLookahead || changes_scores(params.band) || range.begin + 1 >= range.end) {
-        for (; block < range.end; ++block) {
-          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place, band_scores(params, range, block));
+    if constexpr (kIsBand && Spec::kLookahead) {
+      for (;; ++block) {
+        if (block == range.full_begin && block + 1 < range.full_end) {
+          finish_products(dk, dv);
+          compute_band_ahead(range.full_end, dk, dv, p_packed, ds_packed, place);
         }
-      } else if constexpr (Spec::kLookahead) {
-        compute_band_ahead(range, dk, dv, p_packed, ds_packed, place);
+        if (block >= range.end) return;
+        step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+        finish_products(dk, dv);
       }
     } else if constexpr (Spec::kLookahead) {
       compute_ahead(range, dk, dv, p_packed, ds_packed, place);
+    } else if constexpr (kIsBand) {
+      while (block < range.end) {
+        for (; block >= range.full_begin && block < range.full_end; ++block) {
+          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
+        }
+        if (block < range.end) {
+          step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+          ++block;
+        }
+      }
     } else {
       for (; block < range.full_begin; ++block) step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
       for (; block < range.end; ++block) step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
@@ -345,6 +325,8 @@ struct KeyValueGradientConsumer {
 
   // Passes over a block that only keys of other warpgroups are seen from.
   __device__ __forceinline__ void skip_block() {
+    Turns<Spec>::take(consumer);
+    Turns<Spec>::pass(consumer);
     wait_block();
     at.advance();
     release_used();
@@ -357,8 +339,29 @@ struct KeyValueGradientConsumer {
     if (used.stage != at.stage) release_used();
   }
 
+  // Of a band: query head `head` of the group. The tile is read for each head, and again: no register holds it all the while.
+  __device__ __forceinline__ void compute_band_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+                                                    uint32_t (&p_packed)[Product::kPacked],
+                                                    uint32_t (&ds_packed)[Product::kPacked], int head) {
+    const Tile tile = read_tile<Tile>(shared.tile(consumer));
+    const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
+    const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
+    if (tile.begin_block < range.begin) {
+      finish_products(dk, dv);
+      for (int block = tile.begin_block; block < range.begin; ++block) skip_block();
+    }
+    compute(
+        range, dk, dv, p_packed, ds_packed,
+        Place{shared.tile(consumer), tile.head * (params.heads_q / params.heads_kv) + head, first_key, range.begin});
+    const Tile again = read_tile<Tile>(shared.tile(consumer));
+    const int end = maximum(again.begin_block, range.end);
+    if (end < again.end_block) finish_products(dk, dv);
+    for (int block = end; block < again.end_block; ++block) skip_block();
+  }
+
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
     const int heads = params.heads_q / params.heads_kv;
+    Turns<Spec>::begin(consumer);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
@@ -377,16 +380,15 @@ struct KeyValueGradientConsumer {
         Product::clear(dk);
         Product::clear(dv);
         for (int head = 0; head < heads; ++head) {
-          if (all.begin < range.begin) {
-            finish_products(dk, dv);
-            for (int block = all.begin; block < range.begin; ++block) skip_block();
-          }
-          compute(range, dk, dv, p_packed, ds_packed,
-                  Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
           if constexpr (kIsBand) {
-            const int end = maximum(all.begin, range.end);
-            if (end < all.end) finish_products(dk, dv);
-            for (int block = end; block < all.end; ++block) skip_block();
+            compute_band_head(dk, dv, p_packed, ds_packed, head);
+          } else {
+            if (all.begin < range.begin) {
+              finish_products(dk, dv);
+              for (int block = all.begin; block < range.begin; ++block) skip_block();
+            }
+            compute(range, dk, dv, p_packed, ds_packed,
+                    Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
           }
         }
         finish_products(dk, dv);
@@ -415,6 +417,7 @@ struct KeyValueGradientConsumer {
       }
       if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }
+    Turns<Spec>::end(consumer);
   }
 };
 

@@ -41,12 +41,14 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0) {
-      if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kBand) {
+      if (warp == 0) {
         produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
-      } else {
-        produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+      } else if (warp == 1) {
+        produce_band_statistics<Spec>(params, shared);
       }
+    } else if (warp == 0) {
+      produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
     }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();

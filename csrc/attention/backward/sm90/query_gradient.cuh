@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attention/backward/sm90/band_producer.cuh"
+#include "attention/backward/sm90/bent_scores.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
 #include "ptx/register_control.cuh"
@@ -127,44 +128,41 @@ struct QueryGradientConsumer {
     }
   }
 
-  // scores to P, or, of kGeneral, to P times the derivative. Masked ones are set to zero after the exponential: a key past the
-  // end scores 0, and exp2(0 - lse) may be anything up to inf.
-  template <Scores kScores>
-  __device__ __forceinline__ void exponentials(float (&scores)[Product::kScores], const Tile& tile, int block) const {
+  // The keys that this thread's two rows see, as columns from its first of a block.
+  __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const Tile& tile, int block) const {
     const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
     const int first_key = block * Spec::kStreamRows + ptx::lane_index() % 4 * 2;
-    KeyRange visible[2] = {{0, 0}, {0, 0}};  // columns, from this thread's first
-    if constexpr (kScores != Scores::kPlain) {
-      const auto& lengths = lengths_of(params, tile);
+    const auto lengths = lengths_in<kMask>(params, shared.tile(consumer));
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        visible[r] = visible_keys<kMask>(params, lengths, row + 8 * r);
-        // The mask tensor has no rows past the last.
-        if (kScores == Scores::kGeneral && row + 8 * r >= lengths.rows()) visible[r].end = 0;
-        visible[r] = KeyRange{visible[r].begin - first_key, visible[r].end - first_key};
-      }
+    for (int r = 0; r < 2; ++r) {
+      visible[r] = visible_keys<kMask>(params, lengths, row + 8 * r);
+      visible[r] = KeyRange{visible[r].begin - first_key, visible[r].end - first_key};
     }
+  }
+
+  // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
+  // anything up to inf.
+  template <Scores kScores>
+  __device__ __forceinline__ void exponentials(float (&scores)[Product::kScores], const Tile& tile, int block) const {
+    KeyRange visible[2] = {{0, 0}, {0, 0}};
+    if constexpr (kScores == Scores::kMasked) visible_columns(visible, tile, block);
 #pragma unroll
     for (int i = 0; i < Product::kScores; ++i) {
       const int r = (i / 2) % 2;
       const int column = 8 * (i / 4) + i % 2;
-      const bool is_visible = column < visible[r].end && (!kIsBand || column >= visible[r].begin);
-      if constexpr (kScores == Scores::kGeneral) {
-        const int64_t mask_at = mask_row(tile, row + 8 * r) + (first_key + column) * params.band.mask_stride_key;
-        const Weight weight = band_weight<Element>(params, scores[i], lse_log2[r], is_visible, mask_at);
-        scores[i] = weight.probability * weight.derivative;
-      } else {
-        scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[r]));
-        if constexpr (kScores == Scores::kMasked) {
-          if (!is_visible) scores[i] = 0.0f;
-        }
+      scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[r]));
+      if constexpr (kScores == Scores::kMasked) {
+        const bool is_visible = column < visible[r].end && (!kIsBand || column >= visible[r].begin);
+        if (!is_visible) scores[i] = 0.0f;
       }
     }
   }
 
-  __device__ __forceinline__ int64_t mask_row(const Tile& tile, int row) const {
+  __device__ __forceinline__ MaskPlace mask_place(const Tile& tile, int block) const {
     const Band& band = params.band;
-    return tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head + row * band.mask_stride_row;
+    return MaskPlace(band, tile.batch, tile.head, band.mask_stride_row, band.mask_stride_key,
+                     first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
+                     block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
@@ -215,19 +213,14 @@ struct QueryGradientConsumer {
 
   // A block with lookahead. In flight at the beginning, in this order: S of this block, dQ of the block before (if there
   // is one), dP of this block; at the end: S of the next block, dQ, dP of the next block.
-  // is_masked: of a band, known at run time alone.
   template <bool kIsMasked, bool kIsFirst, bool kIsLast>
   __device__ __forceinline__ void step_ahead(float (&dq)[Product::kOutputs], float (&scores)[Product::kScores],
                                              float (&next_scores)[Product::kScores],
                                              float (&gradients)[Product::kScores], uint32_t (&packed)[Product::kPacked],
-                                             const Tile& tile, int block, bool is_masked = kIsMasked) {
+                                             const Tile& tile, int block) {
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();
     ptx::wgmma_fence_operands(scores);
-    if (is_masked) {
-      exponentials<Scores::kMasked>(scores, tile, block);
-    } else {
-      exponentials<Scores::kPlain>(scores, tile, block);
-    }
+    exponentials<kIsMasked ? Scores::kMasked : Scores::kPlain>(scores, tile, block);
     const unsigned char* key_smem = shared.first(key.stage);
     key.advance();
     if constexpr (!kIsLast) issue_scores(next_scores);
@@ -237,7 +230,7 @@ struct QueryGradientConsumer {
     release_value();
     multiply(gradients, scores);
     Product::pack_scores(packed, gradients);
-    if constexpr (kIsFirst) Product::clear(dq);
+    if constexpr (kIsFirst && !kIsBand) Product::clear(dq);
     Product::issue_output(dq, packed, key_smem);
     if constexpr (kIsLast) {
       ptx::wgmma_wait<0>();
@@ -249,6 +242,8 @@ struct QueryGradientConsumer {
 
   // Passes over a key block that only rows of other warpgroups see.
   __device__ __forceinline__ void skip_block() {
+    Turns<Spec>::take(consumer);
+    Turns<Spec>::pass(consumer);
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
     key.advance();
     wait_value();
@@ -279,54 +274,90 @@ struct QueryGradientConsumer {
     step_ahead<false, false, true>(dq, odd, even, gradients, packed, tile, block);
   }
 
-  // The same of a band, where blocks at both ends may need a mask; two blocks or more.
-  __device__ __forceinline__ void compute_band_ahead(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+  // The blocks from `block` down to `begin` of a band, none of which needs a mask, with lookahead: two or more, and not the tile's
+  // first. Nothing is in flight at either end; the last key is not released.
+  __device__ __forceinline__ void compute_band_ahead(const Tile& tile, int& block, int begin,
                                                      float (&dq)[Product::kOutputs],
                                                      uint32_t (&packed)[Product::kPacked]) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
-    int block = range.end - 1;
     const auto step = [&](auto first, auto last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
-      const bool is_masked = block >= range.full_end || block < range.full_begin;
       step_ahead<false, decltype(first)::value, decltype(last)::value>(dq, scores, next_scores, gradients, packed, tile,
-                                                                       block--, is_masked);
+                                                                       block--);
     };
+    release_key();
     issue_scores(even);
     issue_gradients(gradients);
-    finish_rows(loads, tile);
     step(Yes{}, No{}, even, odd);
-    while (block >= range.begin + 2) {
+    while (block >= begin + 2) {
       step(No{}, No{}, odd, even);
       step(No{}, No{}, even, odd);
     }
-    if (block == range.begin) return step(No{}, Yes{}, odd, even);
+    if (block == begin) return step(No{}, Yes{}, odd, even);
     step(No{}, No{}, odd, even);
     step(No{}, Yes{}, even, odd);
   }
 
-  // Of a band, block by block: what a block's scores go through is known at run time alone.
+  // Of a band, with lookahead where no block needs a mask. A masked block ends with a wait: with its product in flight where
+  // loops meet, ptxas finds too few registers.
+  __device__ __forceinline__ void compute_band_blocks(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                                      float (&dq)[Product::kOutputs],
+                                                      uint32_t (&packed)[Product::kPacked]) {
+    const auto finish = [&dq] {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operands(dq);
+    };
+    int block = range.end - 1;
+    step<Scores::kMasked, true>(dq, packed, loads, tile, block);
+    for (;;) {
+      finish();
+      --block;
+      if (block < range.full_end && block > range.full_begin) {
+        compute_band_ahead(tile, block, range.full_begin, dq, packed);
+      }
+      if (block < range.begin) return;
+      step<Scores::kMasked, false>(dq, packed, loads, tile, block);
+    }
+  }
+
+  // Of a band, block by block. Blocks without a mask have a loop of their own: in one with the others the compiler shares the
+  // ends of both, and sinks exponentials behind the wait for dP.
   __device__ __forceinline__ void compute_band(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                                float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
-    const bool is_general = changes_scores(params.band);
+    int block = range.end - 1;
+    step<Scores::kMasked, true>(dq, packed, loads, tile, block--);
+    while (block >= range.begin) {
+      for (; block < range.full_end && block >= range.full_begin; --block) {
+        step<Scores::kPlain, false>(dq, packed, loads, tile, block);
+      }
+      if (block >= range.begin) step<Scores::kMasked, false>(dq, packed, loads, tile, block--);
+    }
+  }
+
+  // Of a band that bends scores.
+  __device__ __forceinline__ void compute_bent(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                               float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
     finish_rows(loads, tile);
     Product::clear(dq);
     for (int block = range.end - 1; block >= range.begin; --block) {
       float scores[Product::kScores];
       float gradients[Product::kScores];  // dP, then dS
+      MaskValues<Spec> values;
+      load_mask<Spec>(values, params.band, [&] { return mask_place(tile, block); });
+      Turns<Spec>::take(consumer);
       issue_scores(scores);
       issue_gradients(gradients);
+      Turns<Spec>::pass(consumer);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
-      if (is_general) {
-        exponentials<Scores::kGeneral>(scores, tile, block);
-      } else if (block >= range.full_end || block < range.full_begin) {
-        exponentials<Scores::kMasked>(scores, tile, block);
-      } else {
-        exponentials<Scores::kPlain>(scores, tile, block);
-      }
+      const bool is_plain =
+          block < range.full_end && block >= range.full_begin && params.band.mask_type == MaskTensor::kNone;
+      weigh_bent<Spec, false>(
+          params, scores, packed, values, is_plain, [this](int i) { return lse_log2[i / 2 % 2]; },
+          [&](KeyRange(&visible)[2]) { visible_columns(visible, tile, block); });
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(gradients);
       release_value();
@@ -349,10 +380,12 @@ struct QueryGradientConsumer {
                                           float (&dq)[Product::kOutputs]) {
     uint32_t packed[Product::kPacked];
     if constexpr (kIsBand) {
-      if (!Spec::kLookahead || changes_scores(params.band) || range.begin + 1 == range.end) {
-        compute_band(tile, range, loads, dq, packed);
+      if constexpr (Spec::kBendsScores) {
+        compute_bent(tile, range, loads, dq, packed);
       } else if constexpr (Spec::kLookahead) {
-        compute_band_ahead(tile, range, loads, dq, packed);
+        compute_band_blocks(tile, range, loads, dq, packed);
+      } else {
+        compute_band(tile, range, loads, dq, packed);
       }
     } else if constexpr (Spec::kLookahead) {
       compute_ahead(tile, range.end, loads, dq, packed);
@@ -366,6 +399,7 @@ struct QueryGradientConsumer {
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dq_map) {
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
+    Turns<Spec>::begin(consumer);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
@@ -383,7 +417,9 @@ struct QueryGradientConsumer {
         float dq[Product::kOutputs];
         compute(tile, range, loads, dq);
         if constexpr (kIsBand) {
-          for (end = range.begin; end > all.begin; --end) skip_block();
+          const int begin =
+              read_tile<Tile>(shared.tile(consumer)).begin_block;  // again: no register holds it all the while
+          for (end = range.begin; end > begin; --end) skip_block();
         }
         // Hazard: dQ takes the place of Q while another warp of the warpgroup still multiplies with it.
         sync_consumer(consumer);
@@ -392,8 +428,9 @@ struct QueryGradientConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (is_storing_thread) {
-          Product::store_global(dq_map, shared.own_first(consumer), first_row(tile),
-                                rows_stored(params.entry_rows.dq, tile));
+          const Tile done = kIsBand ? read_tile<Tile>(shared.tile(consumer)) : tile;
+          Product::store_global(dq_map, shared.own_first(consumer), first_row(done),
+                                rows_stored(params.entry_rows.dq, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's Q overwrites dQ while the store still reads it.
           ptx::tma_store_wait_read<0>();
@@ -406,6 +443,7 @@ struct QueryGradientConsumer {
       }
       if (is_storing_thread) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }
+    Turns<Spec>::end(consumer);
   }
 };
 

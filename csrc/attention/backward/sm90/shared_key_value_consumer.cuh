@@ -54,8 +54,14 @@ struct SharedConsumer {
         Place place{shared.tile(0), tile.head * heads + head, first_key, range.begin};
         int& block = place.block;
         if constexpr (kIsBand) {
-          for (; block < range.end; ++block) {
-            derived.template step<Scores::kPlain>(output, packed, place, band_scores(params, range, block));
+          while (block < range.end) {
+            for (; block >= range.full_begin && block < range.full_end; ++block) {
+              derived.template step<Scores::kPlain>(output, packed, place);
+            }
+            if (block < range.end) {
+              derived.template step<Scores::kMasked>(output, packed, place);
+              ++block;
+            }
           }
         } else {
           for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, place);
@@ -97,10 +103,10 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     }
   }
 
-  // Of a band that changes scores the other warpgroup gets P^T times the derivative: it needs no more.
+  // Of a band that bends scores the other warpgroup gets P^T times the derivative: it needs no more.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place& place, Scores band_scores = kScores) {
+                                       const Place& place) {
     float scores[Product::kScores];
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
@@ -111,13 +117,15 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     release_used();
     has_used = true;
     uint32_t handed_on[Product::kPacked];
-    if constexpr (Base::kIsBand) {
-      weigh_band<Spec>(params, scores, packed, lse_log2, place, band_scores);
+    if constexpr (Spec::kBendsScores) {
+      MaskValues<Spec> values;
+      load_mask<Spec>(values, params.band, [&] { return mask_place<Spec>(params, place); });
+      weigh_band<Spec>(params, scores, packed, values, lse_log2, place, kScores == Scores::kPlain);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
     }
     release(shared.first_empty(at.stage));
-    if constexpr (Base::kIsBand) {
+    if constexpr (Spec::kBendsScores) {
       Product::pack_scores(handed_on, scores);
     } else {
       Product::pack_scores(packed, scores);
@@ -173,7 +181,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
 
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place&, Scores = kScores) {
+                                       const Place&) {
     float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];

@@ -28,8 +28,9 @@ namespace sm90 {
 //                    arrival less a block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
 //   kIsBand          of MaskKind::kBand: a tile carries its entry's extents
+//   kBendsScores     of a band: a softcap or a mask tensor comes before the softmax
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
-          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsBand_>
+          int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsBand_, bool kBendsScores_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -42,6 +43,7 @@ struct TileSpec {
   static constexpr bool kSharesRows = kSharesRows_;
   static constexpr bool kIsPaired = kIsPaired_;
   static constexpr bool kIsBand = kIsBand_;
+  static constexpr bool kBendsScores = kBendsScores_;
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
@@ -58,14 +60,17 @@ struct TileSpec {
   static_assert(!kIsPaired || kFirstStages == kSecondStages, "a stage is one of both");
   static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
 
-  // A consumer that computes dk and dv of 128 columns, or dq of 256, takes all registers that there are.
-  static constexpr bool kIsFull = !kSharesRows && kHeadDim == (kHasStatistics ? 128 : 256);
+  // A consumer that computes dk and dv of 128 columns, or of 64 with lookahead, or dq of 256, takes all registers that there are.
+  static constexpr bool kIsFull =
+      kHasStatistics ? !kSharesRows && (kHeadDim == 128 || !kBendsScores) && kStreamRows == 64 : kHeadDim == 256;
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and what a launch of as many threads
   // gets.
   static constexpr int kProducerRegisters = kNumConsumers == 3 ? (kIsBand ? 56 : 32) : kIsBand && !kIsFull ? 56 : 24;
   static constexpr int kConsumerRegisters = kNumConsumers == 3    ? (kIsBand ? 152 : 160)
                                             : kIsBand && !kIsFull ? 224
                                                                   : 240;
+
+  static constexpr bool kTakesTurns = kBendsScores && !kSharesRows;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kOwnSlabBytes = 64 * 128;
@@ -94,9 +99,9 @@ struct TileSpec {
 // A tile of kBlockM rows of Q; blocks of kBlockN keys. kNumStages blocks of K, kValueStages of V.
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: registers for another 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead_, bool kIsBand_ = false>
+          int kLookahead_, bool kIsBand_ = false, bool kBendsScores_ = false>
 struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false,
-                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsBand_> {
+                                    false, kLookahead_ == 0 && kNumStages == kValueStages, kIsBand_, kBendsScores_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
@@ -107,9 +112,9 @@ struct QueryGradientSpec : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumSta
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
 //                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
-          int kStartsFromRowDot_, bool kIsBand_ = false>
+          int kStartsFromRowDot_, bool kIsBand_ = false, bool kBendsScores_ = false>
 struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
-                                       kBlockN == 64, kBlockN != 64, kIsBand_> {
+                                       kBlockN == 64, kBlockN != 64, kIsBand_, kBendsScores_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
   static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
@@ -117,15 +122,15 @@ struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNum
   static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
 };
 
-// For MaskKind::kBand.
+// For MaskKind::kBand. kScores 1: kBendsScores.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead>
-using VarlenQueryGradientSpec =
-    QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kValueStages, kLookahead, true>;
+          int kLookahead, int kScores>
+using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
+                                                  kValueStages, kLookahead, true, kScores != 0>;
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead,
-          int kStartsFromRowDot>
+          int kStartsFromRowDot, int kScores>
 using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                        kLookahead, kStartsFromRowDot, true>;
+                                                        kLookahead, kStartsFromRowDot, true, kScores != 0>;
 
 // Where row `row` of a block lies among its statistics: a lane's four columns of 16, 2t, 2t + 1, 2t + 8 and 2t + 9 with
 // t = lane % 4, side by side for one 16-byte load.
@@ -195,7 +200,9 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   for (int tile = 0; tile < Spec::kNumOwnTiles; ++tile) {
     ptx::mbarrier_init(shared.own_full(tile), 1);
     ptx::mbarrier_init(shared.tile_full(tile), 1);
-    ptx::mbarrier_init(shared.own_empty(tile), Spec::kConsumersPerTile);
+    // Of a band also the warp that streams the statistics, which reads the first own tile's record.
+    ptx::mbarrier_init(shared.own_empty(tile),
+                       Spec::kConsumersPerTile + (Spec::kIsBand && Spec::kHasStatistics && tile == 0 ? 1 : 0));
   }
 #pragma unroll
   for (int stage = 0; stage < Spec::kFirstStages; ++stage) {

@@ -1,0 +1,206 @@
+// What a softcap and a mask tensor do to the scores of a block, in both kernels. A thread has two rows of scores, r = 0 and 1, eight
+// apart, and of each pairs of neighbouring columns, 8j and 8j + 1 behind its first: pair 2j + r (products.cuh).
+#pragma once
+
+#include "attention/backward/sm90/products.cuh"
+#include "attention/scores.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// Values of a mask tensor for a thread's pairs of scores, 16 bits each; of a boolean one 0 or -inf.
+template <typename Spec>
+using MaskValues = uint32_t[Products<Spec>::kPacked];
+
+// Where they lie. Rows and columns are those of the scores: in the kernel of dq rows are queries, in that of dk and dv keys.
+struct MaskPlace {
+  const unsigned char* first;  // of the thread's first score
+  int64_t row_stride;          // elements
+  int64_t column_stride;
+  int columns[2];  // that there are in the tensor, for each of the two rows, from the thread's first on
+
+  // rows, columns: of the tensor; row, column: the thread's first
+  __device__ __forceinline__ MaskPlace(const Band& band, int entry, int head, int64_t row_stride_,
+                                       int64_t column_stride_, int row, int rows, int column, int columns_)
+      : row_stride(row_stride_),
+        column_stride(column_stride_),
+        columns{row < rows ? columns_ - column : 0, row + 8 < rows ? columns_ - column : 0} {
+    const int64_t at =
+        entry * band.mask_stride_batch + head * band.mask_stride_head + row * row_stride + column * column_stride;
+    first = static_cast<const unsigned char*>(band.mask) + at * (band.mask_type == MaskTensor::kBool ? 1 : 2);
+  }
+};
+
+// Two elements as a pair; kBytes 1: of a boolean mask.
+template <typename Element, int kBytes>
+__device__ __forceinline__ uint32_t mask_pair(uint32_t low, uint32_t high) {
+  if constexpr (kBytes == 2) return low | high << 16;
+  const uint32_t hidden = pack<Element>(ptx::negative_infinity(), 0.0f);
+  return (low == 0 ? hidden : 0) | (high == 0 ? hidden << 16 : 0);
+}
+
+template <int kBytes>
+__device__ __forceinline__ uint32_t load_mask_element(const unsigned char* gmem) {
+  return kBytes == 1 ? ptx::ld_global_8(gmem) : ptx::ld_global_16(gmem);
+}
+
+// Pairs of neighbours in memory (dq, with keys side by side), at an even address.
+template <typename Spec, int kBytes>
+__device__ __forceinline__ void load_mask_pairs(MaskValues<Spec>& values, const MaskPlace& place) {
+  using Element = typename Spec::Element;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const unsigned char* row_gmem = place.first + 8 * r * kBytes * place.row_stride;
+#pragma unroll
+    for (int j = 0; j < Products<Spec>::kPacked / 2; ++j) {
+      if constexpr (kBytes == 2) {
+        values[2 * j + r] = ptx::ld_global_32(row_gmem + 16 * j);
+      } else {
+        const uint32_t pair = ptx::ld_global_16(row_gmem + 8 * j);
+        values[2 * j + r] = mask_pair<Element, 1>(pair & 0xff, pair >> 8);
+      }
+    }
+  }
+}
+
+// Rows side by side in memory (dk and dv, with keys side by side).
+template <typename Spec, int kBytes>
+__device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, const MaskPlace& place) {
+  using Element = typename Spec::Element;
+  const int64_t column_bytes = place.column_stride * kBytes;
+  const unsigned char* column_gmem = place.first;
+#pragma unroll
+  for (int j = 0; j < Products<Spec>::kPacked / 2; ++j) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned char* gmem = column_gmem + 8 * r * kBytes;
+      values[2 * j + r] =
+          mask_pair<Element, kBytes>(load_mask_element<kBytes>(gmem), load_mask_element<kBytes>(gmem + column_bytes));
+    }
+    column_gmem += 8 * column_bytes;
+  }
+}
+
+// Any strides, and tails. What the tensor does not have is 0: no range of keys shows it.
+template <typename Spec, int kBytes>
+__device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const MaskPlace& place) {
+  using Element = typename Spec::Element;
+#pragma unroll
+  for (int i = 0; i < Products<Spec>::kPacked; ++i) {
+    const int r = i % 2;
+    uint32_t pair[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = i / 2 * 8 + c;
+      const bool is_read = column < place.columns[r];
+      const unsigned char* gmem = place.first + (8 * r * place.row_stride + column * place.column_stride) * kBytes;
+      pair[c] = kBytes == 1 ? ptx::ld_global_8_if(gmem, is_read) : ptx::ld_global_16_if(gmem, is_read);
+    }
+    values[i] = mask_pair<Element, kBytes>(pair[0], pair[1]);
+  }
+}
+
+template <typename Spec, int kBytes>
+__device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, const MaskPlace& place) {
+  constexpr int kColumns = Spec::kStreamRows;
+  const bool is_whole = place.columns[0] >= kColumns && place.columns[1] >= kColumns;
+  const bool is_even =
+      (reinterpret_cast<uint64_t>(place.first) | static_cast<uint64_t>(place.row_stride * kBytes)) % (2 * kBytes) == 0;
+  if constexpr (Spec::kHasStatistics) {
+    if (ptx::vote_all(is_whole && place.row_stride == 1)) return load_mask_columns<Spec, kBytes>(values, place);
+  } else {
+    if (ptx::vote_all(is_whole && is_even && place.column_stride == 1)) {
+      return load_mask_pairs<Spec, kBytes>(values, place);
+    }
+  }
+  load_mask_anyhow<Spec, kBytes>(values, place);
+}
+
+// Zeros without a mask tensor.
+template <typename Spec, typename Place>
+__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const Band& band, Place place) {
+  if (band.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, place());
+  if (band.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, place());
+#pragma unroll
+  for (int i = 0; i < Products<Spec>::kPacked; ++i) values[i] = 0;
+}
+
+// How a score is bent.
+//   kSeries   tanh by a series, 3e-7 off up to kSeriesEnd: no operation of the exponential units
+enum class Softcap { kNone, kSeries, kExact };
+
+constexpr float kSeriesEnd = 0.75f;
+
+template <Softcap kSoftcap>
+__device__ __forceinline__ float bent_score(const Band& band, float score) {
+  if constexpr (kSoftcap == Softcap::kNone) return score;
+  if constexpr (kSoftcap == Softcap::kExact) return capped_score(band, score);
+  const float x = score * band.score_factor;
+  const float square = x * x;
+  float sum = ptx::fma_rn(square, 0.01275058f, -0.04986608f);
+  sum = ptx::fma_rn(sum, square, 0.13253363f);
+  sum = ptx::fma_rn(sum, square, -0.33328045f);
+  return x * ptx::fma_rn(sum, square, 1.0f);
+}
+
+// scores to what dS has of them beside dP - row_dot: P, with a softcap times its derivative 1 - tanh^2. packed: P alone, if
+// kPacks. lse_log2(i): of score i; visible: columns of each row, from the thread's first.
+template <typename Spec, Softcap kSoftcap, bool kIsPlain, bool kPacks, typename LseLog2>
+__device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[Products<Spec>::kScores],
+                                      uint32_t (&packed)[Products<Spec>::kPacked], const MaskValues<Spec>& values,
+                                      const KeyRange (&visible)[2], LseLog2 lse_log2) {
+  using Element = typename Spec::Element;
+#pragma unroll
+  for (int i = 0; i < Products<Spec>::kPacked; ++i) {
+    float probability[2];
+    const float2 value = unpack<Element>(values[i]);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float score = bent_score<kSoftcap>(params.band, scores[2 * i + c]);
+      float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2(2 * i + c));
+      if constexpr (!kIsPlain) {
+        // No weight is above 1; but of scores near the lowest float, as a mask gives them, the difference is a rounding error.
+        exponent = min(ptx::fma_rn(c == 0 ? value.x : value.y, kLog2E, exponent), 0.0f);
+      }
+      probability[c] = ptx::exp2_approx(exponent);
+      if constexpr (!kIsPlain) {
+        const int column = i / 2 * 8 + c;
+        if (column < visible[i % 2].begin || column >= visible[i % 2].end) probability[c] = 0.0f;
+      }
+      scores[2 * i + c] =
+          kSoftcap == Softcap::kNone ? probability[c] : probability[c] * ptx::fma_rn(-score, score, 1.0f);
+    }
+    if constexpr (kPacks) packed[i] = pack<Element>(probability[0], probability[1]);
+  }
+}
+
+// is_plain: neither a mask tensor nor a range. see(visible): what `visible` is, asked for where it matters.
+template <typename Spec, bool kPacks, typename LseLog2, typename See>
+__device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (&scores)[Products<Spec>::kScores],
+                                           uint32_t (&packed)[Products<Spec>::kPacked], const MaskValues<Spec>& values,
+                                           bool is_plain, LseLog2 lse_log2, See see) {
+  KeyRange visible[2] = {{0, kUnbounded}, {0, kUnbounded}};
+  if (!is_plain) see(visible);
+  if (params.band.score_factor <= 0.0f) {
+    return weigh<Spec, Softcap::kNone, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+  }
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Products<Spec>::kScores; ++i) largest = max(largest, fabsf(scores[i]));
+  if (!ptx::vote_all(largest * params.band.score_factor <= kSeriesEnd)) {
+    weigh<Spec, Softcap::kExact, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+  } else if (is_plain) {
+    weigh<Spec, Softcap::kSeries, true, kPacks>(params, scores, packed, values, visible, lse_log2);
+  } else {
+    weigh<Spec, Softcap::kSeries, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+  }
+}
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe
