@@ -15,9 +15,9 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
   // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
   static constexpr bool kHasScoreFunctions = kScores_ != 0;
   static constexpr int kNextTileBytes = 48;
-  // The scheduling warp holds the places of 32 entries, and takes from the consumers what that needs.
+  // Registers a thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
   static constexpr int kConsumers = kBlockM_ / 64;
-  static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : kConsumers == 3 ? 56 : 56;
+  static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : 56;
   static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 152 : 224;
 };
 
