@@ -183,7 +183,9 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         """Symbol and target; empty where none serves."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
-        status = loaded.choose_varlen(capability, name, bf16, head_dim, page_size, rows, has_score_functions, answer, len(answer))
+        status = loaded.choose_varlen(
+            capability, name, bf16, head_dim, page_size, rows, has_score_functions, answer, len(answer)
+        )
         return tuple(answer.value.decode().split()) if status == 0 else ()
 
     choose.backward = choose_backward  # type: ignore[attr-defined]

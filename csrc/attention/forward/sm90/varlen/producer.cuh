@@ -49,7 +49,8 @@ struct VarlenProducer {
     const NextTile& next;
 
     __device__ __forceinline__ int find(int block) const { return next.first_key + block * Spec::kBlockN; }
-    __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full, int row) const {
+    __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                         int row) const {
       load_box(smem, map, full, row, next.kv_head, params.entries.cu_seqlens_k == nullptr ? next.tile.batch : 0);
     }
   };
@@ -58,7 +59,10 @@ struct VarlenProducer {
   // whatever page 0 holds: scores there are masked, and V is cleared.
   struct Pages {
     static constexpr int kPieces = Spec::kBlockN / 16;
-    static constexpr int kBoxes = kPieces % 4 == 0 ? 4 : kPieces % 3 == 0 ? 3 : kPieces % 5 == 0 ? 5 : 7;  // that are asked for together
+    static constexpr int kBoxes = kPieces % 4 == 0   ? 4
+                                  : kPieces % 3 == 0 ? 3
+                                  : kPieces % 5 == 0 ? 5
+                                                     : 7;  // that are asked for together
     static_assert(Spec::kBlockN % (16 * kBoxes) == 0, "blocks are 1, 2 or a multiple of kBoxes boxes");
     const ForwardParams& params;
     const NextTile& next;
@@ -112,7 +116,8 @@ struct VarlenProducer {
         step(place.index, place.row);
       }
     }
-    __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full, Place place) const {
+    __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+                                         Place place) const {
       if (box_rows == Spec::kBlockN) {
         load_boxes<1>(smem, map, full, place);
       } else if (2 * box_rows == Spec::kBlockN) {
