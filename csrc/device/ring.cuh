@@ -15,6 +15,11 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+  __device__ __forceinline__ void advance_by(int buffers) {
+    stage += buffers;
+    parity ^= stage / kNumStages % 2;
+    stage %= kNumStages;
+  }
 };
 
 }  // namespace flashmoe

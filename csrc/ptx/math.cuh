@@ -58,5 +58,12 @@ __device__ __forceinline__ float max_ftz(float a, float b) {
   return result;
 }
 
+// The smaller of the two; NaN where one is.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 }  // namespace ptx
 }  // namespace flashmoe

@@ -51,11 +51,11 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
 
 // Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1.
 extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size, int rows,
-                             char* answer, int length) {
+                             int has_score_functions, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
   try {
-    const host::Kernel* kernel = attention::select_varlen_forward({request, head_dim, page_size, rows});
+    const host::Kernel* kernel = attention::select_varlen_forward({request, head_dim, page_size, rows, has_score_functions != 0});
     std::snprintf(answer, length, "%s %s", kernel->symbol, host::kernel_table().binaries[kernel->binary].target);
     return 0;
   } catch (const std::exception& error) {
@@ -175,12 +175,21 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         return set(zip(words[::2], words[1::2], strict=True))
 
     def choose_varlen(
-        capability: int, head_dim: int, *, rows: int, page_size: int = 0, bf16: bool = False, forced: str | None = None
+        capability: int,
+        head_dim: int,
+        *,
+        rows: int,
+        page_size: int = 0,
+        has_score_functions: bool = False,
+        bf16: bool = False,
+        forced: str | None = None,
     ) -> tuple[str, ...]:
         """Symbol and target; empty where none serves."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
-        status = loaded.choose_varlen(capability, name, bf16, head_dim, page_size, rows, answer, len(answer))
+        status = loaded.choose_varlen(
+            capability, name, bf16, head_dim, page_size, rows, has_score_functions, answer, len(answer)
+        )
         return tuple(answer.value.decode().split()) if status == 0 else ()
 
     choose.backward = choose_backward  # type: ignore[attr-defined]

@@ -37,10 +37,18 @@ def loads_best(unit: Unit) -> int:
 
 
 def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, forced: str | None) -> Chosen:
-    """Of ragged, paged and banded attention: for many rows, for pages that TMA cannot load, for decoding."""
+    """Of ragged, paged and banded attention: many rows, with score functions too, pages that TMA cannot load, decoding."""
     asked = (
-        choose.varlen(capability, head_dim, rows=rows, page_size=page_size, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
-        for rows, page_size in ((4096, 0), (4096, 3), (1, 16))
+        choose.varlen(  # type: ignore[attr-defined]
+            capability,
+            head_dim,
+            rows=rows,
+            page_size=page_size,
+            has_score_functions=functions,
+            bf16=bf16,
+            forced=forced,
+        )
+        for rows, page_size, functions in ((4096, 0, False), (4096, 0, True), (4096, 3, False), (1, 16, True))
     )
     more: Chosen = choose.more(capability, head_dim, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
     return more | {(chosen[0], chosen[1]) for chosen in asked if chosen}

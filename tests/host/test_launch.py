@@ -195,8 +195,8 @@ def test_a_ragged_grid_holds_the_most_tiles_that_there_can_be(run_varlen: Varlen
     k, pages = paged(16)
     for rows, first, grid in (
         (40, 10, 2 * 2),
-        (700, 200, 2 * (-(-500 // 192) * 2)),
-        (3000, 1, 2 * (-(-3000 // 192) + 2)),
+        (700, 200, 2 * (-(-500 // 256) * 2)),
+        (3000, 1, 2 * (-(-3000 // 256) + 2)),
     ):
         longest, cu_seqlens_q = rows - first, ints(0, first, rows)
         _, _, (launch,) = run_varlen(tensor(rows, 2, 64), k, (longest, 512), cu_seqlens_q=cu_seqlens_q, **pages)
@@ -222,6 +222,13 @@ def test_heads_of_one_row_each_are_folded(run_varlen: VarlenRunner) -> None:
     assert launch["mask_strides"] == [4 * 512, 512]
     assert torch.equal(out, torch.ones_like(out))
     assert lse.shape == (2, 8, 1)
+
+
+def test_scores_with_a_function_have_a_kernel_of_their_own(run_varlen: VarlenRunner) -> None:
+    q = tensor(2, 2, 65, 64)
+    for mask, variant in ({}, ""), ({"mask": torch.ones(2, 2, 65, 65, dtype=torch.bool)}, "_scores"):
+        _, _, (launch,) = run_varlen(q, q, (65, 65), **mask)
+        assert launch["symbol"] == f"flashmoe_attention_varlen_forward_sm90_f16_d64{variant}"
 
 
 def test_ragged_rows_are_not_folded_for_one_of_them_may_be_nobodys(run_varlen: VarlenRunner) -> None:

@@ -228,8 +228,13 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
     if (operation == nullptr) continue;
     for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
       if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
-      const Kernel* found =
-          host::find_kernel({operation, *family, "", request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
+      const auto find = [&](const char* variant) {
+        return host::find_kernel({operation, *family, variant, request.dtype, {input.head_dim}}, axis::kHeadDim,
+                                 loadable);
+      };
+      // A family that has kernels of their own for score functions does without them in the others.
+      const Kernel* found = input.has_score_functions ? find("scores") : nullptr;
+      if (found == nullptr) found = find("");
       if (found != nullptr && can_load_pages(*found, input.page_size)) return found;
     }
   }

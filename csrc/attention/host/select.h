@@ -38,9 +38,10 @@ struct BackwardKernels {
 // Of ragged, paged and banded attention. What no host knows, the lengths of the entries, plays no part.
 struct VarlenSelectorInput {
   host::KernelRequest request;
-  int32_t head_dim;   // the larger of the two
-  int32_t page_size;  // 0 without pages
-  int64_t rows;       // of the longest entry and a head, heads that share keys counted as rows where they are
+  int32_t head_dim;          // the larger of the two
+  int32_t page_size;         // 0 without pages
+  int64_t rows;              // of the longest entry and a head, heads that share keys counted as rows where they are
+  bool has_score_functions;  // a softcap or a mask tensor
 };
 
 // Few rows are a decoding kernel's, whatever the family.

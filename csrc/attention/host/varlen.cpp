@@ -127,6 +127,7 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
   input.rows = has_one_row_each(arguments) ? group : arguments.max_seqlen_q;
+  input.has_score_functions = has_softcap(arguments) || VarlenArguments::has(arguments.mask);
   return *select_varlen_forward(input);
 }
 

@@ -86,6 +86,9 @@ VarlenOutputs allocate_varlen_outputs(const VarlenArguments& arguments, bool wit
 // Of a tensor of rows or keys in its layout, as params take them; see Batch.
 Strides varlen_strides(const Tensor& tensor, bool is_paged);
 
+// A softcap that would change no score in float32 is none.
+bool has_softcap(const VarlenArguments& arguments);
+
 // All of the parameters but workspace, tile_counter, num_splits (1) and folded_heads (1). Outputs may be empty.
 ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenOutputs& outputs);
 

@@ -38,11 +38,6 @@ Batch make_batch(const VarlenArguments& arguments) {
   return batch;
 }
 
-// A softcap that would change no score in float32 is none.
-bool has_softcap(const VarlenArguments& arguments) {
-  return arguments.softcap > 0.0 && is_usable(arguments.scale / arguments.softcap);
-}
-
 Band make_band(const VarlenArguments& arguments) {
   Band band{};
   band.left = window_side(arguments.window_left);
@@ -118,6 +113,10 @@ Strides varlen_strides(const Tensor& tensor, bool is_paged) {
   const int64_t* strides = tensor.strides();
   if (tensor.dim() == 3) return {0, strides[1], strides[0]};
   return is_paged ? Strides{strides[0], strides[2], strides[1]} : Strides{strides[0], strides[1], strides[2]};
+}
+
+bool has_softcap(const VarlenArguments& arguments) {
+  return arguments.softcap > 0.0 && is_usable(arguments.scale / arguments.softcap);
 }
 
 ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenOutputs& outputs) {

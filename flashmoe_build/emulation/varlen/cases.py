@@ -16,12 +16,16 @@ MAX_SPLITS = 5
 
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
-    """In the order of what they need: lengths, pages, the band, scores; then decoding."""
+    """In the order of what they need: lengths, pages, the band, scores; then decoding. Where score functions have a kernel of their
+    own, the problems are divided between the two."""
     is_split = bool(unit.row.options.get("split"))
+    functions = unit.row.options.get("scores")
     for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
+        if functions is not None and problem.has_score_functions != bool(functions):
+            continue
         is_wide = unit.row.axes["head_dim"] > 64
         if unit.dtype == "bf16" or is_wide:
-            names = ONE if unit.dtype == "bf16" and is_wide else FEW
+            names = ONE if unit.dtype == "bf16" and is_wide and not functions else FEW
             if problem.name not in names and not is_split:
                 continue
         yield replace(problem, data_seed=seed)
@@ -62,7 +66,9 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     # Scores on both sides of where tanh bends.
     softcap = replace(_base(unit, "softcap", (37, 2), (2 * n + 3, 9)), softcap=7.0, magnitude=6.0)
     yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
-    yield replace(softcap, name="soft softcap", softcap=20.0, magnitude=1.3, left=n, right=0, has_sinks=True)
+    soft = replace(softcap, name="soft softcap", softcap=30.0, magnitude=1.3, keys=(4 * n + 3, 9), has_sinks=True)
+    yield replace(soft, left=3 * n, right=0)  # the last block but two needs no mask
+    yield replace(soft, name="mild softcap", magnitude=6.0, rows=(9, 2), keys=(n + 3, 9))
     masked = _base(unit, "mask", (33, 33), (n + 9, n + 9))
     masked = replace(masked, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))

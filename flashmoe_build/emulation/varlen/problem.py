@@ -69,6 +69,10 @@ class VarlenProblem(NamedProblem):
         return self.heads_q // self.heads_kv
 
     @property
+    def has_score_functions(self) -> bool:
+        return self.softcap > 0 or self.mask is not MaskTensor.NONE
+
+    @property
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.head_dim)
 

@@ -54,8 +54,9 @@ struct BandWalk<Spec, MaskKind::kBand> {
         warp_row(tile.row + ptx::warp_index() * Spec::kWarpRows) {}
 };
 
-// The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands.
-template <typename Spec, MaskKind kMask>
+// The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands. kIsPlain: of a band
+// that has neither pages nor score functions, which costs what a dense kernel's walk does.
+template <typename Spec, MaskKind kMask, bool kIsPlain>
 struct KeyTileWalk {
   static constexpr int kStages = Spec::kNumStages;
 
@@ -89,7 +90,13 @@ struct KeyTileWalk {
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kBand && kIsPlain) {
+      const int first_key = tile * Spec::kBlockN;
+      K_loader.template load_between<Spec::kBlockN>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
+                                                    params.head_dim, band.visible.begin - first_key,
+                                                    band.visible.end - first_key);
+      return;
+    } else if constexpr (kMask == MaskKind::kBand) {
       load_band_tile<Spec, Spec::kBlockN>(KV_smem + to_stage * Spec::kKeyBytes, band.K_gmem, params.k_stride,
                                           params.head_dim, sequence, tile * Spec::kBlockN, band.visible);
       return;
@@ -100,7 +107,13 @@ struct KeyTileWalk {
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_value(int tile, int to_stage) {
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kBand && kIsPlain) {
+      const int first_key = tile * Spec::kBlockN;
+      V_loader.template load_between<Spec::kBlockN>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes,
+                                                    params.v_stride.row, params.head_dim_v,
+                                                    band.visible.begin - first_key, band.visible.end - first_key);
+      return;
+    } else if constexpr (kMask == MaskKind::kBand) {
       load_band_tile<Spec, Spec::kBlockN>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes, band.V_gmem,
                                           params.v_stride, params.head_dim_v, sequence, tile * Spec::kBlockN,
                                           band.visible);
@@ -172,12 +185,12 @@ struct KeyTileWalk {
     // With a limit of its own a warp needs no register for the first masked tile.
     bool is_masked = kMasked == Masked::kAll ||
                      (kMasked == Masked::kSome && mask.template hides_some<Spec::kBlockN>(Spec::kWarpRows));
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kBand && !kIsPlain) {
       mma_sync::shape_scores<Spec>(S_rmem, sequence, band.head_q, band.warp_row, first_key);
     }
     if (is_masked) mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     // A mask tensor hides what it likes.
-    if constexpr (kMask == MaskKind::kBand) is_masked = true;
+    if constexpr (kMask == MaskKind::kBand && !kIsPlain) is_masked = true;
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
   }
 };
@@ -196,15 +209,11 @@ __device__ __forceinline__ void load_query(const ForwardParams& params, const Qu
   loader.template load<Spec::kBlockM, false>(Q_smem, params.q_stride.row, params.head_dim, tile.rows);
 }
 
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
-                                       ptx::SmemPointer Q_smem, int warp_row) {
-  const QueryTile tile = this_query_tile<Spec, kMask>(params);
-  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
-  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(params, tile);
-  if (key_tiles.begin >= key_tiles.end) return;
-  load_query<Spec, kMask>(params, tile, Q_smem);
-  KeyTileWalk<Spec, kMask> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
+template <typename Spec, MaskKind kMask, bool kIsPlain>
+__device__ __forceinline__ void walk_keys(const ForwardParams& params, Accumulator<Spec>& accumulator,
+                                          const QueryTile& tile, const KeyTiles& key_tiles, ptx::SmemPointer Q_smem,
+                                          int warp_row) {
+  KeyTileWalk<Spec, kMask, kIsPlain> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
   walk.start();
   if constexpr (Spec::kQueryInRegisters) {
     ptx::cp_async_wait<Spec::kNumStages == 1 ? 0 : Spec::kNumStages - 2>();
@@ -218,6 +227,23 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
     for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kSome>(accumulator, Q);
   }
   ptx::cp_async_wait<0>();
+}
+
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
+                                       ptx::SmemPointer Q_smem, int warp_row) {
+  const QueryTile tile = this_query_tile<Spec, kMask>(params);
+  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
+  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(params, tile);
+  if (key_tiles.begin >= key_tiles.end) return;
+  load_query<Spec, kMask>(params, tile, Q_smem);
+  if constexpr (kMask == MaskKind::kBand) {
+    if (params.entries.block_table != nullptr || params.band.score_factor > 0.0f || params.band.mask != nullptr) {
+      walk_keys<Spec, kMask, false>(params, accumulator, tile, key_tiles, Q_smem, warp_row);
+      return;
+    }
+  }
+  walk_keys<Spec, kMask, true>(params, accumulator, tile, key_tiles, Q_smem, warp_row);
 }
 
 template <typename Spec, MaskKind kMask>

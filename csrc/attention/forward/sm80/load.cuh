@@ -51,6 +51,30 @@ struct TileLoader {
       next_gmem = ptx::advance_pointer(next_gmem, -pass_bytes);
     }
   }
+
+  // The same, where rows before `begin` become zeros too.
+  template <int kRows>
+  __device__ __forceinline__ void load_between(ptx::SmemPointer tile_smem, int64_t row_stride, int columns, int begin,
+                                               int end) {
+    const int thread = ptx::recompute(ptx::thread_index());
+    const int thread_row = thread / kSegmentChunks;
+    const int thread_column = thread % kSegmentChunks * kChunkElements;
+    const int64_t pass_bytes = ptx::recompute(row_stride) * (kRowsPerPass * static_cast<int>(sizeof(Element)));
+    const ptx::SmemPointer thread_smem =
+        tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
+#pragma unroll
+    for (int pass = kRows / kRowsPerPass - 1; pass >= 0; --pass) {
+      const int row = thread_row + pass * kRowsPerPass;
+#pragma unroll
+      for (int segment = 0; segment < kSegments; ++segment) {
+        const bool valid = row >= begin && row < end && segment * 64 + thread_column < columns;
+        ptx::cp_async_16(
+            thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
+            next_gmem + segment * 64, valid ? kChunkBytes : 0);
+      }
+      next_gmem = ptx::advance_pointer(next_gmem, -pass_bytes);
+    }
+  }
 };
 
 // A tile of kRows keys of a band, from `first_key` on: row by row, since each page lies elsewhere. Keys outside `visible`, which may lie in

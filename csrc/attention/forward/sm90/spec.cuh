@@ -15,9 +15,10 @@ namespace sm90 {
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
 //   kTileBytes         what the producer tells the consumers of a tile
-//   kNumTailBarriers   of the producer alone (varlen/producer.cuh)
+//   kSchedulerBytes, kNumSchedulerBarriers   of the producing warps alone (varlen/spec.cuh)
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kTileBytes_ = 16, int kNumTailBarriers_ = 0>
+          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kTileBytes_ = 16, int kSchedulerBytes_ = 0,
+          int kNumSchedulerBarriers_ = 0>
 struct ForwardSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -59,8 +60,9 @@ struct ForwardSpec {
   static constexpr int kValueOffset = kKeyOffset + kNumStages * kKeyBytes;
   static constexpr int kOutputOffset = kValueOffset + kNumStages * kKeyBytes;
   static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
-  static constexpr int kBarrierOffset = kTileOffset + kNumQueryTiles * kTileBytes;
-  static constexpr int kNumBarriers = 2 * kNumQueryTiles + 4 * kNumStages + kNumTailBarriers_;
+  static constexpr int kSchedulerOffset = kTileOffset + kNumQueryTiles * kTileBytes;
+  static constexpr int kBarrierOffset = kSchedulerOffset + kSchedulerBytes_;
+  static constexpr int kNumBarriers = 2 * kNumQueryTiles + 4 * kNumStages + kNumSchedulerBarriers_;
   static constexpr int kSharedBytes = kBarrierOffset + kNumBarriers * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
@@ -111,8 +113,16 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* value_empty(int stage) const {
     return key_full(3 * Spec::kNumStages + stage);
   }
-  // Of a kernel with a tail barrier: the copy engine has written V of a block that ends past the keys.
-  __device__ __forceinline__ ptx::Mbarrier* tail_full() const { return key_full(4 * Spec::kNumStages); }
+  // Of the varlen kernels. The producing warps' NextTile (varlen/scheduler.cuh), and: it has been written; the loading thread asks for
+  // the one after; the copy engine has written V of a block that ends past the keys.
+  __device__ __forceinline__ unsigned char* next_tile(int slot) const {
+    return base + Spec::kSchedulerOffset + slot * Spec::kNextTileBytes;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* next_tile_full(int slot) const {
+    return key_full(4 * Spec::kNumStages) + slot;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* tail_full(int slot) const { return next_tile_full(2 + slot); }
+  __device__ __forceinline__ ptx::Mbarrier* next_tile_wanted() const { return next_tile_full(4); }
 };
 
 }  // namespace sm90

@@ -44,5 +44,7 @@ __device__ __forceinline__ float max_ftz(float a, float b) {
   return std::fmax(emulation::flush_to_zero(a), emulation::flush_to_zero(b));
 }
 
+__device__ __forceinline__ float min_nan(float a, float b) { return std::isnan(a) || a < b ? a : b; }
+
 }  // namespace ptx
 }  // namespace flashmoe

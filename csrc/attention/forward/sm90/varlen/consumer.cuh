@@ -29,9 +29,9 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   __device__ __forceinline__ VarlenConsumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
                                             int consumer_)
       : Base(params_, shared_, consumer_),
-        has_functions(params_.band.mask_type != MaskTensor::kNone),
-        is_capped(params_.band.score_factor > 0.0f && params_.band.mask_type == MaskTensor::kNone),
-        scale_log2(params_.band.mask_type == MaskTensor::kAdditive ? 1.0f : params_.scale_log2) {}
+        has_functions(Spec::kHasScoreFunctions && params_.band.mask_type != MaskTensor::kNone),
+        is_capped(Spec::kHasScoreFunctions && !has_functions),
+        scale_log2(has_functions && params_.band.mask_type == MaskTensor::kAdditive ? 1.0f : params_.scale_log2) {}
 
   // The first of this thread's two rows; the other is 8 further on.
   __device__ __forceinline__ int thread_row(const VarlenTile& tile) const {
@@ -64,18 +64,16 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     mask_scores_before<Spec::kBlockN>(scores, hidden);
   }
 
-  enum class Step {
-    kPlain,   // nothing but the softmax
-    kMasked,  // the block may need a mask, or its scores a function
-    kCapped,  // it may need a mask, and the scores have a softcap
-  };
+  // What a step does to the scores of its block: nothing, the band's mask, and a softcap before either; a mask tensor, a softcap before
+  // it, and the band's mask where the block needs one.
+  enum class Step { kPlain, kMasked, kCapped, kCappedMasked, kFunctions };
 
   __device__ __forceinline__ Softcap softcap() const { return Softcap{params.band.score_factor, params.scale_log2}; }
 
   // As Consumer::step, whose comments hold.
   template <Step kStep>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
-                                       RowState& rows, const VarlenTile& tile, int block, bool is_masked) {
+                                       RowState& rows, const VarlenTile& tile, int block, bool is_masked = true) {
     float scores[kScores];
     this->wait_key();
     if constexpr (Base::kWaitsForBoth) this->wait_value();
@@ -86,16 +84,16 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
     this->release_key();
-    if (kStep == Step::kMasked && has_functions) change_scores(scores, tile, block);
-    if (kStep != Step::kPlain && is_masked) mask_block(scores, tile, block);
+    if constexpr (kStep == Step::kFunctions) change_scores(scores, tile, block);
+    if constexpr (kStep != Step::kPlain && kStep != Step::kCapped) {
+      if (is_masked) mask_block(scores, tile, block);
+    }
     float rescale[2];
     bool moved;
-    if constexpr (kStep == Step::kPlain) {
-      moved = online_softmax<Spec::kBlockN, false>(scores, rows, rescale, params.scale_log2);
-    } else if constexpr (kStep == Step::kMasked) {
-      moved = online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
+    if constexpr (kStep == Step::kCapped || kStep == Step::kCappedMasked) {
+      moved = capped_softmax<Spec::kBlockN, kStep == Step::kCappedMasked>(scores, rows, rescale, softcap());
     } else {
-      moved = capped_softmax<Spec::kBlockN>(scores, rows, rescale, softcap());
+      moved = online_softmax<Spec::kBlockN, kStep != Step::kPlain>(scores, rows, rescale, scale_log2);
     }
 
     ptx::wgmma_wait<0>();
@@ -141,27 +139,35 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       if (has_functions) change_scores(scores, tile, block);
       if (is_masked(block)) mask_block(scores, tile, block);
       if (is_capped) {
-        capped_softmax<Spec::kBlockN>(scores, rows, rescale, softcap());
+        capped_softmax<Spec::kBlockN, true>(scores, rows, rescale, softcap());
       } else {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
       }
       this->pack_probabilities(probabilities, scores);
     }
-    // Plain blocks are a loop of their own: inside one loop for all kinds they would be an eighth slower.
-    const int plain_begin = maximum(own.begin, full.begin);
     --block;
-    if (is_capped) {
-      for (; block >= own.begin; --block)
-        step<Step::kCapped>(output, probabilities, rows, tile, block, is_masked(block));
-    }
-    while (block >= own.begin) {
-      if (has_functions || is_masked(block)) {
-        step<Step::kMasked>(output, probabilities, rows, tile, block, is_masked(block));
-        --block;
-        continue;
+    const int plain_begin = maximum(own.begin, full.begin);
+    // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
+    const auto steps = [&](auto masked, auto plain) {
+      while (block >= own.begin) {
+        if (is_masked(block)) {
+          masked();
+          --block;
+          continue;
+        }
+        do plain();
+        while (--block >= plain_begin);
       }
-      do step<Step::kPlain>(output, probabilities, rows, tile, block, false);
-      while (--block >= plain_begin);
+    };
+    if constexpr (!Spec::kHasScoreFunctions) {
+      steps([&] { step<Step::kMasked>(output, probabilities, rows, tile, block); },
+            [&] { step<Step::kPlain>(output, probabilities, rows, tile, block); });
+    } else if (is_capped) {
+      steps([&] { step<Step::kCappedMasked>(output, probabilities, rows, tile, block); },
+            [&] { step<Step::kCapped>(output, probabilities, rows, tile, block); });
+    } else {
+      for (; block >= own.begin; --block)
+        step<Step::kFunctions>(output, probabilities, rows, tile, block, is_masked(block));
     }
     load_sinks(params, tile, thread_row(tile), sink_log2);
     this->release_query();

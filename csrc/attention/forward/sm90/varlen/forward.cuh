@@ -9,6 +9,7 @@
 #include "attention/forward/sm90/forward.cuh"
 #include "attention/forward/sm90/varlen/consumer.cuh"
 #include "attention/forward/sm90/varlen/producer.cuh"
+#include "attention/forward/sm90/varlen/scheduler.cuh"
 #include "attention/forward/sm90/varlen/spec.cuh"
 
 namespace flashmoe {
@@ -29,14 +30,19 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
     ptx::prefetch_tensor_map(&k_map);
     ptx::prefetch_tensor_map(&v_map);
     ptx::prefetch_tensor_map(&out_map);
-    ptx::mbarrier_init(shared.tail_full(), 1);
+#pragma unroll
+    for (int i = 0; i < 5; ++i) ptx::mbarrier_init(shared.next_tile_full(i), 1);
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0) VarlenProducer<Spec>(params, shared, q_map, k_map, v_map).run();
+    if (warp == 0) {
+      if (ptx::elect_one()) VarlenProducer<Spec>(params, shared, q_map, k_map, v_map).run();
+    } else if (warp == 1) {
+      TileScheduler<Spec>(params, shared).run();
+    }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     VarlenConsumer<Spec>(params, shared, warpgroup - 1).run(out_map);

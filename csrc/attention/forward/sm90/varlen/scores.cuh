@@ -30,78 +30,114 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor
 }
 
 // The softcap inside the softmax: exponents scale_log2 * tanh(score * factor) of raw scores, whose order they keep, so that maxima are
-// those of raw scores.
+// those of raw scores. What bounds the kernel is the exponential units, which the plain softmax keeps half busy at head dim 128.
 //
-// Up to kSoftEnd tanh(x) is x + x^3 c1 + x^5 c2, 4e-7 off; three multiply-adds a score, where two more operations of the exponential
-// units would cost more than all of the softmax. Below -kSoftEnd the series falls faster than tanh, and that does not show: beside a
-// maximum of -1/8 or more, with a cap of kLeastSoftcap or more, it gives such scores less than 7% weight, and errs by 3e-5 of the
-// largest one.
+// kSoft   up to 5/16 tanh(x) is x times two terms more in x^2, 4e-7 off: three multiply-adds a score.
+// kMild   up to 5/4 x times seven terms, 5e-7 off: seven.
+// kExact  1 - 2 / (e^2x + 1), where two scores share one reciprocal.
+//
+// Below -end both series fall faster than tanh, which does not show: beside a maximum of -1/8 or more, with a cap of kLeastSoftcap or
+// more, such scores weigh less than e^-10 (kSoft: less than 2%, of which they miss a thousandth).
+enum class Cap { kSoft, kMild, kExact };
+
 struct Softcap {
   static constexpr float kSoftEnd = 0.3125f;
-  static constexpr float kSoftBegin = -0.125f;
-  static constexpr float kLeastSoftcap = 15.0f * 1.44269504f;  // as scale_log2
+  static constexpr float kMildEnd = 1.25f;
+  static constexpr float kSeriesBegin = -0.125f;
+  static constexpr float kLeastSoftcap = 24.0f * 1.44269504f;  // as scale_log2
+  // Of kExact: there the product of two e^2x + 1 is finite, and tanh is 1.
+  static constexpr float kMostExponent = 60.0f;
 
   float factor;
   float scale_log2;
 
-  __device__ __forceinline__ bool is_soft(float max) const {
-    return max * factor <= kSoftEnd && max * factor >= kSoftBegin && scale_log2 >= kLeastSoftcap;
+  __device__ __forceinline__ bool serves(float max, float end) const {
+    return max * factor <= end && max * factor >= kSeriesBegin && scale_log2 >= kLeastSoftcap;
   }
   __device__ __forceinline__ float slope() const { return factor * scale_log2; }
 
   // score * series(score): the exponent.
+  template <Cap kCap>
   __device__ __forceinline__ float series(float score) const {
-    constexpr float kCube = -0.33308466f;
-    constexpr float kFifth = 0.12584438f;
-    const float square = score * score;
-    const float at = factor * factor;
-    return ptx::fma_rn(square, ptx::fma_rn(square, kFifth * at * at * slope(), kCube * at * slope()), slope());
+    if constexpr (kCap == Cap::kSoft) {
+      const float square = score * score;
+      const float at = factor * factor;
+      constexpr float kCube = -0.33308466f;
+      constexpr float kFifth = 0.12584438f;
+      constexpr float kLeast = 1.2e-38f;  // zero times the square of -inf would be NaN
+      const float fifth = ptx::max_ftz(kFifth * at * at * slope(), kLeast);
+      return ptx::fma_rn(square, ptx::fma_rn(square, fifth, kCube * at * slope()), slope());
+    }
+    constexpr float kTerms[] = {0.9999964559f, -0.33324215279f, 0.1326480200754f, -0.0516446655f,
+                                0.017636209f,  -0.00432547536f, 0.00052547979f};
+    const float x = score * factor;  // the sixth power of its square is no factor for a coefficient
+    const float square = x * x;
+    float sum = kTerms[6];
+#pragma unroll
+    for (int term = 5; term >= 0; --term) sum = ptx::fma_rn(square, sum, kTerms[term]);
+    return sum * slope();
+  }
+  // e^2x + 1.
+  __device__ __forceinline__ float denominator(float score) const {
+    return ptx::exp2_approx(ptx::min_nan(score * (factor * kTwoLog2E), kMostExponent)) + 1.0f;
   }
   __device__ __forceinline__ float exact(float score) const {
-    const float inverse = ptx::rcp_approx(ptx::exp2_approx(score * (factor * kTwoLog2E)) + 1.0f);
-    const float exponent = ptx::fma_rn(-2.0f * scale_log2, inverse, scale_log2);
+    const float exponent = ptx::fma_rn(-2.0f * scale_log2, ptx::rcp_approx(denominator(score)), scale_log2);
     return score == ptx::negative_infinity() ? score : exponent;
   }
-  template <bool kIsSoft>
+  template <Cap kCap>
   __device__ __forceinline__ float exponent(float score) const {
-    return kIsSoft ? score * series(score) : exact(score);
+    if constexpr (kCap == Cap::kExact) return exact(score);
+    return score * series<kCap>(score);
   }
 };
 
 // What online_softmax does after it has a row's new maxima.
-template <int kN, bool kIsSoft>
+template <int kN, Cap kCap, bool kMayBeEmpty>
 __device__ __forceinline__ void capped_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&new_max)[2],
                                                     bool moved, float (&rescale)[2], const Softcap& cap) {
   float shift[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float before = cap.exponent<kIsSoft>(rows.max[r]);
+    const float before = cap.exponent<kCap>(rows.max[r]);
     shift[r] = before;
     if (moved) {
       rows.max[r] = new_max[r];
-      shift[r] = cap.exponent<kIsSoft>(new_max[r]);
+      shift[r] = cap.exponent<kCap>(new_max[r]);
     }
-    if (!kIsSoft && rows.max[r] == ptx::negative_infinity()) shift[r] = 0.0f;
+    if (kMayBeEmpty && kCap == Cap::kExact && rows.max[r] == ptx::negative_infinity()) shift[r] = 0.0f;
     if (moved) {
       rescale[r] = ptx::exp2_approx(ptx::sub_rn(before, shift[r]));
       rows.sum[r] *= rescale[r];
     }
   }
 #pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
+  for (int i = 0; i < kN / 2; i += 2) {
     const int r = i / 2 % 2;
-    float& score = scores[i];
-    if constexpr (kIsSoft) {
-      score = ptx::exp2_approx(ptx::fma_rn(score, cap.series(score), -shift[r]));
+    if constexpr (kCap == Cap::kExact) {
+      const float top = cap.scale_log2 - shift[r];
+      const float denominators[2] = {cap.denominator(scores[i]), cap.denominator(scores[i + 1])};
+      const float inverse = ptx::rcp_approx(denominators[0] * denominators[1]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float exponent = ptx::fma_rn(-2.0f * cap.scale_log2, inverse * denominators[1 - c], top);
+        const bool is_hidden = kMayBeEmpty && scores[i + c] == ptx::negative_infinity();
+        scores[i + c] = ptx::exp2_approx(is_hidden ? scores[i + c] : exponent);
+      }
     } else {
-      score = ptx::exp2_approx(cap.exact(score) - shift[r]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores[i + c];
+        score = ptx::exp2_approx(ptx::fma_rn(score, cap.series<kCap>(score), -shift[r]));
+      }
     }
-    rows.sum[r] += score;
+    rows.sum[r] += scores[i];
+    rows.sum[r] += scores[i + 1];
   }
 }
 
 // online_softmax of raw scores under a softcap.
-template <int kN>
+template <int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                const Softcap& cap) {
   constexpr float kMaxExponent = 8.0f;
@@ -118,15 +154,16 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
   const bool stays = (new_max[0] - rows.max[0]) * cap.slope() <= kMaxExponent &&
                      (new_max[1] - rows.max[1]) * cap.slope() <= kMaxExponent;
   const bool moved = ptx::vote_any(!stays);
-  const bool is_soft = ptx::vote_all(cap.is_soft(new_max[0]) && cap.is_soft(new_max[1]));
   if (moved) {
     new_max[0] = quad_max(new_max[0]);
     new_max[1] = quad_max(new_max[1]);
   }
-  if (is_soft) {
-    capped_exponentials<kN, true>(scores, rows, new_max, moved, rescale, cap);
+  if (ptx::vote_all(cap.serves(new_max[0], Softcap::kSoftEnd) && cap.serves(new_max[1], Softcap::kSoftEnd))) {
+    capped_exponentials<kN, Cap::kSoft, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+  } else if (ptx::vote_all(cap.serves(new_max[0], Softcap::kMildEnd) && cap.serves(new_max[1], Softcap::kMildEnd))) {
+    capped_exponentials<kN, Cap::kMild, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   } else {
-    capped_exponentials<kN, false>(scores, rows, new_max, moved, rescale, cap);
+    capped_exponentials<kN, Cap::kExact, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   }
   return moved;
 }

@@ -1,5 +1,5 @@
-// The compile-time values of a kernel for ragged, paged and banded attention: those of a dense one, with longer tile records and one
-// barrier more.
+// The compile-time values of a kernel for ragged, paged and banded attention: those of a dense one, with longer tile records and what
+// the scheduling warp and the loading thread say to each other.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -9,14 +9,16 @@ namespace attention {
 namespace sm90 {
 
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_>
+          int kNumQueryStages_, int kNumOutputSlabs_, int kScores_ = 0>
 struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumStages_, kNumWarps_, kNumQueryStages_,
-                                kNumOutputSlabs_, 0, 32, 1> {
-  // The producing warp holds the places of entries and pages, and takes from the consumers what that needs.
+                                kNumOutputSlabs_, 0, 32, 2 * 48, 5> {
+  // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
+  static constexpr bool kHasScoreFunctions = kScores_ != 0;
+  static constexpr int kNextTileBytes = 48;
+  // Registers a thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
   static constexpr int kConsumers = kBlockM_ / 64;
-  static constexpr int kProducerRegisters = kConsumers == 4 ? 64 : kConsumers == 3 ? 80 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 4 ? 104 : kConsumers == 3 ? 144 : 224;
-  static_assert(kBlockN_ / 8 <= 32, "a lane of the producing warp knows the page of one box of a block");
+  static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 152 : 224;
 };
 
 }  // namespace sm90

@@ -1,0 +1,116 @@
+// The scheduling warp of the varlen kernels: it finds the tiles that the loading thread asks for, one ahead, and clears what no row may
+// see. All lanes walk together over the entries of the batch, 32 at a time.
+#pragma once
+
+#include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/schedule.cuh"
+#include "attention/sequences.cuh"
+#include "device/persistent.cuh"
+#include "device/ring.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// What the loading thread needs of a tile.
+struct NextTile {
+  VarlenTile tile;
+  int first_key;  // of the entry, among all keys; 0 with pages
+  int kv_head;
+  int unused[2];
+};
+
+// Key blocks of a tile that are still to be asked for when the loading thread wants the next tile (device/persistent.cuh).
+__device__ __forceinline__ int draw_block(const KeyRange& blocks) {
+  return minimum(blocks.end - 1, blocks.begin + kDrawAhead);
+}
+template <typename Spec>
+__device__ __forceinline__ bool has_tail(const VarlenTile& tile) {
+  return tile.keys < tile.blocks.end * Spec::kBlockN;
+}
+
+template <typename Spec>
+struct TileScheduler {
+  const ForwardParams& params;
+  const SharedMemory<Spec> shared;
+  const int lane;
+  RingPosition<Spec::kNumStages> value;  // where the loading thread puts V of the tile's last block
+  int tail_parity[2] = {0, 0};
+
+  __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
+      : params(params_), shared(shared_), lane(ptx::lane_index()) {}
+
+  // V of a tile's last block arrives at one of two barriers of its own, in turn. Rows past the keys may hold anything, NaN among it, and
+  // P = 0 times NaN is NaN: they become zeros before the consumers hear of it.
+  struct Tail {
+    int slot;
+    int stage;
+    int first_row;  // the first that is no key of the entry
+  };
+  __device__ __forceinline__ void finish_tail(const Tail& tail) {
+    const int parity = tail.slot == 0 ? tail_parity[0] : tail_parity[1];
+    ptx::mbarrier_wait(shared.tail_full(tail.slot), parity);
+    tail_parity[0] ^= tail.slot == 0;
+    tail_parity[1] ^= tail.slot;
+    unsigned char* smem = shared.value(tail.stage);
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+    constexpr int kRowsAtOnce = 32 / 8;
+    for (int row = tail.first_row + lane / 8; row < Spec::kBlockN; row += kRowsAtOnce) {
+#pragma unroll
+      for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+        ptx::st_shared_128(smem + slab * Spec::kKeySlabBytes + row * 128 + lane % 8 * 16, zeros);
+      }
+    }
+    // Hazard: the tensor cores read V before these stores are visible to them.
+    ptx::fence_proxy_async_shared();
+    ptx::warp_sync();
+    if (lane == 0) ptx::mbarrier_arrive(shared.value_full(tail.stage));
+  }
+
+  __device__ __forceinline__ void publish(int slot, const VarlenTile& tile) const {
+    if (lane != 0) return;
+    NextTile next{tile, 0, 0, {0, 0}};
+    if (tile.m_block >= 0) {
+      next.first_key = params.entries.block_table == nullptr ? key_extent(params, tile.batch).first : 0;
+      next.kv_head = tile.head / heads_per_key_head(params);
+    }
+    flashmoe::publish_tile(shared.next_tile(slot), next);
+    ptx::mbarrier_arrive(shared.next_tile_full(slot));
+  }
+
+  // A slot is free again: its reader has asked for the tile after it.
+  __device__ __forceinline__ void run() {
+    EntryWalk<Spec> walk(params);
+    const int num_tiles = walk.count_tiles();
+    int index = ptx::block_index();
+    Tail tail{0, 0, -1};  // still to be cleared, of the tile before
+    for (int slot = 0;; slot ^= 1) {
+      const bool is_end = index >= num_tiles;
+      VarlenTile tile{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}};
+      if (!is_end) tile = decode_tile<Spec>(params, walk, index);
+      publish(slot, tile);
+      if (tail.first_row >= 0) finish_tail(tail);
+      if (is_end) return;
+      const int last_block = tile.blocks.end - 1;
+      tail = Tail{slot, value.stage, has_tail<Spec>(tile) ? maximum(0, tile.keys - last_block * Spec::kBlockN) : -1};
+      value.advance_by(tile.blocks.end - tile.blocks.begin);
+      // The consumers wait for the tail before the loading thread comes to the block where it wants the next tile, if that is a later one.
+      if (tail.first_row >= 0 && last_block > draw_block(tile.blocks)) {
+        finish_tail(tail);
+        tail.first_row = -1;
+      }
+      ptx::mbarrier_wait(shared.next_tile_wanted(), slot);
+      int next_index = 0;
+      if (lane == 0) next_index = next_tile_index(params.tile_counter, num_tiles, index);
+      index = ptx::shuffle_index(next_index, 0);
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe
