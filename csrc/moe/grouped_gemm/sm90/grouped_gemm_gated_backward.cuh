@@ -170,9 +170,7 @@ struct BackwardEpilogue {
   }
 
   // Computed where it is used: what follows from it would hold registers.
-  static __device__ __forceinline__ uint32_t lane() {
-    return ptx::recompute(static_cast<uint32_t>(ptx::lane_index()));
-  }
+  static __device__ __forceinline__ uint32_t lane() { return ptx::recompute(static_cast<uint32_t>(ptx::lane_index())); }
   static __device__ __forceinline__ int place(uint32_t at_row, uint32_t chunk) {
     return static_cast<int>(at_row * 128 + (chunk ^ at_row % 8) * 16);
   }
@@ -305,7 +303,9 @@ struct BackwardEpilogue {
     for (int other = 0; other < 2 * kParts; ++other) {
       if (half != other) continue;
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) of_half[i] = ptx::bits_float(ptx::recompute(ptx::float_bits(sums[other / kHalves][other % kHalves * kSums + i])));
+      for (int i = 0; i < kSums; ++i)
+        of_half[i] =
+            ptx::bits_float(ptx::recompute(ptx::float_bits(sums[other / kHalves][other % kHalves * kSums + i])));
     }
   }
 
