@@ -218,8 +218,8 @@ StableIValue give_if_any(Tensor tensor) {
 
 template <class Backend, bool kConsumes>
 void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
-  host::check_counts(kConsumes ? "_fused_moe_backward_consuming" : "_fused_moe_backward", num_arguments, 15, num_outputs,
-                     6);
+  host::check_counts(kConsumes ? "_fused_moe_backward_consuming" : "_fused_moe_backward", num_arguments, 15,
+                     num_outputs, 6);
   LayerBackwardArguments arguments;
   arguments.consumes = kConsumes;
   arguments.dout = take_tensor(stack[0]);

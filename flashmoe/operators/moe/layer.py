@@ -1,7 +1,8 @@
 """The operators of the whole layer: what they return where there is no data, their gradient, their cost.
 
 ``_fused_moe`` keeps for the backward pass x, the preactivation [slots, 2I] and the sort, nothing else: the activation is
-computed again, and what is temporary stands where a result will. ``_fused_moe_inference`` and ``_fused_moe_out`` compute the same and keep nothing; they have no gradient.
+computed again, and what is temporary stands where a result will. ``_fused_moe_inference`` and ``_fused_moe_out`` compute
+the same and keep nothing; they have no gradient.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@
 #include "moe/grouped_gemm/activation.cuh"
 #include "moe/grouped_gemm/sm90/mainloop.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 
 namespace flashmoe {
@@ -134,21 +135,25 @@ struct BackwardEpilogue {
   static constexpr int kSums = 16;  // of a thread, of half a part: 32 columns
 
   const GemmParams& params;
-  unsigned char* smem;  // of this warp, in the consumer's first buffer
+  unsigned char* const smem;  // of this warp, in the consumer's first buffer
+  const int matrix_place;     // in a buffer: this lane's row of 16 columns for ldmatrix and stmatrix
   Tile tile;
 
   __device__ __forceinline__ BackwardEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer)
-      : params(params_), smem(shared.output(consumer, 0) + ptx::warp_index() % 4 * (16 * 128)) {}
+      : params(params_),
+        smem(shared.output(consumer, 0) + ptx::warp_index() % 4 * (16 * 128)),
+        matrix_place(place(lane() % 16, lane() / 16)) {}
 
   __device__ __forceinline__ unsigned char* buffer(int index) const { return smem + index * Spec::kSlabBytes; }
   // Of z: gate then up, or the first and the second 64 of the part's 128 columns in turn.
-  __device__ __forceinline__ unsigned char* z(int half) const { return buffer((Spec::kFetchesAhead ? 3 : 0) + half); }
+  static constexpr int kFirstZ = Spec::kFetchesAhead ? 3 : 0;
+  __device__ __forceinline__ unsigned char* z(int half) const { return buffer(kFirstZ + half); }
 
   __device__ __forceinline__ int row(int part) const {
     return tile.first_row + part / Spec::kColumnSlabs * 64 + ptx::warp_index() % 4 * 16;
   }
   // The first of the two rows, 8 apart, that a lane has sums of.
-  __device__ __forceinline__ int lane_row(int part) const { return row(part) + ptx::recompute(ptx::lane_index()) / 4; }
+  __device__ __forceinline__ int lane_row(int part) const { return row(part) + static_cast<int>(lane() / 4); }
   __device__ __forceinline__ int column(int part) const {
     return tile.n_block * Spec::kBlockN + part % Spec::kColumnSlabs * 64;
   }
@@ -164,64 +169,77 @@ struct BackwardEpilogue {
     return params.is_interleaved != 0 ? 2 * params.n - z_column(part, half) : params.n - column(part);
   }
 
-  // Eight lanes a row, four rows at a time: visit(row of 16, chunk of 8).
-  template <typename Visit>
-  __device__ __forceinline__ void for_each_chunk(Visit visit) const {
-    const int lane = ptx::recompute(ptx::lane_index());
-#pragma unroll
-    for (int i = 0; i < 4; ++i) visit(i * 4 + lane / 8, lane % 8);
+  // Computed where it is used: what follows from it would hold registers.
+  static __device__ __forceinline__ uint32_t lane() { return ptx::recompute(static_cast<uint32_t>(ptx::lane_index())); }
+  static __device__ __forceinline__ int place(uint32_t at_row, uint32_t chunk) {
+    return static_cast<int>(at_row * 128 + (chunk ^ at_row % 8) * 16);
   }
-  static __device__ __forceinline__ int place(int at_row, int chunk) {
-    return at_row * 128 + (chunk ^ at_row % 8) * 16;
-  }
+
+  // What a lane copies of 16 rows by 64 columns: 16 bytes of rows `row`, + 4, + 8 and + 12, eight lanes a row.
+  struct Copies {
+    int row, column;
+    int at;  // in a buffer
+
+    __device__ __forceinline__ explicit Copies(uint32_t lane)
+        : row(lane / 8), column(lane % 8 * 8), at(place(lane / 8, lane % 8)) {}
+    // 4 rows further bit 2 of the swizzled chunk changes.
+    __device__ __forceinline__ int place_of(int i) const { return (at ^ i % 2 * 64) + i * 512; }
+  };
 
   // Starts the copies of a part's z. Rows past the expert's last and columns past the last become zeros.
   __device__ __forceinline__ void fetch(int part) const {
-    const int rows = tile.end_row - row(part);
+    const Copies own(lane());
+    const int rows = tile.end_row - row(part) - own.row;
+    const int64_t stride = 2 * params.n;
+    const Element* row_gmem =
+        static_cast<const Element*>(params.preactivation) + (row(part) + own.row) * stride + own.column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int columns = z_columns(part, half);
-      const Element* from = static_cast<const Element*>(params.preactivation) +
-                            static_cast<int64_t>(row(part)) * (2 * params.n) + z_column(part, half);
-      for_each_chunk([&](int at_row, int chunk) {
-        const bool is_inside = at_row < rows && chunk * 8 < columns;
-        ptx::cp_async_16(z(half) + place(at_row, chunk),
-                         from + static_cast<int64_t>(at_row) * (2 * params.n) + chunk * 8, is_inside ? 16 : 0);
-      });
+      const bool has_columns = own.column < z_columns(part, half);
+      const Element* from = row_gmem + z_column(part, half);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ptx::cp_async_16(z(half) + own.place_of(i), from + i * 4 * stride, has_columns && i * 4 < rows ? 16 : 0);
+      }
     }
     ptx::cp_async_commit();
   }
 
-  // Stores 64 columns, or those of them that there are.
-  __device__ __forceinline__ void store(const unsigned char* from, void* to, int64_t stride, int first_row,
-                                        int first_column, int columns) const {
-    const int rows = tile.end_row - first_row;
-    Element* gmem = static_cast<Element*>(to) + first_row * stride + first_column;
-    for_each_chunk([&](int at_row, int chunk) {
-      if (at_row >= rows || chunk * 8 >= columns) return;
-      uint32_t words[4];
-      ptx::ld_shared_128(words, from + place(at_row, chunk));
-      ptx::st_global_128(gmem + at_row * stride + chunk * 8, words);
-    });
+  // Stores 64 columns of a part, or those of them that there are.
+  __device__ __forceinline__ void store(int index, void* to, int64_t stride, int first_row, int first_column,
+                                        int columns) const {
+    const Copies own(lane());
+    const int rows = tile.end_row - first_row - own.row;
+    Element* gmem = static_cast<Element*>(to) + (first_row + own.row) * stride + (first_column + own.column);
+#pragma unroll
+    for (int first = 0; first < 4; first += 2) {
+      uint32_t words[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ptx::ld_shared_128(words[i], buffer(index) + own.place_of(first + i));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = (first + i) * 4;
+        if (at < rows && own.column < columns) ptx::st_global_128(gmem + at * stride, words[i]);
+      }
+    }
   }
 
-  // Where a lane's stmatrix or ldmatrix row of 16 columns lies in a buffer: step 0 to 3 of its 64 columns.
-  static __device__ __forceinline__ int matrix_place(int step) {
-    const int lane = ptx::recompute(ptx::lane_index());
-    return place(lane % 16, step * 2 + lane / 16);
+  // This lane's row of 16 columns for stmatrix or ldmatrix: step 0 to 3 of a buffer's 64 columns.
+  __device__ __forceinline__ unsigned char* matrix(int index, int step) const {
+    return buffer(index) + (matrix_place ^ step * 32);
   }
   // Where gate and up in turn of a thread's two neighbouring columns lie: pair i of a step as the sums have it.
   static __device__ __forceinline__ int turn_place(int step, int i) {
-    const int lane = ptx::recompute(ptx::lane_index());
     const int block = 2 * step + i / 2;  // of 8 columns, 16 of z
-    return block / 4 * Spec::kSlabBytes + place(lane / 4 + 8 * (i % 2), block % 4 * 2 + lane % 4 / 2) + lane % 2 * 8;
+    return block / 4 * Spec::kSlabBytes + place(lane() / 4 + 8 * (i % 2), block % 4 * 2 + lane() % 4 / 2) +
+           static_cast<int>(lane() % 2 * 8);
   }
 
   // 16 columns of z as pairs of a row: rows g and g + 8 of the first eight columns, then of the others.
   __device__ __forceinline__ void load_z(uint32_t (&gate)[4], uint32_t (&up)[4], int step) const {
     if (params.is_interleaved == 0) {
-      ptx::ldmatrix_x4(gate, z(0) + matrix_place(step));
-      ptx::ldmatrix_x4(up, z(1) + matrix_place(step));
+      ptx::ldmatrix_x4(gate, matrix(kFirstZ, step));
+      ptx::ldmatrix_x4(up, matrix(kFirstZ + 1, step));
       return;
     }
 #pragma unroll
@@ -234,8 +252,8 @@ struct BackwardEpilogue {
   }
   __device__ __forceinline__ void store_gradient(const uint32_t (&gate)[4], const uint32_t (&up)[4], int step) const {
     if (params.is_interleaved == 0) {
-      ptx::stmatrix_x4(buffer(0) + matrix_place(step), gate);
-      ptx::stmatrix_x4(buffer(1) + matrix_place(step), up);
+      ptx::stmatrix_x4(matrix(0, step), gate);
+      ptx::stmatrix_x4(matrix(1, step), up);
       return;
     }
 #pragma unroll
@@ -273,7 +291,7 @@ struct BackwardEpilogue {
       // Hazard: where z is replaced in place, another lane still reads it.
       ptx::warp_sync();
       store_gradient(gate, up, step);
-      ptx::stmatrix_x4(buffer(2) + matrix_place(step), active);
+      ptx::stmatrix_x4(matrix(2, step), active);
     }
   }
 
@@ -285,7 +303,9 @@ struct BackwardEpilogue {
     for (int other = 0; other < 2 * kParts; ++other) {
       if (half != other) continue;
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) of_half[i] = sums[other / kHalves][other % kHalves * kSums + i];
+      for (int i = 0; i < kSums; ++i)
+        of_half[i] =
+            ptx::bits_float(ptx::recompute(ptx::float_bits(sums[other / kHalves][other % kHalves * kSums + i])));
     }
   }
 
@@ -297,9 +317,9 @@ struct BackwardEpilogue {
   __device__ __forceinline__ void finish_part(int part) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      store(buffer(half), params.d, params.d_stride, row(part), z_column(part, half), z_columns(part, half));
+      store(half, params.d, params.d_stride, row(part), z_column(part, half), z_columns(part, half));
     }
-    store(buffer(2), params.weighted_activation, params.n, row(part), column(part), params.n - column(part));
+    store(2, params.weighted_activation, params.n, row(part), column(part), params.n - column(part));
   }
 
   // The next part that has rows and columns, or kParts.
