@@ -21,7 +21,7 @@ namespace host {
                       call(cuModuleLoadDataEx, "cuModuleLoadDataEx") call(cuModuleGetFunction, "cuModuleGetFunction") \
                           call(cuFuncSetAttribute, "cuFuncSetAttribute") call(cuLaunchKernel, "cuLaunchKernel")       \
                               call(cuMemsetD8Async, "cuMemsetD8Async") call(cuMemsetD32Async, "cuMemsetD32Async")     \
-                                  call(cuStreamIsCapturing, "cuStreamIsCapturing")                                    \
+                                  call(cuMemAlloc, "cuMemAlloc_v2") call(cuStreamIsCapturing, "cuStreamIsCapturing")  \
                                       call(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode")
 
 struct Driver {
@@ -55,6 +55,21 @@ class ContextGuard {
 
  private:
   bool pushed_ = false;
+};
+
+// Lets this thread do what CUDA forbids while a stream is being captured in the global mode, and what cannot disturb that: load a
+// kernel, allocate memory.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const char* before) {
+    check_driver(driver().cuThreadExchangeStreamCaptureMode(&mode_), "cuThreadExchangeStreamCaptureMode", before);
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { driver().cuThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
 constexpr int32_t kMaxDevices = 64;

@@ -32,21 +32,6 @@ DeviceFunctions& functions_of(int32_t device_index) {
   return *known;
 }
 
-// Loading a module allocates, which a capturing thread may not do in the default mode.
-class RelaxedCapture {
- public:
-  RelaxedCapture() {
-    check_driver(driver().cuThreadExchangeStreamCaptureMode(&mode_), "cuThreadExchangeStreamCaptureMode",
-                 "before loading a kernel");
-  }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { driver().cuThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
-};
-
 CUmodule load_module(const DeviceBinary& binary, const Device& device) {
   std::array<char, kJitLogBytes> log{};
   std::array<CUjit_option, 2> options{CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
@@ -60,7 +45,7 @@ CUmodule load_module(const DeviceBinary& binary, const Device& device) {
 }
 
 CUfunction load_locked(const Kernel& kernel, const Device& device, DeviceFunctions& loaded) {
-  const RelaxedCapture relaxed;
+  const RelaxedCapture relaxed("before loading a kernel");
   const auto index = static_cast<std::size_t>(kernel.binary);
   const DeviceBinary& binary = kernel_table().binaries[index];
   if (loaded.modules[index] == nullptr) loaded.modules[index] = load_module(binary, device);

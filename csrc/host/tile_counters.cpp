@@ -63,12 +63,18 @@ class CounterPools {
     return taken;
   }
 
+  // Not from torch's allocator: while torch.compile warms up what it will replay as a graph, that gives memory of the graph's own, and
+  // refuses a tensor that lives longer.
   static void refill(Pool& pool, const StreamKey& key) {
-    Tensor memory = empty({kPoolCounters}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), key.first);
-    pool.next = static_cast<int32_t*>(memory.data());
+    CUdeviceptr memory = 0;
+    {
+      const RelaxedCapture relaxed("before allocating tile counters");
+      check_driver(driver().cuMemAlloc(&memory, kPoolCounters * sizeof(int32_t)), "cuMemAlloc", kPoolCounters,
+                   " tile counters");
+    }
+    pool.next = reinterpret_cast<int32_t*>(memory);
     pool.num_left = kPoolCounters;
     clear(pool.next, kPoolCounters, key.second);
-    memory.release();
   }
 
   std::mutex mutex_;

@@ -55,11 +55,12 @@ class Size:
     new_tokens: int
     rows: int  # sequences of a training step, of ``length`` tokens
     length: int
+    vocabulary: int = 32000
 
     def config(self, model: str) -> Any:
         transformers: Any = import_module("transformers")
         shared: dict[str, Any] = {
-            "vocab_size": 32000,
+            "vocab_size": self.vocabulary,
             "hidden_size": self.width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
@@ -78,7 +79,7 @@ class Size:
 
 SIZES = {
     "1b": Size(2048, 16, 32, 8, 64, 8192, 64, 8, 1024, 512, 64, 4, 2048),
-    "tiny": Size(64, 2, 4, 2, 16, 96, 8, 2, 32, 16, 4, 2, 24),
+    "tiny": Size(64, 2, 4, 2, 16, 96, 8, 2, 32, 16, 4, 2, 24, 128),
 }
 
 
@@ -209,7 +210,7 @@ def check_training(model: Any, contenders: Sequence[Contender], baseline: Conten
 
 
 def _generate(model: Any, size: Size, device: str, rows: int, *, is_static: bool) -> tuple[Callable[[], Any], int]:
-    prompt = torch.randint(3, 32000, (rows, size.prompt), device=device)
+    prompt = torch.randint(3, size.vocabulary, (rows, size.prompt), device=device)
     options: dict[str, Any] = {"max_new_tokens": size.new_tokens, "min_new_tokens": size.new_tokens, "do_sample": False}
     if is_static:
         options["cache_implementation"] = "static"
@@ -218,7 +219,7 @@ def _generate(model: Any, size: Size, device: str, rows: int, *, is_static: bool
 
 
 def _train(model: Any, size: Size, device: str) -> tuple[Callable[[], Any], int]:
-    tokens = torch.randint(3, 32000, (size.rows, size.length), device=device)
+    tokens = torch.randint(3, size.vocabulary, (size.rows, size.length), device=device)
 
     def step() -> None:
         model(tokens, labels=tokens, use_cache=False).loss.backward()
@@ -308,7 +309,7 @@ def run(
                 checks.append(Check(f"{name} {contender.name}", Verdict.SKIP, problem))
             else:
                 contenders.append(contender)
-        tokens = torch.randint(3, 32000, (1, min(size.length, 256)), device=device)
+        tokens = torch.randint(3, size.vocabulary, (1, min(size.length, 256)), device=device)
         found = check_logits(model, contenders, BASELINE[name], tokens)
         if "train" in tasks:
             found += check_training(model, _able(contenders, "train", BASELINE[name]), BASELINE[name], tokens)

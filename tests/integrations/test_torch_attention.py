@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -285,3 +287,22 @@ def test_the_profile_of_an_unmodified_model_shows_our_kernels_and_none_of_torchs
     assert backward, found
     assert len(ours) > len(backward), found  # the forward pass may be that of decoding: these sequences are short
     assert not any(part in kernel for kernel in found for part in TORCHS_KERNELS), found
+
+
+RECORDED = """
+import torch, flashmoe
+q, k, v = (torch.randn(1, heads, 1024, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+row = q[:, :, :1].contiguous()
+with torch.no_grad():
+    step = torch.compile(lambda q, k, v: flashmoe.attention(q, k, v) + 0, mode="reduce-overhead")
+    for _ in range(4):  # warming up, recording, replaying
+        out = step(row, k, v).clone()
+assert torch.allclose(out, flashmoe.attention(row, k, v), atol=1e-2)
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_call_may_be_one_that_torch_compile_records_as_a_cuda_graph() -> None:
+    """In a process of its own: what the first call allocates for good must not lie in the graph's memory."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", RECORDED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

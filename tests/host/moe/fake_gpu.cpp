@@ -5,7 +5,9 @@
 
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <string>
+#include <vector>
 
 #include "attention/host/schemas.h"
 #include "host/driver.h"
@@ -313,6 +315,11 @@ Driver make_driver() {
   calls.cuFuncSetAttribute = [](CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; };
   calls.cuStreamIsCapturing = [](CUstream, CUstreamCaptureStatus* status) {
     *status = g_is_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
+  };
+  calls.cuMemAlloc = [](CUdeviceptr* memory, std::size_t bytes) {
+    static std::deque<std::vector<char>> allocations;
+    *memory = reinterpret_cast<CUdeviceptr>(allocations.emplace_back(bytes).data());
     return CUDA_SUCCESS;
   };
   calls.cuMemsetD8Async = [](CUdeviceptr address, unsigned char value, std::size_t count, CUstream) {

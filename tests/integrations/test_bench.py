@@ -1,0 +1,51 @@
+"""The program that times whole models: its ratios, and that it runs, checks and reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashmoe.integrations import bench
+from flashmoe.integrations.bench import CONTENDERS, Contender
+from flashmoe.tools.report import Verdict, read_report
+
+pytest.importorskip("transformers")
+
+
+def test_a_ratio_is_the_median_over_the_rounds() -> None:
+    ours, other = Contender("fmoe"), Contender("sdpa")
+    rows = bench._rows("train", {ours: [1.0, 2.0, 1.0], other: [1.5, 2.0, 3.0]}, 30)
+    assert [row["tokens_per_s"] for row in rows] == [30.0, 15.0]
+    assert "ours_is_faster_by" not in rows[0]
+    assert rows[1]["ours_is_faster_by"] == 1.5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tiny_model_is_checked_timed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "models.json"
+    words = [
+        "--size",
+        "tiny",
+        "--model",
+        "dense",
+        "--task",
+        "train",
+        "--rounds",
+        "3",
+        "--limit",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    assert bench.main([*words, "--json", str(path)]) == 0
+    report = read_report(path)
+    assert report.verdict is Verdict.PASS
+    assert [row["contender"] for row in report.data["rows"]] == [
+        "fmoe",
+        "sdpa",
+    ]  # eager attention is no match in training
+    assert {check.name for check in report.checks} >= {
+        f"dense {one.name}" for one in CONTENDERS["dense"][2:4]
+    }  # told, left out
+    assert "models PASS" in capsys.readouterr().out
