@@ -2,7 +2,7 @@
 
 Ring attention: in each of W steps a rank computes 1 / W^2 of the whole problem's products while keys and values of a part travel; the
 longer of the two counts. Merging partial results and adding up gradients is traffic in the GPU's own memory. Experts: the layer's own
-time at the tokens that arrive, rows there behind the rank's own tokens, and rows back.
+time at the tokens that arrive, and rows there and back.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ ELEMENT = 2  # bytes of bfloat16
 class Rates:
     """Measured: TFLOP/s of one GPU, GB/s of the links. The defaults are of two H100s of one host (docs/results)."""
 
-    attention: float = 552.0  # forward and backward together, causal, D = 128, S = 65536
-    experts: float = 555.0  # Qwen3's layer, T = 16384, forward
+    attention: float = 559.0  # forward and backward together, causal, D = 128, S = 65536
+    experts: float = 560.0  # Qwen3's layer, T = 16384, forward
     memory: float = 3000.0
     link: float = 240.0  # each way, GPU to GPU in a host
+    host: float = 1.5  # ms of launches that nothing hides, forward and backward; fitted to S = 16384
     network: float = 50.0  # each way, for a GPU, between hosts: 400 Gbit/s
     gpus_per_host: int = 8
 
@@ -78,18 +79,18 @@ def context_parallel(problem: Attention, size: int, rates: Rates) -> Prediction:
     added = sums + (size + 1) * (2 * sums + ELEMENT)
     home = 2 * sums + ELEMENT + (size - 2) * (ELEMENT + 4 + 2 * 4 + ELEMENT)
     traffic = rows * (merges + added) + keys * home
-    return Prediction(alone, compute * size + waiting + traffic / (rates.memory * 1e6), waiting)
+    return Prediction(alone, compute * size + waiting + traffic / (rates.memory * 1e6) + rates.host, waiting)
 
 
 def expert_parallel(tokens: int, hidden: int, inner: int, top_k: int, size: int, rates: Rates) -> Prediction:
     """flashmoe.distributed.ExpertParallel, forward; ``tokens`` of each rank, experts chosen uniformly.
 
-    Rows leave while the rank's own tokens are computed; what comes back is hidden by nothing.
+    On the GPU alone: as a CUDA graph, or with calls before and behind. The layer's kernels fill the GPU, so that messages wait for them.
     """
     alone = 6 * tokens * top_k * hidden * inner / rates.experts / 1e9
     sent = (size - 1) * (1 - (1 - 1 / size) ** top_k) * tokens  # to each rank that has one of a token's experts
     travel = sent * hidden * ELEMENT / (rates.between(size) * 1e6)
-    waiting = travel + max(0.0, travel - alone / size)
+    waiting = 2 * travel
     copies = (4 * sent + 6 * tokens) * hidden * ELEMENT / (rates.memory * 1e6)
     return Prediction(alone, alone + waiting + copies, waiting)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashmoe.distributed import model
 from flashmoe.errors import ArgumentError
 from flashmoe.tools.bench.distributed.overlap import measure_overlap, merged
 from flashmoe.tools.bench.distributed.parts import AttentionPart, ExpertsPart, parse_parts
 from flashmoe.tools.bench.distributed.session import as_text, measure_distributed
 from flashmoe.tools.bench.suites import load_suite
 from flashmoe.tools.problems.fields import SuiteError
-from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe.tools.report import Check, Report, Verdict, read_report
 
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "2026-11-22-h100-x2" / "distributed.json"
 ATTENTION = {"what": "attention", "length": 64, "heads": 4, "heads_kv": 2}
 
 
@@ -67,6 +70,35 @@ def test_without_torchrun_the_suite_says_how_to_start_it(monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ArgumentError, match="at least two ranks"):
         measure_distributed(replace(suite, name="mine"), "cpu", ())
+
+
+def test_the_paper_model_is_within_a_tenth_of_what_was_measured() -> None:
+    if not RESULTS.is_file():
+        pytest.skip("an sdist is without the results")
+    data = read_report(RESULTS).data
+    link = data["links_gbps"]["message"]
+    for row in data["parts"]:
+        if row["key"].startswith("attention"):
+            length, heads, heads_kv = (
+                int(word[1:] if word[0] in "sh" else word) for word in row["key"].split("-")[1:4]
+            )
+            problem = model.Attention(length, heads, heads_kv)
+            rates = model.Rates(attention=problem.products() / row["ms"]["one"] / 1e9, link=link)
+            told, measured = model.context_parallel(problem, data["ranks"], rates).together, row["ms"]["ring"]
+        else:
+            rates = model.Rates(link=data["links_gbps"]["all_to_all"])
+            told, measured = model.expert_parallel(16384, 2048, 768, 8, 2, rates).together, row["ms"]["padded, graph"]
+        assert abs(told / measured - 1) < 0.1, (row["key"], told, measured)
+
+
+def test_the_paper_model_prints_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert model.main(["--gpus-per-host", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "1048576" in printed
+    assert "expert parallel" in printed
+    alone = model.context_parallel(model.Attention(65536, 16, 16), 1, model.Rates())
+    assert alone.alone == alone.together
+    assert alone.efficiency(1) == 1.0
 
 
 def test_the_report_reads_as_text() -> None:
