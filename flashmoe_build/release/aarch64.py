@@ -78,7 +78,7 @@ def test(arguments: Sequence[str]) -> int:
     command = [str(python), "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     if emulated:
         environ["CXX"] = f"{MACHINE}-linux-gnu-g++"
-        command += ["-o", "timeout=3600"]
+        command += ["-o", "timeout=1800"]
     outside = ROOT / "build" / "run" / "test_aarch64"
     outside.mkdir(parents=True, exist_ok=True)
     return subprocess.run([*command, "-m", "not slow", *files], cwd=outside, env=environ, check=False).returncode
