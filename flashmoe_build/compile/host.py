@@ -99,7 +99,9 @@ def build_library(
     with Progress("host code", len(sources) + 1) as progress:
 
         def work(source: Path) -> Path:
-            return _compile(source, root=root, out=out, toolchain=toolchain, cache=cache, progress=progress)
+            compiled, cached = compile_source(source, root=root, out=out, toolchain=toolchain, cache=cache)
+            progress.advance(f"{source.name} {'cached' if cached else 'compiled'}")
+            return compiled
 
         objects = run_all(sources, work, jobs)
         return _link(objects, generated, root=root, out=out, toolchain=toolchain, progress=progress)
@@ -118,7 +120,8 @@ def _drop_stale_objects(folder: Path, sources: Sequence[Path]) -> None:
             path.unlink()
 
 
-def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache, progress: Progress) -> Path:
+def compile_source(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache: Cache) -> tuple[Path, bool]:
+    """The object of one C++ file, in ``out``/objects, and whether the cache had it."""
     csrc = root / "csrc"
     text = source.read_text(encoding="utf-8")
     includes = include_closure(text, [csrc], source.parent)
@@ -147,8 +150,7 @@ def _compile(source: Path, *, root: Path, out: Path, toolchain: Toolchain, cache
         cache.store(key, ".o", target.read_bytes(), {})
     else:
         target.write_bytes(known[0])
-    progress.advance(f"{source.name} {'cached' if known else 'compiled'}")
-    return target
+    return target, known is not None
 
 
 def _path_flags(root: Path, out: Path, toolchain: Toolchain) -> list[str]:

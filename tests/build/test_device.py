@@ -62,7 +62,9 @@ def test_machine_code_for_8_6_is_what_ptxas_makes_for_8_9(tree: Path) -> None:
     ptx = compile_ptx(unit_source(unit), unit.name, unit.virtual, csrc=tree / "csrc", toolchain=toolchain, cache=cache)
     made = [ptxas.assemble(ptx.text, unit.name, target, toolchain).cubin for target in ("sm_86", "sm_89")]
     sections = [list(ELFFile(BytesIO(cubin)).iter_sections()) for cubin in made]
-    first, second = ({s.name: (s["sh_info"], s.data()) for s in of if s.name.startswith((".text", ".nv.const"))} for of in sections)
+    first, second = (
+        {s.name: (s["sh_info"], s.data()) for s in of if s.name.startswith((".text", ".nv.const"))} for of in sections
+    )
     assert first
     assert first == second
 

@@ -1,4 +1,4 @@
-"""The CPU backend built alone with g++, and called through ctypes on torch's own thread pool."""
+"""The CPU backend alone, and called through ctypes on torch's own thread pool."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashmoe_build.compile.host import is_for
+from flashmoe_build.compile.cache import Cache
+from flashmoe_build.compile.host import compile_source, is_for
+from flashmoe_build.compile.jobs import run_all
+from flashmoe_build.compile.toolchain import find_toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 # The layer of moe/cpu is tested through its operators (tests/moe); here only that no wide code leaves its objects.
 FOLDERS = ("cpu", "attention/cpu", "moe/cpu")
 SOURCES = [path for name in FOLDERS for path in sorted((CSRC / name).glob("*.cpp")) if is_for(path, platform.machine())]
-# What the build compiles these files with, as far as code generation goes.
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx") if platform.machine() == "x86_64" else ("neon",)
 SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MESSAGE_BYTES = 1024
@@ -59,22 +60,19 @@ class BackendError(RuntimeError):
 
 
 def build(folder: Path) -> Path:
-    """Compile every file of the backend and the shim, two at a time; returns the shared library. Objects stay in ``folder``."""
+    """The objects of the backend as the build makes them, from its cache, and the shim; returns the shared library. Objects are
+    named after their sources."""
+    toolchain = find_toolchain()
+    cache = Cache(Path(os.environ.get("FLASHMOE_CACHE_DIR") or ROOT / "build" / "cache"))
     sources = [*SOURCES, Path(__file__).with_name("shim.cpp")]
-    compiler = os.environ.get("CXX", "g++")
-    pending = [
-        [compiler, *FLAGS, f"-I{CSRC}", "-c", str(source), "-o", str(folder / f"{source.stem}.o")] for source in sources
-    ]
-    while pending:
-        running = [subprocess.Popen(command) for command in pending[:2]]
-        pending = pending[2:]
-        for process in running:
-            if process.wait() != 0:
-                msg = f"{process.args!r} failed"
-                raise RuntimeError(msg)
+
+    def compiled(source: Path) -> Path:
+        made, _ = compile_source(source, root=ROOT, out=folder, toolchain=toolchain, cache=cache)
+        return made.replace(folder / f"{source.stem}.o")
+
+    objects = run_all(sources, compiled, jobs=2)
     library = folder / "libcpu.so"
-    objects = [str(folder / f"{source.stem}.o") for source in sources]
-    subprocess.run([compiler, "-shared", "-Wl,--no-undefined", "-o", str(library), *objects], check=True)
+    subprocess.run([toolchain.cxx, "-shared", "-Wl,--no-undefined", "-o", str(library), *map(str, objects)], check=True)
     return library
 
 
