@@ -275,7 +275,7 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem) {
   // Measured on an H100, without a mask: with fewer keys its sums cost more than the two products that it saves, and tiles that take
   // turns want many others at work.
-  constexpr int64_t kMinKeys = 3072;
+  constexpr int64_t kMinKeys = 2048;
   constexpr int64_t kMinRounds = 4;  // of tiles, one for each multiprocessor
   if (kernels.fused == nullptr) return false;
   const int64_t tiles = ceil_div(problem.seq_k, kernels.fused->block_n) * problem.heads_kv * problem.batch;

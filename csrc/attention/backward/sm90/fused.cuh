@@ -32,7 +32,7 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
   static constexpr bool kTakesTurns = true;
-  static constexpr int kStreamCost = 4;
+  static constexpr int kStreamCost = 2;
   static constexpr int kProducerRegisters = 32;  // 128 * (32 + 2 * 208 + 64) = 65536
   static constexpr int kConsumerRegisters = 208;
   static constexpr int kQueryRegisters = 64;
