@@ -169,6 +169,7 @@ constexpr uint32_t kTensorMapMagic = 0x7a3b19c5;
 
 struct TensorCopy {  // some rows of a box
   bool is_store;
+  bool adds;  // a store that adds float32 words;
   Fiber* issuer;
   TensorMapContent map;
   int coordinates[5];
@@ -292,7 +293,8 @@ extern Machine machine;
     __attribute__((format(printf, 4, 5)));
 void block_current(const char* what, const Site& site);
 void wake(Fiber& fiber);
-void maybe_switch();  // at a seeded random moment, lets others run
+void let_others_run();  // and something in flight complete: of a thread that polls
+void maybe_switch();    // at a seeded random moment, lets others run
 std::string run_launch(const Launch& launch);
 
 // races.cpp

@@ -334,6 +334,13 @@ void wake(Fiber& fiber) {
   fiber.warp->ready |= 1u << fiber.lane;
 }
 
+void let_others_run() {
+  Fiber& fiber = *machine.current;
+  complete_something();
+  machine.current = &fiber;
+  switch_context(fiber.context, machine.scheduler);
+}
+
 void maybe_switch() {
   if (--machine.slice > 0) return;
   set_slice();

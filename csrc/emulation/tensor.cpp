@@ -78,6 +78,18 @@ void load_row(Block& block, const TensorCopy& copy, int row) {
   }
 }
 
+// Sums are read and written in one piece, in any order: no write that races, but memory that something has written before.
+void add_words(const TensorCopy& copy, const void* gmem, const unsigned char* words, uint32_t bytes) {
+  unsigned char* sums = global_storage(gmem, bytes, 16, false, copy.issuer, copy.site, "bulk_reduce_add");
+  for (uint32_t at = 0; at < bytes; at += sizeof(float)) {
+    float sum, word;
+    std::memcpy(&sum, sums + at, sizeof sum);
+    std::memcpy(&word, words + at, sizeof word);
+    sum += word;
+    std::memcpy(sums + at, &sum, sizeof sum);
+  }
+}
+
 void store_row(Block& block, const TensorCopy& copy, int row) {
   const TensorMapContent& map = copy.map;
   const uint32_t bytes = row_bytes(map);
@@ -89,6 +101,7 @@ void store_row(Block& block, const TensorCopy& copy, int row) {
   const RowSpan span = row_span(copy, row);
   if (span.begin >= span.end) return;
   const uint32_t size = static_cast<uint32_t>(span.end - span.begin) * map.element_bytes;
+  if (copy.adds) return add_words(copy, reinterpret_cast<const void*>(span.address), staged, size);
   unsigned char* to = global_storage(reinterpret_cast<const void*>(span.address), size, map.element_bytes, true,
                                      copy.issuer, copy.site, "tma_store");
   std::memcpy(to, staged + span.begin * map.element_bytes, size);
@@ -168,6 +181,35 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
   copy.group = fiber.stores_committed + 1;
   fiber.last_store_group = copy.group;
   const uint32_t bytes = row_bytes(copy.map) * static_cast<uint32_t>(box_rows(copy.map));
+  record_read(block, copy.offset, bytes, fiber, fiber.store_agent, copy.group, true, site, what);
+  enqueue(block, copy);
+}
+
+void bulk_reduce_add(float* gmem, uint32_t smem, uint32_t bytes, const Site& site, const char* what) {
+  maybe_switch();
+  Fiber& fiber = *machine.current;
+  Block& block = *fiber.block;
+  ++machine.statistics.tensor_copies;
+  const uint32_t row = bytes % 1024 == 0 ? 1024 : 16;
+  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uint64_t>(gmem) % 16 != 0) {
+    fail(FailureKind::kMisaligned, site, what, "%u bytes at global address %llu; multiples of 16 are needed", bytes,
+         static_cast<unsigned long long>(reinterpret_cast<uint64_t>(gmem)));
+  }
+  TensorCopy copy{};
+  copy.issuer = &fiber;
+  copy.site = site;
+  copy.is_store = copy.adds = true;
+  copy.map.magic = kTensorMapMagic;
+  copy.map.rank = 2;
+  copy.map.element_bytes = sizeof(float);
+  copy.map.address = reinterpret_cast<uint64_t>(gmem);
+  copy.map.dims[0] = copy.map.box[0] = row / sizeof(float);
+  copy.map.dims[1] = copy.map.box[1] = bytes / row;
+  copy.map.strides[0] = row;
+  copy.offset = shared_offset(block, smem, bytes, 16, site, what);
+  if (fiber.store_agent < 0) fiber.store_agent = add_agent(block, AgentKind::kStores, fiber.thread);
+  copy.group = fiber.stores_committed + 1;
+  fiber.last_store_group = copy.group;
   record_read(block, copy.offset, bytes, fiber, fiber.store_agent, copy.group, true, site, what);
   enqueue(block, copy);
 }

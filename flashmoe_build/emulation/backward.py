@@ -24,12 +24,17 @@ from flashmoe_build.emulation.attention import (
     tensor_map_arguments,
 )
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
+from flashmoe_build.emulation.fused_queries import make_sums, rows_of_sums
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, Layout, Problem, Shape, Values, make_inputs, worst_place
 
 BackwardParams = structure(Header("BackwardParams", "attention/params/backward.h"), (CSRC,))
-RESULTS = {"attention_backward_dq": ("dq",), "attention_backward_dkv": ("dk", "dv")}
+RESULTS = {
+    "attention_backward_dq": ("dq",),
+    "attention_backward_dkv": ("dk", "dv"),
+    "attention_backward_fused": ("dk", "dv"),  # and the sums of dq
+}
 QUERY_TENSORS = ("q", "out", "dout", "dq")  # the others are laid out as keys are
 # Of the problems below, those that a bfloat16 kernel of a family without tensor maps is run on: it is the float16 kernel with
 # other conversions, and its targets share the source.
@@ -69,7 +74,8 @@ def problems(unit: Unit) -> Iterator[Problem]:
                 continue
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
             problem = Problem(shape, unit.dtype, causal, layout, values, index)
-            yield replace(problem, wants_lse=index == 1, has_counter=index != 5)
+            takes_turns = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
+            yield replace(problem, wants_lse=index == 1, has_counter=takes_turns or index != 5)
 
 
 def expect(
@@ -135,7 +141,7 @@ def geometry(unit: Unit, problem: Problem) -> Geometry:
     """Grid, threads, shared memory and registers at launch, as csrc/attention/host/backward.cpp chooses them."""
     row, shape = unit.row, problem.shape
     tiles = math.ceil(shape.seq_q / row.block_m) * shape.heads_q
-    if row.operation == "attention_backward_dkv":
+    if row.operation != "attention_backward_dq":
         tiles = math.ceil(shape.seq_k / row.block_n) * shape.heads_kv
     grid = tiles * shape.batch
     if row.schedule == "persistent":
@@ -167,6 +173,11 @@ def run_backward(unit: Unit, problem: Problem, settings: Settings, options: Opti
     counter = torch.zeros(1, dtype=torch.int32)
     with mapped(library):
         params = _params(library, problem, tensors, expected, (row_dot, writes_row_dot), counter)
+        memory, pieces = make_sums(problem, unit.row.axes["head_dim"])
+        if unit.row.operation == "attention_backward_fused":
+            params.dq = library.add_buffer(
+                memory.data_ptr(), memory.numel() * 4, writable=True, initialised=True, name="sums of dq"
+            )
         maps, keep = tensor_map_arguments(unit, library, params)
         report = library.launch(symbol, (ctypes.addressof(params), *maps), geometry(unit, problem), settings)
         del keep
@@ -174,6 +185,9 @@ def run_backward(unit: Unit, problem: Problem, settings: Settings, options: Opti
     if not report.failure:
         for name in names:
             wrong += worst_place(name, tensors[name], expected.gradients[name], expected.bounds[name])
+        if unit.row.operation == "attention_backward_fused":
+            dq = problem.scale * rows_of_sums(problem, pieces)
+            wrong += worst_place("dq", dq, expected.gradients["dq"], expected.bounds["dq"])
         error = 1e-5 * expected.given["dout"].double().abs().mul(expected.given["out"].double().abs()).sum(-1) + 1e-6
         wrong += worst_place("row_dot", row_dot, expected.given["row_dot"].double(), error)
         if int(counter[0]) != 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashmoe.errors import ArgumentError, TableError
 from flashmoe.tools.tables import Tables, Unit
-from flashmoe_build.emulation import backward, huge, row_dot
+from flashmoe_build.emulation import backward, fused_queries, huge, row_dot
 from flashmoe_build.emulation.attention import run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.combine import run_combine
@@ -190,6 +190,9 @@ _OPERATIONS = {
     "attention_combine": _Operation(_combine_problems, run_combine, huge.run_combine),
     "attention_backward_dq": _Operation(backward.problems, backward.run_backward),
     "attention_backward_dkv": _Operation(backward.problems, backward.run_backward),
+    "attention_backward_fused": _Operation(backward.problems, backward.run_backward),
+    "attention_backward_fused_prepare": _Operation(row_dot.problems, fused_queries.run),
+    "attention_backward_fused_convert": _Operation(row_dot.problems, fused_queries.run),
     "attention_row_dot": _Operation(row_dot.problems, row_dot.run),
     **{name: _Operation(varlen_backward.problems, varlen_backward.run) for name in varlen_backward.RESULTS},
     **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},

@@ -79,7 +79,7 @@ def assert_kernel_ran(tensor: Tensor) -> None:
     """Fail unless the last call of this thread ran our backward kernels, on a GPU that has some, of the family that is forced."""
     if has_kernel(tensor.device, tensor.dtype):
         family = os.environ.get("FLASHMOE_KERNEL", "")
-        assert f"attention_backward_dkv_{family}" in _extension.last_kernel()
+        assert any(f"attention_backward_{kind}_{family}" in _extension.last_kernel() for kind in ("dkv", "fused"))
 
 
 def rounded_output_terms(

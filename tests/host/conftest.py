@@ -85,6 +85,15 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   }
 }
 
+// Whether a GPU of 132 multiprocessors runs the fused backward kernel. sizes: batch, heads_kv, seq_q, seq_k.
+extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const long long* sizes) {
+  const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
+  const host::KernelRequest request{capability, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
+  return attention::prefers_fused(
+      attention::select_backward(request, mask, head_dim),
+      {request, mask, head_dim, sizes[0], sizes[1], sizes[1], sizes[2], sizes[3]});
+}
+
 // Writes the symbols of the backward kernels and their target, or nothing, to `answer`.
 extern "C" void choose_backward(int capability, const char* forced, int is_bf16, int is_causal, int head_dim,
                                 char* answer, int length) {
@@ -94,8 +103,10 @@ extern "C" void choose_backward(int capability, const char* forced, int is_bf16,
       request, is_causal ? attention::Mask::kCausal : attention::Mask::kFull, head_dim);
   answer[0] = 0;
   if (kernels.dq == nullptr) return;
-  std::snprintf(answer, length, "%s %s %s", kernels.dq->symbol, kernels.dkv->symbol,
-                host::kernel_table().binaries[kernels.dq->binary].target);
+  const bool has_fused = kernels.fused != nullptr;
+  std::snprintf(answer, length, "%s %s %s %s %s %s", kernels.dq->symbol, kernels.dkv->symbol,
+                has_fused ? kernels.fused->symbol : "", has_fused ? kernels.prepare->symbol : "",
+                has_fused ? kernels.convert->symbol : "", host::kernel_table().binaries[kernels.dq->binary].target);
 }
 """
 
@@ -158,7 +169,8 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
     def choose_backward(
         capability: int, head_dim: int, *, causal: bool = False, bf16: bool = False, forced: str | None = None
     ) -> tuple[str, ...]:
-        """Symbols of dq's and dkv's kernels, and their target; empty where there are none."""
+        """Symbols of dq's and dkv's kernels, of the fused one and its two helpers where there are some, and their target; empty where
+        there are none."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
         loaded.choose_backward(capability, name, bf16, causal, head_dim, answer, len(answer))
@@ -192,6 +204,11 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         )
         return tuple(answer.value.decode().split()) if status == 0 else ()
 
+    def prefers_fused(capability: int, head_dim: int, causal: bool, *sizes: int) -> bool:
+        """sizes: batch, key heads, rows, keys."""
+        return bool(loaded.prefers_fused(capability, head_dim, causal, (ctypes.c_longlong * 4)(*sizes)))
+
+    choose.fused = prefers_fused  # type: ignore[attr-defined]
     choose.backward = choose_backward  # type: ignore[attr-defined]
     choose.varlen = choose_varlen  # type: ignore[attr-defined]
     choose.more = choose_more  # type: ignore[attr-defined]

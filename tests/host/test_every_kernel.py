@@ -120,6 +120,18 @@ def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
     assert choose.backward(90, 64, bf16=True, forced="sm75") == ()  # type: ignore[attr-defined]
 
 
+def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
+    """Head dims up to 64 on Hopper, where a row sees many keys, and there are many tiles for each multiprocessor."""
+    fused = choose.fused  # type: ignore[attr-defined]
+    assert fused(90, 64, False, 4, 32, 4096, 4096)
+    assert fused(90, 40, False, 4, 32, 4096, 4096)
+    assert not fused(90, 64, True, 4, 32, 4096, 4096), "there is none with a mask"
+    assert not fused(90, 64, False, 16, 32, 1024, 1024), "a row sees few keys"
+    assert not fused(90, 64, False, 1, 2, 4096, 4096), "fewer tiles than multiprocessors"
+    assert not fused(90, 128, False, 4, 16, 4096, 4096)
+    assert not fused(80, 64, False, 4, 32, 4096, 4096)
+
+
 def test_pages_of_no_eight_keys_are_not_for_tma(choose: Chooser) -> None:
     for page_size, serves in ((0, True), (8, True), (48, True), (528, True), (4, False), (3, False), (1, False)):
         found = choose.varlen(90, 72, rows=100, page_size=page_size, forced="sm90")  # type: ignore[attr-defined]

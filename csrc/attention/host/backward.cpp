@@ -8,6 +8,7 @@
 #include "attention/host/arguments.h"
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
+#include "attention/params/fused_backward.h"
 #include "host/boxed.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
@@ -172,6 +173,51 @@ std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, c
           encode(maps.dout, "grad_out"), encode(maps.dk, "dk"), encode(maps.dv, "dv")};
 }
 
+FusedQueryParams make_fused_query_params(const BackwardParams& params) {
+  FusedQueryParams queries{};
+  queries.out = params.out;
+  queries.dout = params.dout;
+  queries.lse = params.lse;
+  queries.dlse = params.dlse;
+  queries.row_dot = params.row_dot;
+  queries.dq = params.dq;
+  queries.out_stride = params.out_stride;
+  queries.dout_stride = params.dout_stride;
+  queries.dq_stride = params.dq_stride;
+  queries.batch = params.batch;
+  queries.heads = params.heads_q;
+  queries.rows = params.seq_q;
+  queries.head_dim = params.head_dim;
+  queries.scale = params.scale;
+  return queries;
+}
+
+// All three gradients by one kernel, between one that computes row_dot and zeroes the sums of dq, and one that converts these.
+void run_fused(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const Kernel& fused = *kernels.fused;
+  const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
+  const int64_t pieces = ceil_div(params.seq_q, fused.block_m) * heads;
+  const int64_t tiles = ceil_div(params.seq_k, fused.block_n) * params.batch * params.heads_kv;
+  const host::CudaCall call(gpu);
+  const host::TileCounter counter = host::tile_counter(call);
+  params.tile_counter = counter.address;
+  host::Workspace workspace;
+  const int64_t row_dot = workspace.add<float>(heads * params.seq_q);
+  const int64_t sums = workspace.add<float>(pieces * (fused.block_m * fused.axes[0] + 1));  // and a turn for each piece
+  workspace.allocate(call);
+  params.row_dot = workspace.address<float>(row_dot);
+  FusedQueryParams queries = make_fused_query_params(params);
+  queries.sums = workspace.address<float>(sums);
+  params.dq = queries.sums;
+  const std::vector<CUtensorMap> maps = key_value_gradient_maps(params, fused);
+  host::LaunchList list;
+  list.add({kernels.prepare, pieces, &queries, nullptr, /*is_dependent=*/false});
+  list.add({&fused, host::grid_for(fused, tiles, gpu), &params, maps.data(), /*is_dependent=*/false});
+  list.add({kernels.convert, pieces, &queries, nullptr, /*is_dependent=*/false});
+  list.run(call);
+  host::set_last_kernel(fused.symbol);
+}
+
 // dq or null, dk and dv or null: a kernel runs where its gradient is needed. Without dq a small kernel gives row_dot.
 void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
   const bool with_dq = params.dq != nullptr;
@@ -210,26 +256,39 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
   host::set_last_kernel(with_dkv ? dkv.symbol : dq.symbol);
 }
 
+SelectorInput make_selector_input(const ForwardArguments& forward, const host::Device& gpu) {
+  const int64_t* q = forward.q.sizes();
+  const int64_t* k = forward.k.sizes();
+  return {host::make_request(gpu, forward.dtype),
+          forward.is_causal ? Mask::kCausal : Mask::kFull,
+          static_cast<int32_t>(q[3]),
+          q[0],
+          q[1],
+          k[1],
+          q[2],
+          k[2]};
+}
+
 std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
   const host::Device& gpu = host::device(arguments.forward.device_index);
   const ForwardArguments& forward = arguments.forward;
-  const BackwardKernels kernels =
-      select_backward(host::make_request(gpu, forward.dtype), forward.is_causal ? Mask::kCausal : Mask::kFull,
-                      static_cast<int32_t>(forward.q.sizes()[3]));
+  const SelectorInput problem = make_selector_input(forward, gpu);
+  const BackwardKernels kernels = select_backward(problem.request, problem.mask, problem.head_dim);
   if (kernels.dq == nullptr) return std::nullopt;
   const BackwardArguments operands = make_loadable(arguments, *kernels.dq);
   const bool is_padded = operands.forward.q.sizes()[3] != arguments.forward.q.sizes()[3];
   const bool with_dq = arguments.needs_dq(), with_dkv = arguments.needs_dkv();
+  const auto compute = with_dq && with_dkv && prefers_fused(kernels, problem) ? run_fused : run;
   Gradients gradients = allocate_gradients(arguments.forward, with_dq, with_dkv, with_dkv);
   if (is_padded) {
     const Gradients padded =
         allocate_gradients(operands.forward, with_dq, with_dkv, with_dkv);  // at the kernel's width
-    run(make_backward_params(operands, padded), kernels, gpu);
+    compute(make_backward_params(operands, padded), kernels, gpu);
     if (with_dq) host::copy_unpadded(padded.dq, gradients.dq);
     if ((arguments.needs & kNeedsDk) != 0) host::copy_unpadded(padded.dk, gradients.dk);
     if ((arguments.needs & kNeedsDv) != 0) host::copy_unpadded(padded.dv, gradients.dv);
   } else {
-    run(make_backward_params(operands, gradients), kernels, gpu);
+    compute(make_backward_params(operands, gradients), kernels, gpu);
   }
   return gradients;
 }

@@ -29,10 +29,14 @@ struct Choice {
   int32_t num_splits = 1;
 };
 
-// The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot.
+// The kernels of one family: the first gives dq and row_dot, the second dk and dv from row_dot. Or, where a family has them, one
+// gives all three, between one that prepares its sums and one that converts them.
 struct BackwardKernels {
   const Kernel* dq = nullptr;
   const Kernel* dkv = nullptr;
+  const Kernel* fused = nullptr;
+  const Kernel* prepare = nullptr;
+  const Kernel* convert = nullptr;
 };
 
 // Of ragged, paged and banded attention. What no host knows, the lengths of the entries, plays no part.
@@ -55,6 +59,9 @@ Choice select_forward(const SelectorInput& input);
 
 // The best family with both kernels; none where this GPU, or the forced family, has no backward kernels.
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
+
+// Whether the fused kernel is there and faster, where all three gradients are needed.
+bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
 // bends_scores: a softcap, or a mask tensor; some families have kernels of their own for that.

@@ -163,6 +163,27 @@ struct Statistics {
   }
 };
 
+// The number of a block's first tile, and the next. Where tiles wait for each other, all are drawn from the counter: only a block that
+// runs holds a tile then, and what it waits for has been drawn before, by a block that runs, too.
+template <typename Spec>
+__device__ __forceinline__ int draw_tile(int32_t* const& counter_gmem, int num_tiles) {
+  const int drawn = ptx::atomic_add_global(counter_gmem, 1);
+  // Every block draws until it gets a number past the end: zero again for the next launch.
+  if (drawn == num_tiles + ptx::grid_size() - 1) ptx::st_global_32(counter_gmem, 0);
+  return drawn;
+}
+template <typename Spec>
+__device__ __forceinline__ int first_tile(int32_t* const& counter_gmem, int num_tiles) {
+  if constexpr (!Spec::kTakesTurns) return ptx::block_index();
+  const int drawn = ptx::lane_index() == 0 ? draw_tile<Spec>(counter_gmem, num_tiles) : 0;
+  return ptx::shuffle_index(drawn, 0);
+}
+template <typename Spec>
+__device__ __forceinline__ int next_tile(int32_t* const& counter_gmem, int num_tiles, int number) {
+  if constexpr (Spec::kTakesTurns) return draw_tile<Spec>(counter_gmem, num_tiles);
+  return next_tile_index(counter_gmem, num_tiles, number);
+}
+
 // Of the kernel of dk and dv; one warp: its first lane feeds the copy engine, all lanes the statistics. Per tile, for
 // each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once a tile) K and V of every warpgroup.
 template <typename Spec, MaskKind kMask>
@@ -170,7 +191,10 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  const Schedule<Spec, kMask, false> schedule(params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv, 1);
+  // Tiles that take turns are of different heads where they can, as under a causal mask: few then wait. Of fewer heads than there, as
+  // their sums of dq want room in the second-level cache, too.
+  const Schedule<Spec, Spec::kTakesTurns ? MaskKind::kCausal : kMask, false> schedule(
+      params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv * Spec::kStreamCost, 1);
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
@@ -178,7 +202,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   int own_parity = 0;
   Statistics<Spec> statistics;
 
-  for (int number = ptx::block_index(); number < num_tiles; own_parity ^= 1) {
+  for (int number = first_tile<Spec>(params.tile_counter, num_tiles); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
     const Tile tile = schedule.tile(number);
     const int first_key = tile.index * Spec::kOwnRows;
@@ -193,7 +217,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
     while (head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
-          next_number = next_tile_index(params.tile_counter, num_tiles, number);
+          next_number = next_tile<Spec>(params.tile_counter, num_tiles, number);
         }
         const int row = block * Spec::kStreamRows;
         const DensePlace stream{head, tile.batch};

@@ -1,0 +1,16 @@
+// Emulated: the signatures of csrc/ptx/bulk_reduce.cuh plus the call site; a test holds the two against each other.
+#pragma once
+
+#include "ptx/memory.cuh"
+
+namespace flashmoe {
+namespace ptx {
+
+using emulation::Site;
+
+__device__ __forceinline__ void bulk_reduce_add(float* gmem, const void* smem, int bytes, Site site = Site::here()) {
+  emulation::bulk_reduce_add(gmem, smem_address(smem, site), static_cast<uint32_t>(bytes), site, "bulk_reduce_add");
+}
+
+}  // namespace ptx
+}  // namespace flashmoe

@@ -1,0 +1,86 @@
+"""The emulated kernels before and after the fused backward kernel: row_dot with zeroed sums, and the sums of dq to dq."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from flashmoe.tools.operations import Header
+from flashmoe.tools.tables import Unit
+from flashmoe_build.emulation.attention import Outcome, Strides, launch_registers, load, mapped, place
+from flashmoe_build.emulation.build import CSRC, Options, kernel_library
+from flashmoe_build.emulation.machine import Geometry, Settings
+from flashmoe_build.emulation.parameters import structure
+from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, worst_place
+
+FusedQueryParams = structure(Header("FusedQueryParams", "attention/params/fused_backward.h"), (CSRC,))
+PIECE_ROWS = 64
+
+
+def make_sums(problem: Problem, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for a fused kernel of ``width`` columns: the whole memory, and its pieces; a turn for each follows them."""
+    shape = problem.shape
+    pieces = (shape.batch, shape.heads_q, math.ceil(shape.seq_q / PIECE_ROWS))
+    memory = torch.zeros(math.prod(pieces) * (PIECE_ROWS * width + 1))
+    return memory, memory[: math.prod(pieces) * PIECE_ROWS * width].view(*pieces, width // 8, 4, 8, 4, 2, 2)
+
+
+def rows_of_sums(problem: Problem, pieces: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, rows, head_dim]: at [j, w, g, t, half, i] of a piece is row 16 w + 8 half + g, column 8 j + 2 t + i."""
+    rows = pieces.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).flatten(2, 5).flatten(3)
+    return rows[:, :, : problem.shape.seq_q, : problem.shape.head_dim]
+
+
+def run(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
+    """Compiles (or finds) the kernel, runs the problem on it and compares. ``wants_lse`` says whether there is a gradient of lse."""
+    library = load(kernel_library(unit, options))
+    shape, dtype = problem.shape, DTYPES[problem.dtype]
+    sizes = (shape.batch, shape.heads_q, shape.seq_q)
+    generator = torch.Generator().manual_seed(problem.data_seed + 9)
+    out, dout = (torch.randn(*sizes, shape.head_dim, generator=generator).to(dtype) for _ in range(2))
+    lse, dlse = torch.randn(*sizes, generator=generator), torch.randn(*sizes, generator=generator)
+    lse[:, -1, -1] = -math.inf
+    row_dot, dq = torch.full(sizes, math.nan), torch.full((*sizes, shape.head_dim), math.nan, dtype=dtype)
+    memory, pieces = make_sums(problem, unit.row.axes["head_dim"])
+    prepares = unit.row.operation.endswith("prepare")
+    memory.copy_(torch.full_like(memory, math.nan) if prepares else torch.randn(memory.shape, generator=generator))
+    with mapped(library):
+
+        def add(tensor: torch.Tensor, name: str, *, writable: bool = False) -> int:
+            size = tensor.numel() * 4
+            return library.add_buffer(tensor.data_ptr(), size, writable=writable, initialised=not writable, name=name)
+
+        tensors = {"out": out, "dout": dout, "dq": dq}
+        placed = {
+            name: place(library, tensor, problem.layout, name, output=name == "dq") for name, tensor in tensors.items()
+        }
+        params = FusedQueryParams(
+            **{name: item.address for name, item in placed.items()},
+            **{f"{name}_stride": Strides(*item.strides) for name, item in placed.items()},
+            lse=add(lse, "lse"),
+            dlse=add(dlse, "dlse") if problem.wants_lse else 0,
+            row_dot=add(row_dot, "row_dot", writable=True),
+            sums=add(memory, "sums of dq", writable=prepares),
+            batch=shape.batch,
+            heads=shape.heads_q,
+            rows=shape.seq_q,
+            head_dim=shape.head_dim,
+            scale=problem.scale,
+        )
+        grid = math.prod(pieces.shape[:3])
+        geometry = Geometry(grid, unit.row.threads, unit.row.smem_bytes(unit.dtype), launch_registers(unit))
+        report = library.launch(unit.entries[0].symbol, (ctypes.addressof(params),), geometry, settings)
+    wrong: list[str] = []
+    if not report.failure and prepares:
+        products = out.double() * dout.double()
+        expected = products.sum(-1) - (dlse.double() if problem.wants_lse else 0.0)
+        expected = expected.masked_fill(lse == -math.inf, 0.0)
+        wrong += worst_place("row_dot", row_dot, expected, 1e-5 * products.abs().sum(-1) + 1e-6)
+        if memory.view(torch.int32).any():
+            wrong.append("the sums and their turns are not all zero")
+    elif not report.failure:
+        expected = problem.scale * rows_of_sums(problem, pieces).double()
+        wrong += worst_place("dq", dq, expected, UNIT_ROUNDOFF[problem.dtype] * expected.abs() + 1e-6)
+    return Outcome(problem, unit.entries[0].symbol, report, tuple(wrong), dq if not prepares else row_dot, lse)
