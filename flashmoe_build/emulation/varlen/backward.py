@@ -35,7 +35,11 @@ from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _e
 
 EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
 RESULTS = {"attention_varlen_backward_dq": ("dq",), "attention_varlen_backward_dkv": ("dk", "dv")}
-FEW = ("ragged", "window", "soft softcap")  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
+FEW = (
+    "ragged",
+    "window",
+    "soft softcap",
+)  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
 # Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
 SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
 
