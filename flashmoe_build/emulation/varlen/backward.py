@@ -35,7 +35,11 @@ from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _e
 
 EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
 RESULTS = {"attention_varlen_backward_dq": ("dq",), "attention_varlen_backward_dkv": ("dk", "dv")}
-FEW = ("ragged", "window", "soft softcap")  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
+FEW = (
+    "ragged",
+    "window",
+    "soft softcap",
+)  # what a bf16 kernel is run on: it is the float16 kernel with other conversions
 # Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
 SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
 
@@ -82,7 +86,8 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
     soft = replace(softcap, name="soft softcap", softcap=50.0, magnitude=1.0, rows=(m + 3, 2), keys=(m + 9, 3))
     yield replace(soft, left=m, right=0, has_sinks=True)
-    masked = replace(base("mask", (33, 33), (n + 9, n + 9)), rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
+    # Whole blocks of values that lie side by side in memory, and tails.
+    masked = replace(base("mask", (70, 70), (n + 10, n + 10)), rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
     yield replace(masked, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
     # Dense rows and keys with room behind the used ones; more tiles than blocks.

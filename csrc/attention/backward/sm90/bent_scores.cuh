@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const
 
 template <typename Spec, int kBytes>
 __device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, const MaskPlace& place) {
-  constexpr int kColumns = Spec::kStreamRows;
+  constexpr int kColumns = Spec::kStreamRows - 6;  // the last pair ends there
   const bool is_whole = place.columns[0] >= kColumns && place.columns[1] >= kColumns;
   const bool is_even =
       (reinterpret_cast<uint64_t>(place.first) | static_cast<uint64_t>(place.row_stride * kBytes)) % (2 * kBytes) == 0;

@@ -145,7 +145,6 @@ struct KeyValueGradientConsumer {
     float row_dot[Product::kColumns];
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    Turns<Spec>::take(consumer);
     issue_scores(scores);
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
@@ -155,7 +154,6 @@ struct KeyValueGradientConsumer {
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     if constexpr (Spec::kStartsFromRowDot) load_negative_row_dots<Spec>(gradients, row_dot_smem);
     issue_gradients(gradients);
-    Turns<Spec>::pass(consumer);
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
@@ -325,8 +323,6 @@ struct KeyValueGradientConsumer {
 
   // Passes over a block that only keys of other warpgroups are seen from.
   __device__ __forceinline__ void skip_block() {
-    Turns<Spec>::take(consumer);
-    Turns<Spec>::pass(consumer);
     wait_block();
     at.advance();
     release_used();
@@ -361,7 +357,6 @@ struct KeyValueGradientConsumer {
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
     const int heads = params.heads_q / params.heads_kv;
-    Turns<Spec>::begin(consumer);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
@@ -417,7 +412,6 @@ struct KeyValueGradientConsumer {
       }
       if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }
-    Turns<Spec>::end(consumer);
   }
 };
 

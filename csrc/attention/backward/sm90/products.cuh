@@ -26,34 +26,6 @@ namespace sm90 {
 // Joins the 128 threads of one consumer warpgroup. Named barrier 0 is the block's.
 __device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier_sync(1 + consumer, 128); }
 
-// The consumers take turns in issuing the products that a block begins with, where what follows takes as long as they do: one
-// works on its scores while the tensor cores have the products of another. Every consumer of a tile has as many turns, one for
-// each of its blocks, seen or not. Named barriers 4 to 6.
-template <typename Spec>
-struct Turns {
-  static __device__ __forceinline__ void barrier_of(int consumer, bool waits) {
-    constexpr int kFirst = 4;
-    if (waits) {
-      ptx::named_barrier_sync(kFirst + consumer, 256);
-    } else {
-      ptx::named_barrier_arrive(kFirst + consumer, 256);
-    }
-  }
-  static __device__ __forceinline__ void begin(int consumer) {
-    if (Spec::kTakesTurns && consumer == Spec::kNumConsumers - 1) barrier_of(0, false);
-  }
-  static __device__ __forceinline__ void take(int consumer) {
-    if constexpr (Spec::kTakesTurns) barrier_of(consumer, true);
-  }
-  static __device__ __forceinline__ void pass(int consumer) {
-    if constexpr (Spec::kTakesTurns) barrier_of(consumer == Spec::kNumConsumers - 1 ? 0 : consumer + 1, false);
-  }
-  // The turn that is left over.
-  static __device__ __forceinline__ void end(int consumer) {
-    if (Spec::kTakesTurns && consumer == 0) barrier_of(0, true);
-  }
-};
-
 // What a block's scores go through.
 //   kPlain     all of them count
 //   kMasked    a range of each row's or key's does

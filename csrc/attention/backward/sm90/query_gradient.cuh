@@ -242,8 +242,6 @@ struct QueryGradientConsumer {
 
   // Passes over a key block that only rows of other warpgroups see.
   __device__ __forceinline__ void skip_block() {
-    Turns<Spec>::take(consumer);
-    Turns<Spec>::pass(consumer);
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
     key.advance();
     wait_value();
@@ -346,10 +344,8 @@ struct QueryGradientConsumer {
       float gradients[Product::kScores];  // dP, then dS
       MaskValues<Spec> values;
       load_mask<Spec>(values, params.band, [&] { return mask_place(tile, block); });
-      Turns<Spec>::take(consumer);
       issue_scores(scores);
       issue_gradients(gradients);
-      Turns<Spec>::pass(consumer);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
@@ -399,7 +395,6 @@ struct QueryGradientConsumer {
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dq_map) {
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
-    Turns<Spec>::begin(consumer);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(consumer), parity);
       const Tile tile = read_tile<Tile>(shared.tile(consumer));
@@ -443,7 +438,6 @@ struct QueryGradientConsumer {
       }
       if (is_storing_thread) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }
-    Turns<Spec>::end(consumer);
   }
 };
 

@@ -72,8 +72,6 @@ struct TileSpec {
                                             : kIsBand && !kIsFull ? 224
                                                                   : 240;
 
-  static constexpr bool kTakesTurns = kBendsScores && !kSharesRows;
-
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kOwnSlabBytes = 64 * 128;
   static constexpr int kOwnBytes = kNumSlabs * kOwnSlabBytes;  // 64 rows of one tensor
