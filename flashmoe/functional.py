@@ -88,7 +88,7 @@ def attention(
         scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
         return_lse: also return the log-sum-exp of the scores, the sink included.
         window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
-        softcap: scores become softcap * tanh(scores / softcap), before a mask is added; 0.0 for none.
+        softcap: scores become softcap * tanh(scores / softcap), before a mask is added; at most 4096, 0.0 for none.
         sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
         attn_mask: bool (False hides a key) or of q's dtype (added to the scores), of a shape that broadcasts to [B, Hq, Sq, Sk],
             any strides. Without a gradient.

@@ -107,7 +107,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: of the longest sequences, or more; ints, since the host does not read the lengths.
         causal: hide keys after the query's own: window's right side is 0.
         window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
-        softcap: scores become softcap * tanh(scores / softcap); 0.0 for none.
+        softcap: scores become softcap * tanh(scores / softcap); at most 4096, 0.0 for none.
         sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
         scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
         seqused_k: [B] int32, how many keys of each sequence there are; with pages needed, else all that it has room for.

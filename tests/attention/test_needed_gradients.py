@@ -99,7 +99,7 @@ def test_kernels_of_other_gradients_do_not_run(needed: tuple[bool, ...]) -> None
     varlen = tuple(tensor.nan_to_num() for tensor in ragged.tensors("cuda", torch.float16))
     has_varlen = os.environ.get("FLASHMOE_KERNEL") != "sm75" and torch.cuda.get_device_capability() >= (8, 0)
     for call, tensors in ((_dense, dense), *([(function, varlen)] if has_varlen else [])):
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as record:
             _gradients(call, tensors, needed)
             torch.cuda.synchronize()
         names = [event.key for event in record.key_averages() if "flashmoe" in event.key]

@@ -201,6 +201,7 @@ WRONG: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[dict[str, Any]
     "huge maximum": (_ragged, lambda _: {"max_seqlen_k": 2**30}, ArgumentError, "max_seqlen_k"),
     "window": (_ragged, lambda _: {"window_left": -2}, ArgumentError, "window"),
     "softcap": (_ragged, lambda _: {"softcap": -1.0}, ArgumentError, "softcap"),
+    "vast softcap": (_ragged, lambda _: {"softcap": 4097.0}, ArgumentError, "softcap"),
     "softcap that is no number": (_ragged, lambda _: {"softcap": float("nan")}, ArgumentError, "softcap"),
     "scale": (_ragged, lambda _: {"scale": float("inf")}, ArgumentError, "scale"),
     "splits": (_ragged, lambda _: {"num_splits": 33}, ArgumentError, "num_splits"),

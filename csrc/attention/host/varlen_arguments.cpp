@@ -18,6 +18,8 @@ using host::fail;
 
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1;  // the kernels add windows and lengths in 32 bits
 constexpr int64_t kMaxSplits = 32;
+// Kernels know tanh to within 4e-7, which the softcap multiplies.
+constexpr double kMaxSoftcap = 4096.0;
 const char* const kRaggedLayout = "[tokens, heads, head_dim]";
 const char* const kDenseLayout = "[batch, heads, length, head_dim]";
 const char* const kPageLayout = "[pages, page_size, heads, head_dim]";
@@ -203,6 +205,10 @@ void check_numbers(const VarlenArguments& arguments) {
       (arguments.softcap > 0.0 && !is_possible_scale(arguments.scale / arguments.softcap))) {
     fail(ErrorCode::kArgument, "softcap is ", arguments.softcap,
          "; a positive number is needed that is finite in float32, as scale / softcap is, or 0 for none");
+  }
+  if (arguments.softcap > kMaxSoftcap) {
+    fail(ErrorCode::kArgument, "softcap is ", arguments.softcap, "; supported: up to ", kMaxSoftcap,
+         ", beyond which the rounding of tanh, which it multiplies, is larger than what it does to a score; 0 for none");
   }
   if (arguments.num_splits < 0 || arguments.num_splits > kMaxSplits) {
     fail(ErrorCode::kArgument, "num_splits is ", arguments.num_splits, "; supported: 0 (the kernel's choice) to ",

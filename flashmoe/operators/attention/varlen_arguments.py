@@ -18,6 +18,7 @@ from flashmoe.operators.attention.arguments import MAX_HEAD_DIM
 
 MAX_LENGTH = 2**30 - 1  # the kernels add windows and lengths in 32 bits
 MAX_SPLITS = 32
+MAX_SOFTCAP = 4096.0  # kernels know tanh to within 4e-7, which the softcap multiplies
 RAGGED = "[tokens, heads, head_dim]"
 PAGES = "[pages, page_size, heads, head_dim]"
 # Optional tensors that go with q: dtype, dimensions.
@@ -182,6 +183,9 @@ def check_numbers(
         raise ArgumentTypeError(msg)
     if not (dense.is_finite_number(softcap) and softcap >= 0):
         msg = f"softcap must be positive and finite in float32, or 0.0 for none; found {softcap}"
+        raise ArgumentError(msg)
+    if softcap > MAX_SOFTCAP:
+        msg = f"softcap must be at most {MAX_SOFTCAP}: it multiplies the rounding of tanh; found {softcap}; use 0.0 for none"
         raise ArgumentError(msg)
 
 
