@@ -73,7 +73,7 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
         cases = [
             Case(kernel, _problem(arguments, kernel.unit.dtype, causal, bool(kernel.unit.row.options.get("split"))), 0)
             for kernel in matching(load_tables(), arguments.kernel)
-            if arguments.shape.head_dim <= kernel.unit.row.axes["head_dim"]
+            if arguments.shape.head_dim <= kernel.unit.row.axes.get("head_dim", arguments.shape.head_dim)
             for causal in masks
             if ("causal" if causal else "full") in kernel.unit.row.words.get("mask", ("causal", "full"))
         ]

@@ -126,7 +126,7 @@ def test_section_headers_removed(sound: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
-    [(4, b"\x01", "not a 64-bit"), (18, b"\xb7\x00", "EM_AARCH64"), (16, b"\x02\x00", "ET_EXEC")],
+    [(4, b"\x01", "not a 64-bit"), (18, b"\x15\x00", "EM_PPC64"), (16, b"\x02\x00", "ET_EXEC")],
 )
 def test_other_machine(sound: Path, tmp_path: Path, offset: int, value: bytes, message: str) -> None:
     content = bytearray(sound.read_bytes())
