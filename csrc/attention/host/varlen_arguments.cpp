@@ -208,7 +208,7 @@ void check_numbers(const VarlenArguments& arguments) {
   }
   if (arguments.softcap > kMaxSoftcap) {
     fail(ErrorCode::kArgument, "softcap is ", arguments.softcap, "; supported: up to ", kMaxSoftcap,
-         ", beyond which the rounding of tanh, which it multiplies, is larger than what it does to a score; 0 for none");
+         ", as it multiplies the rounding of tanh, or 0 for none");
   }
   if (arguments.num_splits < 0 || arguments.num_splits > kMaxSplits) {
     fail(ErrorCode::kArgument, "num_splits is ", arguments.num_splits, "; supported: 0 (the kernel's choice) to ",
