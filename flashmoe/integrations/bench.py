@@ -29,9 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmoe._extension import library_path
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError
 from flashmoe.integrations.transformers import register
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.report import (
+    Check,
+    Report,
+    Verdict,
+    built_commit,
+    host_environment,
+    typed_command,
+    utc_now,
+    write_report,
+)
 
 EAGER_EXPERTS = "eager"
 OURS = "fmoe"
@@ -372,10 +382,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks, rows = run(SIZES[options.size], options.device, models, tasks, max(3, options.rounds), options.limit)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     data = {"size": options.size, "device": device, "transformers": version("transformers"), "rows": rows}
-    command = tuple(sys.argv[1:]) if arguments is None else tuple(arguments)
-    report = Report(
-        "models", tuple(checks), data, host_environment(), command, started, round(time.monotonic() - clock, 1)
-    )
+    environment = host_environment() | {
+        "torch": torch.__version__,
+        "commit": built_commit(library_path()),
+        "torch_threads": torch.get_num_threads(),
+    }
+    command = typed_command("flashmoe.integrations.bench")
+    seconds = round(time.monotonic() - clock, 1)
+    report = Report("models", tuple(checks), data, environment, command, started, seconds)
     if options.json:
         write_report(options.json, report)
     print(f"models {report.verdict}")

@@ -52,6 +52,9 @@ def test_a_tiny_model_is_checked_timed_and_reported(tmp_path: Path, capsys: pyte
     assert bench.main([*words, "--json", str(path)]) == 0
     report = read_report(path)
     assert report.verdict is Verdict.PASS
+    assert report.command[:3] == ("python", "-m", "flashmoe.integrations.bench")
+    assert report.environment["torch"]
+    assert len(report.environment["commit"]) >= 40
     assert [row["contender"] for row in report.data["rows"]] == [
         "fmoe",
         "sdpa",
