@@ -76,16 +76,57 @@ def flash_attn_func(
     return _with_lse(out.transpose(1, 2), lse, return_attn_probs)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any) -> Result:
-    """qkv [B, S, 3, H, D]; all else as :func:`flash_attn_func`, dropout_p first."""
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """qkv [B, S, 3, H, D]; all else as :func:`flash_attn_func`."""
     q, k, v = _unpack(qkv, "qkv", 5, 3)
-    return flash_attn_func(q, k, v, *arguments, **options)
+    options: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_func(q, k, v, *options)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any) -> Result:
-    """q [B, Sq, Hq, D], kv [B, Sk, 2, Hkv, D]; all else as :func:`flash_attn_func`, dropout_p first."""
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """q [B, Sq, Hq, D], kv [B, Sk, 2, Hkv, D]; all else as :func:`flash_attn_func`."""
     k, v = _unpack(kv, "kv", 5, 2)
-    return flash_attn_func(q, k, v, *arguments, **options)
+    options: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_varlen_func(
@@ -133,11 +174,31 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **options: Any
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Result:
-    """qkv [N, 3, H, D]; all else as :func:`flash_attn_varlen_func`, dropout_p first."""
+    """qkv [N, 3, H, D]; all else as :func:`flash_attn_varlen_func`."""
     q, k, v = _unpack(qkv, "qkv", 4, 3)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **options)
+    options: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -147,13 +208,29 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *arguments: Any,
-    **options: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Result:
-    """q [Nq, Hq, D], kv [Nk, 2, Hkv, D]; all else as :func:`flash_attn_varlen_func`, dropout_p first."""
+    """q [Nq, Hq, D], kv [Nk, 2, Hkv, D]; all else as :func:`flash_attn_varlen_func`."""
     k, v = _unpack(kv, "kv", 4, 2)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, k, v, *lengths, *arguments, **options)
+    options: tuple[Any, ...] = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_varlen_func(q, k, v, *lengths, *options)
 
 
 def flash_attn_with_kvcache(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from flashmoe.errors import ArgumentError
@@ -33,6 +34,7 @@ def install_as_flash_attn() -> None:
 
     package = ModuleType(_PACKAGE, f"flashmoe under flash_attn's names (interface of {INTERFACE_VERSION}).")
     package.__path__ = []
+    package.__spec__ = ModuleSpec(_PACKAGE, None, is_package=True)  # find_spec raises for a module without one
     package.__version__ = INTERFACE_VERSION  # type: ignore[attr-defined]
     setattr(package, _MARK, True)
     for name in flash_attn.__all__:

@@ -3,7 +3,8 @@
 While active, attention that torch hands to its flash backend is computed here: ``F.scaled_dot_product_attention`` (eager and
 compiled), jagged nested tensors in it, ``torch.nn.attention.varlen.varlen_attn`` and torch's context parallel end in the operators
 of :data:`~flashmoe.integrations.torch_kernels.KERNELS`, whose implementations are replaced in torch's dispatcher. Torch's own
-kernels, kept from before, serve what flashmoe has not: dropout, ALiBi, a debug mask, float64.
+kernels, kept from before, serve what flashmoe has not: dropout, ALiBi, a debug mask, float64. With FLASHMOE_FALLBACK=warn or error,
+``scaled_dot_product_attention`` itself is watched as well, for calls that torch hands to another backend.
 
 On Hopper torch asks cuDNN before its flash backend. While active cuDNN's attention is therefore switched off, as
 ``torch.backends.cuda.enable_cudnn_sdp(False)`` does; ``deactivate`` puts the switch back.
@@ -19,13 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.attention import register_flash_attention_impl
+from torch import Tensor
+from torch.nn.attention import SDPBackend, register_flash_attention_impl
 
 from flashmoe import routing
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.torch_kernels import KERNELS, Kernel, LackingError
+from flashmoe.operators.attention.arguments import DTYPES
 
 NAME = "flashmoe"  # in torch's registry of flash attention implementations
+SDPA = "scaled_dot_product_attention"
 
 
 @dataclass
@@ -50,7 +54,8 @@ def activate() -> None:
 
     Forward and backward, eager and compiled; compile after activating, because a compiled graph keeps the backend that torch
     chose when it was traced. What flashmoe lacks runs on torch's kernel as before, and FLASHMOE_FALLBACK says what then
-    happens (``allow``, ``warn`` or ``error``). A second call changes nothing.
+    happens (``allow``, ``warn`` or ``error``; set it before: calls that torch hands to other backends are looked for only if it
+    asks for them here). A second call changes nothing.
 
     ``torch.nn.attention.list_flash_attention_impls`` knows the implementation as "flashmoe".
     """
@@ -104,6 +109,9 @@ def _install() -> _Active:
                 if f"{name}/{key}" not in _torch_kernels:
                     _torch_kernels[f"{name}/{key}"] = _torch_kernel(name, key)
                 library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
+        if routing.fallback_policy() != "allow":  # else no call pays for it
+            kernel = _torch_kernels.setdefault(SDPA, _torch_kernel(SDPA, "CPU"))
+            library.impl(SDPA, _watched(kernel), "CompositeImplicitAutograd", with_keyset=True, allow_override=True)
     _active = _Active(library, torch.backends.cuda.cudnn_sdp_enabled())
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     return _active
@@ -144,6 +152,33 @@ def _with_fallback(name: str, key: str, function: Kernel) -> Kernel:
             return kernel.call_boxed(keyset, *arguments, **options)
         finally:
             _falling.now = False
+
+    return call
+
+
+def _watched(kernel: Any) -> Kernel:
+    """torch's ``scaled_dot_product_attention``, and a word about each call that it does not hand to its flash backend."""
+
+    def call(
+        keyset: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        if query.device.type in DTYPES and not _falling.now:
+            with torch._C._DisableTorchDispatch():  # of fake tensors torch's kernel asks for their device, too
+                choice = SDPBackend(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa))
+            if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.ERROR):
+                backend = choice.name.lower().replace("_", " ")
+                routing.note_fallback(f"torch chose its {backend} backend for this call, not flash")
+        return kernel.call_boxed(keyset, *given, scale=scale, enable_gqa=enable_gqa)
 
     return call
 

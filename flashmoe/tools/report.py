@@ -118,6 +118,12 @@ def _processor_name() -> str:
     return platform.processor()
 
 
+def typed_command(module: str = "flashmoe") -> tuple[str, ...]:
+    """The command line as a report keeps it: without the folders of this machine."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return ("python", "-m", module, *words)
+
+
 def built_commit(library: Path) -> str:
     """The commit in the provenance beside the library, ``+`` appended when files differed from it; empty without one."""
     for folder in (library.parent, library.parent.parent):  # a wheel's, a build folder's

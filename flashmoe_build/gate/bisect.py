@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe.tools.bench.cli import typed_command
 from flashmoe.tools.bench.stopping import stop_signals
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.tools.report import Check, Report, Verdict, host_environment, typed_command, utc_now, write_report
 from flashmoe_build.gate.ladder import OWN_LADDER, read_ladder, select
 
 GATES = ("symbols", "correctness", "speed")

@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe.tools.bench.cli import typed_command
 from flashmoe.tools.bench.stopping import stop_signals
 from flashmoe.tools.interpreter import runnable
-from flashmoe.tools.report import Report, Verdict, write_report
+from flashmoe.tools.report import Report, Verdict, typed_command, write_report
 from flashmoe_build.gate.climb import Budget, Climb, find_places
 from flashmoe_build.gate.history import append_record, record_of
 from flashmoe_build.gate.ladder import OWN_LADDER, read_ladder, select

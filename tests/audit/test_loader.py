@@ -85,6 +85,7 @@ def test_what_the_tables_miss_is_not_said_twice(workshop: Workshop) -> None:
     path = workshop.extension({"bind.cpp": 'extern "C" void launch(); extern "C" void PyInit__C() { launch(); }'})
     report = audit(path, Options(load=True))
     assert [c.name for c in report.checks if c.verdict is Verdict.FAIL] == ["undefined symbol: launch"]
+    assert "misses launch, which the checks above" in report.checks[-1].found
 
 
 def test_nothing_of_the_file_runs(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

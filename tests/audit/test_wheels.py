@@ -124,6 +124,16 @@ def test_tag_for_any_platform(workshop: Workshop, sound: Path, tables: Tables) -
     assert "took it for a pure Python wheel" in named(audit(path, tables=tables), "wheel tag").why
 
 
+def test_a_platform_wheel_in_the_folder_for_pure_python_is_a_warning(
+    workshop: Workshop, sound: Path, tables: Tables
+) -> None:
+    """As NVIDIA's own: pip keeps to the tag, so nothing fails to import."""
+    report = audit(workshop.wheel(package_files(sound), pure=True), tables=tables)
+    (check,) = (check for check in report.checks if "Root-Is-Purelib" in check.name)
+    assert check.verdict is Verdict.WARN
+    assert "any platform" not in check.why
+
+
 def test_renamed_wheel(workshop: Workshop, sound: Path, tables: Tables) -> None:
     path = workshop.wheel(package_files(sound), tag="py3-none-linux_x86_64")
     assert "renamed after the build" in named(audit(path, tables=tables), "wheel tag").why
@@ -151,6 +161,23 @@ def test_member_outside_the_record(workshop: Workshop, sound: Path, tables: Tabl
         record=lambda text: "\n".join(line for line in text.splitlines() if "_extension" not in line) + "\n",
     )
     assert "flashmoe/_extension.py (not in RECORD)" in named(audit(path, tables=tables), "wheel record").found
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('"flashmoe/__init__.py', "flashmoe/__init__.py (not path, hash and size)"),
+        ("flashmoe/other.py,sha256=x", "flashmoe/other.py,sha256=x (not path, hash and size)"),
+        ("flashmoe/__init__.py,,", "flashmoe/__init__.py (2 lines)"),
+    ],
+)
+def test_a_line_of_record_that_can_be_read_in_two_ways(
+    workshop: Workshop, sound: Path, tables: Tables, line: str, told: str
+) -> None:
+    path = workshop.wheel(
+        package_files(sound), record=lambda text: f"{line}\n{text}" if line[0] != '"' else f"{text}{line}\n"
+    )
+    assert told in named(audit(path, tables=tables), "wheel record").found
 
 
 def test_wheel_without_provenance(workshop: Workshop, sound: Path, tables: Tables) -> None:

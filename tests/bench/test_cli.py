@@ -17,10 +17,9 @@ from flashmoe.tools.bench.cli import (
     merge,
     only_cases,
     resolve_device,
-    typed_command,
 )
 from flashmoe.tools.bench.suites import Suite, load_suite
-from flashmoe.tools.report import write_report
+from flashmoe.tools.report import typed_command, write_report
 from tests.bench.synthetic import synthetic_report
 
 

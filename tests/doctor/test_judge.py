@@ -349,6 +349,12 @@ def test_without_a_gpu_doctor_says_what_it_could_not_ask() -> None:
     assert look("several GPUs").found == "NCCL 2.27.5; one GPU, so there is no peer"
 
 
+def test_a_torch_that_was_not_imported_is_not_said_to_lack_nccl() -> None:
+    check = look("several GPUs", driver=TWO, probe=Probe(ran=True, problem="RuntimeError: broken"))
+    assert check.verdict is Verdict.SKIP
+    assert check.found == "not asked: torch was not imported"
+
+
 @pytest.mark.parametrize(
     ("links", "nccl", "says", "why"),
     [

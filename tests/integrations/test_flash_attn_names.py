@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Iterator
@@ -86,6 +88,44 @@ def test_packed_forms_give_the_same_bits(device: str) -> None:
     assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), 0.0, None, True), plain)
     with pytest.raises(ShapeError, match=r"qkv has shape .* needed: \[batch, length, 3, heads, head_dim\]"):
         flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k), 2))
+
+
+# flash_attn 2.8's documented interface: what comes before these of all its functions but the one of caches.
+OPTIONS = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+LENGTH_NAMES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+SIGNATURES = {
+    "flash_attn_func": f"q k v {OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv {OPTIONS}",
+    "flash_attn_kvpacked_func": f"q kv {OPTIONS}",
+    "flash_attn_varlen_func": f"q k v {LENGTH_NAMES} {OPTIONS} block_table",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {OPTIONS}",
+    "flash_attn_varlen_kvpacked_func": f"q kv {LENGTH_NAMES} {OPTIONS}",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table "
+    "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse",
+}
+
+
+def test_signatures_are_those_of_flash_attn() -> None:
+    """In its order: code gives them by position, and libraries ask which keywords there are."""
+    assert set(SIGNATURES) == set(flash_attn.__all__)
+    for name, words in SIGNATURES.items():
+        assert list(inspect.signature(getattr(flash_attn, name)).parameters) == words.split(), name
+
+
+def test_every_option_of_a_packed_form_arrives() -> None:
+    q, k, v = (t.detach() for t in tensors("cpu", 33, 33, (4, 4)))
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": (7, 0), "softcap": 9.0, "return_attn_probs": True}
+    rows, lengths = [t.flatten(0, 1) for t in (q, k, v)], torch.arange(0, q.shape[0] * 33 + 1, 33, dtype=torch.int32)
+    dense, packed = flash_attn.flash_attn_func(q, k, v, **options), (lengths, lengths, 33, 33)
+    ragged = flash_attn.flash_attn_varlen_func(*rows, *packed, **options)
+    for found, wanted in (
+        (flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **options), dense),
+        (flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **options), dense),
+        (flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(rows, 1), lengths, 33, **options), ragged),
+        (flash_attn.flash_attn_varlen_kvpacked_func(rows[0], torch.stack(rows[1:], 1), *packed, **options), ragged),
+    ):
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -174,6 +214,9 @@ def test_code_that_imports_flash_attn_gets_these(installed: None) -> None:
     assert flash_attn_func is flash_attn.flash_attn_func
     assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
     assert pad_input is bert_padding.pad_input
+    assert (
+        importlib.util.find_spec("flash_attn") is not None
+    )  # as transformers asks; it raises for a module without a spec
     uninstall_flash_attn()
     assert "flash_attn" not in sys.modules
 

@@ -140,6 +140,35 @@ def test_what_is_lacking_goes_to_torchs_kernel_and_is_told(device: str, monkeypa
         call()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_calls_that_torch_hands_to_another_backend_are_told(
+    device: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU those with dropout, on a GPU those with a mask; the result stays torch's, and ours stays ours."""
+    q, k, v = tensors(device, requires_grad=True)
+    other: dict[str, Any] = {"dropout_p": 1e-9} if device == "cpu" else {"attn_mask": q.new_zeros(33, 33)}
+    reason = "torch chose its math backend" if device == "cpu" else "torch chose its efficient attention backend"
+
+    def step(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    expected = step(q, k, v, **other)
+    gradients = torch.autograd.grad(expected.sum(), (q, k, v))
+    call = torch.compile(step, fullgraph=True, backend="aot_eager") if is_compiled else step
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
+    with torch_attention.activated():
+        assert FORWARD[device] in operators(lambda: call(q, k, v, is_causal=True)), "and nothing is told of it"
+        with pytest.warns(UserWarning, match=reason):
+            out = call(q, k, v, **other)
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+        monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+        with pytest.raises(ArgumentError, match=reason):
+            step(q, k, v, **other)
+    assert torch.allclose(out, expected, atol=1e-3)
+    assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(found, gradients, strict=True))
+    step(q, k, v, **other)  # no longer watched
+
+
 def test_a_compiled_function_keeps_to_flashmoe(device: str) -> None:
     q, k, v = tensors(device, requires_grad=True)
 

@@ -67,7 +67,13 @@ def check_loader(context: Context) -> list[Check]:
                 next_step="link the file again; if it stays, compare `readelf -Wld` and `readelf -WV` with a fresh build",
             )
         ]
-    return [passed(name, f"maps and relocates it with {answer.libraries} libraries; no code of it ran")]
+    told = f"maps and relocates it with {answer.libraries} libraries; no code of it ran"
+    missing = sorted(
+        {symbol for symbol, _ in answer.undefined if not _PYTHON_NAME.fullmatch(symbol)} & _judged(context)
+    )
+    if missing:
+        told = f"maps it, and misses {listing(missing)}, which the checks above have judged; no code of it ran"
+    return [passed(name, told)]
 
 
 def _contradiction(context: Context, answer: Answer) -> str:
@@ -75,7 +81,7 @@ def _contradiction(context: Context, answer: Answer) -> str:
 
     Of the file itself, and of libraries bundled with it; extensions beside it are audited on their own.
     """
-    judged = {s.name for s in context.facts.undefined if not context.closure.gives(s)}
+    judged = _judged(context)
     lost = [
         f"{name} ({Path(user).name})"
         for name, user in answer.undefined
@@ -84,6 +90,10 @@ def _contradiction(context: Context, answer: Answer) -> str:
         and not _PYTHON_NAME.fullmatch(name)
     ]
     return f"undefined symbol: {listing(lost)}" if lost else ""
+
+
+def _judged(context: Context) -> set[str]:
+    return {s.name for s in context.facts.undefined if not context.closure.gives(s)}
 
 
 def ask(path: Path, folders: tuple[Path, ...] = ()) -> Answer:

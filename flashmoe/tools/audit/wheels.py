@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from email.parser import Parser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flashmoe.errors import TableError
-from flashmoe.tools.audit.context import failed, limited, listing, passed
+from flashmoe.tools.audit.context import failed, limited, listing, passed, warned
 from flashmoe.tools.audit.elf import ElfFacts
 from flashmoe.tools.audit.embedded import Binary
 from flashmoe.tools.audit.errors import AuditError
@@ -110,7 +111,7 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
             )
         )
     platforms = sorted({tag.rsplit("-", 1)[1] for tag in in_name})
-    if "any" in platforms or header.get("Root-Is-Purelib", "").lower() == "true":
+    if "any" in platforms:
         checks.append(
             failed(
                 name,
@@ -121,6 +122,10 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 next_step="set the tag and pure_python = false in the build hook",
             )
         )
+    elif header.get("Root-Is-Purelib", "").lower() == "true":
+        why = "The tag keeps it to its platform, but pip unpacks it into the folder for pure Python, another one where lib64 is used."
+        step = "set pure_python = false in the build hook"
+        checks.append(warned(f"{name}: Root-Is-Purelib", f"true, with {listing(platforms)}", "false", why, step))
     strangers = [m for m, f in facts.items() if not any(p == "any" or p.endswith(f.machine) for p in platforms)]
     if strangers:
         checks.append(
@@ -258,10 +263,12 @@ def check_auditwheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]
 
 
 def check_record(wheel: Wheel) -> list[Check]:
-    """RECORD's sha256 of every member, and no member outside it."""
+    """RECORD's sha256 of every member, no member outside it, and no line that installers read in different ways."""
     name = "wheel record"
-    rows = {row[0]: row[1] for row in csv.reader(wheel.metadata["RECORD"].splitlines()) if len(row) >= 2}
-    wrong: list[str] = []
+    lines = [row for row in csv.reader(wheel.metadata["RECORD"].splitlines()) if row]
+    rows = {row[0]: row[1] for row in lines if len(row) == 3}
+    wrong = [f"{','.join(row)} (not path, hash and size)" for row in lines if len(row) != 3]
+    wrong += [f"{member} ({count} lines)" for member, count in Counter(row[0] for row in lines).items() if count > 1]
     for member in wheel.names:
         stated = rows.get(member)
         if stated is None:

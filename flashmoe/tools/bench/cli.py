@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, DeviceError, ExitCode
 from flashmoe.tools.bench.suites import DEVICES, Suite, load_suite, suite_names
-from flashmoe.tools.report import Report, write_report, write_summary
+from flashmoe.tools.report import Report, typed_command, write_report, write_summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,16 +57,6 @@ def run(args: argparse.Namespace) -> int:
     if args.render:
         return _render(args)
     return _measure(args)
-
-
-def typed_command() -> tuple[str, ...]:
-    """The command line as a report keeps it: without the folders of this machine."""
-    return (
-        "python",
-        "-m",
-        "flashmoe",
-        *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]),
-    )
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -41,6 +42,7 @@ SETTINGS: Any = {
     "lines.markersize": 4.5,
 }
 PANEL_INCHES = (4.6, 2.9)
+TITLE_COLUMNS = 44
 SWATCH_INCHES = (0.5, 0.16)
 FEW_QUERIES = 64  # fewer than this against more keys: reading K and V is the work, and GB/s its measure
 TIMED = ("events", "wall", "graph")
@@ -173,12 +175,17 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, Mapping[str, Any]], 
     if roof:
         ax.axhline(roof, color=ROOF, linewidth=1.0, linestyle=(0, (1, 2)))
     lengths = sorted(set(length.values()))
-    ax.set(title=panel.title, ylabel="us a call" if panel.unit == "us" else panel.unit, xlabel=panel.axis)
+    ax.set(title=_title(panel.title), ylabel="us a call" if panel.unit == "us" else panel.unit, xlabel=panel.axis)
     if min(lengths) > 0:
         ax.set_xscale("log")
     ax.xaxis.set_major_locator(FixedLocator(lengths[:: -(-len(lengths) // 8)]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_text(value)))
+
+
+def _title(text: str) -> str:
+    """In lines that a panel holds whole."""
+    return textwrap.fill(text, TITLE_COLUMNS)
 
 
 def rooflines(data: Mapping[str, Any], factor: float, unit: str, shown: Collection[str]) -> list[str]:
@@ -224,7 +231,7 @@ def _roofline(
         low = min([*(x for x, _ in every), peak / slope]) / 2
         high = max([*(x for x, _ in every), peak / slope]) * 2
         ax.plot([low, peak / slope, high], [slope * low, peak, peak], color=ROOF, linewidth=1.0, linestyle=(0, (1, 2)))
-        ax.set(title=title, xlabel="operations per byte", ylabel=unit, xscale="log", yscale="log")
+        ax.set(title=_title(title), xlabel="operations per byte", ylabel=unit, xscale="log", yscale="log")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

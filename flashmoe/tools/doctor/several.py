@@ -9,6 +9,8 @@ from flashmoe.tools.report import Check, Verdict
 def several(facts: Facts) -> Check:
     """NCCL, and whether and how the GPUs reach each other's memory: what flashmoe.distributed runs on."""
     name, count, have = "several GPUs", len(facts.driver.gpus), facts.links
+    if not facts.probe.torch_version:
+        return Check(name, Verdict.SKIP, "not asked: torch was not imported")
     nccl = f"NCCL {facts.probe.nccl}" if facts.probe.nccl else "torch without NCCL"
     if count == 0:
         why = "without a GPU neither peer access nor topology could be asked; flashmoe.distributed runs on gloo"

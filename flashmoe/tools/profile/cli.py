@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import DriverError, ExitCode, ReportError
-from flashmoe.tools.bench.cli import typed_command
 from flashmoe.tools.interpreter import runnable
 from flashmoe.tools.problems import Problem, problem_from_key
 from flashmoe.tools.profile.collect import collect, find_ncu
@@ -18,7 +17,16 @@ from flashmoe.tools.profile.diagnose import Finding, diagnose
 from flashmoe.tools.profile.difference import render as render_difference
 from flashmoe.tools.profile.metrics import Launch, fields, parse_csv
 from flashmoe.tools.profile.resources import build_facts, read_data, slowest_case, timing_facts
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, read_report, utc_now, write_report
+from flashmoe.tools.report import (
+    Check,
+    Report,
+    Verdict,
+    host_environment,
+    read_report,
+    typed_command,
+    utc_now,
+    write_report,
+)
 
 DATA_SCHEMA = "flashmoe.profile/1"
 DEFAULT_CASE = "bf16-d128-full-b4-h16-s4096"
