@@ -21,6 +21,7 @@ from flashmoe.distributed import watch
 from flashmoe.distributed.heartbeat import Used
 from flashmoe.errors import DistributedError
 
+SLICE = 1.0  # seconds
 _agreed: dict[tuple[str, str], dict[str, Any]] = {}
 _announcements: defaultdict[tuple[str, str], int] = defaultdict(int)
 
@@ -64,7 +65,7 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
             _wait(store, name, used, time.monotonic() + timeout.total_seconds())
         except DistributedError:
             raise
-        except (RuntimeError, ValueError, TimeoutError) as error:
+        except (RuntimeError, ValueError) as error:
             _announcements[key] = number  # who comes later finds nothing of this call, and the next one agrees again
             with suppress(RuntimeError):
                 store.delete_key(f"{prefix}/{rank}")
@@ -89,11 +90,18 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
 
 def _wait(store: Any, name: str, used: Used, end: float) -> None:
     """Until ``name`` is in the store; what the monitor finds meanwhile ends it."""
-    while not store.check([name]):
-        used.refuse()
-        if time.monotonic() > end:
-            raise TimeoutError
-        time.sleep(0.02)
+    while True:
+        begun = time.monotonic()
+        slice_ = max(0.001, min(SLICE, end - begun))
+        try:
+            store.wait([name], timedelta(seconds=slice_))
+        except (RuntimeError, ValueError):
+            used.refuse()
+            now = time.monotonic()
+            if now >= end or now - begun < slice_ / 2:  # so early it is not time that was lacking
+                raise
+        else:
+            return
 
 
 def _shown(stated: Mapping[str, Any]) -> str:
@@ -107,7 +115,6 @@ def explained(call: str, group: ProcessGroup) -> Iterator[None]:
     used.begin(call)
     try:
         yield
-        used.passed()
     except DistributedError:
         raise
     except RuntimeError as error:

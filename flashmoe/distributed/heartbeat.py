@@ -39,15 +39,21 @@ class Used:
         options: Any = getattr(backend, "options", None)
         self.timeout: timedelta | None = getattr(options, "_timeout", None)
         self.is_nccl = type(backend).__name__ == "ProcessGroupNCCL"
-        # Behind the last exchange on the stream that waits for it: a few microseconds of the host, and asked only about ranks that are gone.
-        self.event = torch.cuda.Event() if self.is_nccl else None
-        self.is_recorded = self.is_captured = False
+        self.device = torch.cuda.current_device() if self.is_nccl else 0
+        self.stream: int | None = None  # that waits for the last exchange
+        self.probe: torch.cuda.Event | None = None
+        self.probed = 0  # how many exchanges had begun then
+        self.is_captured = False
 
     def begin(self, call: str) -> None:
         """This rank begins an exchange; all ranks of a group begin the same ones in the same order."""
         self.refuse()
         self.call = call
         self.begun += 1
+        if self.is_nccl:
+            self.stream = torch._C._cuda_getCurrentRawStream(self.device)
+            if torch.cuda.is_current_stream_capturing():
+                self.is_captured = True
 
     def refuse(self) -> None:
         """Raise what the monitor has found, if it has; once, not here and by an interrupt too."""
@@ -56,19 +62,23 @@ class Used:
             interrupt("", None)
             raise DistributedError(self.failed)
 
-    def passed(self) -> None:
-        """The current stream waits for the exchange, or soon will."""
-        if self.event is None:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            self.is_captured = True
-        else:
-            self.event.record()
-            self.is_recorded = True
-
-    def is_pending(self) -> bool:
-        """Something may still wait on the GPU. Of a captured graph nobody can know."""
-        return self.is_captured or (self.event is not None and self.is_recorded and not self.event.query())
+    def is_busy(self) -> bool:
+        """What was queued when this was first asked has not ended on the GPU, or what was queued since, if that has. For ranks that
+        are probably lost: a question to the GPU could end another thread's capture of a graph."""
+        if self.stream is None:
+            return False
+        if self.probe is None or (self.probed != self.begun and self.probe.query()):
+            stream = (
+                torch.cuda.ExternalStream(self.stream, device=self.device)
+                if self.stream
+                else torch.cuda.default_stream(self.device)
+            )
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    return False
+                self.probe, self.probed = torch.cuda.Event(), self.begun
+                self.probe.record()
+        return not self.probe.query()
 
 
 def interrupt(message: str, tell: Callable[[], None] | None) -> None:

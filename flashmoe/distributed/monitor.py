@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe.distributed.heartbeat import Beats, Used, blamed, interrupt, look, note_of, store_lost
+from flashmoe.distributed.heartbeat import INTERVAL, Beats, Used, blamed, interrupt, look, note_of, store_lost
 
 SILENCE = 30.0  # seconds without a heartbeat after which a rank counts as dead; C code may hold the interpreter's lock that long
+GONE = 10.0  # seconds for which the GPU must not get on, where a rank has left torch.distributed
 SETTLED = 3  # looks at which the same must be found of ranks that run
 RANKS_A_SECOND = 64  # of whose hearts each rank wants to know: the store is one process
 
@@ -35,6 +36,7 @@ class Monitor:
         self.times: dict[
             str, deque[tuple[float, int]]
         ] = {}  # by group: when this rank was seen to have begun how many exchanges
+        self.stuck: dict[str, float] = {}  # by group: since when what this rank has queued does not end
         self.suspected: dict[str, tuple[str, int]] = {}  # by group: what was found, and how often in a row
         self.next_look = 0.0
 
@@ -53,7 +55,7 @@ class Monitor:
         for used in watched:
             note = note_of(used.name)
             if self.store.check([note]):  # another rank has given the group up
-                self._fail(used, self.store.get(note).decode(), is_waiting=used.is_pending())
+                self._fail(used, self.store.get(note).decode(), is_waiting=used.is_captured or used.is_busy())
             elif found := self._find(used, beats, now):
                 self._fail(used, found)
 
@@ -61,9 +63,15 @@ class Monitor:
         """Without the store: who waits does so in vain."""
         now = time.monotonic()
         for used in self._watched(groups, now):
-            since = self.times[used.name][-1][0] if self.times[used.name] else now
-            if now - since > min(SILENCE, _limit(used)) and used.is_pending():
+            if self._stuck_for(used, now) > min(SILENCE, _limit(used)):
                 self._fail(used, store_lost(error))
+
+    def _stuck_for(self, used: Used, now: float) -> float:
+        """Seconds since the caller's stream was first seen not to get on; 0 where it does."""
+        if used.is_busy():
+            return now - self.stuck.setdefault(used.name, now)
+        self.stuck.pop(used.name, None)
+        return 0.0
 
     def _watched(self, groups: Mapping[str, Used], now: float) -> list[Used]:
         found = [used for used in list(groups.values()) if used.is_nccl and used.begun and not used.failed]
@@ -75,10 +83,20 @@ class Monitor:
 
     def _find(self, used: Used, beats: Beats, now: float) -> str:
         limit = _limit(used)
+        patience = min(SILENCE, limit)
         begun = {rank: beat["begun"].get(used.name, 0) for rank, beat in beats.items() if rank in used.ranks}
-        still = [rank for rank in begun if now - self.heard[rank][1] > min(SILENCE, limit)]
-        if still and used.is_pending():
+        gone = [rank for rank in begun if beats[rank]["gone"]]
+        silent = {rank: now - self.heard[rank][1] for rank in begun if rank not in gone}
+        is_doubtful = gone or max(silent.values(), default=0.0) > patience / 2
+        if not is_doubtful:
+            self.stuck.pop(used.name, None)
+            used.probe = None
+        stuck = self._stuck_for(used, now) if is_doubtful else 0.0
+        still = [rank for rank, seconds in silent.items() if seconds > patience]
+        if still and (used.is_captured or stuck > INTERVAL):
             return blamed(beats, used, still, [])
+        if gone and stuck > min(GONE, limit):
+            return blamed(beats, used, gone, [])
         times = self.times[used.name]
         due = max((count for since, count in times if now - since > limit), default=0)
         while len(times) > 1 and times[0][1] <= min(begun.values(), default=0):
@@ -86,13 +104,8 @@ class Monitor:
         late = [rank for rank, count in begun.items() if count < due]
         if late:
             return blamed(beats, used, [], late)
-        gone = [rank for rank in begun if beats[rank]["gone"]]
         elsewhere = [rank for rank in begun if begun[rank] < used.begun and used.name in beats[rank]["asks"]]
-        found = ""
-        if gone and used.is_pending():
-            found = blamed(beats, used, gone, [])
-        elif elsewhere:
-            found = blamed(beats, used, [], elsewhere)
+        found = blamed(beats, used, [], elsewhere) if elsewhere else ""
         before, count = self.suspected.get(used.name, ("", 0))
         self.suspected[used.name] = found, count + 1 if found == before else 1
         return found if found and self.suspected[used.name][1] >= SETTLED else ""

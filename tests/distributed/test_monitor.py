@@ -17,18 +17,21 @@ from flashmoe.errors import DistributedError
 
 
 class _Group(Used):
-    """Group g of ranks 0 to 2, of which this is 0, with a timeout of 50 s; it has begun seven exchanges."""
+    """Group g of ranks 0 to 2, of which this is 0, with a timeout of 50 s; it has begun seven exchanges, and has captured a graph."""
 
     def __init__(self) -> None:
         self.name: Any = "g"
         self.rank, self.ranks, self.call, self.begun = 0, [1, 2], "context_parallel_attention", 7
         self.asks = self.failed = ""
-        self.is_told, self.timeout, self.event, self.is_nccl = threading.Event(), timedelta(seconds=50), None, True
-        self.is_recorded, self.is_captured, self.aborted = False, True, 0
+        self.is_told, self.timeout, self.is_nccl = threading.Event(), timedelta(seconds=50), True
+        self.stream, self.probe, self.is_captured, self.aborted, self.busy = None, None, True, 0, False
         self.group: Any = lambda: self
 
     def _get_backend(self, device: Any) -> _Group:
         return self
+
+    def is_busy(self) -> bool:
+        return self.busy
 
     def abort(self) -> None:
         self.aborted += 1
@@ -100,11 +103,10 @@ def test_a_heart_that_stops_ends_what_waits(world: _World, capsys: pytest.Captur
 
 
 def test_a_rank_that_has_left_is_missed_only_by_who_waits(world: _World) -> None:
-    world.used.is_captured = False
     world.pass_time(40, gone=True)
     assert not world.used.failed
-    world.used.is_captured = True
-    assert "rank 1 has ended" in _until_told(world, 5, gone=True)
+    world.used.busy = True
+    assert "rank 1 has ended" in _until_told(world, 15, gone=True)
 
 
 def test_a_rank_that_is_behind_is_stuck_before_the_timeout(world: _World) -> None:
@@ -130,6 +132,8 @@ def test_what_another_rank_has_found_is_told_at_the_next_exchange(world: _World)
 
 
 def test_without_the_store_what_waits_is_ended(world: _World) -> None:
+    world.used.busy = True
+
     def lose() -> None:
         for _ in range(40):
             world.now += 1
