@@ -7,6 +7,7 @@ cost a comparison of Python values, no message and no synchronisation with the G
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flashmoe.distributed import watch
+from flashmoe.distributed.heartbeat import Used
 from flashmoe.errors import DistributedError
 
+SLICE = 1.0  # seconds
 _agreed: dict[tuple[str, str], dict[str, Any]] = {}
 _announcements: defaultdict[tuple[str, str], int] = defaultdict(int)
 
@@ -41,21 +44,27 @@ def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
 
 def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: timedelta) -> None:
     """Raise DistributedError on every rank, with the rank and the value, where the ranks of a group differ in ``said``."""
-    watch.start()
+    used = watch.start(group)
     key = (group.group_name, call)
     stated = dict(said)
     if _agreed.get(key) == stated:
+        used.asks = ""
         return
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     number = _announcements[key]
     _announcements[key] += 1
     store = dist.distributed_c10d._get_default_store()
+    if used.timeout is not None:
+        timeout = min(timeout, used.timeout)
+    used.asks = f"{call} with {_shown(stated)}"  # until the others have joined
     prefix = f"flashmoe/{group.group_name}/{call}/{number}"
     store.set(f"{prefix}/{rank}", json.dumps(stated))
     for other in range(size):
         name = f"{prefix}/{other}"
         try:
-            store.wait([name], timeout)
+            _wait(store, name, used, time.monotonic() + timeout.total_seconds())
+        except DistributedError:
+            raise
         except (RuntimeError, ValueError) as error:
             _announcements[key] = number  # who comes later finds nothing of this call, and the next one agrees again
             with suppress(RuntimeError):
@@ -71,10 +80,28 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
         theirs = json.loads(store.get(name))
         if theirs != json.loads(json.dumps(stated)):
             fields = [field for field in stated if theirs.get(field) != json.loads(json.dumps(stated[field]))]
+            used.asks = ""
             told = "; ".join(f"{f} is {stated[f]} on rank {rank} and {theirs.get(f)} on rank {other}" for f in fields)
             msg = f"the ranks of {call} disagree: {told}; call it with the same on all of the group's {size} ranks"
             raise DistributedError(msg)
+    used.asks = ""
     _agreed[key] = stated
+
+
+def _wait(store: Any, name: str, used: Used, end: float) -> None:
+    """Until ``name`` is in the store; what the monitor finds meanwhile ends it."""
+    while True:
+        begun = time.monotonic()
+        slice_ = max(0.001, min(SLICE, end - begun))
+        try:
+            store.wait([name], timedelta(seconds=slice_))
+        except (RuntimeError, ValueError):
+            used.refuse()
+            now = time.monotonic()
+            if now >= end or now - begun < slice_ / 2:  # so early it is not time that was lacking
+                raise
+        else:
+            return
 
 
 def _shown(stated: Mapping[str, Any]) -> str:
@@ -84,12 +111,14 @@ def _shown(stated: Mapping[str, Any]) -> str:
 @contextmanager
 def explained(call: str, group: ProcessGroup) -> Iterator[None]:
     """An exchange: what torch.distributed raises when it fails, as a DistributedError that names the rank and the cause."""
-    watch.begin(group)
+    used = watch.used_by(group)
+    used.begin(call)
     try:
         yield
     except DistributedError:
         raise
     except RuntimeError as error:
+        used.refuse()
         rank, cause = dist.get_rank(), str(error).splitlines()[0]
         found = watch.find_absent(group) or "all other ranks are there: see their own errors"
         msg = f"{call} on rank {rank}: {found} (the exchange failed: {cause})"

@@ -28,6 +28,7 @@ _extension.load()
 Method = Literal["ring", "all_gather"]
 METHODS = ("ring", "all_gather")
 TIMEOUT = timedelta(seconds=120)
+PRODUCTS = 1 << 24  # bytes
 CALL = "context_parallel_attention"
 
 
@@ -176,7 +177,11 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     total = torch.logaddexp(lse, part_lse)
     weights = [torch.exp(one - total) for one in (lse, part_lse)]
     mine, theirs = ((one if out.dim() == 4 else one.mT).unsqueeze(-1) for one in weights)
-    torch.addcmul(out * mine, part, theirs, out=out)
+    # By heads, or ragged rows: the products stay in the L2 cache.
+    count, dim = max(1, -(-4 * out.numel() // PRODUCTS)), out.dim() - 3
+    pieces = (tensor.chunk(count, dim) for tensor in (out, mine, part, theirs))
+    for sums, factor, piece, weight in zip(*pieces, strict=True):
+        torch.addcmul(sums * factor, piece, weight, out=sums)
     lse.copy_(total)
 
 
@@ -227,7 +232,7 @@ class _Ring(torch.autograd.Function):
         keys.start(*pair)
         halves = _halves(k, q)
         own = [_own_heads(halves[0], queries, k, v, scale, causal)]
-        dq = q.new_zeros(q.shape, dtype=sums_dtype(size, q.dtype))
+        dq = torch.empty(0)
         travelling: list[Tensor] = []
         for number in range(1, size):
             pair = keys.finish()
@@ -237,10 +242,11 @@ class _Ring(torch.autograd.Function):
             rows = [tensor[:, :, step.queries] for tensor in queries]
             key_rows, value_rows = (tensor[:, :, step.keys] for tensor in pair)
             part_q, *parts = _backward(rows[0], rows[1], key_rows, value_rows, rows[2], rows[3], scale, step.is_causal)
-            dq[:, :, step.queries] += part_q
             if number == 1:
+                dq = _among_zeros(part_q.to(sums_dtype(size, q.dtype)), step.queries, q.shape[2])
                 travelling = [_among_zeros(part, step.keys, k.shape[2]) for part in parts]
             else:  # what ranks before this one found for these keys
+                dq[:, :, step.queries] += part_q
                 travelling = [tensor.float() for tensor in sums.finish()]
                 for tensor, part in zip(travelling, parts, strict=True):
                     tensor[:, :, step.keys] += part

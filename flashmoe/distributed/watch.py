@@ -1,9 +1,10 @@
-"""Which rank is gone, or behind: told when an exchange fails, by a heartbeat of every rank in the group's store.
+"""Which rank is gone, or behind: told by a heartbeat of every rank in the group's store.
 
-From its first call on, a rank writes once a second how often its heart has beaten and how many exchanges it has begun in each group.
-Where an exchange fails, a rank looks at the others' twice: whose heart has stopped has ended or is stopped; who runs and has begun
-fewer exchanges is stuck elsewhere. Who looks first leaves a note, so that those who fail later, maybe because of the first one's end,
-name the same rank.
+From its first call on, a rank writes once a second how often its heart has beaten, how many exchanges it has begun in each group,
+and what it calls that the others have not called yet. Where an exchange fails (gloo), a rank looks at the others' hearts twice:
+whose heart has stopped has ended or is stopped; who runs and has begun fewer exchanges is stuck elsewhere. Over NCCL nothing
+fails by itself: there the heart looks at the others' too (monitor.py). Who finds a rank to blame first leaves a note, so that
+those who fail later, maybe because of the first one's end, name the same rank.
 """
 
 from __future__ import annotations
@@ -13,51 +14,67 @@ import contextlib
 import json
 import threading
 import time
-from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-INTERVAL = 1.0  # seconds
-PATIENCE = 2.5  # between two looks: more than two intervals
-_counts: defaultdict[str, int] = defaultdict(int)
+from flashmoe.distributed.heartbeat import INTERVAL, Used, blamed, key_of, look, note_of, store_lost
+from flashmoe.distributed.monitor import Monitor
+
+PATIENCE = 2.5  # seconds between two looks: more than two intervals
+_used: dict[str, Used] = {}
 _heart: _Heart | None = None
 
 
 class _Heart(threading.Thread):
-    """Beats until the process ends or the store is gone."""
+    """Beats until the process ends or leaves torch.distributed."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(name="flashmoe-heartbeat", daemon=True)
         self.watched = store
         # Its own connection: who waits in a store must not be taken for dead.
         self.store = store.clone() if hasattr(store, "clone") else store
-        self.rank, self.ended = dist.get_rank(), threading.Event()
+        self.rank, self.ended, self.beats = dist.get_rank(), threading.Event(), 0
 
     def run(self) -> None:
-        with contextlib.suppress(Exception):  # the store ends with the process that holds it
-            beats = 0
-            while not self.ended.is_set():
-                self.store.set(_key(self.rank), json.dumps({"beats": beats, "begun": dict(_counts)}))
-                beats += 1
-                self.ended.wait(INTERVAL)
+        monitor = Monitor(self.store)
+        while not self.ended.is_set() and dist.is_initialized():
+            try:
+                self._beat()
+                monitor.look(_used)
+            except Exception as error:  # the store ends with the process that holds it
+                monitor.look_alone(_used, error)
+            self.ended.wait(INTERVAL)
+        with contextlib.suppress(Exception):
+            self._beat(is_gone=True)
+
+    def _beat(self, *, is_gone: bool = False) -> None:
+        groups = list(_used.values())
+        said = {"begun": {used.name: used.begun for used in groups}, "asks": {u.name: u.asks for u in groups if u.asks}}
+        self.store.set(key_of(self.rank), json.dumps({"beats": self.beats, "gone": is_gone, **said}))
+        self.beats += 1
 
 
-def _key(rank: int) -> str:
-    return f"flashmoe/heartbeat/{rank}"
-
-
-def start() -> None:
-    """Begin to beat, once for each initialisation of torch.distributed."""
+def start(group: ProcessGroup) -> Used:
+    """Begin to beat, once for each initialisation of torch.distributed. What is known of ``group``."""
     global _heart
     store = dist.distributed_c10d._get_default_store()
-    if _heart is not None and _heart.watched is store and _heart.is_alive():
-        return
-    stop()
-    _counts.clear()
-    _heart = _Heart(store)
-    _heart.start()
+    if _heart is None or _heart.watched is not store or not _heart.is_alive():
+        stop()
+        _used.clear()
+        _heart = _Heart(store)
+        _heart.start()
+    found = _used.get(group.group_name)
+    if found is None or found.group() is not group:
+        found = _used[group.group_name] = Used(group)
+    return found
+
+
+def used_by(group: ProcessGroup) -> Used:
+    """What is known of a group; cheap."""
+    found = _used.get(group.group_name)
+    return found if found is not None and found.group() is group else start(group)
 
 
 def stop() -> None:
@@ -69,53 +86,34 @@ def stop() -> None:
 atexit.register(stop)
 
 
-def begin(group: ProcessGroup) -> None:
-    """This rank begins an exchange; all ranks of a group begin the same ones in the same order."""
-    _counts[group.group_name] += 1
-
-
-def _look(store: Any, ranks: list[int]) -> dict[int, dict[str, Any]]:
-    return {rank: json.loads(store.get(_key(rank))) for rank in ranks if store.check([_key(rank)])}
-
-
 def find_absent(group: ProcessGroup, *, is_final: bool = True) -> str:
     """Who is to blame for an exchange of ``group`` that failed, in words; "" where all ranks are there. Takes seconds.
 
     ``is_final``: the group cannot be used any more, and others will ask the same.
     """
     try:
-        return _find_absent(group, is_final)
+        return _find_absent(start(group), is_final)
     except Exception as error:
-        return f"the store that the ranks share does not answer ({_line(error)}): the process that holds it has ended"
+        return store_lost(error)
 
 
-def _find_absent(group: ProcessGroup, is_final: bool) -> str:
-    store = dist.distributed_c10d._get_default_store()
-    note, name = f"flashmoe/blame/{group.group_name}", group.group_name
-    ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+def _find_absent(used: Used, is_final: bool) -> str:
+    store, note = dist.distributed_c10d._get_default_store(), note_of(used.name)
     if store.check([note]):
         return store.get(note).decode()
-    before = _look(store, ranks)
+    before = look(store, used.ranks)
     time.sleep(PATIENCE)
     if store.check([note]):
         return store.get(note).decode()
-    after = _look(store, ranks)
-    silent = [rank for rank in ranks if rank not in after]
-    still = [rank for rank in after if rank in before and after[rank]["beats"] == before[rank]["beats"]]
-    behind = [rank for rank in after if rank not in still and after[rank]["begun"].get(name, 0) < _counts[name]]
-    said = [f"rank {rank} has ended or is stopped: it gives no sign of life" for rank in still]
-    said += [f"rank {rank} has not called yet" for rank in silent]
-    said += [
-        f"rank {rank} is stuck elsewhere: it runs, but has begun {after[rank]['begun'].get(name, 0)} exchanges where rank "
-        f"{dist.get_rank()} has begun {_counts[name]}"
-        for rank in behind
-        if not still
+    after = look(store, used.ranks)
+    still = [
+        rank
+        for rank, beat in after.items()
+        if beat["gone"] or (rank in before and beat["beats"] == before[rank]["beats"])
     ]
-    found = "; ".join(said)
+    behind = [rank for rank in after if rank not in still and after[rank]["begun"].get(used.name, 0) < used.begun]
+    said = [f"rank {rank} has not called yet" for rank in used.ranks if rank not in after]
+    found = "; ".join([one for one in (blamed(after, used, still, behind),) if one] + said)
     if found and is_final:
         store.set(note, found)
     return found
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -20,6 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashmoe
 from flashmoe.distributed import (
@@ -108,6 +111,32 @@ def _ragged(rank: int, size: int) -> None:
         context_parallel_attention_varlen(upstream, whole[1], whole[2], ends)
     with pytest.raises(ArgumentError, match="never decrease"):
         shard_ragged(upstream, [0, 5, 3])
+
+
+def _torch_context(rank: int, size: int) -> None:
+    """In torch's context_parallel, which divides in the same way: our function, and on GPUs torch's own over our kernels."""
+    device, dtype = _device()
+    torch.manual_seed(9)
+    whole: list[Any] = [torch.randn(1, 4, 32 * size, 64).to(device, dtype).requires_grad_() for _ in range(3)]
+    upstream = torch.randn(1, 4, 32 * size, 64).to(device, dtype)
+    expected = flashmoe.attention(*whole, causal=True)
+    gradients = torch.autograd.grad(expected, whole, upstream)
+    wanted = [shard_sequence(tensor) for tensor in (expected.detach(), *gradients)]
+    mesh = init_device_mesh(torch.device(device).type, (size,))
+    buffers = [tensor.detach().clone() for tensor in (*whole, upstream)]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+        own: list[Any] = [tensor.clone().requires_grad_() for tensor in buffers[:3]]
+        out: Any = context_parallel_attention(own[0], own[1], own[2], mesh.get_group(), causal=True)
+        results = [(out, *torch.autograd.grad(out, own, buffers[3]))]
+        if dtype == torch.bfloat16:
+            os.environ["FLASHMOE_FALLBACK"] = "error"  # torch's kernels are not meant
+            with flashmoe.activated(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out = torch.nn.functional.scaled_dot_product_attention(own[0], own[1], own[2], is_causal=True)
+                results.append((out, *torch.autograd.grad(out, own, buffers[3])))
+            del os.environ["FLASHMOE_FALLBACK"]
+    for found in results:
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.allclose(a, b, atol=4 * _tolerance(dtype))
 
 
 def _experts(rank: int, size: int) -> None:
@@ -240,6 +269,7 @@ def _suite(rank: int, size: int) -> None:
 JOBS: dict[str, Callable[[int, int], None]] = {
     "attention": _attention,
     "ragged": _ragged,
+    "torch_context": _torch_context,
     "experts": _experts,
     "uneven_tokens": _uneven_tokens,
     "disagreement": _disagreement,

@@ -17,7 +17,17 @@ from flashmoe.errors import DistributedError
 
 PROGRAM = Path(__file__).parent / "jobs.py"
 LIMIT = 300  # seconds
-BOTH = ["attention", "ragged", "experts", "uneven_tokens", "dtensor", "dtensor_caches", "dtensor_layer", "models"]
+BOTH = [
+    "attention",
+    "ragged",
+    "experts",
+    "uneven_tokens",
+    "dtensor",
+    "dtensor_caches",
+    "dtensor_layer",
+    "models",
+    "torch_context",
+]
 GROUPS = {
     "two": (2, "cpu", [*BOTH, "suite", "disagreement", "stalled", "absence"]),
     "four": (4, "cpu", ["attention", "ragged", "experts", "killed"]),

@@ -43,13 +43,15 @@ class AttentionCalls:
         for tensor in whole:
             dist.broadcast(tensor, 0)
         self.whole, self.own = whole, [shard_sequence(tensor) for tensor in whole]
+        # Ranks that call with something new agree about it first: in turn on one group, both forms would do so in every call.
+        self.groups = {method: dist.new_group() for method in ("ring", "all_gather")}
 
     def one(self) -> tuple[Tensor, ...]:
         return _both_ways(lambda q, k, v: flashmoe.attention(q, k, v, causal=True), self.whole[:3], self.whole[3])
 
     def divided(self, method: Any) -> tuple[Tensor, ...]:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return context_parallel_attention(q, k, v, causal=True, method=method)
+            return context_parallel_attention(q, k, v, self.groups[method], causal=True, method=method)
 
         return _both_ways(call, self.own[:3], self.own[3])
 
@@ -118,7 +120,10 @@ class ExpertsCalls:
         share = part.experts // ranks.size
         self.whole = both, down
         self.own = tuple(weight[ranks.rank * share : (ranks.rank + 1) * share].clone() for weight in self.whole)
-        self.layers = {"experts": ExpertParallel(), "padded": ExpertParallel(padded=True)}
+        self.layers = {
+            "experts": ExpertParallel(dist.new_group()),
+            "padded": ExpertParallel(dist.new_group(), padded=True),
+        }
         owners = self.ids // share
         sent = [(owners == other).any(dim=1).sum() for other in range(ranks.size) if other != ranks.rank]
         self.rows_sent = int(torch.stack(sent).sum()) if sent else 0

@@ -1,0 +1,134 @@
+"""What ranks tell each other through the group's store: that they live, how far they are, whom they blame."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flashmoe.errors import DistributedError
+
+INTERVAL = 1.0  # seconds
+Beats = dict[int, dict[str, Any]]
+
+
+class Used:
+    """A group in which this rank exchanges something."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.name, self.rank = weakref.ref(group), group.group_name, dist.get_rank()
+        self.ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
+        self.call, self.begun = "", 0
+        self.asks = ""  # what this rank calls, until all others have called it too
+        self.failed = ""  # why nothing can be exchanged any more
+        self.is_told = threading.Event()  # the caller has it
+        device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
+        backend: Any = None
+        with contextlib.suppress(RuntimeError):
+            backend = group._get_backend(torch.device(device))
+        options: Any = getattr(backend, "options", None)
+        self.timeout: timedelta | None = getattr(options, "_timeout", None)
+        self.is_nccl = type(backend).__name__ == "ProcessGroupNCCL"
+        self.device = torch.cuda.current_device() if self.is_nccl else 0
+        self.stream: int | None = None  # that waits for the last exchange
+        self.probe: torch.cuda.Event | None = None
+        self.probed = 0  # how many exchanges had begun then
+        self.is_captured = False
+
+    def begin(self, call: str) -> None:
+        """This rank begins an exchange; all ranks of a group begin the same ones in the same order."""
+        self.refuse()
+        self.call = call
+        self.begun += 1
+        if self.is_nccl:
+            self.stream = torch._C._cuda_getCurrentRawStream(self.device)
+            if torch.cuda.is_current_stream_capturing():
+                self.is_captured = True
+
+    def refuse(self) -> None:
+        """Raise what the monitor has found, if it has; once, not here and by an interrupt too."""
+        if self.failed:
+            self.is_told.set()
+            interrupt("", None)
+            raise DistributedError(self.failed)
+
+    def is_busy(self) -> bool:
+        """What was queued when this was first asked has not ended on the GPU, or what was queued since, if that has. For ranks that
+        are probably lost: a question to the GPU could end another thread's capture of a graph."""
+        if self.stream is None:
+            return False
+        if self.probe is None or (self.probed != self.begun and self.probe.query()):
+            stream = (
+                torch.cuda.ExternalStream(self.stream, device=self.device)
+                if self.stream
+                else torch.cuda.default_stream(self.device)
+            )
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    return False
+                self.probe, self.probed = torch.cuda.Event(), self.begun
+                self.probe.record()
+        return not self.probe.query()
+
+
+def interrupt(message: str, tell: Callable[[], None] | None) -> None:
+    """Raise DistributedError in the main thread, when it next runs Python; ``tell`` is called there. None: no longer."""
+
+    def begin(error: DistributedError) -> None:
+        DistributedError.__init__(error, message)
+        if tell is not None:
+            tell()
+
+    # The interpreter takes a class and calls it without arguments.
+    kind = type("DistributedError", (DistributedError,), {"__init__": begin, "__module__": DistributedError.__module__})
+    raised = ctypes.py_object() if tell is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.main_thread().ident or 0), raised)
+
+
+def key_of(rank: int) -> str:
+    return f"flashmoe/heartbeat/{rank}"
+
+
+def note_of(name: str) -> str:
+    return f"flashmoe/blame/{name}"
+
+
+def look(store: Any, ranks: list[int]) -> Beats:
+    """The last heartbeats of ``ranks``, of those that have any."""
+    keys = [key_of(rank) for rank in ranks]
+    if not keys or store.check(keys):
+        return {rank: json.loads(said) for rank, said in zip(ranks, store.multi_get(keys) if keys else [], strict=True)}
+    return {rank: json.loads(store.get(key_of(rank))) for rank in ranks if store.check([key_of(rank)])}
+
+
+def blamed(beats: Beats, used: Used, still: list[int], behind: list[int]) -> str:
+    """In words: ranks whose hearts have stopped, or else those that run and are behind. Who stands still and is behind comes first:
+    others may stand still because of it."""
+    name, rank = used.name, used.rank
+    first = [one for one in still if beats[one]["begun"].get(name, 0) < used.begun]
+    said = [f"rank {one} has ended or is stopped: it gives no sign of life" for one in first or still]
+    for one in () if still else behind:
+        asks, begun = beats[one]["asks"].get(name), beats[one]["begun"].get(name, 0)
+        if asks:
+            said.append(f"rank {one} calls {asks}, where rank {rank} calls what was called before")
+        else:
+            said.append(
+                f"rank {one} is stuck elsewhere: it runs, but has begun {begun} exchanges where rank {rank} has begun {used.begun}"
+            )
+    return "; ".join(said)
+
+
+def store_lost(error: BaseException) -> str:
+    holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"the store that the ranks share does not answer ({line}): {holder}, which holds it, has ended or is stopped"

@@ -1,0 +1,139 @@
+"""Over NCCL an exchange that not all ranks join never returns, and torch's watchdog ends the process after the group's timeout, from C++.
+
+So the heart of each rank looks at the others' hearts, and when a rank of a group is found to be gone, stuck or elsewhere it says so on
+stderr, aborts the group's communicators, which ends the kernels that wait, and raises DistributedError in the main
+thread, as soon as that runs Python again. All of it before the watchdog's time. If it does not come back, the process ends,
+as the watchdog would end it. Nothing of this runs on the thread that calls; the GPU is asked for nothing while all hearts beat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe.distributed.heartbeat import INTERVAL, Beats, Used, blamed, interrupt, look, note_of, store_lost
+
+SILENCE = 30.0  # seconds without a heartbeat after which a rank counts as dead; C code may hold the interpreter's lock that long
+GONE = 10.0  # seconds for which the GPU must not get on, where a rank has left torch.distributed
+SETTLED = 3  # looks at which the same must be found of ranks that run
+RANKS_A_SECOND = 64  # of whose hearts each rank wants to know: the store is one process
+
+
+class Monitor:
+    """What one rank has seen of the others."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.heard: dict[int, tuple[int, float]] = {}  # by rank: its beats, and when they last were others
+        self.times: dict[
+            str, deque[tuple[float, int]]
+        ] = {}  # by group: when this rank was seen to have begun how many exchanges
+        self.stuck: dict[str, float] = {}  # by group: since when what this rank has queued does not end
+        self.suspected: dict[str, tuple[str, int]] = {}  # by group: what was found, and how often in a row
+        self.next_look = 0.0
+
+    def look(self, groups: Mapping[str, Used]) -> None:
+        """Once a second: find who is to blame for what this rank waits for."""
+        now = time.monotonic()
+        watched = self._watched(groups, now)
+        if not watched or now < self.next_look:
+            return
+        ranks = sorted({rank for used in watched for rank in used.ranks})
+        self.next_look = now + len(ranks) / RANKS_A_SECOND
+        beats = look(self.store, ranks)
+        for rank, beat in beats.items():
+            if rank not in self.heard or self.heard[rank][0] != beat["beats"]:
+                self.heard[rank] = beat["beats"], now
+        for used in watched:
+            note = note_of(used.name)
+            if self.store.check([note]):  # another rank has given the group up
+                self._fail(used, self.store.get(note).decode(), is_waiting=used.is_captured or used.is_busy())
+            elif found := self._find(used, beats, now):
+                self._fail(used, found)
+
+    def look_alone(self, groups: Mapping[str, Used], error: BaseException) -> None:
+        """Without the store: who waits does so in vain."""
+        now = time.monotonic()
+        for used in self._watched(groups, now):
+            if self._stuck_for(used, now) > min(SILENCE, _limit(used)):
+                self._fail(used, store_lost(error))
+
+    def _stuck_for(self, used: Used, now: float) -> float:
+        """Seconds since the caller's stream was first seen not to get on; 0 where it does."""
+        if used.is_busy():
+            return now - self.stuck.setdefault(used.name, now)
+        self.stuck.pop(used.name, None)
+        return 0.0
+
+    def _watched(self, groups: Mapping[str, Used], now: float) -> list[Used]:
+        found = [used for used in list(groups.values()) if used.is_nccl and used.begun and not used.failed]
+        for used in found:
+            times = self.times.setdefault(used.name, deque())
+            if not times or times[-1][1] != used.begun:
+                times.append((now, used.begun))
+        return found
+
+    def _find(self, used: Used, beats: Beats, now: float) -> str:
+        limit = _limit(used)
+        patience = min(SILENCE, limit)
+        begun = {rank: beat["begun"].get(used.name, 0) for rank, beat in beats.items() if rank in used.ranks}
+        gone = [rank for rank in begun if beats[rank]["gone"]]
+        silent = {rank: now - self.heard[rank][1] for rank in begun if rank not in gone}
+        is_doubtful = gone or max(silent.values(), default=0.0) > patience / 2
+        if not is_doubtful:
+            self.stuck.pop(used.name, None)
+            used.probe = None
+        stuck = self._stuck_for(used, now) if is_doubtful else 0.0
+        still = [rank for rank, seconds in silent.items() if seconds > patience]
+        if still and (used.is_captured or stuck > INTERVAL):
+            return blamed(beats, used, still, [])
+        if gone and stuck > min(GONE, limit):
+            return blamed(beats, used, gone, [])
+        times = self.times[used.name]
+        due = max((count for since, count in times if now - since > limit), default=0)
+        while len(times) > 1 and times[0][1] <= min(begun.values(), default=0):
+            times.popleft()
+        late = [rank for rank, count in begun.items() if count < due]
+        if late:
+            return blamed(beats, used, [], late)
+        elsewhere = [rank for rank in begun if begun[rank] < used.begun and used.name in beats[rank]["asks"]]
+        found = blamed(beats, used, [], elsewhere) if elsewhere else ""
+        before, count = self.suspected.get(used.name, ("", 0))
+        self.suspected[used.name] = found, count + 1 if found == before else 1
+        return found if found and self.suspected[used.name][1] >= SETTLED else ""
+
+    def _fail(self, used: Used, found: str, *, is_waiting: bool = True) -> None:
+        """``is_waiting``: the caller, for something that never comes; else the next exchange tells it."""
+        message = (
+            f"{used.call} on rank {used.rank}: {found} (the NCCL communicator of group {used.name} is aborted: end this process, "
+            "or make a new group)"
+        )
+        if is_waiting:  # before anything that is waited for ends: what it would give is worth nothing
+            interrupt(message, used.is_told.set)
+        used.failed = message
+        print(f"flashmoe: DistributedError: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            self.store.set(note_of(used.name), found)
+        with contextlib.suppress(Exception):
+            group: Any = used.group()
+            group._get_backend(torch.device("cuda")).abort()
+        if is_waiting and not used.is_told.wait(_margin(used)) and dist.is_initialized():
+            print("flashmoe: the caller does not come back: the process ends", file=sys.stderr, flush=True)
+            os.abort()
+
+
+def _margin(used: Used) -> float:
+    """Seconds before the group's timeout at which a rank that is behind counts as stuck."""
+    return min(10.0, 0.4 * used.timeout.total_seconds()) if used.timeout else 10.0
+
+
+def _limit(used: Used) -> float:
+    return (used.timeout.total_seconds() if used.timeout else 600.0) - _margin(used)

@@ -1,0 +1,139 @@
+"""Ranks that fail over NCCL, on two GPUs: run by test_faults.py, one process a rank.
+
+    python faults.py CASE RANK PORT
+
+Prints, as JSON, what the rank's main thread got and after how many seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe.distributed import ExpertParallel, context_parallel_attention
+from flashmoe.errors import DistributedError
+
+TIMEOUT = 12  # seconds, of the group
+SLEEP = 14
+
+
+def _attention(rows: int = 64) -> None:
+    q = torch.randn(1, 2, rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out: Any = context_parallel_attention(q, q, q)
+    out.sum().backward()
+    torch.cuda.synchronize()
+
+
+def _experts(*, padded: bool = False) -> Callable[[], Any]:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    x, w13, w2 = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((32, 64), (2, 64, 64), (2, 64, 32)))
+    ids = torch.arange(64, dtype=torch.int32, device=device).view(32, 2) % 4
+    weights, layer = torch.ones(32, 2, device=device), ExpertParallel(padded=padded)
+    return lambda: layer(x, w13, w2, weights, ids)
+
+
+def _end(rank: int, who: int = 1) -> None:
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(rank: int) -> None:
+    """In the middle: two calls are fine, the third never comes."""
+    _attention()
+    _attention()
+    _end(rank)
+    _attention()
+
+
+def _killed_first(rank: int) -> None:
+    """The rank whose process holds the store."""
+    _attention()
+    _end(rank, 0)
+    _attention()
+
+
+def _killed_experts(rank: int) -> None:
+    """The other waits for sizes of messages."""
+    call = _experts()
+    call()
+    torch.cuda.synchronize()
+    _end(rank)
+    call()
+    torch.cuda.synchronize()
+
+
+def _killed_graph(rank: int) -> None:
+    """The other replays a graph: no exchange is begun."""
+    call = _experts(padded=True)
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    torch.cuda.synchronize()
+    _end(rank)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def _stalled(rank: int) -> None:
+    _attention()
+    if rank == 1:
+        time.sleep(SLEEP)
+    _attention()
+
+
+def _shape(rank: int) -> None:
+    """One calls with something new, the other does not."""
+    _attention()
+    _attention(64 + 32 * rank)
+
+
+def _shapes(rank: int) -> None:
+    """Both call with something new."""
+    _attention(64 + 32 * rank)
+
+
+CASES = {
+    "killed": _killed,
+    "killed_first": _killed_first,
+    "killed_experts": _killed_experts,
+    "killed_graph": _killed_graph,
+    "stalled": _stalled,
+    "shape": _shape,
+    "shapes": _shapes,
+}
+
+
+def main(case: str, rank: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT),
+        device_id=torch.device("cuda", rank),
+    )
+    error, begun = "", time.monotonic()
+    try:
+        CASES[case](rank)
+    except DistributedError as raised:
+        error = str(raised)
+    print(json.dumps({"error": error, "seconds": time.monotonic() - begun}), flush=True)
+    time.sleep(3)  # rank 0 holds the store: the other must hear why
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

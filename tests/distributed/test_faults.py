@@ -1,0 +1,92 @@
+"""Over NCCL too, a rank that ends, stalls or disagrees is an error on every other rank that names it, in time and never a hang."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.faults import CASES, SLEEP, TIMEOUT
+
+pytestmark = pytest.mark.gpu
+PROGRAM = Path(__file__).parent / "faults.py"
+LIMIT = 60  # seconds, of all cases together
+ENDED = r"rank 1 has ended or is stopped: it gives no sign of life"
+# What each rank must say; None: it is killed.
+SAID: dict[str, tuple[str | None, str | None]] = {
+    "killed": (ENDED, None),
+    "killed_first": (None, r"rank 0(, which holds it,)? has ended or is stopped"),
+    "killed_experts": (ENDED, None),
+    "killed_graph": (ENDED, None),
+    "stalled": (r"rank 1 is stuck elsewhere: it runs, but has begun \d+ exchanges", "rank 1 is stuck elsewhere"),
+    "shape": (r"rank 1 calls .* with q \[1, 2, 96, 64\]", r"rank 1 calls .* with q \[1, 2, 96, 64\]"),
+    "shapes": (r"disagree: q is .* on rank 1", r"disagree: q is .* on rank 0"),
+}
+
+
+@dataclass
+class Ended:
+    code: int | None  # None: it had to be killed
+    out: str
+    err: str
+
+    def __str__(self) -> str:
+        return f"exit {self.code}\n{self.out}\n{self.err[-3000:]}"
+
+
+def _port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, list[Ended]]:
+    """All cases at once: most of the time is waiting."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    begun = time.monotonic()
+    started = {}
+    for case in CASES:
+        command = [sys.executable, "-P", str(PROGRAM), case]
+        port = _port()
+        started[case] = [
+            subprocess.Popen(
+                [*command, str(rank), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(2)
+        ]
+    found: dict[str, list[Ended]] = {}
+    for case, processes in started.items():
+        found[case] = []
+        for process in processes:
+            try:
+                said = process.communicate(timeout=max(0.1, LIMIT - (time.monotonic() - begun)))
+                found[case].append(Ended(process.returncode, *said))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                found[case].append(Ended(None, *process.communicate()))
+    return found
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_rank_that_is_left_names_the_one_that_failed(case: str, ended: dict[str, list[Ended]]) -> None:
+    both = "\n".join(map(str, ended[case]))
+    for rank, wanted in enumerate(SAID[case]):
+        one = ended[case][rank]
+        if wanted is None:
+            assert one.code == -signal.SIGKILL, both
+            continue
+        assert one.code == 0, both
+        said = json.loads(one.out)
+        assert re.search(wanted, said["error"]), both
+        assert said["seconds"] < (SLEEP + 2 if case == "stalled" and rank == 1 else TIMEOUT + 1), both
