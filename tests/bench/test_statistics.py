@@ -144,8 +144,10 @@ def test_sampling_plans() -> None:
     assert plan_samples(300, 10, [0.1, 0.1], None).samples == 300
     short = plan_samples(300, 10, [0.01, 0.01], 2.0)
     assert (short.blocks, short.block) == (10, 10)
-    least = plan_samples(300, 10, [1.0, 1.0], 0.0)
+    least = plan_samples(300, 10, [0.01, 0.01], 0.0)
     assert (least.samples, least.blocks) == (30, 10)
+    slow = plan_samples(300, 10, [0.1, 0.1], 0.0, untimed=1)
+    assert (slow.samples, slow.blocks) == (10, 10)
     assert plan_samples(5, 10, [1.0], None).samples == 5
     assert share_of_budget(None, 3.0, [1.0]) is None
     assert share_of_budget(100.0, 40.0, [1.0] * 6) == pytest.approx(10.0)

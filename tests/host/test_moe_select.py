@@ -23,6 +23,7 @@ CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu 
 PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
 MEMORIES = ("nk", "kn", "kn_pairs")
 STEPS = 8
+SHORT, LONG = 2048, 4096  # k
 EXPERTS = 128
 ROWS = (0.0625, 1, 4, 8, 16, 32, 64, 128, 512, 2048, 1 << 20)  # an expert
 
@@ -59,10 +60,10 @@ host::KernelRequest request(int capability, const char* forced, int is_bf16) {
 
 // Writes "symbol target" of the choice, or the error's text, to `answer`; returns 0 or 1.
 extern "C" int choose_product(int capability, const char* forced, int is_bf16, int product, int memory, long long slots,
-                              long long experts, char* answer, int length) {
+                              long long experts, long long k, char* answer, int length) {
   return answer_with(answer, length, [&]() -> const host::Kernel& {
     return moe::select_product({request(capability, forced, is_bf16), static_cast<moe::Product>(product),
-                                static_cast<moe::Memory>(memory), slots, experts});
+                                static_cast<moe::Memory>(memory), slots, experts, k});
   });
 }
 extern "C" int choose_step(int capability, const char* forced, int is_bf16, int step, char* answer, int length) {
@@ -93,9 +94,10 @@ class Selector:
         bf16: bool = False,
         forced: str | None = None,
         experts: int = EXPERTS,
+        k: int = SHORT,
     ) -> tuple[str, str]:
-        slots = ctypes.c_longlong(round(rows * experts))
-        sizes = (PRODUCTS.index(name), MEMORIES.index(memory), slots, ctypes.c_longlong(experts))
+        numbers = (ctypes.c_longlong(number) for number in (round(rows * experts), experts, k))
+        sizes = (PRODUCTS.index(name), MEMORIES.index(memory), *numbers)
         return self._ask(self._library.choose_product, capability, forced, bf16, *sizes)
 
     def step(self, capability: int, step: int, *, bf16: bool = False, forced: str | None = None) -> tuple[str, str]:
@@ -149,9 +151,9 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
         for forced, bf16 in product((None, *families(capability)), (False, True)):
             if bf16 and (capability < 80 or forced == "sm75"):
                 continue
-            for name, memory, rows in product(PRODUCTS, MEMORIES, ROWS):
+            for name, memory, rows, k in product(PRODUCTS, MEMORIES, ROWS, (SHORT, LONG)):
                 if memory != "kn_pairs" or name == "grouped_gemm_gated":
-                    found.add(select.product(capability, name, rows, memory=memory, bf16=bf16, forced=forced))
+                    found.add(select.product(capability, name, rows, memory=memory, bf16=bf16, forced=forced, k=k))
             for step in range(STEPS):
                 found.add(select.step(capability, step, bf16=bf16, forced=forced))
     return found
@@ -195,6 +197,13 @@ def test_few_rows_end_where_a_large_tile_is_as_fast(select: Selector) -> None:
         for capability in (80, 86, 89, 100, 120, BEYOND_THE_TABLE):
             assert "_few_rows_" in select.product(capability, name, 40)[0]
             assert f"_{name}_sm80_" in select.product(capability, name, 41)[0]
+
+
+def test_few_long_rows_have_a_deeper_tile(select: Selector) -> None:
+    for name in ("grouped_gemm", "grouped_gemm_gated"):
+        assert select.product(90, name, 4, k=LONG)[0].endswith("_m8_deep_nk")
+        assert select.product(90, name, 4, k=SHORT)[0].endswith("_m8_nk")
+        assert f"_{name}_sm90_" in select.product(90, name, 4.125, k=LONG)[0]
 
 
 def test_rows_count_by_the_experts_of_the_layer(select: Selector) -> None:

@@ -120,7 +120,7 @@ void BackwardCall::set_common(GemmParams& params) const {
 // The weighted activation and the dots have been read before the last product writes dw13: where they fit they stand in it.
 void BackwardCall::allocate(const host::CudaCall& call) {
   if (!gated_.has_value()) return;
-  const int64_t dot_tiles = ceil_div(shape_.intermediate, gated_->kernel().block_n);
+  const int64_t dot_tiles = ceil_div(shape_.intermediate, kDotColumns);
   const int64_t activation_bytes = 2 * shape_.slots * shape_.intermediate;
   const int64_t dots_bytes = 4 * shape_.slots * dot_tiles;
   const int64_t dw13_bytes = dw13_.has_value() ? 4 * shape_.experts * shape_.intermediate * shape_.hidden : 0;
@@ -208,7 +208,7 @@ void BackwardCall::add_combine() {
   combine_.top_k = static_cast<int32_t>(shape_.top_k);
   combine_.columns = static_cast<int32_t>(shape_.hidden);
   combine_.experts = static_cast<int32_t>(shape_.experts);
-  combine_.dot_tiles = static_cast<int32_t>(ceil_div(shape_.intermediate, gated_->kernel().block_n));
+  combine_.dot_tiles = static_cast<int32_t>(ceil_div(shape_.intermediate, kDotColumns));
   const int64_t grid = combine_grid(kernel, shape_.tokens, shape_.hidden, gpu_.num_multiprocessors);
   list_.add({&kernel, grid, &combine_, nullptr, is_dependent()});
 }

@@ -54,13 +54,14 @@ void SortPart::add(host::LaunchList& list, const Sorted& sorted, const host::Wor
   params_.slot_rows = sorted.slot_rows;
   params_.row_weights = sorted.row_weights;
   params_.block_counts = workspace.address<int32_t>(block_counts_);
-  list.add({kernels_[0], blocks_, &params_, nullptr, /*is_dependent=*/false});
+  list.add({kernels_[0], blocks_, &params_, nullptr, /*is_dependent=*/true});
   if (kernels_[1] != nullptr) list.add({kernels_[1], blocks_, &params_, nullptr, /*is_dependent=*/true});
 }
 
 ProductPart::ProductPart(Product product, const host::KernelRequest& request, const ExpertWeights& weights,
                          bool is_paired, int64_t slots, int64_t experts)
-    : product_(product), kernel_(&select_product({request, product, memory_of(weights, is_paired), slots, experts})) {
+    : product_(product),
+      kernel_(&select_product({request, product, memory_of(weights, is_paired), slots, experts, weights.k})) {
   if (product != Product::kWeightGradient) set_weights(params, weights);
   params.slots = static_cast<int32_t>(slots);
   params.experts = static_cast<int32_t>(experts);

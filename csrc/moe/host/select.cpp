@@ -114,10 +114,10 @@ const FamilyList& families_for(const ProductInput& input) {
   return remembered.families[entry];
 }
 
-// The smallest tile for so many rows; null where none is large enough.
-const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows) {
+// The smallest tile for so many rows of such length; null where none is large enough.
+const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows, int64_t k) {
   for (const Kernel* kernel : tiles) {
-    if (rows <= rows_of(*kernel)) return kernel;
+    if (rows <= rows_of(*kernel) && static_cast<double>(k) >= kernel->cost[cost::kLeastK]) return kernel;
   }
   return nullptr;
 }
@@ -146,12 +146,12 @@ const Kernel& select_product(const ProductInput& input) {
     return input.request.forced_family == nullptr || equal(input.request.forced_family, family.family);
   };
   for (const FamilyTiles& family : families) {
-    const Kernel* kernel = is_allowed(family) ? sufficient(family.few_rows, rows) : nullptr;
+    const Kernel* kernel = is_allowed(family) ? sufficient(family.few_rows, rows, input.k) : nullptr;
     if (kernel != nullptr) return *kernel;
   }
   for (const FamilyTiles& family : families) {
     if (!is_allowed(family) || family.tiles.empty()) continue;
-    const Kernel* kernel = sufficient(family.tiles, rows);
+    const Kernel* kernel = sufficient(family.tiles, rows, input.k);
     return kernel != nullptr ? *kernel : *family.tiles.back();
   }
   host::refuse(input.request, kProducts[static_cast<std::size_t>(input.product)].words);

@@ -15,9 +15,9 @@ using host::Kernel;
 enum class Product : int32_t { kPlain, kGated, kGatedBackward, kWeightGradient };
 enum class Memory : int32_t { kNk, kKn, kKnPairs };
 
-// Index into Kernel::cost: the most rows an expert for which the tile is the right one.
+// Indices into Kernel::cost: the most rows an expert for which the tile is the right one, and (few rows alone) the least k.
 namespace cost {
-enum : int32_t { kRows };
+enum : int32_t { kRows, kLeastK };
 }
 
 struct ProductInput {
@@ -26,6 +26,7 @@ struct ProductInput {
   Memory memory;    // not looked at for the weight gradient
   int64_t slots;    // rows at most: what a host that does not wait for the device knows of them
   int64_t experts;  // of this layer
+  int64_t k;        // of a product; the weight gradient's is not known
 };
 
 // Of the kernels for few rows the smallest tile that is made for slots / experts rows; else, of the best family (or the forced

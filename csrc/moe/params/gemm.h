@@ -32,12 +32,14 @@ enum class Activation : int32_t {
 //   grouped_gemm_gated_backward    s = a[a_row] B_e;  with the activation recomputed from preactivation:
 //                                  d[row] = gradient of z for the gradient row_weights[row] * s of the activation;
 //                                  weighted_activation[row] = row_weights[row] * activation(z);
-//                                  row_dots[n tile][row] = sum over the tile's columns of activation(z) * s
+//                                  row_dots[part][row] = sum over kDotColumns columns of activation(z) * s
 //   grouped_gemm_weight_gradient   d[e] = sum over e's rows of a[a_row]^T b[b_row]: [n, k]; zeros for an expert without rows
 //
 // B_e: the words of the axis `weights`: nk, weights [experts, n, k]; kn, weights [experts, k, n]; kn_pairs, as kn with the columns
 // of gate and up in turn. Sums are fp32, in an order that depends on k alone: a row's result is the same bits whatever the other
 // rows, the tile, or the place in the batch.
+constexpr int kDotColumns = 128;  // of a dot in row_dots, whatever the tile: so its bits depend on no choice of one
+
 struct GemmParams {
   const void* a;  // gated: [tokens, k]; grouped_gemm, gated_backward: [slots, k]; weight_gradient: [slots, n]
   const void* b;  // weights; weight_gradient: [slots, k]
@@ -47,7 +49,7 @@ struct GemmParams {
       preactivation;  // [slots, 2 * intermediate], the columns in the order of the weights' rows; gated: written, null: not
                       // wanted; gated_backward: read
   void* weighted_activation;      // gated_backward: [slots, n], written
-  float* row_dots;                // gated_backward: [ceil(n / block_n)][slots], written
+  float* row_dots;                // gated_backward: [ceil(n / kDotColumns)][slots], written
   const float* row_weights;       // [slots], by row
   const int32_t* expert_offsets;  // [experts + 1]
   // By row the slot whose token (slot / top_k) is a's row, a being [tokens, .]; null: a's row is the row itself. Family sm90

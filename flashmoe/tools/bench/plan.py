@@ -10,6 +10,8 @@ from dataclasses import dataclass
 MIN_SAMPLES = 30
 # And no fewer blocks: with fewer pairs nothing can be decided.
 MIN_BLOCKS = 10
+# Where MIN_SAMPLES take longer than this, fewer do: down to a sample a block.
+FLOOR_SECONDS = 1.0
 # The longest that one call of every contender, back to back, may take where slots warm themselves. A GPU at its power
 # limit moves its clock every 15 to 20 ms; sides that are interleaved no slower than that share it, and the ratio of a
 # pair holds still (slots of ten calls of 3 to 7 ms: 5% from pair to pair on an H100, all of it clock).
@@ -36,7 +38,7 @@ def plan_samples(
     floor: int = MIN_SAMPLES,
     untimed: int = 0,
 ) -> Plan:
-    """``repeats`` samples a side, or as many as ``share_seconds`` allow but at least ``floor``.
+    """``repeats`` samples a side, or as many as ``share_seconds`` allow but at least ``floor``, or what ``FLOOR_SECONDS`` hold.
 
     ``sample_seconds`` holds the measured wall time of one call of each contender, ``untimed`` the calls that begin a
     slot. Blocks shrink before their number does: pairs of blocks are what a verdict is made of. They also shrink to
@@ -46,8 +48,9 @@ def plan_samples(
     longest = min(block, max(1, int(ROUND_SECONDS / round_seconds))) if untimed else block
     wanted = repeats
     if share_seconds is not None:
-        fitting = int(share_seconds / round_seconds * longest / (longest + untimed))
-        wanted = min(repeats, max(min(floor, repeats), fitting))
+        in_a_second = longest / (longest + untimed) / round_seconds
+        floor = min(floor, max(MIN_BLOCKS, int(FLOOR_SECONDS * in_a_second)))
+        wanted = min(repeats, max(min(floor, repeats), int(share_seconds * in_a_second)))
     size = max(1, min(longest, wanted // MIN_BLOCKS))
     return Plan(blocks=max(1, -(-wanted // size)), block=size)
 

@@ -95,7 +95,7 @@ class GemmKernel {
     }
   }
 
-  void gated_backward(int64_t expert, int64_t row, int64_t block_n) const {
+  void gated_backward(int64_t expert, int64_t row) const {
     for (int64_t column = 0; column < p.n; ++column) {
       const GateUp at = columns_of(p, column, p.n);
       const float s = product(expert, row, column);
@@ -104,8 +104,8 @@ class GemmKernel {
       store(p.d, row * p.d_stride + at.gate, p.row_weights[row] * s * a.by_gate);
       store(p.d, row * p.d_stride + at.up, p.row_weights[row] * s * a.by_up);
       store(p.weighted_activation, row * p.n + column, p.row_weights[row] * a.value);
-      float& dot = p.row_dots[column / block_n * p.slots + row];
-      dot = (column % block_n == 0 ? 0.0F : dot) + a.value * s;
+      float& dot = p.row_dots[column / kDotColumns * p.slots + row];
+      dot = (column % kDotColumns == 0 ? 0.0F : dot) + a.value * s;
     }
   }
 
@@ -152,7 +152,7 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64
     }
     for (int64_t row = begin; row < end; ++row) {
       if (operation == "grouped_gemm_gated_backward") {
-        run.gated_backward(expert, row, kernel.block_n);
+        run.gated_backward(expert, row);
       } else if (is_gated) {
         run.gated(expert, row);
       } else {

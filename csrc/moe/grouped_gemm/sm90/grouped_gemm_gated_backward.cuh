@@ -1,9 +1,10 @@
 // s = a[row] B_e for sm_90a, and what follows from it: with z = (g, u) read from the preactivation, w the row's weight,
 //   d[row] = w s times the activation's derivatives by g and u, in the columns of z;  weighted_activation[row] = w activation(z);
-//   row_dots[column tile][row] = sum over the tile's columns of activation(z) s.
+//   row_dots[128 columns][row] = sum over these columns of activation(z) s.
 //
-// The epilogue reads two and writes three elements of memory for each sum, so each consumer warpgroup has a tile of 128 rows to
-// itself, every other one of the block: while one computes its epilogue, the other one's products run.
+// The epilogue reads two and writes three elements of memory for each sum. So in tiles of 128 columns each consumer warpgroup has
+// a tile to itself, every other one of the block: while one computes its epilogue, the other one's products run. Tiles of 256
+// columns, which read less for each product, are for both, 64 rows each, and z is on its way while the products run.
 //   grid, counter   as grouped_gemm.cuh
 // Loads, schedule and tiles are grouped_gemm.cuh's. Rows of the next expert, or past the last, are multiplied too and not stored.
 #pragma once
@@ -26,11 +27,12 @@ template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWa
 struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false> {
   using Base = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
   static constexpr bool kFetchesAhead = kOutputSlabs == 5;
-  static constexpr int kRowBlocks = kBlockM / 64;    // of a tile
-  static constexpr int kColumnSlabs = kBlockN / 64;  // likewise
-  static constexpr int kAccumulators = kBlockN / 2;  // of a thread, for each 64 rows
+  static constexpr bool kTakesTurns = kBlockN == 128;     // the consumers have every other tile, not half of each
+  static constexpr int kRowBlocks = kTakesTurns ? 2 : 1;  // of 64 rows, of a consumer in a tile
+  static constexpr int kColumnSlabs = kBlockN / 64;       // of a tile
+  static constexpr int kAccumulators = kBlockN / 2;       // of a thread, for each 64 rows
   static constexpr int kSharedBytes = Base::kSharedBytes + 2 * 8;
-  static_assert(kBlockM == 128 && kBlockN == 128, "a consumer has 128 accumulators a thread");
+  static_assert(kBlockM == 128 && (kBlockN == 128 || kBlockN == 256), "a consumer has 128 accumulators a thread");
   static_assert(kOutputSlabs == 3 || kOutputSlabs == 5, "gate, up, activation, and z where it is fetched ahead");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
@@ -133,16 +135,19 @@ struct BackwardEpilogue {
   using Element = typename Spec::Element;
   static constexpr int kParts = Spec::kRowBlocks * Spec::kColumnSlabs;
   static constexpr int kSums = 16;  // of a thread, of half a part: 32 columns
+  static constexpr int kDotSlabs = kDotColumns / 64;
 
   const GemmParams& params;
   unsigned char* const smem;  // of this warp, in the consumer's first buffer
   const int matrix_place;     // in a buffer: this lane's row of 16 columns for ldmatrix and stmatrix
+  const int row_in_tile;      // the warp's first
   Tile tile;
 
   __device__ __forceinline__ BackwardEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer)
       : params(params_),
         smem(shared.output(consumer, 0) + ptx::warp_index() % 4 * (16 * 128)),
-        matrix_place(place(lane() % 16, lane() / 16)) {}
+        matrix_place(place(lane() % 16, lane() / 16)),
+        row_in_tile((Spec::kTakesTurns ? 0 : consumer * 64) + ptx::warp_index() % 4 * 16) {}
 
   __device__ __forceinline__ unsigned char* buffer(int index) const { return smem + index * Spec::kSlabBytes; }
   // Of z: gate then up, or the first and the second 64 of the part's 128 columns in turn.
@@ -150,7 +155,7 @@ struct BackwardEpilogue {
   __device__ __forceinline__ unsigned char* z(int half) const { return buffer(kFirstZ + half); }
 
   __device__ __forceinline__ int row(int part) const {
-    return tile.first_row + part / Spec::kColumnSlabs * 64 + ptx::warp_index() % 4 * 16;
+    return tile.first_row + part / Spec::kColumnSlabs * 64 + row_in_tile;
   }
   // The first of the two rows, 8 apart, that a lane has sums of.
   __device__ __forceinline__ int lane_row(int part) const { return row(part) + static_cast<int>(lane() / 4); }
@@ -341,9 +346,9 @@ struct BackwardEpilogue {
         for (int r = 0; r < 2; ++r) {
           const bool is_inside = first + 8 * r < tile.end_row;
           weights[r] = is_inside ? ptx::ld_global_float(params.row_weights + first + 8 * r) : 0.0f;
-          dots[r] = 0.0f;
         }
       }
+      if (part % kDotSlabs == 0) dots[0] = dots[1] = 0.0f;
       ptx::cp_async_wait<0>();
       ptx::warp_sync();  // z is there, of all lanes
 #pragma unroll 1
@@ -364,18 +369,20 @@ struct BackwardEpilogue {
         ptx::warp_sync();
         if (following < kParts) fetch(following);
       }
-      if (following == kParts || following % Spec::kColumnSlabs == 0) store_dots(dots, lane_row(part));
+      if (following == kParts || following % kDotSlabs == 0) store_dots(dots, part);
       part = following;
     }
   }
 
-  __device__ __forceinline__ void store_dots(const float (&dots)[2], int first) const {
+  __device__ __forceinline__ void store_dots(const float (&dots)[2], int part) const {
+    const int64_t place = column(part) / kDotColumns;
+    const int first = lane_row(part);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float dot = quad_sum(dots[r]);
       const int at = first + 8 * r;
       if (ptx::lane_index() % 4 == 0 && at < tile.end_row) {
-        ptx::st_global_float(params.row_dots + static_cast<int64_t>(tile.n_block) * params.slots + at, dot);
+        ptx::st_global_float(params.row_dots + place * params.slots + at, dot);
       }
     }
   }
@@ -404,6 +411,27 @@ __device__ __forceinline__ void consume_in_turn(const GemmParams& params, const 
 }
 
 template <typename Spec, Weights kWeights>
+__device__ __forceinline__ void consume_together(const GemmParams& params, const SharedMemory<Spec>& shared,
+                                                 int consumer) {
+  const int blocks = ceil_div(params.k, Spec::kBlockK);
+  Mainloop<Spec, kWeights> mainloop(shared, consumer);
+  BackwardEpilogue<Spec> epilogue(params, shared, consumer);
+  RingPosition<Spec::kNumTileSlots> slot;
+  while (true) {
+    const Tile tile = take_tile<Spec>(shared, slot);
+    if (tile.expert < 0) break;
+    if (tile.first_row + consumer * 64 >= tile.end_row) {
+      mainloop.skip(blocks);
+      continue;
+    }
+    float sums[Spec::kRowBlocks][Spec::kAccumulators];
+    epilogue.start(tile);
+    mainloop.multiply(sums[0], blocks);
+    epilogue.run(sums);
+  }
+}
+
+template <typename Spec, Weights kWeights>
 __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& params, const ptx::TensorMap& a_map,
                                                             const ptx::TensorMap& b_nk_map,
                                                             const ptx::TensorMap& b_kn_map) {
@@ -416,7 +444,11 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
   if (warp == 0 && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&a_map);
     ptx::prefetch_tensor_map(&b_map);
-    init_backward_barriers(shared);
+    if constexpr (Spec::kTakesTurns) {
+      init_backward_barriers(shared);
+    } else {
+      init_barriers(shared);
+    }
   }
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();
@@ -427,7 +459,11 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
     produce<Spec, kWeights>(params, shared, warp, &a_map, b_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    consume_in_turn<Spec, kWeights>(params, shared, warpgroup - 1);
+    if constexpr (Spec::kTakesTurns) {
+      consume_in_turn<Spec, kWeights>(params, shared, warpgroup - 1);
+    } else {
+      consume_together<Spec, kWeights>(params, shared, warpgroup - 1);
+    }
   }
 }
 
