@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError
+from flashmoe.tools import sbom
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_json, write_report
 from flashmoe.tools.tables import Target, load_tables
 from flashmoe_build.compile.archs import requested, resolve
@@ -21,7 +22,6 @@ from flashmoe_build.compile.jobs import MEMORY_PER_JOB, job_count
 from flashmoe_build.compile.toolchain import PINNED_DISTRIBUTIONS, Toolchain, chosen_platform, find_toolchain
 from flashmoe_build.environments.exclusive import hold_until_exit
 from flashmoe_build.environments.lock import verify_environment
-from flashmoe_build.release import sbom
 from flashmoe_build.release.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[2]

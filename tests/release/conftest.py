@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from release_builders import Workshop, git, package_of, provenance_of, rows, version_here, write_sources
 
+from flashmoe.tools.sbom import NAME, bill
+
 WheelMaker = Callable[..., Path]
 
 
@@ -52,7 +54,9 @@ def make_wheel(workshop: Workshop, library: bytes, clone: Path) -> WheelMaker:
     ) -> Path:
         version = version or version_here(clone)
         stated = provenance_of(library, clone, **{"version": version, **changes}) if record == "right" else record
-        members = {**package_of(version), "flashmoe/libflashmoe.so": content, **(files or {})}
+        sbom = f"flash_moe-{version}.dist-info/sboms/{NAME}"
+        of_materials = json.dumps(bill(stated)) if isinstance(stated, dict) else "{}"
+        members = {**package_of(version), sbom: of_materials, "flashmoe/libflashmoe.so": content, **(files or {})}
         if stated is not None:
             members["flashmoe/provenance.json"] = stated if isinstance(stated, str) else json.dumps(stated)
         kept = {key: value for key, value in members.items() if value is not None}

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "audit"))
 
 from audit_builders import PACKAGE, Row, Workshop
 
-from flashmoe.tools import links
+from flashmoe.tools import links, sbom
 
 __all__ = ["Row", "Workshop", "git", "package_of", "provenance_of", "rows", "version_here", "write_sources"]
 
@@ -65,6 +65,7 @@ def write_sources(root: Path) -> None:
         "flashmoe/_version.py": VERSION,
         "flashmoe/tools/__init__.py": "",
         "flashmoe/tools/links.py": Path(links.__file__).read_text(),
+        "flashmoe/tools/sbom.py": Path(sbom.__file__).read_text(),
         "pyproject.toml": PYPROJECT,
         "README.md": README,
         "LICENSE": "as is\n",
@@ -89,12 +90,12 @@ def package_of(version: str) -> dict[str, bytes | str]:
         "flashmoe/_version.py": VERSION.replace("0.1.0", version),
         "flashmoe/tools/__init__.py": "",
         "flashmoe/tools/links.py": Path(links.__file__).read_text(),
+        "flashmoe/tools/sbom.py": Path(sbom.__file__).read_text(),
         **{f"flashmoe/_tables/{name}": f"# {name}\n" for name in TABLES},
         f"{info}/METADATA": METADATA.format(version=version),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hatchling 1\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_x86_64\n",
         f"{info}/entry_points.txt": "[console_scripts]\nflashmoe = flashmoe.__main__:main\n",
         f"{info}/licenses/LICENSE": "as is\n",
-        f"{info}/sboms/flashmoe.cdx.json": "{}",
     }
 
 
@@ -131,6 +132,7 @@ def provenance_of(library: bytes, clone: Path, **changes: Any) -> dict[str, Any]
             "cuda_headers": "12.8.90",
             "torch_headers": "2.10.0",
             "cxx": "g++ 12.2.0",
+            **changes.pop("compilers", {}),
         },
         "targets": ["sm_80"],
         "extension_sha256": hashlib.sha256(library).hexdigest(),

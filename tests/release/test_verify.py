@@ -44,7 +44,16 @@ __asm__(".section .flashmoe.cubins,\\"a\\",@progbits\\n.byte 0\\n.previous");
 extern "C" int flashmoe_cpu_isa() { return 0; }
 """
 KERNEL = b"\x7fELF bf16 "
-COMPARED = {"wheel record", "provenance", "commit", "lock file", "name and version", "files", "metadata"}
+COMPARED = {
+    "wheel record",
+    "provenance",
+    "commit",
+    "lock file",
+    "name and version",
+    "files",
+    "metadata",
+    "bill of materials",
+}
 
 
 def clone_of(root: Path) -> Clone:
@@ -134,6 +143,12 @@ def test_files_that_the_commit_does_not_make(
     assert word.format(info=info) in found[0].found
     assert main(["verify", str(wheel), "--root", str(clone)]) == ExitCode.FAILED
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("text", ["{}", "not JSON", "[" * 100_000])
+def test_another_bill_of_materials(make_wheel: WheelMaker, clone: Path, text: str) -> None:
+    bill = f"flash_moe-{version_here(clone)}.dist-info/sboms/flashmoe.cdx.json"
+    assert only_failure(checked(make_wheel(files={bill: text}), clone)).name == "bill of materials"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashmoe.tools import links
+from flashmoe.tools import links, sbom
 from flashmoe.tools.report import Check, Verdict
 from flashmoe.tools.tables import ARCH, KERNELS, OPERATIONS
 from flashmoe.tools.verify import metadata
@@ -18,6 +19,7 @@ from flashmoe.tools.versions import stated_version, version_of, with_version
 
 README = "README.md"
 LINKS = f"{PACKAGE}/tools/links.py"  # by which a build makes the long description of README.md
+BILL = f"{PACKAGE}/tools/sbom.py"  # by which it makes the bill of materials of provenance.json
 VERSION_FILE = f"{PACKAGE}/_version.py"
 FLOOR = "manylinux_2_28"
 BUILT = (LIBRARY, RECORD)  # by compilers: only a rebuild compares them
@@ -34,6 +36,7 @@ class Expected:
     headers: metadata.Headers
     description: str
     is_description_sure: bool  # False: the commit makes it by another rule than ours
+    is_bill_sure: bool  # likewise
     entry_points: Mapping[str, Mapping[str, str]]
 
     @property
@@ -65,6 +68,7 @@ def expected_content(objects: Objects, commit: Commit, tags: frozenset[str]) -> 
         headers=metadata.expected_headers(project, version, licenses),
         description=description,
         is_description_sure=is_sure,
+        is_bill_sure=_is_ours(objects, commit, BILL, sbom.__file__),
         entry_points=metadata.expected_entry_points(project),
     )
     for path in licenses:
@@ -79,8 +83,13 @@ def _description(objects: Objects, commit: Commit, project: Mapping[str, Any], v
     text = _read(objects, commit, named if isinstance(named, str) else README).decode("utf-8", "replace")
     if isinstance(named, str):
         return text, True
-    is_ours = LINKS in commit.tree and _read(objects, commit, LINKS) == Path(links.__file__).read_bytes()
-    return links.long_description(text, version, project.get("urls", {}).get("Source", "")), is_ours
+    made = links.long_description(text, version, project.get("urls", {}).get("Source", ""))
+    return made, _is_ours(objects, commit, LINKS, links.__file__)
+
+
+def _is_ours(objects: Objects, commit: Commit, path: str, own: str) -> bool:
+    """Whether the commit's module is the one that runs here."""
+    return path in commit.tree and _read(objects, commit, path) == Path(own).read_bytes()
 
 
 def _is_table(path: str) -> bool:
@@ -104,8 +113,13 @@ def wheel_tag(content: Content) -> str:
 
 
 def compare_files(content: Content, expected: Expected) -> list[Check]:
-    """One check for the files, one for the generated metadata, one for the name under which pip takes the wheel."""
-    return [_check_name(content, expected), _check_files(content, expected), _check_metadata(content, expected)]
+    """One check each: the name under which pip takes the wheel, the files, the generated metadata, the bill of materials."""
+    return [
+        _check_name(content, expected),
+        _check_files(content, expected),
+        _check_metadata(content, expected),
+        _check_bill(content, expected),
+    ]
 
 
 def _check_name(content: Content, expected: Expected) -> Check:
@@ -120,7 +134,7 @@ def _check_name(content: Content, expected: Expected) -> Check:
 
 
 def _check_files(content: Content, expected: Expected) -> Check:
-    generated = {f"{expected.info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "sboms/flashmoe.cdx.json")}
+    generated = {f"{expected.info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", f"sboms/{sbom.NAME}")}
     if expected.entry_points:
         generated.add(f"{expected.info}/entry_points.txt")
     names = set(content.wheel.names)
@@ -159,6 +173,23 @@ def _check_metadata(content: Content, expected: Expected) -> Check:
     return Check(
         "metadata", Verdict.PASS, "requirements, entry points, tags and long description are those of the commit"
     )
+
+
+def _check_bill(content: Content, expected: Expected) -> Check:
+    names = [name for name in content.wheel.names if name.endswith(f".dist-info/sboms/{sbom.NAME}")]
+    try:
+        (name,) = names
+        is_right = json.loads(content.read(name)) == sbom.bill(content.stated.record)
+    except (KeyError, ValueError, TypeError, RecursionError):
+        is_right = False
+    if is_right:
+        return Check("bill of materials", Verdict.PASS, "says what provenance.json says")
+    found, wanted = f"{sbom.NAME} is not what a build makes of provenance.json", "the same"
+    if expected.is_bill_sure:
+        why, step = "Scanners take it for what is inside.", "do not install this file; build the commit yourself"
+        return Check("bill of materials", Verdict.FAIL, found, wanted, why, step)
+    why = f"The commit makes it by another {BILL} than this verifier's, so it can be neither proved nor refuted here."
+    return Check("bill of materials", Verdict.UNPROVED, found, wanted, why, "verify with the flashmoe of that commit")
 
 
 def _listed(names: list[str]) -> str:

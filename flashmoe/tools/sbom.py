@@ -1,6 +1,6 @@
 """The bill of materials that goes into the wheel as .dist-info/sboms/flashmoe.cdx.json (PEP 770): CycloneDX 1.6.
 
-Plain JSON, generated only from provenance.json, so it is as reproducible as that. A library for one dictionary would add a
+Plain JSON, generated only from provenance.json, so it is as reproducible as that, and `verify` can make it again. A library for one dictionary would add a
 dependency to the build's lock and to every `pip wheel`. A test validates it against the schema with cyclonedx-python-lib.
 """
 
