@@ -157,6 +157,13 @@ def test_sampling_plans() -> None:
     assert large is not None
     assert 10.0 < small < large < 90.0
     assert small + large == pytest.approx(100.0)
+    assert share_of_budget(100.0, 40.0, [1.0] * 6, 8.0) == pytest.approx(10.0)
+    assert share_of_budget(100.0, 40.0, [1.0] * 6, 80.0) == pytest.approx(10.0)
+    late, early = share_of_budget(100.0, 0.0, [1.0, 9.0], 20.0), share_of_budget(100.0, 0.0, [9.0, 1.0], 20.0)
+    assert late is not None
+    assert early is not None
+    assert (late - 20.0) / (early - 20.0) == pytest.approx(small / large)
+    assert late + early == pytest.approx(100.0)
 
 
 def test_orders_are_drawn_block_by_block() -> None:

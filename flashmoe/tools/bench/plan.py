@@ -55,16 +55,21 @@ def plan_samples(
     return Plan(blocks=max(1, -(-wanted // size)), block=size)
 
 
-def share_of_budget(budget: float | None, elapsed: float, work_left: Sequence[float]) -> float | None:
+def share_of_budget(
+    budget: float | None, elapsed: float, work_left: Sequence[float], before_samples: float = 0.0
+) -> float | None:
     """Seconds that the next cell may take: its part of what is left, so that unused time passes on.
 
     ``work_left`` holds the operations of the cells that are left, the next one first. Every cell also gets a tenth of
-    the mean, because a small one still has to be checked and warmed.
+    the mean, because a small one still has to be warmed, and ``before_samples``, what cells have taken so far to be
+    checked, compiled and warmed.
     """
     if budget is None:
         return None
     base = 0.1 * sum(work_left) / len(work_left)
-    return max(0.0, budget - elapsed) * (work_left[0] + base) / (sum(work_left) + base * len(work_left))
+    left = max(0.0, budget - elapsed)
+    fixed = min(before_samples, left / len(work_left))
+    return fixed + (left - fixed * len(work_left)) * (work_left[0] + base) / (sum(work_left) + base * len(work_left))
 
 
 def block_orders(names: Sequence[str], blocks: int, seed: int) -> list[list[str]]:

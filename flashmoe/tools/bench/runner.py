@@ -59,6 +59,7 @@ class Cell:
     timings: dict[str, Timing] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
     seconds: float = 0.0
+    seconds_before_samples: float = 0.0
     skipped: str = ""
 
 
@@ -97,7 +98,8 @@ def run_cell(
         entrants = _admit(cell, contenders, inputs, reference, note)
         del reference
         if entrants:
-            left = None if share is None else max(share - (time.perf_counter() - started), MIN_SHARE * share)
+            cell.seconds_before_samples = time.perf_counter() - started
+            left = None if share is None else max(share - cell.seconds_before_samples, MIN_SHARE * share)
             _measure(cell, entrants, settings, telemetry, left, note)
     except torch.OutOfMemoryError as error:
         cell.skipped = f"out of memory: {str(error).splitlines()[0]}"
@@ -164,8 +166,10 @@ def _measure(
         costs.append(cost)
     if not ready:
         return
+    warmed = time.perf_counter() - started
+    cell.seconds_before_samples += warmed
     if left is not None:
-        left = max(0.0, left - (time.perf_counter() - started))
+        left = max(0.0, left - warmed)
     plan = plan_samples(settings.repeats, settings.block, costs, left, settings.floor, sampler.untimed)
     note(f"{cell.case.key}: {plan.samples} samples a side")
     seed = settings.seed ^ zlib.crc32(cell.case.key.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -100,6 +101,7 @@ class Session:
 
     def _cells(self, progress: Progress, telemetry: Telemetry, save: Callable[[Report], None]) -> None:
         saved = time.monotonic()
+        before_samples: list[float] = []
         for number, case in enumerate(self.suite.cases):
             cells_left = len(self.suite.cases) - number
             budget = self.options.time_budget
@@ -108,10 +110,13 @@ class Session:
                 return
             cell = Cell(case)
             try:
-                share = share_of_budget(budget, self.elapsed, [one.flops for one in self.suite.cases[number:]])
+                work_left = [one.flops for one in self.suite.cases[number:]]
+                usual = statistics.fmean(before_samples) if before_samples else 0.0
+                share = share_of_budget(budget, self.elapsed, work_left, usual)
                 run_cell(cell, self.contenders, self._settings(), telemetry, share, progress.note)
             finally:
                 self.records.append(self._record(cell))
+            before_samples.append(cell.seconds_before_samples)
             progress.advance(f"{case.key}, {remaining_text(self.elapsed, number + 1, cells_left - 1, budget)}")
             if time.monotonic() - saved >= SAVE_EVERY_SECONDS:
                 save(self.report())
