@@ -52,7 +52,8 @@ struct DoubleMatrix {
 
 // c [rows, columns] = a [rows, words] b [words, columns], or added to it, where `rows` is one tile's and columns are whole tiles. b's
 // and c's columns are adjacent.
-inline void multiply_tiles(DoubleMatrix a, DoubleMatrix b, int32_t words, int32_t columns, bool is_added, DoubleMatrix c) {
+inline void multiply_tiles(DoubleMatrix a, DoubleMatrix b, int32_t words, int32_t columns, bool is_added,
+                           DoubleMatrix c) {
   for (int32_t column = 0; column < columns; column += kDoubleTileColumns) {
     Double sum[kDoubleTileRows][2] = {};
     const double* left = a.data;

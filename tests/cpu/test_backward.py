@@ -215,6 +215,10 @@ def test_small_problems_are_exact_in_float32(backend: Backend, seed: int) -> Non
             (weights.mT @ grad_out.double()).sum(1, keepdim=True),
         )
         out, lse = backend.forward(q, k, v, causal=causal)
-        for name, found, wanted in zip("qkv", backend.backward(grad_out, q, k, v, out, lse, causal=causal), expected, strict=True):
+        for name, found, wanted in zip(
+            "qkv", backend.backward(grad_out, q, k, v, out, lse, causal=causal), expected, strict=True
+        ):
             error = (found.double() - wanted).abs().max().item()
-            assert error <= 2.0**-24 * (1 + 1e-4) * wanted.abs().max().item() + 1e-30, f"d{name}, {EXACT[index]}: {error:.2e}"
+            assert error <= 2.0**-24 * (1 + 1e-4) * wanted.abs().max().item() + 1e-30, (
+                f"d{name}, {EXACT[index]}: {error:.2e}"
+            )

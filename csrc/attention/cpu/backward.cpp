@@ -115,8 +115,8 @@ struct BackwardPlan {
 
   bool may_be_exact(const attention::BackwardParams& sizes) const {
     const int64_t rows = int64_t{group} * sizes.seq_q;
-    return whole.type == ScalarType::kFloat32 && !whole.is_band && rows <= kMostExactRows &&
-           rows * sizes.seq_k > 0 && rows * sizes.seq_k <= kMostExactScores;
+    return whole.type == ScalarType::kFloat32 && !whole.is_band && rows <= kMostExactRows && rows * sizes.seq_k > 0 &&
+           rows * sizes.seq_k <= kMostExactScores;
   }
   // Whether a key head, which may be, is computed in double. What it hangs on is the same for all tasks of the head.
   bool is_exact(const BackwardTask& head) const {

@@ -19,15 +19,15 @@ namespace cpu {
 namespace {
 
 struct ExactScratch {
-  int32_t rows;    // whole tiles
-  int64_t keys;    // whole tiles
-  int64_t dim;     // the same of the larger head_dim
-  double* q;       // [rows, dim]
-  double* dout;    // the same
-  double* dq;      // the same
-  double* p;       // [rows, keys]: S, then P
-  double* ds;      // the same: dP, then dS
-  double* block;   // of K and V in turn: [dim, kBackwardKeys], then K as [kBackwardKeys, dim], then their gradients
+  int32_t rows;   // whole tiles
+  int64_t keys;   // whole tiles
+  int64_t dim;    // the same of the larger head_dim
+  double* q;      // [rows, dim]
+  double* dout;   // the same
+  double* dq;     // the same
+  double* p;      // [rows, keys]: S, then P
+  double* ds;     // the same: dP, then dS
+  double* block;  // of K and V in turn: [dim, kBackwardKeys], then K as [kBackwardKeys, dim], then their gradients
   size_t bytes;
 
   ExactScratch(void* base, const BackwardTask& task) {
@@ -252,7 +252,8 @@ class ExactBackward {
       }
     }
   }
-  void store_keys(int32_t key, int32_t keys, int32_t dim, double factor, void* tensor, attention::Strides stride) const {
+  void store_keys(int32_t key, int32_t keys, int32_t dim, double factor, void* tensor,
+                  attention::Strides stride) const {
     for (int32_t i = 0; i < keys; ++i) {
       store_row(s_.block + i * s_.dim, dim, factor, key_of(tensor, stride, key + i));
     }

@@ -20,7 +20,7 @@ struct BackwardTask {
   bool causal;
   bool with_dq;
   bool with_dkv;
-  bool is_exact;           // in double, a whole (batch, key head)
+  bool is_exact;  // in double, a whole (batch, key head)
   int32_t batch;
   int32_t head_kv;
   int32_t head_begin;
