@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <new>
 #include <vector>
 
@@ -46,6 +47,7 @@ struct BackwardPlan {
         key_tasks(whole.with_dkv ? divide_up(params.seq_k, kBackwardKeys) : 0),
         row_tasks(whole.with_dq ? divide_up(params.seq_q, kSplitRows) : 0),
         head_tasks(is_fused ? 1 : key_tasks + int64_t{group} * row_tasks),
+        exact_bytes(most_exact_bytes()),
         threads(std::min<int64_t>(num_threads, heads_kv * head_tasks)),
         queues(heads_kv, head_tasks, threads) {}
 
@@ -82,6 +84,10 @@ struct BackwardPlan {
     task.head_kv = static_cast<int32_t>(position.group % params.heads_kv);
     task.head_begin = task.head_kv * group;
     task.head_end = task.head_begin + group;
+    if (may_be_exact(*task.params) && is_exact(task)) {
+      task.is_exact = true;
+      return position.index == 0;
+    }
     if (is_fused) return true;
     if (position.index < key_tasks) {
       task.with_dq = false;
@@ -103,9 +109,40 @@ struct BackwardPlan {
   size_t scratch_bytes() const {
     BackwardTask task = whole;
     task.head_end = is_fused ? group : 1;
-    if (is_fused) return kernel.scratch_bytes(task);
-    task.row_end = std::min(task.row_end, kSplitRows);
-    return kernel.scratch_bytes(task);
+    if (!is_fused) task.row_end = std::min(task.row_end, kSplitRows);
+    return std::max(kernel.scratch_bytes(task), exact_bytes);
+  }
+
+  bool may_be_exact(const attention::BackwardParams& sizes) const {
+    const int64_t rows = int64_t{group} * sizes.seq_q;
+    return whole.type == ScalarType::kFloat32 && !whole.is_band && rows <= kMostExactRows && rows * sizes.seq_k > 0 &&
+           rows * sizes.seq_k <= kMostExactScores;
+  }
+  // Whether a key head, which may be, is computed in double. What it hangs on is the same for all tasks of the head.
+  bool is_exact(const BackwardTask& head) const {
+    const attention::BackwardParams& sizes = *head.params;
+    if (sizes.seq_k > kBackwardKeys || int64_t{group} * sizes.seq_q * sizes.seq_k < kExactScores) return true;
+    for (int32_t index = head.head_begin; index < head.head_end; ++index) {
+      const float* lse = sizes.lse + (int64_t{head.batch} * sizes.heads_q + index) * head.lse_stride;
+      if (std::any_of(lse, lse + sizes.seq_q, [](float x) { return std::isfinite(x) && std::abs(x) > kLargeLse; })) {
+        return true;
+      }
+    }
+    return false;
+  }
+  // Of those key heads that may be computed in double, the one that needs the most.
+  size_t most_exact_bytes() const {
+    size_t most = 0;
+    for (size_t i = 0; i < (entries == nullptr ? 1 : entries->size()); ++i) {
+      BackwardTask task = whole;
+      if (entries != nullptr) task.params = &(*entries)[i];
+      if (!may_be_exact(*task.params)) continue;
+      task.row_end = task.params->seq_q;
+      task.head_end = group;
+      task.is_exact = true;
+      most = std::max(most, kernel.scratch_bytes(task));
+    }
+    return most;
   }
 
   const BackwardTask& whole;
@@ -118,6 +155,7 @@ struct BackwardPlan {
   const int32_t key_tasks;   // of one key head, where it is split
   const int32_t row_tasks;   // of one query head, where it is split
   const int64_t head_tasks;  // of one key head
+  const size_t exact_bytes;  // of scratch memory, where a key head may be computed in double
   const int64_t threads;
   TaskQueues queues;
   std::atomic<bool> out_of_memory{false};

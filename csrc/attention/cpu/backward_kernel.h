@@ -20,6 +20,7 @@ struct BackwardTask {
   bool causal;
   bool with_dq;
   bool with_dkv;
+  bool is_exact;  // in double, a whole (batch, key head)
   int32_t batch;
   int32_t head_kv;
   int32_t head_begin;
@@ -36,6 +37,14 @@ struct BackwardTask {
 // A block: three of its matrices of scores and the operands of head_dim 128 take half of a 1 MiB L2 cache.
 constexpr int32_t kBackwardRows = 64;
 constexpr int32_t kBackwardKeys = 128;
+
+// Scores of a key head, of all the query heads that read it, that are computed in double (backward_exact.h): below kExactScores
+// always, up to kMostExactScores where a row's keys are more than one block, or a log-sum-exp is large, whose rounding and the
+// scores' count then. Of larger problems errors average out.
+constexpr int64_t kExactScores = int64_t{1} << 14;
+constexpr int64_t kMostExactScores = int64_t{1} << 17;
+constexpr int64_t kMostExactRows = 1024;
+constexpr float kLargeLse = 16.0f;
 
 // One instruction set's implementation. Products and sums are those of blocks, in ascending order: no result depends on
 // how the work is cut into tasks.

@@ -18,6 +18,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "attention/cpu/backward_exact.h"
 #include "attention/cpu/backward_kernel.h"
 #include "attention/cpu/forward_few_rows.h"
 #include "attention/cpu/mask.h"
@@ -290,7 +291,10 @@ class Backward {
       score_by_row(rows, columns);
     } else {
       multiply_parts(s_.q_rows, whole_rows, s_.k_t, word_count<T>(dim_),
-                     has_few_keys<T>(params_.seq_k) ? kShortSum : dim_, columns, s_.scores);
+                     has_few_keys<T>(params_.seq_k) ? kShortSum
+                     : kIsFloat && is_one_block_    ? kSumWords
+                                                    : dim_,
+                     columns, s_.scores);
     }
     multiply_parts(s_.dout_rows, whole_rows, s_.v_t, word_count<T>(dim_v_), sum_words_, columns, s_.dscores);
     if constexpr (MaskOf::kIsBand) {
@@ -512,6 +516,7 @@ inline void backward_as(const BackwardTask& task, void* memory) {
 }
 
 inline void backward_simd(const BackwardTask& task, void* memory) {
+  if (task.is_exact && ExactBackward(task, memory).run()) return;
   switch (task.type) {
     case ScalarType::kFloat32:
       return backward_as<float>(task, memory);
@@ -523,8 +528,10 @@ inline void backward_simd(const BackwardTask& task, void* memory) {
 }
 
 inline size_t backward_scratch_bytes(const BackwardTask& task) {
-  return task.type == ScalarType::kBFloat16 ? BackwardScratch<BFloat16>(nullptr, task).bytes
-                                            : BackwardScratch<float>(nullptr, task).bytes;
+  const size_t bytes = task.type == ScalarType::kBFloat16 ? BackwardScratch<BFloat16>(nullptr, task).bytes
+                                                          : BackwardScratch<float>(nullptr, task).bytes;
+  const size_t exact_bytes = task.is_exact ? ExactScratch(nullptr, task).bytes : 0;
+  return exact_bytes > bytes ? exact_bytes : bytes;
 }
 
 }  // namespace
