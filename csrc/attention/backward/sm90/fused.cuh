@@ -1,14 +1,16 @@
 // dq, dk and dv in one kernel: five products a block instead of the split form's seven, and one exponential instead of two. A tile is
 // 128 keys; Q and dO stream past it as in the kernel of dk and dv, whose producer this is. dS^T of both consumers passes through
-// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; two more warps add it to float32 sums in global
+// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; three more warps add it to float32 sums in global
 // memory by the copy engine. The consumers wait for nobody.
-//   before   fused_prepare: row_dot, zeros in the sums, turns            after   fused_convert: the sums to dq
+//   before   fused_prepare: row_dot, zero turns            after   fused_convert: the sums to dq
 //   params.dq   the sums: [batch, heads_q, ceil(seq_q / 64)] pieces of 64 rows, in the order of FusedQueries::hand_over; then a turn
 //               for each piece, the number of tiles that have added to it
 //   grid, maps, counter   as of the kernel of dk and dv
 //
-// Tiles of a head add to a piece in the order of their keys, each when its turn has come: the same bits on every run. A tile waits
-// only for tiles with smaller numbers, which blocks that run have drawn before it: no grid waits for itself.
+// Tiles of a head add to a piece one after another, each when its turn has come: the same bits on every run. The last keys that the
+// piece sees come first. Under a causal mask they begin at that piece's diagonal, so a tile that starts with the others of its head is
+// behind those before it at every piece, and finds its turn come. A tile waits only for tiles with smaller numbers, which blocks that run
+// have drawn before it: no grid waits for itself.
 #pragma once
 
 #include "attention/backward/sm90/key_value_consumer.cuh"
@@ -37,13 +39,15 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
   static constexpr int kConsumerRegisters = 208;
   static constexpr int kQueryRegisters = 64;
 
-  static constexpr int kQueryBuffers = 2;                     // of dS^T, and of dQ
+  static constexpr int kScoreBuffers = 2;                     // of dS^T
+  static constexpr int kSumBuffers = 3;                       // of dQ, each with an adding warp
   static constexpr int kScoreBytes = kBlockN * kBlockM * 2;   // dS^T of a block
   static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
   static constexpr int kScoreOffset = (Base::kSharedBytes + 1023) / 1024 * 1024;
-  static constexpr int kQueryOffset = kScoreOffset + kQueryBuffers * kScoreBytes;
-  static constexpr int kScoreBarrierOffset = kQueryOffset + kQueryBuffers * kQueryBytes;
-  static constexpr int kSharedBytes = kScoreBarrierOffset + kQueryBuffers * (4 * 8 + 16);
+  static constexpr int kQueryOffset = kScoreOffset + kScoreBuffers * kScoreBytes;
+  static constexpr int kPlaceOffset = kQueryOffset + kSumBuffers * kQueryBytes;
+  static constexpr int kScoreBarrierOffset = kPlaceOffset + kSumBuffers * 16;
+  static constexpr int kSharedBytes = kScoreBarrierOffset + (2 * kScoreBuffers + 3 * kSumBuffers) * 8;
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
@@ -55,7 +59,7 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ unsigned char* scores(int buffer) const {
     return base + Spec::kScoreOffset + buffer * Spec::kScoreBytes;
   }
-  // A piece of dq, as dq_piece says.
+  // A piece of dq, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
     return base + Spec::kQueryOffset + buffer * Spec::kQueryBytes;
   }
@@ -63,18 +67,19 @@ struct FusedMemory : SharedMemory<Spec> {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kScoreBarrierOffset) + buffer;
   }
   __device__ __forceinline__ ptx::Mbarrier* scores_empty(int buffer) const {
-    return scores_full(Spec::kQueryBuffers + buffer);
+    return scores_full(Spec::kScoreBuffers + buffer);
   }
   __device__ __forceinline__ ptx::Mbarrier* sums_full(int buffer) const {
-    return scores_full(2 * Spec::kQueryBuffers + buffer);
+    return scores_full(2 * Spec::kScoreBuffers + buffer);
   }
   __device__ __forceinline__ ptx::Mbarrier* sums_empty(int buffer) const {
-    return scores_full(3 * Spec::kQueryBuffers + buffer);
+    return sums_full(Spec::kSumBuffers + buffer);
   }
-  // The SumPlace of query_sums(buffer), guarded by the same barriers.
-  __device__ __forceinline__ unsigned char* place(int buffer) const {
-    return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
+  __device__ __forceinline__ ptx::Mbarrier* place_full(int buffer) const {
+    return sums_full(2 * Spec::kSumBuffers + buffer);
   }
+  // The piece that query_sums(buffer) is of, or -1, and the turn of this tile there. Guarded by place_full and sums_empty.
+  __device__ __forceinline__ unsigned char* place(int buffer) const { return base + Spec::kPlaceOffset + 16 * buffer; }
 };
 
 // Whether some of the 64 keys from first_key on are past the last.
@@ -117,7 +122,7 @@ struct FusedConsumer {
   const int consumer;  // 0 or 1
   RingPosition<Spec::kFirstStages> at;
   RingPosition<Spec::kFirstStages> used;  // the oldest that has not been released: `at`, or one behind
-  RingPosition<Spec::kQueryBuffers> handed;
+  RingPosition<Spec::kScoreBuffers> handed;
 
   __device__ __forceinline__ FusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
                                            int consumer_)
@@ -207,9 +212,9 @@ struct FusedConsumer {
 
   // Hazard: dK takes the place of K while dq's warpgroup still multiplies with it.
   __device__ __forceinline__ void wait_for_query_products() const {
-    RingPosition<Spec::kQueryBuffers> buffer = handed;  // the oldest of all of them
+    RingPosition<Spec::kScoreBuffers> buffer = handed;  // the oldest of all of them
 #pragma unroll
-    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
+    for (int i = 0; i < Spec::kScoreBuffers; ++i) {
       ptx::mbarrier_wait(shared.scores_empty(buffer.stage), buffer.parity ^ 1);
       buffer.advance();
     }
@@ -274,6 +279,13 @@ struct FusedConsumer {
   }
 };
 
+// The tile of the last keys that a row of block `block` sees.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ int last_tile(const BackwardParams& params, int block) {
+  const int end_key = visible_keys<kMask>(params, Lengths{params}, (block + 1) * Spec::kStreamRows - 1).end;
+  return (end_key - 1) / Spec::kOwnRows;
+}
+
 // The warpgroup of dq.
 template <typename Spec, MaskKind kMask>
 struct FusedQueries {
@@ -282,7 +294,8 @@ struct FusedQueries {
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
-  RingPosition<Spec::kQueryBuffers> at;  // of dS^T, and of what is added
+  RingPosition<Spec::kScoreBuffers> at;  // of dS^T
+  RingPosition<Spec::kSumBuffers> sum;   // of what is added
 
   __device__ __forceinline__ FusedQueries(const BackwardParams& params_, const FusedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
@@ -307,10 +320,10 @@ struct FusedQueries {
 
   // To the warp that adds: [kHeadDim / 8][128 threads][4], where thread 32 w + 4 g + t has at j, of the rows 16 w + g and that + 8, the
   // columns 8 j + 2 t and the next.
-  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], int piece, int tile) {
-    // Hazard: the buffer is still read by the sum of two blocks ago.
-    ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
-    unsigned char* mine = shared.query_sums(at.stage) + ptx::thread_index() % 128 * 16;
+  __device__ __forceinline__ void hand_over(const float (&sums)[kSums]) {
+    // Hazard: the buffer is still read by the sum of three blocks ago.
+    ptx::mbarrier_wait(shared.sums_empty(sum.stage), sum.parity ^ 1);
+    unsigned char* mine = shared.query_sums(sum.stage) + ptx::thread_index() % 128 * 16;
 #pragma unroll
     for (int j = 0; j < kSums / 4; ++j) {
       const uint32_t words[4] = {ptx::float_bits(sums[4 * j]), ptx::float_bits(sums[4 * j + 1]),
@@ -319,19 +332,23 @@ struct FusedQueries {
     }
     // Hazard: the copy engine reads before all is written and visible to it.
     ptx::fence_proxy_async_shared();
-    pass(piece, tile);
-  }
-  __device__ __forceinline__ void pass(int piece, int tile) {
-    if (ptx::thread_index() % 128 == 0) {
-      const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(tile), 0, 0};
-      ptx::st_shared_128(shared.place(at.stage), words);
-    }
-    release(shared.sums_full(at.stage));
-    at.advance();
+    release(shared.sums_full(sum.stage));
+    sum.advance();
   }
 
-  __device__ __forceinline__ void block(int piece, int tile, bool has_second_half) {
+  // Ahead of the product, so that the adding warp asks for its turn meanwhile.
+  __device__ __forceinline__ void announce(int piece, int turn) const {
+    if (ptx::thread_index() % 128 != 0) return;
+    // Hazard: the place of three blocks ago is still read.
+    ptx::mbarrier_wait(shared.sums_empty(sum.stage), sum.parity ^ 1);
+    const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(turn), 0, 0};
+    ptx::st_shared_128(shared.place(sum.stage), words);
+    ptx::mbarrier_arrive(shared.place_full(sum.stage));
+  }
+
+  __device__ __forceinline__ void block(int piece, int turn, bool has_second_half) {
     float sums[kSums];
+    announce(piece, turn);
     ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
     if (has_second_half) {
       multiply<2>(sums);
@@ -339,7 +356,8 @@ struct FusedQueries {
       multiply<1>(sums);
     }
     release(shared.scores_empty(at.stage));
-    hand_over(sums, piece, tile);
+    at.advance();
+    hand_over(sums);
   }
 
   __device__ __forceinline__ void run() {
@@ -359,19 +377,20 @@ struct FusedQueries {
       for (int head = 0; head < heads; ++head) {
         const int first_piece = (tile.batch * params.heads_q + tile.head * heads + head) * pieces;
         for (int i = all.begin; i < all.end; ++i) {
-          block(first_piece + i, tile.index, i >= second_begin);
+          block(first_piece + i, last_tile<Spec, kMask>(params, i) - tile.index, i >= second_begin);
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
-      ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
-      pass(-1, 0);
+    for (int i = 0; i < Spec::kSumBuffers; ++i) {
+      announce(-1, 0);
+      sum.advance();
     }
   }
 };
 
-// One thread a buffer: adds what comes in it to the sums in global memory, each piece when its turn has come.
+// One thread a buffer: adds what comes in it to the sums in global memory, each piece when its turn has come. Whose turn is the first
+// stores, so nobody zeroes the sums.
 template <typename Spec>
 __device__ __forceinline__ void add_sums(const BackwardParams& params, const FusedMemory<Spec>& shared, int buffer) {
   float* sums_gmem = static_cast<float*>(params.dq);
@@ -379,22 +398,27 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
       static_cast<int64_t>(params.batch) * params.heads_q * ceil_div(params.seq_q, Spec::kStreamRows);
   auto* turns_gmem = reinterpret_cast<int32_t*>(sums_gmem + all_pieces * (Spec::kQueryBytes / 4));
   for (int parity = 0;; parity ^= 1) {
-    ptx::mbarrier_wait(shared.sums_full(buffer), parity);
+    ptx::mbarrier_wait(shared.place_full(buffer), parity);
     uint32_t words[4];
     ptx::ld_shared_128(words, shared.place(buffer));
     const int piece = static_cast<int>(words[0]);
-    const int tile = static_cast<int>(words[1]);
+    const int turn = static_cast<int>(words[1]);
     if (piece < 0) break;
-    ptx::wait_for_turn(turns_gmem + piece, tile);
-    ptx::bulk_reduce_add(sums_gmem + piece * static_cast<int64_t>(Spec::kQueryBytes / 4), shared.query_sums(buffer),
-                         Spec::kQueryBytes);
+    float* piece_gmem = sums_gmem + piece * static_cast<int64_t>(Spec::kQueryBytes / 4);
+    ptx::wait_for_turn(turns_gmem + piece, turn);
+    ptx::mbarrier_wait(shared.sums_full(buffer), parity);
+    if (turn == 0) {
+      ptx::bulk_store(piece_gmem, shared.query_sums(buffer), Spec::kQueryBytes);
+    } else {
+      ptx::bulk_reduce_add(piece_gmem, shared.query_sums(buffer), Spec::kQueryBytes);
+    }
     ptx::tma_store_commit();
     // Hazard: the next block's dQ overwrites this one while it is read.
     ptx::tma_store_wait_read<0>();
     ptx::mbarrier_arrive(shared.sums_empty(buffer));
     // Hazard: the next tile adds before this sum is complete.
     ptx::tma_store_wait<0>();
-    ptx::pass_turn(turns_gmem + piece, tile + 1);
+    ptx::pass_turn(turns_gmem + piece, turn + 1);
   }
 }
 
@@ -416,11 +440,15 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::prefetch_tensor_map(&dk_map);
     ptx::prefetch_tensor_map(&dv_map);
 #pragma unroll
-    for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
+    for (int buffer = 0; buffer < Spec::kScoreBuffers; ++buffer) {
       ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
       ptx::mbarrier_init(shared.scores_empty(buffer), 4);
+    }
+#pragma unroll
+    for (int buffer = 0; buffer < Spec::kSumBuffers; ++buffer) {
       ptx::mbarrier_init(shared.sums_full(buffer), 4);
       ptx::mbarrier_init(shared.sums_empty(buffer), 1);
+      ptx::mbarrier_init(shared.place_full(buffer), 1);
     }
     init_barriers(shared);
   }
@@ -430,7 +458,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
       produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
-    } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
+    } else if (warp <= Spec::kSumBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }
   } else if (warpgroup == 3) {

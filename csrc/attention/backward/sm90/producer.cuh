@@ -191,10 +191,12 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  // Tiles that take turns are of different heads where they can, as under a causal mask: few then wait. Of fewer heads than there, as
-  // their sums of dq want room in the second-level cache, too.
-  const Schedule<Spec, Spec::kTakesTurns ? MaskKind::kCausal : kMask, false> schedule(
-      params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv * Spec::kStreamCost, 1);
+  // Tiles that take turns come from the last keys on. Without a mask they are of different heads where they can be, as few wait then, and
+  // of heads whose sums of dq fit the second-level cache, too. Under a causal mask, head by head.
+  constexpr bool kHeadByHead = Spec::kTakesTurns && kMask == MaskKind::kCausal;
+  const Schedule<Spec, Spec::kTakesTurns ? MaskKind::kCausal : kMask, Spec::kTakesTurns> schedule(
+      params, params.seq_k, params.heads_kv, kHeadByHead ? kNoSection : params.seq_q * heads_per_kv * Spec::kStreamCost,
+      1);
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
