@@ -125,7 +125,8 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     fused = choose.fused  # type: ignore[attr-defined]
     assert fused(90, 64, False, 4, 32, 4096, 4096)
     assert fused(90, 40, False, 4, 32, 4096, 4096)
-    assert not fused(90, 64, True, 4, 32, 4096, 4096), "there is none with a mask"
+    assert fused(90, 64, True, 4, 32, 4096, 4096)
+    assert not fused(90, 64, True, 1, 16, 4096, 4096), "the longest tiles come last"
     assert not fused(90, 64, False, 16, 32, 1024, 1024), "a row sees few keys"
     assert not fused(90, 64, False, 1, 2, 4096, 4096), "fewer tiles than multiprocessors"
     assert not fused(90, 128, False, 4, 16, 4096, 4096)

@@ -278,13 +278,13 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 }
 
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem) {
-  // Measured on an H100, without a mask: with fewer keys its sums cost more than the two products that it saves, and tiles that take
-  // turns want many others at work.
+  // Measured on an H100: with fewer keys its sums cost more than the two products that it saves, and tiles that take turns want many
+  // others at work. Causal ones end with the longest, which few tiles do not make up for.
   constexpr int64_t kMinKeys = 2048;
-  constexpr int64_t kMinRounds = 4;  // of tiles, one for each multiprocessor
+  const int64_t min_rounds = problem.mask == Mask::kCausal ? 8 : 4;  // of tiles, one for each multiprocessor
   if (kernels.fused == nullptr) return false;
   const int64_t tiles = ceil_div(problem.seq_k, kernels.fused->block_n) * problem.heads_kv * problem.batch;
-  return problem.seq_k >= kMinKeys && tiles >= kMinRounds * problem.request.num_multiprocessors;
+  return problem.seq_k >= kMinKeys && tiles >= min_rounds * problem.request.num_multiprocessors;
 }
 
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores) {

@@ -191,12 +191,11 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  // Tiles that take turns come from the last keys on. Without a mask they are of different heads where they can be, as few wait then, and
-  // of heads whose sums of dq fit the second-level cache, too. Under a causal mask, head by head.
-  constexpr bool kHeadByHead = Spec::kTakesTurns && kMask == MaskKind::kCausal;
+  // Tiles that take turns come from the last keys on, and are of different heads where they can be, as under a causal mask: few then wait.
+  // Of fewer heads than there, as their sums of dq want room in the second-level cache, too. Of a group's heads each block by turns.
+  constexpr bool kHeadsInTurn = Spec::kTakesTurns;
   const Schedule<Spec, Spec::kTakesTurns ? MaskKind::kCausal : kMask, Spec::kTakesTurns> schedule(
-      params, params.seq_k, params.heads_kv, kHeadByHead ? kNoSection : params.seq_q * heads_per_kv * Spec::kStreamCost,
-      1);
+      params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv * Spec::kStreamCost, 1);
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
@@ -210,13 +209,13 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
     const int first_key = tile.index * Spec::kOwnRows;
     const int begin_block = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 1).begin;
     const int first_head = tile.head * heads_per_kv;
-    const int draw_head = kMask == MaskKind::kCausal ? first_head + heads_per_kv - 1 : first_head;
+    const int draw_head = kMask == MaskKind::kCausal && !kHeadsInTurn ? first_head + heads_per_kv - 1 : first_head;
     const int draw_block = kMask == MaskKind::kCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;
     statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
-    while (head < first_head + heads_per_kv) {
+    while (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
           next_number = next_tile<Spec>(params.tile_counter, num_tiles, number);
@@ -238,11 +237,16 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
       statistics.store(shared.statistics(at.stage));
       ptx::mbarrier_arrive(shared.first_full(at.stage));
       at.advance();
-      if (++block == end_block) {
+      if constexpr (kHeadsInTurn) {
+        if (++head == first_head + heads_per_kv) {
+          head = first_head;
+          ++block;
+        }
+      } else if (++block == end_block) {
         block = begin_block;
         ++head;
       }
-      if (head < first_head + heads_per_kv) {
+      if (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
         statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
       }
     }

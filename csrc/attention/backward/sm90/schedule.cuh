@@ -174,7 +174,6 @@ __device__ __forceinline__ int64_t row_offset(const Strides& stride, const BandT
 // Full: the tiles of a head one after another, so that blocks at work share the head's stream. Causal: sections of heads
 // whose streams together fit the second-level cache; inside a section the longest tiles of all heads first, so that short
 // ones fill the end.
-constexpr int kNoSection = 1 << 30;  // rows of a head's stream: no two heads together
 template <typename Spec, MaskKind kMask, bool kDescending>
 struct Schedule {
   int tiles_per_head;
