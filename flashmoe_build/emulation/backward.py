@@ -24,7 +24,7 @@ from flashmoe_build.emulation.attention import (
     tensor_map_arguments,
 )
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
-from flashmoe_build.emulation.fused_queries import PIECE_ROWS, make_sums, rows_of_sums
+from flashmoe_build.emulation.fused_queries import make_sums, rows_of_sums, tiles_of_pieces
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, Layout, Problem, Shape, Values, make_inputs, worst_place
@@ -188,21 +188,13 @@ def run_backward(unit: Unit, problem: Problem, settings: Settings, options: Opti
         if unit.row.operation == "attention_backward_fused":
             dq = problem.scale * rows_of_sums(problem, pieces, turns)
             wrong += worst_place("dq", dq, expected.gradients["dq"], expected.bounds["dq"])
-            if not turns.eq(_tiles_of_pieces(unit, problem)).all():
+            if not turns.eq(tiles_of_pieces(problem)).all():
                 wrong.append("not every tile that a piece's rows see had a turn there")
         error = 1e-5 * expected.given["dout"].double().abs().mul(expected.given["out"].double().abs()).sum(-1) + 1e-6
         wrong += worst_place("row_dot", row_dot, expected.given["row_dot"].double(), error)
         if int(counter[0]) != 0:
             wrong.append(f"tile_counter is {int(counter[0])} after the launch; the next launch needs 0")
     return Outcome(problem, symbol, report, tuple(wrong), tensors[names[0]], row_dot)
-
-
-def _tiles_of_pieces(unit: Unit, problem: Problem) -> torch.Tensor:
-    """For each piece of 64 rows: how many key tiles its last row sees."""
-    shape = problem.shape
-    rows = torch.arange(PIECE_ROWS, shape.seq_q + PIECE_ROWS, PIECE_ROWS).clamp(max=shape.seq_q)
-    keys = (rows + shape.seq_k - shape.seq_q).clamp(min=0) if problem.causal else torch.full_like(rows, shape.seq_k)
-    return -(-keys // unit.row.block_n)
 
 
 def _shares_weights(unit: Unit) -> bool:

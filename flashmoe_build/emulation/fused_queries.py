@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from flashmoe.tools.operations import Header
 from flashmoe.tools.tables import Unit
+from flashmoe_build.emulation import row_dot
 from flashmoe_build.emulation.attention import Outcome, Strides, launch_registers, load, mapped, place
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
@@ -17,6 +20,7 @@ from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, wor
 
 FusedQueryParams = structure(Header("FusedQueryParams", "attention/params/fused_backward.h"), (CSRC,))
 PIECE_ROWS = 64
+TILE_KEYS = 128
 
 
 def make_sums(problem: Problem, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,6 +42,21 @@ def rows_of_sums(problem: Problem, pieces: torch.Tensor, turns: torch.Tensor) ->
     return rows[:, :, : problem.shape.seq_q, : problem.shape.head_dim]
 
 
+def problems(unit: Unit) -> Iterator[Problem]:
+    """Those of row_dot; of several pieces, the first sees no key."""
+    for problem in row_dot.problems(unit):
+        causal = problem.shape.seq_q > PIECE_ROWS
+        yield replace(problem, causal=causal, shape=replace(problem.shape, seq_k=1 if causal else TILE_KEYS + 2))
+
+
+def tiles_of_pieces(problem: Problem) -> torch.Tensor:
+    """For each piece of a head: how many key tiles its last row sees."""
+    shape = problem.shape
+    rows = torch.arange(PIECE_ROWS, shape.seq_q + PIECE_ROWS, PIECE_ROWS).clamp(max=shape.seq_q)
+    keys = (rows + shape.seq_k - shape.seq_q).clamp(min=0) if problem.causal else torch.full_like(rows, shape.seq_k)
+    return -(-keys // TILE_KEYS)
+
+
 def run(unit: Unit, problem: Problem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares. ``wants_lse`` says whether there is a gradient of lse."""
     library = load(kernel_library(unit, options))
@@ -47,14 +66,14 @@ def run(unit: Unit, problem: Problem, settings: Settings, options: Options) -> O
     out, dout = (torch.randn(*sizes, shape.head_dim, generator=generator).to(dtype) for _ in range(2))
     lse, dlse = torch.randn(*sizes, generator=generator), torch.randn(*sizes, generator=generator)
     lse[:, -1, -1] = -math.inf
-    row_dot, dq = torch.full(sizes, math.nan), torch.full((*sizes, shape.head_dim), math.nan, dtype=dtype)
+    dots, dq = torch.full(sizes, math.nan), torch.full((*sizes, shape.head_dim), math.nan, dtype=dtype)
     memory, pieces, turns = make_sums(problem, unit.row.axes["head_dim"])
     prepares = unit.row.operation.endswith("prepare")
     if prepares:
         turns.fill_(-1)
     else:
-        turns[:, :, -1] = 3  # the rows before it see no key
-        pieces[:, :, -1] = torch.randn(pieces[:, :, -1].shape, generator=generator)
+        turns.copy_(tiles_of_pieces(problem).expand_as(turns))
+        pieces[turns > 0] = torch.randn(pieces[turns > 0].shape, generator=generator)
     with mapped(library):
 
         def add(tensor: torch.Tensor, name: str, *, writable: bool = False) -> int:
@@ -70,12 +89,14 @@ def run(unit: Unit, problem: Problem, settings: Settings, options: Options) -> O
             **{f"{name}_stride": Strides(*item.strides) for name, item in placed.items()},
             lse=add(lse, "lse"),
             dlse=add(dlse, "dlse") if problem.wants_lse else 0,
-            row_dot=add(row_dot, "row_dot", writable=True),
+            row_dot=add(dots, "row_dot", writable=True),
             sums=add(memory, "sums of dq", writable=prepares),
             batch=shape.batch,
             heads=shape.heads_q,
             rows=shape.seq_q,
             head_dim=shape.head_dim,
+            keys=shape.seq_k,
+            row_keys=shape.seq_k - shape.seq_q + 1 if problem.causal else shape.seq_k,
             scale=problem.scale,
         )
         grid = math.prod(pieces.shape[:3])
@@ -86,10 +107,10 @@ def run(unit: Unit, problem: Problem, settings: Settings, options: Options) -> O
         products = out.double() * dout.double()
         expected = products.sum(-1) - (dlse.double() if problem.wants_lse else 0.0)
         expected = expected.masked_fill(lse == -math.inf, 0.0)
-        wrong += worst_place("row_dot", row_dot, expected, 1e-5 * products.abs().sum(-1) + 1e-6)
+        wrong += worst_place("row_dot", dots, expected, 1e-5 * products.abs().sum(-1) + 1e-6)
         if turns.any():
             wrong.append("the turns are not all zero")
     elif not report.failure:
         expected = problem.scale * rows_of_sums(problem, pieces, turns).double()
         wrong += worst_place("dq", dq, expected, UNIT_ROUNDOFF[problem.dtype] * expected.abs() + 1e-6)
-    return Outcome(problem, unit.entries[0].symbol, report, tuple(wrong), dq if not prepares else row_dot, lse)
+    return Outcome(problem, unit.entries[0].symbol, report, tuple(wrong), dq if not prepares else dots, lse)

@@ -17,6 +17,7 @@
 #include "attention/backward/sm90/fused_consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "ptx/bulk_reduce.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/register_control.cuh"
 #include "ptx/turns.cuh"
 
@@ -200,6 +201,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();  // fused_convert asks for the turns of its piece
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/backward/sm90/key_value_consumer.cuh"
+#include "attention/params/fused_backward.h"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 
@@ -15,7 +16,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0>;
   static_assert(kHeadDim == 64, "of more columns consumers and the warpgroup of dq need more registers than there are");
-  static_assert(kNumWarps_ == 16 && kBlockM == 64 && kBlockN == 128,
+  static_assert(kNumWarps_ == 16 && kBlockM == 64 && kBlockN == kFusedTileKeys,
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
   static constexpr bool kTakesTurns = true;
