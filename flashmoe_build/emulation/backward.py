@@ -68,13 +68,15 @@ def problems(unit: Unit) -> Iterator[Problem]:
         (70, n + 9, dim, 1, 1, 1, Layout.ROWS, Values.LOW),  # logits near -120: exp(0 - lse) of a padded key is inf
         (2 * m + 70, 2 * n + 30, dim, 3, 1, 1, Layout.BHSD, Values.SHIFTED),  # more tiles than blocks; a group of three
     )
+    takes_turns = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
+    if takes_turns:  # eight tiles a block: those of the last keys come first
+        sizes += ((m + 9, n + 30, dim, 4, 4, 3, Layout.BSHD, Values.NORMAL),)
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
             if unit.row.schedule == "grid" and unit.dtype == "bf16" and index not in FEW_PROBLEMS:
                 continue
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
             problem = Problem(shape, unit.dtype, causal, layout, values, index)
-            takes_turns = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
             yield replace(problem, wants_lse=index == 1, has_counter=takes_turns or index != 5)
 
 

@@ -1,17 +1,19 @@
 // dq, dk and dv in one kernel: five products a block instead of the split form's seven, and one exponential instead of two. A tile is
 // 128 keys; Q and dO stream past it as in the kernel of dk and dv, whose producer this is. dS^T of both consumers passes through
-// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; three more warps add it to float32 sums in global
+// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; two more warps add it to float32 sums in global
 // memory by the copy engine. The consumers wait for nobody.
 //   before   fused_prepare: row_dot, zero turns            after   fused_convert: the sums to dq
 //   params.dq   the sums: [batch, heads_q, ceil(seq_q / 64)] pieces of 64 rows, in the order of FusedQueries::hand_over; then a turn
 //               for each piece, the number of tiles that have added to it
 //   grid, maps, counter   as of the kernel of dk and dv
 //
-// Tiles of a head add to a piece one after another, each when its turn has come: the same bits on every run. The last keys that the
-// piece sees come first. Under a causal mask they begin at that piece's diagonal, so a tile that starts with the others of its head is
-// behind those before it at every piece, and finds its turn come. (Of query heads that share a key head, a block of each comes before the
-// next block of the first.) A tile waits only for tiles with smaller numbers, which blocks that run have drawn before it: no grid waits
-// for itself.
+// Tiles of a head add to a piece one after another, each when its turn has come: the same bits on every run. A tile waits only for tiles
+// with smaller numbers, which blocks that run have drawn before it: no grid waits for itself. Of query heads that share a key head, a
+// block of each comes before the next block of the first. There are two orders (takes_last_queries_first):
+//   up     the tiles of the last keys come first, and queries upwards. Under a causal mask a tile begins at its diagonal, so one that starts
+//          with the others of its head is behind those before it at every piece, and finds its turn come. But the longest tiles come last
+//   down   the tiles of the first keys, the longest, come first, and queries downwards, so that all begin at the same block: each has to
+//          begin a little after the one before it. For few tiles, or long ones, where the end of the up order leaves blocks idle
 #pragma once
 
 #include "attention/backward/sm90/fused_consumer.cuh"
@@ -41,8 +43,7 @@ struct FusedQueries {
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
-  RingPosition<Spec::kScoreBuffers> at;  // of dS^T
-  RingPosition<Spec::kSumBuffers> sum;   // of what is added
+  RingPosition<Spec::kQueryBuffers> at;  // of dS^T, and of what is added
 
   __device__ __forceinline__ FusedQueries(const BackwardParams& params_, const FusedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
@@ -67,10 +68,10 @@ struct FusedQueries {
 
   // To the warp that adds: [kHeadDim / 8][128 threads][4], where thread 32 w + 4 g + t has at j, of the rows 16 w + g and that + 8, the
   // columns 8 j + 2 t and the next.
-  __device__ __forceinline__ void hand_over(const float (&sums)[kSums]) {
-    // Hazard: the buffer is still read by the sum of three blocks ago.
-    ptx::mbarrier_wait(shared.sums_empty(sum.stage), sum.parity ^ 1);
-    unsigned char* mine = shared.query_sums(sum.stage) + ptx::thread_index() % 128 * 16;
+  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], int piece, int turn) {
+    // Hazard: the buffer is still read by the sum of two blocks ago.
+    ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
+    unsigned char* mine = shared.query_sums(at.stage) + ptx::thread_index() % 128 * 16;
 #pragma unroll
     for (int j = 0; j < kSums / 4; ++j) {
       const uint32_t words[4] = {ptx::float_bits(sums[4 * j]), ptx::float_bits(sums[4 * j + 1]),
@@ -79,23 +80,19 @@ struct FusedQueries {
     }
     // Hazard: the copy engine reads before all is written and visible to it.
     ptx::fence_proxy_async_shared();
-    release(shared.sums_full(sum.stage));
-    sum.advance();
+    pass(piece, turn);
   }
-
-  // Ahead of the product, so that the adding warp asks for its turn meanwhile.
-  __device__ __forceinline__ void announce(int piece, int turn) const {
-    if (ptx::thread_index() % 128 != 0) return;
-    // Hazard: the place of three blocks ago is still read.
-    ptx::mbarrier_wait(shared.sums_empty(sum.stage), sum.parity ^ 1);
-    const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(turn), 0, 0};
-    ptx::st_shared_128(shared.place(sum.stage), words);
-    ptx::mbarrier_arrive(shared.place_full(sum.stage));
+  __device__ __forceinline__ void pass(int piece, int turn) {
+    if (ptx::thread_index() % 128 == 0) {
+      const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(turn), 0, 0};
+      ptx::st_shared_128(shared.place(at.stage), words);
+    }
+    release(shared.sums_full(at.stage));
+    at.advance();
   }
 
   __device__ __forceinline__ void block(int piece, int turn, bool has_second_half) {
     float sums[kSums];
-    announce(piece, turn);
     ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
     if (has_second_half) {
       multiply<2>(sums);
@@ -103,13 +100,13 @@ struct FusedQueries {
       multiply<1>(sums);
     }
     release(shared.scores_empty(at.stage));
-    at.advance();
-    hand_over(sums);
+    hand_over(sums, piece, turn);
   }
 
   __device__ __forceinline__ void run() {
     const int heads = params.heads_q / params.heads_kv;
     const int pieces = ceil_div(params.seq_q, Spec::kStreamRows);
+    const bool from_last = takes_last_queries_first<Spec>(params);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(0), parity);
       const Tile tile = read_tile<Tile>(shared.tile(0));
@@ -123,16 +120,17 @@ struct FusedQueries {
           has_second ? query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128).begin : all.end;
       const int first_piece = (tile.batch * params.heads_q + tile.head * heads) * pieces;
       for (int i = all.begin; i < all.end; ++i) {
-        const int turn = last_tile<Spec, kMask>(params, i) - tile.index;
+        const int at_block = from_last ? all.begin + all.end - 1 - i : i;
+        const int turn = from_last ? tile.index : last_tile<Spec, kMask>(params, at_block) - tile.index;
         for (int head = 0; head < heads; ++head) {
-          block(first_piece + head * pieces + i, turn, i >= second_begin);
+          block(first_piece + head * pieces + at_block, turn, at_block >= second_begin);
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < Spec::kSumBuffers; ++i) {
-      announce(-1, 0);
-      sum.advance();
+    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
+      ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
+      pass(-1, 0);
     }
   }
 };
@@ -146,7 +144,7 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
       static_cast<int64_t>(params.batch) * params.heads_q * ceil_div(params.seq_q, Spec::kStreamRows);
   auto* turns_gmem = reinterpret_cast<int32_t*>(sums_gmem + all_pieces * (Spec::kQueryBytes / 4));
   for (int parity = 0;; parity ^= 1) {
-    ptx::mbarrier_wait(shared.place_full(buffer), parity);
+    ptx::mbarrier_wait(shared.sums_full(buffer), parity);
     uint32_t words[4];
     ptx::ld_shared_128(words, shared.place(buffer));
     const int piece = static_cast<int>(words[0]);
@@ -154,7 +152,6 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
     if (piece < 0) break;
     float* piece_gmem = sums_gmem + piece * static_cast<int64_t>(Spec::kQueryBytes / 4);
     ptx::wait_for_turn(turns_gmem + piece, turn);
-    ptx::mbarrier_wait(shared.sums_full(buffer), parity);
     if (turn == 0) {
       ptx::bulk_store(piece_gmem, shared.query_sums(buffer), Spec::kQueryBytes);
     } else {
@@ -188,15 +185,11 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::prefetch_tensor_map(&dk_map);
     ptx::prefetch_tensor_map(&dv_map);
 #pragma unroll
-    for (int buffer = 0; buffer < Spec::kScoreBuffers; ++buffer) {
+    for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
       ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
       ptx::mbarrier_init(shared.scores_empty(buffer), 4);
-    }
-#pragma unroll
-    for (int buffer = 0; buffer < Spec::kSumBuffers; ++buffer) {
       ptx::mbarrier_init(shared.sums_full(buffer), 4);
       ptx::mbarrier_init(shared.sums_empty(buffer), 1);
-      ptx::mbarrier_init(shared.place_full(buffer), 1);
     }
     init_barriers(shared);
   }
@@ -207,7 +200,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
       produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
-    } else if (warp <= Spec::kSumBuffers && ptx::elect_one()) {
+    } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }
   } else if (warpgroup == 3) {

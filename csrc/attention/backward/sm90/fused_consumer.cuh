@@ -20,20 +20,17 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
   static constexpr bool kTakesTurns = true;
-  static constexpr int kStreamCost = 2;
   static constexpr int kProducerRegisters = 32;  // 128 * (32 + 2 * 208 + 64) = 65536
   static constexpr int kConsumerRegisters = 208;
   static constexpr int kQueryRegisters = 64;
 
-  static constexpr int kScoreBuffers = 2;                     // of dS^T
-  static constexpr int kSumBuffers = 3;                       // of dQ, each with an adding warp
+  static constexpr int kQueryBuffers = 2;                     // of dS^T, and of dQ
   static constexpr int kScoreBytes = kBlockN * kBlockM * 2;   // dS^T of a block
   static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
   static constexpr int kScoreOffset = (Base::kSharedBytes + 1023) / 1024 * 1024;
-  static constexpr int kQueryOffset = kScoreOffset + kScoreBuffers * kScoreBytes;
-  static constexpr int kPlaceOffset = kQueryOffset + kSumBuffers * kQueryBytes;
-  static constexpr int kScoreBarrierOffset = kPlaceOffset + kSumBuffers * 16;
-  static constexpr int kSharedBytes = kScoreBarrierOffset + (2 * kScoreBuffers + 3 * kSumBuffers) * 8;
+  static constexpr int kQueryOffset = kScoreOffset + kQueryBuffers * kScoreBytes;
+  static constexpr int kScoreBarrierOffset = kQueryOffset + kQueryBuffers * kQueryBytes;
+  static constexpr int kSharedBytes = kScoreBarrierOffset + kQueryBuffers * (4 * 8 + 16);
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
@@ -53,19 +50,18 @@ struct FusedMemory : SharedMemory<Spec> {
     return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kScoreBarrierOffset) + buffer;
   }
   __device__ __forceinline__ ptx::Mbarrier* scores_empty(int buffer) const {
-    return scores_full(Spec::kScoreBuffers + buffer);
+    return scores_full(Spec::kQueryBuffers + buffer);
   }
   __device__ __forceinline__ ptx::Mbarrier* sums_full(int buffer) const {
-    return scores_full(2 * Spec::kScoreBuffers + buffer);
+    return scores_full(2 * Spec::kQueryBuffers + buffer);
   }
   __device__ __forceinline__ ptx::Mbarrier* sums_empty(int buffer) const {
-    return sums_full(Spec::kSumBuffers + buffer);
+    return scores_full(3 * Spec::kQueryBuffers + buffer);
   }
-  __device__ __forceinline__ ptx::Mbarrier* place_full(int buffer) const {
-    return sums_full(2 * Spec::kSumBuffers + buffer);
+  // The piece that query_sums(buffer) is of, or -1, and this tile's turn there; guarded by the same barriers.
+  __device__ __forceinline__ unsigned char* place(int buffer) const {
+    return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
   }
-  // The piece that query_sums(buffer) is of, or -1, and the turn of this tile there. Guarded by place_full and sums_empty.
-  __device__ __forceinline__ unsigned char* place(int buffer) const { return base + Spec::kPlaceOffset + 16 * buffer; }
 };
 
 // Whether some of the 64 keys from first_key on are past the last.
@@ -109,7 +105,7 @@ struct FusedConsumer {
   const int consumer;  // 0 or 1
   RingPosition<Spec::kFirstStages> at;
   RingPosition<Spec::kFirstStages> used;  // the oldest that has not been released: `at`, or one behind
-  RingPosition<Spec::kScoreBuffers> handed;
+  RingPosition<Spec::kQueryBuffers> handed;
 
   __device__ __forceinline__ FusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
                                            int consumer_)
@@ -227,9 +223,9 @@ struct FusedConsumer {
 
   // Hazard: dK takes the place of K while dq's warpgroup still multiplies with it.
   __device__ __forceinline__ void wait_for_query_products() const {
-    RingPosition<Spec::kScoreBuffers> buffer = handed;  // the oldest of all of them
+    RingPosition<Spec::kQueryBuffers> buffer = handed;  // the oldest of all of them
 #pragma unroll
-    for (int i = 0; i < Spec::kScoreBuffers; ++i) {
+    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
       ptx::mbarrier_wait(shared.scores_empty(buffer.stage), buffer.parity ^ 1);
       buffer.advance();
     }
@@ -257,14 +253,18 @@ struct FusedConsumer {
         load_own(own_v, shared.own_second(consumer));
         Product::clear(dk);
         Product::clear(dv);
-        for (int left = heads * (range.begin - all.begin); left > 0; --left) skip_block();
-        for (int block = range.begin; block < range.end; ++block) {
+        const bool from_last = takes_last_queries_first<Spec>(params);
+        const int skipped = heads * (range.begin - all.begin);
+        for (int left = from_last ? 0 : skipped; left > 0; --left) skip_block();
+        for (int i = range.begin; i < range.end; ++i) {
+          const int block = from_last ? range.begin + range.end - 1 - i : i;
           const BlockPlace place{shared.tile(consumer), 0, first_key, block};
           for (int head = 0; head < heads; ++head) {
             step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
           }
         }
         finish_products(dk, dv);
+        for (int left = from_last ? skipped : 0; left > 0; --left) skip_block();
         wait_for_query_products();
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
