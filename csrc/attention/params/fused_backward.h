@@ -24,7 +24,8 @@ struct FusedQueryParams {
   int32_t rows;
   int32_t head_dim;  // a multiple of 8
   int32_t keys;
-  int32_t row_keys;  // that the first row sees, one more each row after it: negative or past `keys` where a causal mask hides rows or none
+  int32_t
+      row_keys;  // that the first row sees, one more each row after it: negative or past `keys` where a causal mask hides rows or none
   float scale;
 };
 

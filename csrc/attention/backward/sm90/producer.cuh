@@ -216,8 +216,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;
-    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q,
-                     block_at(begin_block, block));
+    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(begin_block, block));
     while (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
@@ -250,8 +249,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
         ++head;
       }
       if (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
-        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q,
-                     block_at(begin_block, block));
+        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(begin_block, block));
       }
     }
     number = ptx::shuffle_index(next_number, 0);
