@@ -215,7 +215,7 @@ void run_fused(BackwardParams params, const BackwardKernels& kernels, const host
   host::LaunchList list;
   list.add({kernels.prepare, pieces, &queries, nullptr, /*is_dependent=*/false});
   list.add({&fused, host::grid_for(fused, tiles, gpu), &params, maps.data(), /*is_dependent=*/false});
-  list.add({kernels.convert, pieces, &queries, nullptr, /*is_dependent=*/true});
+  list.add({kernels.convert, pieces, &queries, nullptr, /*is_dependent=*/false});
   list.run(call);
   host::set_last_kernel(fused.symbol);
 }

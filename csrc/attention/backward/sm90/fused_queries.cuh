@@ -94,8 +94,8 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4]) {
   }
 }
 
-// A block of threads is a piece: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It is launched while the fused
-// kernel's last tiles run, on multiprocessors that have none left, and converts each piece once all its tiles have added.
+// A block of threads is a piece: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be
+// launched while the fused kernel's last tiles run: it converts each piece once all its tiles have added.
 template <typename Spec>
 __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
