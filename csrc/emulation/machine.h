@@ -70,7 +70,7 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
 void wait_for_turn(const int32_t* gmem, int32_t value, const Site& site, const char* what);
 void pass_turn(int32_t* gmem, int32_t value, const Site& site, const char* what);
 // A bulk store that adds float32 words to global memory, `bytes` a multiple of 16.
-void bulk_reduce_add(float* gmem, uint32_t smem, uint32_t bytes, const Site& site, const char* what);
+void bulk_copy(float* gmem, uint32_t smem, uint32_t bytes, bool adds, const Site& site, const char* what);
 void tensor_store_commit(const Site& site, const char* what);
 void tensor_store_wait(int pending, bool only_reads, const Site& site, const char* what);
 

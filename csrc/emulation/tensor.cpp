@@ -185,7 +185,7 @@ void tensor_store(const void* tensor_map, uint32_t smem, int rank, const int* co
   enqueue(block, copy);
 }
 
-void bulk_reduce_add(float* gmem, uint32_t smem, uint32_t bytes, const Site& site, const char* what) {
+void bulk_copy(float* gmem, uint32_t smem, uint32_t bytes, bool adds, const Site& site, const char* what) {
   maybe_switch();
   Fiber& fiber = *machine.current;
   Block& block = *fiber.block;
@@ -198,7 +198,8 @@ void bulk_reduce_add(float* gmem, uint32_t smem, uint32_t bytes, const Site& sit
   TensorCopy copy{};
   copy.issuer = &fiber;
   copy.site = site;
-  copy.is_store = copy.adds = true;
+  copy.is_store = true;
+  copy.adds = adds;
   copy.map.magic = kTensorMapMagic;
   copy.map.rank = 2;
   copy.map.element_bytes = sizeof(float);

@@ -1,10 +1,17 @@
-// Sums in global memory by the copy engine (sm_90): float32 words in shared memory are added to as many in global memory.
+// Float32 words from shared memory to as many in global memory by the copy engine (sm_90): stored, or added to what is there.
 #pragma once
 
 #include "ptx/memory.cuh"
 
 namespace flashmoe {
 namespace ptx {
+
+// Starts gmem[i] = smem[i]; the rest as of bulk_reduce_add.
+__device__ __forceinline__ void bulk_store(float* gmem, const void* smem, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(reinterpret_cast<uint64_t>(gmem)),
+               "r"(smem_address(smem)), "r"(bytes)
+               : "memory");
+}
 
 // Starts gmem[i] += smem[i] of `bytes` (a multiple of 16) at 16-byte aligned addresses, each word's sum in one piece, in no order. A
 // bulk store of this thread: tma_store_commit, tma_store_wait_read and tma_store_wait count it. Ordinary stores to `smem` need

@@ -24,7 +24,7 @@ from flashmoe_build.emulation.attention import (
     tensor_map_arguments,
 )
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
-from flashmoe_build.emulation.fused_queries import make_sums, rows_of_sums
+from flashmoe_build.emulation.fused_queries import make_sums, rows_of_sums, tiles_of_pieces
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, Layout, Problem, Shape, Values, make_inputs, worst_place
@@ -68,13 +68,15 @@ def problems(unit: Unit) -> Iterator[Problem]:
         (70, n + 9, dim, 1, 1, 1, Layout.ROWS, Values.LOW),  # logits near -120: exp(0 - lse) of a padded key is inf
         (2 * m + 70, 2 * n + 30, dim, 3, 1, 1, Layout.BHSD, Values.SHIFTED),  # more tiles than blocks; a group of three
     )
+    takes_turns = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
+    if takes_turns:  # eight tiles a block: those of the last keys come first
+        sizes += ((m + 9, n + 30, dim, 4, 4, 3, Layout.BSHD, Values.NORMAL),)
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
             if unit.row.schedule == "grid" and unit.dtype == "bf16" and index not in FEW_PROBLEMS:
                 continue
             shape = Shape(batch, heads, key_heads, seq_q, seq_k, columns)
             problem = Problem(shape, unit.dtype, causal, layout, values, index)
-            takes_turns = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
             yield replace(problem, wants_lse=index == 1, has_counter=takes_turns or index != 5)
 
 
@@ -173,7 +175,7 @@ def run_backward(unit: Unit, problem: Problem, settings: Settings, options: Opti
     counter = torch.zeros(1, dtype=torch.int32)
     with mapped(library):
         params = _params(library, problem, tensors, expected, (row_dot, writes_row_dot), counter)
-        memory, pieces = make_sums(problem, unit.row.axes["head_dim"])
+        memory, pieces, turns = make_sums(problem, unit.row.axes["head_dim"])
         if unit.row.operation == "attention_backward_fused":
             params.dq = library.add_buffer(
                 memory.data_ptr(), memory.numel() * 4, writable=True, initialised=True, name="sums of dq"
@@ -186,8 +188,10 @@ def run_backward(unit: Unit, problem: Problem, settings: Settings, options: Opti
         for name in names:
             wrong += worst_place(name, tensors[name], expected.gradients[name], expected.bounds[name])
         if unit.row.operation == "attention_backward_fused":
-            dq = problem.scale * rows_of_sums(problem, pieces)
+            dq = problem.scale * rows_of_sums(problem, pieces, turns)
             wrong += worst_place("dq", dq, expected.gradients["dq"], expected.bounds["dq"])
+            if not turns.eq(tiles_of_pieces(problem)).all():
+                wrong.append("not every tile that a piece's rows see had a turn there")
         error = 1e-5 * expected.given["dout"].double().abs().mul(expected.given["out"].double().abs()).sum(-1) + 1e-6
         wrong += worst_place("row_dot", row_dot, expected.given["row_dot"].double(), error)
         if int(counter[0]) != 0:

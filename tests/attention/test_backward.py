@@ -292,15 +292,21 @@ def test_the_fused_kernel() -> None:
     """Where it is chosen: by the rule with broken tiles and groups, the same bits on every run, beside another stream's, in poisoned memory."""
     if torch.cuda.get_device_capability() != (9, 0) or os.environ.get("FLASHMOE_KERNEL") not in (None, "", "sm90"):
         pytest.skip("not run: only compute capability 9.0 has a fused kernel")
-    for head_dim, dtype in ((64, torch.bfloat16), (40, torch.float16)):
-        problem = Problem(3111, 4165, head_dim, 8, 4, batch=4, causal=False)
+    problems = (
+        (Problem(3111, 4165, 64, 8, 4, batch=4, causal=False), torch.bfloat16),
+        (Problem(3111, 4165, 40, 8, 4, batch=4, causal=False), torch.float16),
+        (Problem(3111, 4165, 64, 8, 4, batch=4, causal=True), torch.bfloat16),
+        # Many tiles, so the other order of them; the first rows see no key.
+        (Problem(2222, 2100, 64, 16, 16, batch=4, causal=True), torch.float16),
+    )
+    for problem, dtype in problems:
         tensors = make_inputs(problem, "cuda", dtype)
         grad_out = _like(tensors[0])
         _poison("cuda", *tensors)
         first = check_gradients(problem, tensors, grad_out)
         assert "attention_backward_fused" in _extension.last_kernel()
-        out, lse = flashmoe.attention(*tensors, causal=False, return_lse=True)
-        arguments = (grad_out, None, *tensors, out, lse, head_dim**-0.5, False)
+        out, lse = flashmoe.attention(*tensors, causal=problem.causal, return_lse=True)
+        arguments = (grad_out, None, *tensors, out, lse, problem.head_dim**-0.5, problem.causal)
         streams = [torch.cuda.Stream() for _ in range(2)]
         torch.cuda.synchronize()
         for _ in range(20):

@@ -125,8 +125,13 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     fused = choose.fused  # type: ignore[attr-defined]
     assert fused(90, 64, False, 4, 32, 4096, 4096)
     assert fused(90, 40, False, 4, 32, 4096, 4096)
-    assert not fused(90, 64, True, 4, 32, 4096, 4096), "there is none with a mask"
-    assert not fused(90, 64, False, 16, 32, 1024, 1024), "a row sees few keys"
+    assert fused(90, 64, True, 4, 32, 4096, 4096)
+    assert fused(90, 64, True, 1, 16, 4096, 4096)
+    assert not fused(90, 64, True, 1, 8, 4096, 4096), "few tiles"
+    assert fused(90, 64, False, 16, 32, 1024, 1024)
+    assert not fused(90, 64, False, 4, 32, 1024, 1024), "few tiles for so few keys"
+    assert not fused(90, 64, False, 64, 32, 512, 512), "a row sees few keys"
+    assert not fused(90, 64, False, 16, 32, 512, 4096), "all tiles of a head add to few rows"
     assert not fused(90, 64, False, 1, 2, 4096, 4096), "fewer tiles than multiprocessors"
     assert not fused(90, 128, False, 4, 16, 4096, 4096)
     assert not fused(80, 64, False, 4, 32, 4096, 4096)

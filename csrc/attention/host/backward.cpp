@@ -173,7 +173,7 @@ std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, c
           encode(maps.dout, "grad_out"), encode(maps.dk, "dk"), encode(maps.dv, "dv")};
 }
 
-FusedQueryParams make_fused_query_params(const BackwardParams& params) {
+FusedQueryParams make_fused_query_params(const BackwardParams& params, Mask mask) {
   FusedQueryParams queries{};
   queries.out = params.out;
   queries.dout = params.dout;
@@ -189,6 +189,8 @@ FusedQueryParams make_fused_query_params(const BackwardParams& params) {
   queries.rows = params.seq_q;
   queries.head_dim = params.head_dim;
   queries.scale = params.scale;
+  queries.keys = params.seq_k;
+  queries.row_keys = mask == Mask::kCausal ? params.seq_k - params.seq_q + 1 : params.seq_k;
   return queries;
 }
 
@@ -206,7 +208,7 @@ void run_fused(BackwardParams params, const BackwardKernels& kernels, const host
   const int64_t sums = workspace.add<float>(pieces * (fused.block_m * fused.axes[0] + 1));  // and a turn for each piece
   workspace.allocate(call);
   params.row_dot = workspace.address<float>(row_dot);
-  FusedQueryParams queries = make_fused_query_params(params);
+  FusedQueryParams queries = make_fused_query_params(params, static_cast<Mask>(fused.axes[axis::kMask]));
   queries.sums = workspace.address<float>(sums);
   params.dq = queries.sums;
   const std::vector<CUtensorMap> maps = key_value_gradient_maps(params, fused);

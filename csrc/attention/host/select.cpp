@@ -278,13 +278,13 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 }
 
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem) {
-  // Measured on an H100, without a mask: with fewer keys its sums cost more than the two products that it saves, and tiles that take
-  // turns want many others at work.
-  constexpr int64_t kMinKeys = 2048;
-  constexpr int64_t kMinRounds = 4;  // of tiles, one for each multiprocessor
-  if (kernels.fused == nullptr) return false;
+  // Measured on an H100. Of short sequences its float32 sums cost as much as the two products that it saves; few tiles that take turns
+  // wait for each other, and queries for few tiles of them would make all tiles of a head wait.
+  constexpr int64_t kMinLength = 1024;
+  const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
+  if (kernels.fused == nullptr || problem.seq_q < kMinLength || problem.seq_k < kMinLength) return false;
   const int64_t tiles = ceil_div(problem.seq_k, kernels.fused->block_n) * problem.heads_kv * problem.batch;
-  return problem.seq_k >= kMinKeys && tiles >= kMinRounds * problem.request.num_multiprocessors;
+  return tiles >= min_rounds * problem.request.num_multiprocessors;
 }
 
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores) {

@@ -6,6 +6,8 @@
 namespace flashmoe {
 namespace attention {
 
+constexpr int32_t kFusedTileKeys = 128;  // of the fused kernel
+
 struct FusedQueryParams {
   const void* out;    // [batch, heads, rows, head_dim]
   const void* dout;   // the same
@@ -21,6 +23,9 @@ struct FusedQueryParams {
   int32_t heads;
   int32_t rows;
   int32_t head_dim;  // a multiple of 8
+  int32_t keys;
+  int32_t
+      row_keys;  // that the first row sees, one more each row after it: negative or past `keys` where a causal mask hides rows or none
   float scale;
 };
 

@@ -1,11 +1,15 @@
-// What runs before and after the fused backward kernel. Before: row_dot, zeros in the sums of dq, and their turns. After: the sums to dq.
+// What runs before and after the fused backward kernel. Before: row_dot, and zero turns. After: the sums to dq.
 #pragma once
 
 #include "attention/params/fused_backward.h"
 #include "device/convert.cuh"
+#include "device/math.cuh"
 #include "device/reduce.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
+#include "ptx/turns.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -21,6 +25,13 @@ struct FusedQuerySpec {
   static_assert(kNumWarps_ == 4, "a warp has 16 of a piece's 64 rows");
 };
 
+// The number of tiles that have added to this block's piece.
+template <typename Spec>
+__device__ __forceinline__ int32_t* turn_of_piece(const FusedQueryParams& params) {
+  const int64_t pieces = static_cast<int64_t>(params.batch) * params.heads * ((params.rows + 63) / 64);
+  return reinterpret_cast<int32_t*>(params.sums + pieces * 64 * Spec::kHeadDim) + ptx::block_index();
+}
+
 // A block of threads is a piece of 64 rows of one head; a quad has a row at a time, as in the kernel of dq.
 template <typename Spec>
 __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
@@ -31,15 +42,7 @@ __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
   const int first_row = static_cast<int>(ptx::block_index() - head * pieces) * 64;
   const int64_t batch = head / params.heads;
   const int64_t own_head = head - batch * params.heads;
-  float* piece_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * 64 * Spec::kHeadDim;
-  const uint32_t zeros[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < Spec::kHeadDim / 8; ++i) ptx::st_global_128(piece_gmem + (i * 128 + thread) * 4, zeros);
-  if (thread == 0) {
-    const int64_t all_pieces = static_cast<int64_t>(params.batch) * params.heads * pieces;
-    float* turns_gmem = params.sums + all_pieces * 64 * Spec::kHeadDim;
-    ptx::st_global_32(reinterpret_cast<int32_t*>(turns_gmem) + ptx::block_index(), 0);
-  }
+  if (thread == 0) ptx::st_global_32(turn_of_piece<Spec>(params), 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + half * 32 + thread / 4;
@@ -91,7 +94,8 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4]) {
   }
 }
 
-// A block of threads is a piece: see FusedQueries::add.
+// A block of threads is a piece: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be
+// launched while the fused kernel's last tiles run: it converts each piece once all its tiles have added.
 template <typename Spec>
 __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
@@ -99,16 +103,22 @@ __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   const int pieces = (params.rows + 63) / 64;
   const int64_t head = ptx::block_index() / pieces;
   const int64_t batch = head / params.heads;
-  const int row = static_cast<int>(ptx::block_index() - head * pieces) * 64 + thread / 32 * 16 + thread % 32 / 4;
+  const int first_row = static_cast<int>(ptx::block_index() - head * pieces) * 64;
+  const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
   const float* piece_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * 64 * Spec::kHeadDim;
   Element* dq_gmem = static_cast<Element*>(params.dq) + batch * params.dq_stride.batch +
                      (head - batch * params.heads) * params.dq_stride.head + row * params.dq_stride.row;
+  const int last_row = minimum(first_row + 64, params.rows) - 1;
+  const int tiles = ceil_div(maximum(0, minimum(params.keys, params.row_keys + last_row)), kFusedTileKeys);
+  if (thread == 0) ptx::wait_for_turn(turn_of_piece<Spec>(params), tiles);
+  ptx::barrier_sync_block();
 #pragma unroll
   for (int group = 0; group < Spec::kHeadDim / 32; ++group) {
     uint32_t first[4], second[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float4 sums = ptx::ld_global_float4(piece_gmem + ((4 * group + i) * 128 + thread) * 4);
+      float4 sums{0.0f, 0.0f, 0.0f, 0.0f};
+      if (tiles > 0) sums = ptx::ld_global_float4(piece_gmem + ((4 * group + i) * 128 + thread) * 4);
       first[i] = pack<Element>(sums.x * params.scale, sums.y * params.scale);
       second[i] = pack<Element>(sums.z * params.scale, sums.w * params.scale);
     }
@@ -120,6 +130,8 @@ __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
       ptx::st_global_128(dq_gmem + column + 8 * params.dq_stride.row, second);
     }
   }
+  // Whoever waits for this kernel relies on dk and dv, too.
+  if (ptx::block_index() == ptx::grid_size() - 1) ptx::grid_dependency_wait();
 }
 
 }  // namespace sm90

@@ -191,16 +191,19 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
   const int heads_per_kv = params.heads_q / params.heads_kv;
-  // Tiles that take turns are of different heads where they can, as under a causal mask: few then wait. Of fewer heads than there, as
-  // their sums of dq want room in the second-level cache, too.
-  const Schedule<Spec, Spec::kTakesTurns ? MaskKind::kCausal : kMask, false> schedule(
-      params, params.seq_k, params.heads_kv, params.seq_q * heads_per_kv * Spec::kStreamCost, 1);
+  const KeySchedule<Spec, kMask, Spec::kTakesTurns> schedule(params, params.seq_k, params.heads_kv,
+                                                             params.seq_q * heads_per_kv, 1);
   const int num_tiles = schedule.num_tiles();
   const int end_block = ceil_div(params.seq_q, Spec::kStreamRows);
   const bool is_first_lane = ptx::lane_index() == 0;
   RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
   int own_parity = 0;
   Statistics<Spec> statistics;
+  constexpr bool kHeadsInTurn = Spec::kTakesTurns;  // a block of each head of the group, then the next block
+  const auto block_at = [&params, end_block](int begin, int i) {
+    if constexpr (kHeadsInTurn) return takes_last_queries_first<Spec>(params) ? begin + end_block - 1 - i : i;
+    return i;
+  };
 
   for (int number = first_tile<Spec>(params.tile_counter, num_tiles); number < num_tiles; own_parity ^= 1) {
     int next_number = 0;
@@ -208,18 +211,18 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
     const int first_key = tile.index * Spec::kOwnRows;
     const int begin_block = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 1).begin;
     const int first_head = tile.head * heads_per_kv;
-    const int draw_head = kMask == MaskKind::kCausal ? first_head + heads_per_kv - 1 : first_head;
+    const int draw_head = kMask == MaskKind::kCausal && !kHeadsInTurn ? first_head + heads_per_kv - 1 : first_head;
     const int draw_block = kMask == MaskKind::kCausal ? maximum(begin_block, end_block - 1 - kDrawAhead) : begin_block;
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;
-    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
-    while (head < first_head + heads_per_kv) {
+    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(begin_block, block));
+    while (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
           next_number = next_tile<Spec>(params.tile_counter, num_tiles, number);
         }
-        const int row = block * Spec::kStreamRows;
+        const int row = block_at(begin_block, block) * Spec::kStreamRows;
         const DensePlace stream{head, tile.batch};
         load_block<Spec>(shared, at, at, q_map, dout_map, row, stream, stream);
         if (!own_is_loaded) {
@@ -236,12 +239,17 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
       statistics.store(shared.statistics(at.stage));
       ptx::mbarrier_arrive(shared.first_full(at.stage));
       at.advance();
-      if (++block == end_block) {
+      if constexpr (kHeadsInTurn) {
+        if (++head == first_head + heads_per_kv) {
+          head = first_head;
+          ++block;
+        }
+      } else if (++block == end_block) {
         block = begin_block;
         ++head;
       }
-      if (head < first_head + heads_per_kv) {
-        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block);
+      if (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
+        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(begin_block, block));
       }
     }
     number = ptx::shuffle_index(next_number, 0);

@@ -45,7 +45,6 @@ struct TileSpec {
   static constexpr bool kIsBand = kIsBand_;
   static constexpr bool kBendsScores = kBendsScores_;
   static constexpr bool kTakesTurns = false;  // tiles of a head wait for each other: see fused.cuh
-  static constexpr int kStreamCost = 1;  // of a row of the stream in the second-level cache: 1 for those of two tensors
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;

@@ -8,8 +8,12 @@ namespace ptx {
 
 using emulation::Site;
 
+__device__ __forceinline__ void bulk_store(float* gmem, const void* smem, int bytes, Site site = Site::here()) {
+  emulation::bulk_copy(gmem, smem_address(smem, site), static_cast<uint32_t>(bytes), false, site, "bulk_store");
+}
+
 __device__ __forceinline__ void bulk_reduce_add(float* gmem, const void* smem, int bytes, Site site = Site::here()) {
-  emulation::bulk_reduce_add(gmem, smem_address(smem, site), static_cast<uint32_t>(bytes), site, "bulk_reduce_add");
+  emulation::bulk_copy(gmem, smem_address(smem, site), static_cast<uint32_t>(bytes), true, site, "bulk_reduce_add");
 }
 
 }  // namespace ptx

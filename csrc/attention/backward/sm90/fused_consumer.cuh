@@ -1,0 +1,298 @@
+// What the fused kernel (fused.cuh) keeps in shared memory, and its consumers: each computes dk and dv of 64 keys, and hands dS^T on.
+#pragma once
+
+#include "attention/backward/sm90/key_value_consumer.cuh"
+#include "attention/params/fused_backward.h"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// As of the kernel of dk and dv, with 16 warps: producer and adding warps, two consumers, the warpgroup of dq.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_>
+struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0> {
+  using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0>;
+  static_assert(kHeadDim == 64, "of more columns consumers and the warpgroup of dq need more registers than there are");
+  static_assert(kNumWarps_ == 16 && kBlockM == 64 && kBlockN == kFusedTileKeys,
+                "two consumers of 64 keys, dQ of one product's 64 rows");
+  static constexpr int kNumThreads = 32 * kNumWarps_;
+  static constexpr bool kTakesTurns = true;
+  static constexpr int kProducerRegisters = 32;  // 128 * (32 + 2 * 208 + 64) = 65536
+  static constexpr int kConsumerRegisters = 208;
+  static constexpr int kQueryRegisters = 64;
+
+  static constexpr int kQueryBuffers = 2;                     // of dS^T, and of dQ
+  static constexpr int kScoreBytes = kBlockN * kBlockM * 2;   // dS^T of a block
+  static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
+  static constexpr int kScoreOffset = (Base::kSharedBytes + 1023) / 1024 * 1024;
+  static constexpr int kQueryOffset = kScoreOffset + kQueryBuffers * kScoreBytes;
+  static constexpr int kScoreBarrierOffset = kQueryOffset + kQueryBuffers * kQueryBytes;
+  static constexpr int kSharedBytes = kScoreBarrierOffset + kQueryBuffers * (4 * 8 + 16);
+  static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
+};
+
+template <typename Spec>
+struct FusedMemory : SharedMemory<Spec> {
+  using SharedMemory<Spec>::base;
+
+  // [128 keys][64 queries], swizzled: dS^T, each consumer's half.
+  __device__ __forceinline__ unsigned char* scores(int buffer) const {
+    return base + Spec::kScoreOffset + buffer * Spec::kScoreBytes;
+  }
+  // A piece of dq, in the order of FusedQueries::hand_over.
+  __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
+    return base + Spec::kQueryOffset + buffer * Spec::kQueryBytes;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* scores_full(int buffer) const {
+    return reinterpret_cast<ptx::Mbarrier*>(base + Spec::kScoreBarrierOffset) + buffer;
+  }
+  __device__ __forceinline__ ptx::Mbarrier* scores_empty(int buffer) const {
+    return scores_full(Spec::kQueryBuffers + buffer);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* sums_full(int buffer) const {
+    return scores_full(2 * Spec::kQueryBuffers + buffer);
+  }
+  __device__ __forceinline__ ptx::Mbarrier* sums_empty(int buffer) const {
+    return scores_full(3 * Spec::kQueryBuffers + buffer);
+  }
+  // The piece that query_sums(buffer) is of, or -1, and this tile's turn there; guarded by the same barriers.
+  __device__ __forceinline__ unsigned char* place(int buffer) const {
+    return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
+  }
+};
+
+// Whether some of the 64 keys from first_key on are past the last.
+__device__ __forceinline__ bool has_missing_keys(const BackwardParams& params, int first_key) {
+  return first_key + 64 > params.seq_k;
+}
+
+// scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.
+template <typename Spec, MaskKind kMask, bool kIsMasked>
+__device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                                   const float (&lse_log2)[Spec::kStreamRows / 4],
+                                                   const BlockPlace& place) {
+  constexpr int kNever = 1 << 30;
+  int begin[2] = {0, 0};
+  if constexpr (kIsMasked) {
+    const int lane = ptx::lane_index();
+    const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+    const int column = place.block * Spec::kStreamRows + lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int first = kMask == MaskKind::kCausal ? diagonal_row(Lengths{params}, key + 8 * r) - column : 0;
+      begin[r] = key + 8 * r < params.seq_k ? first : kNever;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
+    scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[i / 4 * 2 + i % 2]));
+    if constexpr (kIsMasked) {
+      if (8 * (i / 4) + i % 2 < begin[i / 2 % 2]) scores[i] = 0.0f;
+    }
+  }
+}
+
+template <typename Spec, MaskKind kMask>
+struct FusedConsumer {
+  using Product = Products<Spec>;
+  static constexpr int kOwn = Spec::kHeadDim / 4;  // registers of a thread for 64 rows of K, or V
+
+  const BackwardParams& params;
+  const FusedMemory<Spec> shared;
+  const int consumer;  // 0 or 1
+  RingPosition<Spec::kFirstStages> at;
+  RingPosition<Spec::kFirstStages> used;  // the oldest that has not been released: `at`, or one behind
+  RingPosition<Spec::kQueryBuffers> handed;
+
+  __device__ __forceinline__ FusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
+                                           int consumer_)
+      : params(params_), shared(shared_), consumer(consumer_) {}
+
+  __device__ __forceinline__ void release_used() {
+    release(shared.first_empty(used.stage));
+    used.advance();
+  }
+  __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
+
+  // scores = own[64 x kHeadDim] stream^T, as Product::issue_scores, but own rows come from registers: what the products read from shared
+  // memory bounds this kernel.
+  static __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores], uint32_t (&own)[kOwn],
+                                                      const unsigned char* stream_smem) {
+    const uint64_t stream = ptx::make_smem_descriptor(stream_smem, 0, 1024);
+    ptx::wgmma_fence_operands(own);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+      const uint32_t* a = &own[4 * step];
+      ptx::wgmma_rs<typename Spec::Element, Spec::kStreamRows, false>(
+          scores, a[0], a[1], a[2], a[3], ptx::advance_smem_descriptor(stream, step * 32), step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+  static __device__ __forceinline__ void load_own(uint32_t (&own)[kOwn], const unsigned char* smem) {
+    const int lane = ptx::lane_index();
+    const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+      uint32_t words[4];
+      ptx::ldmatrix_x4(words, smem + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own[4 * step + i] = words[i];
+    }
+  }
+
+  // dS^T to the warpgroup of dq, once it has done with what the buffer held.
+  __device__ __forceinline__ void hand_scores(const uint32_t (&packed)[Product::kPacked]) {
+    ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
+    const int lane = ptx::lane_index();
+    const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+    unsigned char* row_smem = shared.scores(handed.stage) + (consumer * 64 + row) * 128;
+#pragma unroll
+    for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
+      const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
+      ptx::stmatrix_x4(row_smem + ((step * 2 + lane / 16) ^ (row % 8)) * 16, words);
+    }
+    // Hazard: the product of dq reads dS before it is written and visible to it.
+    ptx::fence_proxy_async_shared();
+    pass_scores();
+  }
+  __device__ __forceinline__ void pass_scores() {
+    release(shared.scores_full(handed.stage));
+    handed.advance();
+  }
+
+  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+                                       uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
+                                       uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn], const BlockPlace& place,
+                                       bool is_masked) {
+    float scores[Product::kScores];
+    float gradients[Product::kScores];  // dP^T, then dS^T
+    float lse_log2[Product::kColumns];
+    float row_dot[Product::kColumns];
+    wait_block();
+    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    issue_scores(scores, own_k, shared.first(at.stage));
+    // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_fence_operands(dv);
+    ptx::wgmma_fence_operands(dk);
+    if (used.stage != at.stage) release_used();
+    issue_scores(gradients, own_v, shared.second(at.stage));
+
+    ptx::wgmma_wait<1>();  // S^T
+    ptx::wgmma_fence_operands(scores);
+    if (is_masked) {
+      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+    } else {
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
+    }
+    load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    Product::pack_scores(p_packed, scores);
+    Product::issue_output(dv, p_packed, shared.second(at.stage));
+
+    ptx::wgmma_wait<1>();  // dP^T
+    ptx::wgmma_fence_operands(gradients);
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
+    }
+    Product::pack_scores(ds_packed, gradients);
+    hand_scores(ds_packed);
+    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    at.advance();
+  }
+
+  // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but keeps the count.
+  __device__ __forceinline__ void skip_block() {
+    wait_block();
+    at.advance();
+    release_used();
+    ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
+    pass_scores();
+  }
+
+  __device__ __forceinline__ void finish_products(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs]) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(dk);
+    ptx::wgmma_fence_operands(dv);
+    if (used.stage != at.stage) release_used();
+  }
+
+  // Hazard: dK takes the place of K while dq's warpgroup still multiplies with it.
+  __device__ __forceinline__ void wait_for_query_products() const {
+    RingPosition<Spec::kQueryBuffers> buffer = handed;  // the oldest of all of them
+#pragma unroll
+    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
+      ptx::mbarrier_wait(shared.scores_empty(buffer.stage), buffer.parity ^ 1);
+      buffer.advance();
+    }
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
+    const int heads = params.heads_q / params.heads_kv;
+    for (int parity = 0;; parity ^= 1) {
+      ptx::mbarrier_wait(shared.tile_full(consumer), parity);
+      const Tile tile = read_tile<Tile>(shared.tile(consumer));
+      if (tile.index < 0) break;
+      ptx::mbarrier_wait(shared.own_full(consumer), parity);
+      const int tile_key = tile.index * Spec::kOwnRows;
+      const int first_key = tile_key + consumer * 64;
+      const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
+      const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
+      if (first_key < params.seq_k) {
+        const bool is_masked = has_missing_keys(params, first_key);
+        float dk[Product::kOutputs];
+        float dv[Product::kOutputs];
+        uint32_t p_packed[Product::kPacked];
+        uint32_t ds_packed[Product::kPacked];
+        uint32_t own_k[kOwn], own_v[kOwn];
+        load_own(own_k, shared.own_first(consumer));
+        load_own(own_v, shared.own_second(consumer));
+        Product::clear(dk);
+        Product::clear(dv);
+        const bool from_last = takes_last_queries_first<Spec>(params);
+        const int skipped = heads * (range.begin - all.begin);
+        for (int left = from_last ? 0 : skipped; left > 0; --left) skip_block();
+        for (int i = range.begin; i < range.end; ++i) {
+          const int block = from_last ? range.begin + range.end - 1 - i : i;
+          const BlockPlace place{shared.tile(consumer), 0, first_key, block};
+          for (int head = 0; head < heads; ++head) {
+            step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
+          }
+        }
+        finish_products(dk, dv);
+        for (int left = from_last ? skipped : 0; left > 0; --left) skip_block();
+        wait_for_query_products();
+        // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
+        sync_consumer(consumer);
+        Product::store_shared(shared.own_second(consumer), dv, 1.0f);
+        Product::store_shared(shared.own_first(consumer), dk, params.scale);
+        // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+        ptx::fence_proxy_async_shared();
+        sync_consumer(consumer);
+        if (ptx::thread_index() % 128 == 0) {
+          const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+          const int row = done.index * Spec::kOwnRows + consumer * 64;
+          Product::store_global(dv_map, shared.own_second(consumer), row, DensePlace{done.head, done.batch});
+          Product::store_global(dk_map, shared.own_first(consumer), row, DensePlace{done.head, done.batch});
+          ptx::tma_store_commit();
+          // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
+          ptx::tma_store_wait_read<0>();
+        }
+      } else {
+        // Keys past the end: nothing to compute or to store.
+        for (int left = heads * (all.end - all.begin); left > 0; --left) skip_block();
+        sync_consumer(consumer);  // every warp has read the tile's number
+      }
+      if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe
