@@ -53,8 +53,9 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
 
 def _is_for(unit: Unit, problem: VarlenProblem) -> bool:
     """Of a family with kernels of their own for what bends scores, those have such problems and the others the rest."""
+    functions = unit.row.options.get("scores")
     bends = problem.softcap > 0 or problem.mask is not MaskTensor.NONE
-    return unit.row.family != "sm90" or bends == (unit.row.options.get("scores") == 1)
+    return functions is None or bends == bool(functions)
 
 
 def _problems(unit: Unit) -> Iterator[VarlenProblem]:
@@ -85,7 +86,7 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     softcap = replace(base("softcap", (37, 2), (n + 3, 9)), softcap=7.0, magnitude=6.0)
     yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
     soft = replace(softcap, name="soft softcap", softcap=50.0, magnitude=1.0, rows=(m + 3, 2), keys=(m + 9, 3))
-    yield replace(soft, left=m, right=0, has_sinks=True)
+    yield replace(soft, left=m + 6, right=0, has_sinks=True)  # the first keys are in the window of a whole block
     # Whole blocks of values that lie side by side in memory, and tails.
     masked = replace(base("mask", (70, 70), (n + 10, n + 10)), rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))

@@ -10,6 +10,7 @@
 // to the other in shared memory.
 #pragma once
 
+#include "attention/backward/mma_sync/bent_weights.cuh"
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/spec.cuh"
 #include "attention/backward/mma_sync/stream.cuh"
@@ -43,38 +44,6 @@ __device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const
 template <typename Spec>
 __device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTile&, int, int) {
   return true;
-}
-
-// Of a band that changes scores (S^T): P^T as an operand, and, in place of the scores, P^T times the derivative of the softcap. A
-// call, as in the kernel of dq.
-template <typename Spec>
-__device__ __noinline__ void key_band_weights(const BackwardParams& params, Scores<Spec>& scores,
-                                              Operand<Spec>& operand, ptx::SmemPointer lse_smem, const BandTile& tile,
-                                              int head, int key, int first_row) {
-  const Band& band = params.band;
-  const int lane = ptx::lane_index();
-  Scores<Spec> probabilities;
-#pragma unroll
-  for (int n = 0; n < Spec::kMmaN; ++n) {
-    float lse_log2[2];
-    load_columns(lse_log2, lse_smem, n);
-#pragma unroll
-    for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int own_key = key + m * 16 + i / 2 * 8 + lane / 4;
-        const int row = first_row + n * 8 + lane % 4 * 2 + i % 2;
-        const KeyRange visible = visible_rows<MaskKind::kBand>(params, tile.extents, own_key);
-        const bool is_visible = row >= visible.begin && row < visible.end;
-        const int64_t mask_at = tile.batch * band.mask_stride_batch + head * band.mask_stride_head +
-                                row * band.mask_stride_row + own_key * band.mask_stride_key;
-        const Weight weight =
-            band_weight<typename Spec::Element>(params, scores[m][n][i], lse_log2[i % 2], is_visible, mask_at);
-        probabilities[m][n][i] = weight.probability;
-        scores[m][n][i] = weight.probability * weight.derivative;
-      }
-  }
-  pack_operand<Spec>(operand, probabilities);
 }
 
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
@@ -115,31 +84,20 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
     }
 }
 
-// scores to P^T, packed, and what dS^T has of it in place of the scores. True: that is something else.
+// scores to P^T, packed; in place of the scores what dS^T has of it, which differs where scores are bent.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ bool weigh_keys(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
-                                           ptx::SmemPointer lse_smem, const MaskTile<kMask>& tile, int head, int key,
-                                           int first_row) {
-  if constexpr (kMask == MaskKind::kBand) {
-    if (changes_scores(params.band)) {
-      Scores<Spec> called_scores;
-      copy_scores<Spec>(called_scores, scores);
-      Operand<Spec> called_operand;
-      const BandTile called_tile = tile;
-      key_band_weights<Spec>(params, called_scores, called_operand, lse_smem, called_tile, head, key, first_row);
-      copy_scores<Spec>(scores, called_scores);
+__device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
+                                           const BentWeights<Spec>& bent, ptx::SmemPointer lse_smem,
+                                           const MaskTile<kMask>& tile, int key, int first_row) {
+  if constexpr (Spec::kBendsScores) {
+    float lse_log2[Spec::kMmaN][2];
 #pragma unroll
-      for (int step = 0; step < Spec::kMmaN / 2; ++step)
-#pragma unroll
-        for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) operand[step][m][i] = called_operand[step][m][i];
-      return true;
-    }
+    for (int n = 0; n < Spec::kMmaN; ++n) load_columns(lse_log2[n], lse_smem, n);
+    bent.weigh_rows(params, scores, operand, lse_log2, tile, key, first_row);
+  } else {
+    key_weights<Spec, kMask>(params, scores, lse_smem, tile, key, first_row);
+    pack_operand<Spec>(operand, scores);
   }
-  key_weights<Spec, kMask>(params, scores, lse_smem, tile, key, first_row);
-  pack_operand<Spec>(operand, scores);
-  return false;
 }
 
 // dP^T to dS^T, as a left operand.
@@ -210,17 +168,22 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
       const ptx::SmemPointer Q_smem = stream.first();
       const ptx::SmemPointer dO_smem = stream.second();
       const ptx::SmemPointer statistics = stream.current_statistics() + place.part * Spec::kWarpStreamRows * 4;
+      const int part_row = block_row + place.part * Spec::kWarpStreamRows;
+      BentWeights<Spec> bent;
+      if constexpr (Spec::kBendsScores) {
+        if (is_value) bent.load_mask(params, tile, head, key, part_row);
+      }
       Scores<Spec> scores;  // S^T, or dP^T
       multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
       Operand<Spec> operand;
       if (is_value) {
-        const int part_row = block_row + place.part * Spec::kWarpStreamRows;
-        if (!weigh_keys<Spec, kMask>(params, scores, operand, statistics, tile, head, key, part_row)) {
-          P.store(place, operand);
+        weigh_keys<Spec, kMask>(params, scores, operand, bent, statistics, tile, key, part_row);
+        if constexpr (Spec::kBendsScores) {
+          Operand<Spec> bent_operand;  // what dS is made from
+          pack_operand<Spec>(bent_operand, scores);
+          P.store(place, bent_operand);
         } else {
-          Operand<Spec> capped;  // what dS is made from
-          pack_operand<Spec>(capped, scores);
-          P.store(place, capped);
+          P.store(place, operand);
         }
         // Hazard: P is read before it is written. (It is overwritten a block later, behind the stream's barrier.)
         if constexpr (Spec::kSharers == 1) {
@@ -281,9 +244,11 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
       Scores<Spec> scores;     // S^T, then P^T
       Scores<Spec> gradients;  // dP^T, then dS^T
       Operand<Spec> operand;
+      BentWeights<Spec> bent;
+      if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, head, key, block_row);
       multiply_query_key<Spec>(scores, K, Q_smem);
       multiply_query_key<Spec>(gradients, V, dO_smem);
-      weigh_keys<Spec, kMask>(params, scores, operand, stream.current_statistics(), tile, head, key, block_row);
+      weigh_keys<Spec, kMask>(params, scores, operand, bent, stream.current_statistics(), tile, key, block_row);
       accumulate<Spec>(dV, operand, unshared, dO_smem);
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/backward/mma_sync/spec.cuh"
-#include "attention/backward/weights.cuh"
 #include "attention/forward/mma_sync/multiply.cuh"
 #include "attention/params/forward.h"
 #include "device/convert.cuh"
@@ -30,16 +29,6 @@ template <typename Spec>
 using Gradient = float[Spec::kMmaM][Spec::kMmaD][4];
 template <typename Spec>
 using Operand = uint32_t[Spec::kMmaN / 2][Spec::kMmaM][4];  // a warp's part of P or dS: 16 rows of the stream each
-
-template <typename Spec>
-__device__ __forceinline__ void copy_scores(Scores<Spec>& to, const Scores<Spec>& from) {
-#pragma unroll
-  for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-    for (int n = 0; n < Spec::kMmaN; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[m][n][i] = from[m][n][i];
-}
 
 template <typename Spec>
 __device__ __forceinline__ void clear(Gradient<Spec>& gradient) {

@@ -5,6 +5,7 @@
 // Two warps that share rows compute dS of half of the keys each, exchange them, and add to half of the columns each.
 #pragma once
 
+#include "attention/backward/mma_sync/bent_weights.cuh"
 #include "attention/backward/mma_sync/products.cuh"
 #include "attention/backward/mma_sync/spec.cuh"
 #include "attention/backward/mma_sync/stream.cuh"
@@ -69,54 +70,12 @@ struct RowStatistics {
   }
 };
 
-// Of a band that changes scores: to P times the derivative of the softcap. A call, with copies of what it takes in local memory: inlined, its
-// registers would cost the other scores a fifth of their speed at D=64.
-template <typename Spec>
-__device__ __noinline__ void query_band_weights(const BackwardParams& params, Scores<Spec>& scores,
-                                                const RowStatistics<Spec, MaskKind::kBand>& rows, const BandTile& tile,
-                                                int row, int first_key) {
-  const Band& band = params.band;
-  const int lane = ptx::lane_index();
-  const int key = first_key + lane % 4 * 2;
-#pragma unroll
-  for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int own_row = row + m * 16 + half * 8 + lane / 4;
-      KeyRange visible = band_keys(band, tile.extents, own_row);
-      if (own_row >= tile.extents.rows()) visible.end = 0;  // the mask tensor has no rows past the last
-      const int64_t mask_row =
-          tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head + own_row * band.mask_stride_row;
-#pragma unroll
-      for (int n = 0; n < Spec::kMmaN; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int own_key = key + n * 8 + i;
-          const bool is_visible = own_key >= visible.begin && own_key < visible.end;
-          float& score = scores[m][n][2 * half + i];
-          const Weight weight = band_weight<typename Spec::Element>(params, score, rows.lse_log2[m][half], is_visible,
-                                                                    mask_row + own_key * band.mask_stride_key);
-          score = weight.probability * weight.derivative;
-        }
-    }
-}
-
 // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
 // anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
                                               const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,
                                               int row, int first_key) {
-  if constexpr (kMask == MaskKind::kBand) {
-    if (changes_scores(params.band)) {
-      Scores<Spec> called_scores;
-      copy_scores<Spec>(called_scores, scores);
-      const RowStatistics<Spec, kMask> called_rows = rows;
-      const BandTile called_tile = tile;
-      query_band_weights<Spec>(params, called_scores, called_rows, called_tile, row, first_key);
-      return copy_scores<Spec>(scores, called_scores);
-    }
-  }
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -181,8 +140,14 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
     if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
     stream.wait_first();
     if (is_seen) {
+      BentWeights<Spec> bent;
+      if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, tile.head, row, block_key);
       multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
-      query_weights<Spec, kMask>(params, scores, rows, tile, row, block_key + place.part * Spec::kWarpStreamRows);
+      if constexpr (Spec::kBendsScores) {
+        bent.weigh_keys(params, scores, rows.lse_log2, tile, row, block_key);
+      } else {
+        query_weights<Spec, kMask>(params, scores, rows, tile, row, block_key + place.part * Spec::kWarpStreamRows);
+      }
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll

@@ -25,11 +25,14 @@ namespace mma_sync {
 //                     all of it for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
 //   kIsBand           of MaskKind::kBand
+//   kBendsScores      of a band with a softcap or a mask tensor
+//   kServesPlain      without them, too: the family's only kernel for bands
 //   kOwnInRegisters   a warp keeps the own rows that it multiplies with; else it reads them for every block
 // kSharers warps of one role divide a group's work: each takes its part of a block's rows for the scores, and, of the
 // gradient, its part of the columns.
 template <typename Product_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kNumStages_, int kNumWarps_,
-          int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_, bool kIsBand_ = false>
+          int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_, bool kIsBand_ = false,
+          bool kBendsScores_ = false, bool kServesPlain_ = false>
 struct TileSpec {
   using Product = Product_;
   using Element = typename Product::Element;
@@ -41,7 +44,10 @@ struct TileSpec {
   static constexpr int kWarpRows = kWarpRows_;
   static constexpr int kRoles = kRoles_;
   static constexpr bool kStreamsQueries = kStreamsQueries_;
+  static constexpr bool kHasStatistics = kStreamsQueries_;  // as bent_scores.cuh calls it
   static constexpr bool kIsBand = kIsBand_;
+  static constexpr bool kBendsScores = kBendsScores_;
+  static constexpr bool kServesPlain = kServesPlain_;
   static constexpr bool kQueryInRegisters = kOwnInRegisters_;  // as forward/mma_sync/multiply.cuh calls it
 
   static constexpr int kNumThreads = 32 * kNumWarps;
@@ -80,7 +86,7 @@ struct TileSpec {
                 "one or two warps of a role share a group's rows");
   static_assert(kWarpStreamRows % 16 == 0, "ldmatrix.x4 reads 16 rows of the stream at a time");
   static_assert(kWarpColumns % 64 == 0, "a warp stores whole 64-column segments of a gradient");
-  static_assert(!kIsBand || kSharers == 1, "P of a softcap's dS is not that of dV, and sharing warps pass one on");
+  static_assert(!kBendsScores || kSharers == 1, "P of a softcap's dS is not that of dV, and sharing warps pass one on");
   static_assert(kNumWarps >= 2,
                 "the rows of two load passes must differ by a multiple of 8, the period of the swizzle");
   static_assert(kOwnRows % (kNumThreads / 8) == 0 && kStreamRows % (kNumThreads / 8) == 0,

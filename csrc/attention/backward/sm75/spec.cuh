@@ -24,7 +24,7 @@ struct Product {
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           bool kIsBand = false>
 struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                              kWarpRows, 1, false, false, kIsBand> {
+                                              kWarpRows, 1, false, false, kIsBand, kIsBand, kIsBand> {
   static_assert(kNumStages == 1, "this family keeps one block of the stream in shared memory");
   static_assert(QueryGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
@@ -33,12 +33,12 @@ struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlock
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           bool kIsBand = false>
 struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
-                                                 kWarpRows, 2, true, false, kIsBand> {
+                                                 kWarpRows, 2, true, false, kIsBand, kIsBand, kIsBand> {
   static_assert(kNumStages == 1, "this family keeps one block of the stream in shared memory");
   static_assert(KeyValueGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
 
-// For MaskKind::kBand.
+// For MaskKind::kBand: one kernel with or without a softcap or a mask tensor.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows>
 using VarlenQueryGradientSpec =
     QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true>;

@@ -22,27 +22,28 @@ struct Product {
 // S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers a block. 2 or more: a ring of pairs, loaded
 // kNumStages - 1 blocks ahead; one barrier a block.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters, bool kIsBand = false>
+          int kOwnInRegisters, bool kIsBand = false, bool kBendsScores = false>
 struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                              kWarpRows, 1, false, kOwnInRegisters != 0, kIsBand> {};
+                                              kWarpRows, 1, false, kOwnInRegisters != 0, kIsBand, kBendsScores> {};
 
 // kBlockN keys; blocks of kBlockM rows of Q and dO, in a ring.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters, int kNumRoles, bool kIsBand = false>
-struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps,
-                                                 kWarpRows, kNumRoles, true, kOwnInRegisters != 0, kIsBand> {
+          int kOwnInRegisters, int kNumRoles, bool kIsBand = false, bool kBendsScores = false>
+struct KeyValueGradientSpec
+    : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockN, kBlockM, kNumStages, kNumWarps, kWarpRows, kNumRoles,
+                         true, kOwnInRegisters != 0, kIsBand, kBendsScores> {
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
-// For MaskKind::kBand.
+// For MaskKind::kBand. kScores 1: kBendsScores.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters>
-using VarlenQueryGradientSpec =
-    QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, kOwnInRegisters, true>;
+          int kOwnInRegisters, int kScores>
+using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows,
+                                                  kOwnInRegisters, true, kScores != 0>;
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
-          int kOwnInRegisters, int kNumRoles>
+          int kOwnInRegisters, int kNumRoles, int kScores>
 using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                        kWarpRows, kOwnInRegisters, kNumRoles, true>;
+                                                        kWarpRows, kOwnInRegisters, kNumRoles, true, kScores != 0>;
 
 }  // namespace sm80
 }  // namespace backward

@@ -5,7 +5,7 @@
 // stored: the accumulator layout is the operand layout.
 #pragma once
 
-#include "attention/backward/sm90/bent_scores.cuh"
+#include "attention/backward/bent_scores.cuh"
 #include "attention/backward/sm90/products.cuh"
 
 namespace flashmoe {

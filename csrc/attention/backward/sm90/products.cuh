@@ -7,7 +7,6 @@
 #include "attention/backward/sm90/place.cuh"
 #include "attention/backward/sm90/schedule.cuh"
 #include "attention/backward/sm90/spec.cuh"
-#include "attention/backward/weights.cuh"
 #include "device/convert.cuh"
 #include "device/reduce.cuh"
 #include "ptx/barrier.cuh"

@@ -9,8 +9,8 @@
 // have work of this warpgroup all the time. dS is never stored: the accumulator layout is the operand layout.
 #pragma once
 
+#include "attention/backward/bent_scores.cuh"
 #include "attention/backward/sm90/band_producer.cuh"
-#include "attention/backward/sm90/bent_scores.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
 #include "ptx/register_control.cuh"

@@ -44,6 +44,7 @@ struct TileSpec {
   static constexpr bool kIsPaired = kIsPaired_;
   static constexpr bool kIsBand = kIsBand_;
   static constexpr bool kBendsScores = kBendsScores_;
+  static constexpr bool kServesPlain = false;
   static constexpr bool kTakesTurns = false;  // tiles of a head wait for each other: see fused.cuh
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;

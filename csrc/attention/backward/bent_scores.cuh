@@ -1,8 +1,10 @@
-// What a softcap and a mask tensor do to the scores of a block, in both kernels. A thread has two rows of scores, r = 0 and 1, eight
-// apart, and of each pairs of neighbouring columns, 8j and 8j + 1 behind its first: pair 2j + r (products.cuh).
+// What a softcap and a mask tensor do to the scores of a block, in both kernels of every family. A thread has two rows of scores, r = 0
+// and 1, eight apart, and of each pairs of neighbouring columns, 8j and 8j + 1 behind its first: pair 2j + r. (That is how the products
+// leave them, of wgmma and, for 16 rows of a warp, of mma.sync.)
 #pragma once
 
-#include "attention/backward/sm90/products.cuh"
+#include "attention/masks.cuh"
+#include "attention/params/backward.h"
 #include "attention/scores.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
@@ -10,11 +12,13 @@
 namespace flashmoe {
 namespace attention {
 namespace backward {
-namespace sm90 {
+
+template <typename Spec>
+constexpr int kScorePairs = Spec::kStreamRows / 4;  // of a thread
 
 // Values of a mask tensor for a thread's pairs of scores, 16 bits each; of a boolean one 0 or -inf.
 template <typename Spec>
-using MaskValues = uint32_t[Products<Spec>::kPacked];
+using MaskValues = uint32_t[kScorePairs<Spec>];
 
 // Where they lie. Rows and columns are those of the scores: in the kernel of dq rows are queries, in that of dk and dv keys.
 struct MaskPlace {
@@ -56,7 +60,7 @@ __device__ __forceinline__ void load_mask_pairs(MaskValues<Spec>& values, const 
   for (int r = 0; r < 2; ++r) {
     const unsigned char* row_gmem = place.first + 8 * r * kBytes * place.row_stride;
 #pragma unroll
-    for (int j = 0; j < Products<Spec>::kPacked / 2; ++j) {
+    for (int j = 0; j < kScorePairs<Spec> / 2; ++j) {
       if constexpr (kBytes == 2) {
         values[2 * j + r] = ptx::ld_global_32(row_gmem + 16 * j);
       } else {
@@ -74,7 +78,7 @@ __device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, cons
   const int64_t column_bytes = place.column_stride * kBytes;
   const unsigned char* column_gmem = place.first;
 #pragma unroll
-  for (int j = 0; j < Products<Spec>::kPacked / 2; ++j) {
+  for (int j = 0; j < kScorePairs<Spec> / 2; ++j) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const unsigned char* gmem = column_gmem + 8 * r * kBytes;
@@ -90,7 +94,7 @@ template <typename Spec, int kBytes>
 __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const MaskPlace& place) {
   using Element = typename Spec::Element;
 #pragma unroll
-  for (int i = 0; i < Products<Spec>::kPacked; ++i) {
+  for (int i = 0; i < kScorePairs<Spec>; ++i) {
     const int r = i % 2;
     uint32_t pair[2];
 #pragma unroll
@@ -126,7 +130,7 @@ __device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const Band& 
   if (band.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, place());
   if (band.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, place());
 #pragma unroll
-  for (int i = 0; i < Products<Spec>::kPacked; ++i) values[i] = 0;
+  for (int i = 0; i < kScorePairs<Spec>; ++i) values[i] = 0;
 }
 
 // How a score is bent.
@@ -150,12 +154,12 @@ __device__ __forceinline__ float bent_score(const Band& band, float score) {
 // scores to what dS has of them beside dP - row_dot: P, with a softcap times its derivative 1 - tanh^2. packed: P alone, if
 // kPacks. lse_log2(i): of score i; visible: columns of each row, from the thread's first.
 template <typename Spec, Softcap kSoftcap, bool kIsPlain, bool kPacks, typename LseLog2>
-__device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[Products<Spec>::kScores],
-                                      uint32_t (&packed)[Products<Spec>::kPacked], const MaskValues<Spec>& values,
+__device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
+                                      uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
                                       const KeyRange (&visible)[2], LseLog2 lse_log2) {
   using Element = typename Spec::Element;
 #pragma unroll
-  for (int i = 0; i < Products<Spec>::kPacked; ++i) {
+  for (int i = 0; i < kScorePairs<Spec>; ++i) {
     float probability[2];
     const float2 value = unpack<Element>(values[i]);
 #pragma unroll
@@ -180,17 +184,22 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
 
 // is_plain: neither a mask tensor nor a range. see(visible): what `visible` is, asked for where it matters.
 template <typename Spec, bool kPacks, typename LseLog2, typename See>
-__device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (&scores)[Products<Spec>::kScores],
-                                           uint32_t (&packed)[Products<Spec>::kPacked], const MaskValues<Spec>& values,
+__device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
+                                           uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
                                            bool is_plain, LseLog2 lse_log2, See see) {
   KeyRange visible[2] = {{0, kUnbounded}, {0, kUnbounded}};
   if (!is_plain) see(visible);
   if (params.band.score_factor <= 0.0f) {
+    if constexpr (Spec::kServesPlain) {
+      if (is_plain) {
+        return weigh<Spec, Softcap::kNone, true, kPacks>(params, scores, packed, values, visible, lse_log2);
+      }
+    }
     return weigh<Spec, Softcap::kNone, false, kPacks>(params, scores, packed, values, visible, lse_log2);
   }
   float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < Products<Spec>::kScores; ++i) largest = max(largest, fabsf(scores[i]));
+  for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) largest = max(largest, fabsf(scores[i]));
   if (!ptx::vote_all(largest * params.band.score_factor <= kSeriesEnd)) {
     weigh<Spec, Softcap::kExact, false, kPacks>(params, scores, packed, values, visible, lse_log2);
   } else if (is_plain) {
@@ -200,7 +209,6 @@ __device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (
   }
 }
 
-}  // namespace sm90
 }  // namespace backward
 }  // namespace attention
 }  // namespace flashmoe
