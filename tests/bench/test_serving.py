@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from flashmoe.tools.bench.contenders import default_registry
 from flashmoe.tools.bench.suites import load_suite
 from flashmoe.tools.problems import problem_from_json
 from flashmoe.tools.problems.fields import SuiteError
-from flashmoe.tools.problems.serving import ServingProblem
+from flashmoe.tools.problems.serving import SPREADS, ServingProblem
 
 DECODE = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=1, seq_k=100, page_size=16)
 RAGGED = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=90, seq_k=90, spread="ramp")
@@ -49,13 +52,47 @@ def test_wrong_results_do_not() -> None:
 
 
 def test_a_problem_is_counted_and_read_back() -> None:
-    for problem in (DECODE, RAGGED, ServingProblem("bf16", 128, 64, 8, 64, 1, 65536, page_size=16, spread="one")):
+    others = [ServingProblem("bf16", 128, 64, 8, 64, 1, 65536, page_size=16, spread=spread) for spread in SPREADS]
+    for problem in (DECODE, RAGGED, *others):
         assert problem_from_json(problem.to_json()) == problem
         assert ServingProblem.from_key(problem.key) == problem
     assert DECODE.bytes_moved == 4 * 64 * (2 * 4 * 3 + 2 * 2 * 300)
     assert DECODE.flops == 4 * 4 * 64 * 300
     assert RAGGED.lengths_q == RAGGED.lengths_k == (30, 60, 90)
     assert RAGGED.flops == 4 * 4 * 64 * (30 * 15 + 60 * 30 + 90 * 45)
+
+
+def test_lengths_of_the_ragged_suite() -> None:
+    lengths = {sum(case.lengths_q): case for case in load_suite("ragged").cases if case.head_dim == 128}
+    assert {
+        16384,
+        4096 + 3000 + 2500 + 2000 + 1500 + 1200 + 900 + 600 + 300 + 150 + 100 + 38,
+        14000 + 70 * 34,
+    } <= lengths.keys()
+    assert lengths[14000 + 70 * 34].lengths_k == (14000, *(34,) * 70)
+
+
+@pytest.mark.parametrize("problem", [DECODE, RAGGED], ids=str)
+def test_flash_attention_3_is_told_where_keys_lie(problem: ServingProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem.make_inputs("cpu", 0)
+    ours = default_registry("serving")["flashmoe-ragged"].prepare(inputs)
+    seen: dict[str, object] = {}
+
+    def paged(*tensors: object, **named: object) -> object:
+        seen.update(named, tensors=tensors)
+        return ours.call()
+
+    def ragged(*tensors: object, **named: object) -> tuple[object, None]:
+        return paged(*tensors, **named), None
+
+    package = SimpleNamespace(flash_attn_with_kvcache=paged, flash_attn_varlen_func=ragged)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    peer = default_registry("serving")["flash-attn-3"]
+    assert peer.available("cuda") == ""
+    assert problem.make_reference(inputs).judge(peer.prepare(inputs).call()).passed
+    assert seen["tensors"] == (inputs.q, inputs.k, inputs.v)
+    assert ("page_table" in seen) == bool(problem.page_size)
+    assert seen["cu_seqlens_q"] is inputs.cu_seqlens_q
 
 
 def test_the_grid_is_bounded_by_memory() -> None:

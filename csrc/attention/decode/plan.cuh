@@ -140,8 +140,21 @@ struct Plan {
     // Shares do not begin where items do: an item of num_splits - 1 shares may meet num_splits blocks.
     share = max(quotient(total + ptx::grid_size() - 1, ptx::grid_size()),
                 quotient(most + params.num_splits - 2, params.num_splits - 1));
+    share = aligned(share, most, total);
     position = min(total, ptx::block_index() * share);
     end = min(total, position + share);
+  }
+
+  // Of equal items, a share up to a sixteenth longer that begins and ends where items do, if there is one: whole items, or one of an
+  // item's equal parts. Two parts of items in a block would be two ends.
+  __device__ __forceinline__ static int aligned(int share, int item_tiles, int total) {
+    constexpr int kLonger = 16;
+    if (share < kLonger) return share;
+    const int parts = max(1, quotient(item_tiles, share));
+    const int part = quotient(item_tiles, parts);
+    const int longer = parts > 1 ? part : quotient(share + item_tiles - 1, item_tiles) * item_tiles;
+    const bool is_even = part * parts == item_tiles && quotient(total, item_tiles) * item_tiles == total;
+    return is_even && longer <= share + share / kLonger ? longer : share;
   }
 
   // The item `index` of the entry that `lane` holds.

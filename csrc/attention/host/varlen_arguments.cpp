@@ -18,7 +18,7 @@ using host::fail;
 
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1;  // the kernels add windows and lengths in 32 bits
 constexpr int64_t kMaxSplits = 32;
-// Kernels know tanh to within 5e-7, which the softcap multiplies.
+// Kernels know tanh to within 7e-7, which the softcap multiplies.
 constexpr double kMaxSoftcap = 4096.0;
 const char* const kRaggedLayout = "[tokens, heads, head_dim]";
 const char* const kDenseLayout = "[batch, heads, length, head_dim]";

@@ -68,7 +68,9 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
     soft = replace(softcap, name="soft softcap", softcap=30.0, magnitude=1.3, keys=(4 * n + 3, 9), has_sinks=True)
     yield replace(soft, left=3 * n, right=0)  # the last block but two needs no mask
-    yield replace(soft, name="mild softcap", magnitude=6.0, rows=(9, 2), keys=(n + 3, 9))
+    mild = replace(soft, name="mild softcap", magnitude=6.0, rows=(9, 2), keys=(n + 3, 9))
+    yield mild
+    yield replace(mild, name="sharp softcap", softcap=25.0, magnitude=400.0)
     masked = _base(unit, "mask", (33, 33), (n + 9, n + 9))
     masked = replace(masked, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))

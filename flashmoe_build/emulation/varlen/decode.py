@@ -42,6 +42,8 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(one, name="three splits", keys=(9 * n + 5,), splits=3, has_counter=True),
         # Equal entries without an array of lengths; items that end where shares do.
         replace(one, name="equal", rows=(1,) * 7, keys=(2 * n,) * 7, keys_layout=Keys.DENSE, page_size=0),
+        # Shares that grow from 17 tiles to whole items: 17 of 18 tiles for 19 blocks.
+        replace(one, name="whole items", rows=(1,) * 17, heads_q=2, keys=(18 * n,) * 17),
         replace(base, name="one split", splits=1),
         replace(base, name="odd pages", page_size=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8),
         replace(base, name="window", left=n + 5, right=0, has_sinks=True, softcap=20.0, magnitude=3.0, page_size=48),

@@ -11,6 +11,7 @@ from flashmoe.tools.bench.contenders import Contender, Prepared, always, family,
 from flashmoe.tools.problems.serving.tensors import Inputs
 
 FAMILIES = ("sm75", "sm80", "sm90")
+FLASH_ATTN_3 = "flash_attn_interface"
 
 
 def _has_equal_rows(inputs: Inputs) -> bool:
@@ -127,6 +128,25 @@ def _flash_attn(inputs: Inputs) -> Prepared:
     return Prepared(call)
 
 
+def _flash_attn_3(inputs: Inputs) -> Prepared:
+    """Its own package; pages, of equal rows or ragged ones, are a cache's."""
+    problem, module = inputs.problem, import_module(FLASH_ATTN_3)
+    options = {"softmax_scale": inputs.scale, "causal": problem.causal}
+    rows = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
+
+    def call() -> torch.Tensor:
+        if problem.page_size:
+            keys = {"cache_seqlens": inputs.seqused_k, "page_table": inputs.block_table}
+            result = module.flash_attn_with_kvcache(inputs.q, inputs.k, inputs.v, **keys, **rows, **options)
+        else:
+            keys = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max(problem.lengths_k)}
+            result = module.flash_attn_varlen_func(inputs.q, inputs.k, inputs.v, **keys, **rows, **options)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return Prepared(call)
+
+
 def contenders() -> tuple[Contender, ...]:
     both, gpu = ("cpu", "cuda"), ("cuda",)
     return (
@@ -143,4 +163,5 @@ def contenders() -> tuple[Contender, ...]:
         Contender("sdpa-cudnn", "SDPA CUDNN, dense keys", gpu, always, _sdpa, forced("CUDNN_ATTENTION")),
         Contender("sdpa-efficient", "SDPA EFFICIENT, dense keys", gpu, always, _sdpa, forced("EFFICIENT_ATTENTION")),
         Contender("flash-attn", "flash-attn", gpu, installed("flash_attn"), _flash_attn),
+        Contender("flash-attn-3", "FA3", gpu, installed(FLASH_ATTN_3), _flash_attn_3),
     )

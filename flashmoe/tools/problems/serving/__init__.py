@@ -14,12 +14,13 @@ from flashmoe.tools.problems import DTYPE_BYTES, fields
 if TYPE_CHECKING:  # torch: reading and comparing reports needs none
     from flashmoe.tools.problems.serving.tensors import Inputs, Reference
 
-SPREADS = ("equal", "ramp", "one")
-SHORT = 512  # keys of the other sequences where one is long
+SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
+SPREADS = ("equal", "ramp", "mixed", *SHORT)
+MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # of 4096
 _SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
 _KEY = re.compile(
     r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
-    r"(-p(?P<p>\d+))?(-(?P<spread>ramp|one))?"
+    r"(-p(?P<p>\d+))?(-(?P<spread>ramp|mixed|one34|one))?"
 )
 
 
@@ -28,7 +29,8 @@ class ServingProblem:
     """``batch`` sequences of up to seq_q queries and seq_k keys; with seq_q = seq_k each has as many of both.
 
     ``page_size``: keys lie in pages in random order; 0: ragged, one sequence behind the other. ``spread``: all sequences equal;
-    ramp, of seq_k / batch, 2 seq_k / batch and so on; one of seq_k keys among others of 512. The mask is bottom-right.
+    ramp, of seq_k / batch, 2 seq_k / batch and so on; mixed, of twelve lengths in turn, from seq_k to a hundredth of it; one of seq_k
+    keys among others of 512, or of 34. The mask is bottom-right.
     """
 
     operation: ClassVar[str] = "serving"
@@ -48,7 +50,9 @@ class ServingProblem:
     def lengths_k(self) -> tuple[int, ...]:
         if self.spread == "ramp":
             return tuple(max(1, self.seq_k * (entry + 1) // self.batch) for entry in range(self.batch))
-        others = min(SHORT, self.seq_k) if self.spread == "one" else self.seq_k
+        if self.spread == "mixed":
+            return tuple(max(1, self.seq_k * MIXED[entry % len(MIXED)] // MIXED[0]) for entry in range(self.batch))
+        others = min(SHORT.get(self.spread, self.seq_k), self.seq_k)
         return (self.seq_k, *(others,) * (self.batch - 1))
 
     @property
@@ -68,7 +72,9 @@ class ServingProblem:
     @property
     def title(self) -> str:
         where = f"pages of {self.page_size}" if self.page_size else "ragged"
-        spread = {"equal": "", "ramp": ", lengths up to that", "one": f", others of {SHORT}"}[self.spread]
+        spread = {"equal": "", "ramp": ", lengths up to that", "mixed": ", twelve lengths"}.get(self.spread)
+        if spread is None:
+            spread = f", others of {SHORT[self.spread]}"
         return (
             f"{self.dtype} B={self.batch} H={self.heads_q} on {self.heads_kv} Sq={self.seq_q} Sk={self.seq_k} "
             f"D={self.head_dim} {where}{spread}"

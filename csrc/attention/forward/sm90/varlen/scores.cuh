@@ -30,72 +30,78 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor
 }
 
 // The softcap inside the softmax: exponents scale_log2 * tanh(score * factor) of raw scores, whose order they keep, so that maxima are
-// those of raw scores. What bounds the kernel is the exponential units, which the plain softmax keeps half busy at head dim 128.
+// those of raw scores. Time follows the number of instructions, whichever units they are for.
 //
-// kSoft   up to 5/16 tanh(x) is x times two terms more in x^2, 4e-7 off: three multiply-adds a score.
-// kMild   up to 5/4 x times seven terms, 5e-7 off: seven.
-// kExact  1 - 2 / (e^2x + 1), where two scores share one reciprocal.
+// kSoft   up to 5/16 tanh(x) is x times two terms more in x^2, 4e-7 off.
+// kMild   up to 3/4 x times four terms more, 3e-7 off.
+// kExact  1 - 2 / (e^2x + 1), where four scores share one reciprocal: up to 10, from where on tanh is 1.
+// kHeld   the same beyond, with e^2x held to what the product of four leaves finite.
 //
 // Below -end both series fall faster than tanh, which does not show: beside a maximum of -1/8 or more, with a cap of kLeastSoftcap or
 // more, such scores weigh less than e^-10 (kSoft: less than 2%, of which they miss a thousandth).
-enum class Cap { kSoft, kMild, kExact };
+enum class Cap { kSoft, kMild, kExact, kHeld };
 
 struct Softcap {
   static constexpr float kSoftEnd = 0.3125f;
-  static constexpr float kMildEnd = 1.25f;
+  static constexpr float kMildEnd = 0.75f;
+  static constexpr float kExactEnd = 10.0f;
   static constexpr float kSeriesBegin = -0.125f;
   static constexpr float kLeastSoftcap = 24.0f * 1.44269504f;  // as scale_log2
-  // Of kExact: there the product of two e^2x + 1 is finite, and tanh is 1.
-  static constexpr float kMostExponent = 60.0f;
+  // Factors whose eighth power is still a float, and not the least of them.
+  static constexpr float kLeastFactor = 1e-4f;
+  static constexpr float kMostFactor = 1e3f;
+  static constexpr float kMostExponent = 30.0f;  // of kHeld
 
   float factor;
   float scale_log2;
 
-  __device__ __forceinline__ bool serves(float max, float end) const {
-    return max * factor <= end && max * factor >= kSeriesBegin && scale_log2 >= kLeastSoftcap;
+  template <Cap kCap>
+  __device__ __forceinline__ bool serves(float max) const {
+    const float x = max * factor;
+    if constexpr (kCap == Cap::kExact) return x <= kExactEnd;
+    return x <= (kCap == Cap::kSoft ? kSoftEnd : kMildEnd) && x >= kSeriesBegin && scale_log2 >= kLeastSoftcap &&
+           factor >= kLeastFactor && factor <= kMostFactor;
   }
   __device__ __forceinline__ float slope() const { return factor * scale_log2; }
 
   // score * series(score): the exponent.
   template <Cap kCap>
   __device__ __forceinline__ float series(float score) const {
-    if constexpr (kCap == Cap::kSoft) {
-      const float square = score * score;
-      const float at = factor * factor;
-      constexpr float kCube = -0.33308466f;
-      constexpr float kFifth = 0.12584438f;
-      constexpr float kLeast = 1.2e-38f;  // zero times the square of -inf would be NaN
-      const float fifth = ptx::max_ftz(kFifth * at * at * slope(), kLeast);
-      return ptx::fma_rn(square, ptx::fma_rn(square, fifth, kCube * at * slope()), slope());
+    const float square = score * score;
+    const float at = factor * factor;
+    constexpr bool kIsSoft = kCap == Cap::kSoft;
+    constexpr float kTerms[] = {kIsSoft ? -0.33308466f : -0.33328045f, kIsSoft ? 0.12584438f : 0.13253363f,
+                                -0.04986608f, 0.01275058f};
+    const float third = kTerms[0] * at * slope();
+    float fifth = kTerms[1] * at * at * slope();
+    if constexpr (!kIsSoft) {
+      const float high = at * at * at * slope();
+      fifth = ptx::fma_rn(square, ptx::fma_rn(square, kTerms[3] * at * high, kTerms[2] * high), fifth);
     }
-    constexpr float kTerms[] = {0.9999964559f, -0.33324215279f, 0.1326480200754f, -0.0516446655f,
-                                0.017636209f,  -0.00432547536f, 0.00052547979f};
-    const float x = score * factor;  // the sixth power of its square is no factor for a coefficient
-    const float square = x * x;
-    float sum = kTerms[6];
-#pragma unroll
-    for (int term = 5; term >= 0; --term) sum = ptx::fma_rn(square, sum, kTerms[term]);
-    return sum * slope();
+    return ptx::fma_rn(square, ptx::fma_rn(square, fifth, third), slope());
   }
   // e^2x + 1.
+  template <Cap kCap>
   __device__ __forceinline__ float denominator(float score) const {
-    return ptx::exp2_approx(ptx::min_nan(score * (factor * kTwoLog2E), kMostExponent)) + 1.0f;
+    const float exponent = score * (factor * kTwoLog2E);
+    return ptx::exp2_approx(kCap == Cap::kHeld ? ptx::min_nan(exponent, kMostExponent) : exponent) + 1.0f;
   }
   __device__ __forceinline__ float exact(float score) const {
-    const float exponent = ptx::fma_rn(-2.0f * scale_log2, ptx::rcp_approx(denominator(score)), scale_log2);
-    return score == ptx::negative_infinity() ? score : exponent;
+    const float inverse = ptx::rcp_approx(denominator<Cap::kHeld>(score));
+    return score == ptx::negative_infinity() ? score : ptx::fma_rn(-2.0f * scale_log2, inverse, scale_log2);
   }
   template <Cap kCap>
   __device__ __forceinline__ float exponent(float score) const {
-    if constexpr (kCap == Cap::kExact) return exact(score);
+    if constexpr (kCap == Cap::kExact || kCap == Cap::kHeld) return exact(score);
     return score * series<kCap>(score);
   }
 };
 
-// What online_softmax does after it has a row's new maxima.
+// What capped_softmax does after it has a row's new maxima: scores become exponents.
 template <int kN, Cap kCap, bool kMayBeEmpty>
-__device__ __forceinline__ void capped_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&new_max)[2],
-                                                    bool moved, float (&rescale)[2], const Softcap& cap) {
+__device__ __forceinline__ void find_exponents(float (&scores)[kN / 2], RowState& rows, const float (&new_max)[2],
+                                               bool moved, float (&rescale)[2], const Softcap& cap) {
+  constexpr bool kIsSeries = kCap == Cap::kSoft || kCap == Cap::kMild;
   float shift[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -105,34 +111,38 @@ __device__ __forceinline__ void capped_exponentials(float (&scores)[kN / 2], Row
       rows.max[r] = new_max[r];
       shift[r] = cap.exponent<kCap>(new_max[r]);
     }
-    if (kMayBeEmpty && kCap == Cap::kExact && rows.max[r] == ptx::negative_infinity()) shift[r] = 0.0f;
+    if (kMayBeEmpty && !kIsSeries && rows.max[r] == ptx::negative_infinity()) shift[r] = 0.0f;
     if (moved) {
       rescale[r] = ptx::exp2_approx(ptx::sub_rn(before, shift[r]));
       rows.sum[r] *= rescale[r];
     }
   }
 #pragma unroll
-  for (int i = 0; i < kN / 2; i += 2) {
-    const int r = i / 2 % 2;
-    if constexpr (kCap == Cap::kExact) {
-      const float top = cap.scale_log2 - shift[r];
-      const float denominators[2] = {cap.denominator(scores[i]), cap.denominator(scores[i + 1])};
-      const float inverse = ptx::rcp_approx(denominators[0] * denominators[1]);
+  for (int j = 0; j < kN / 2; j += 8) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float exponent = ptx::fma_rn(-2.0f * cap.scale_log2, inverse * denominators[1 - c], top);
-        const bool is_hidden = kMayBeEmpty && scores[i + c] == ptx::negative_infinity();
-        scores[i + c] = ptx::exp2_approx(is_hidden ? scores[i + c] : exponent);
-      }
-    } else {
+    for (int r = 0; r < 2; ++r) {
+      const int first = j + 2 * r;  // of four in one row: an array of them would cost wgmma its registers
+      if constexpr (kIsSeries) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& score = scores[i + c];
-        score = ptx::exp2_approx(ptx::fma_rn(score, cap.series<kCap>(score), -shift[r]));
+        for (int c = 0; c < 4; ++c) {
+          float& score = scores[first + c / 2 * 4 + c % 2];
+          score = ptx::fma_rn(score, cap.series<kCap>(score), -shift[r]);
+        }
+      } else {
+        float of[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) of[c] = cap.denominator<kCap>(scores[first + c / 2 * 4 + c % 2]);
+        const float pairs[2] = {of[0] * of[1], of[2] * of[3]};
+        const float inverse = -2.0f * cap.scale_log2 * ptx::rcp_approx(pairs[0] * pairs[1]);
+        const float inverse_pairs[2] = {inverse * pairs[1], inverse * pairs[0]};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          float& score = scores[first + c / 2 * 4 + c % 2];
+          const float exponent = ptx::fma_rn(inverse_pairs[c / 2], of[c ^ 1], cap.scale_log2 - shift[r]);
+          score = kMayBeEmpty && score == ptx::negative_infinity() ? score : exponent;
+        }
       }
     }
-    rows.sum[r] += scores[i];
-    rows.sum[r] += scores[i + 1];
   }
 }
 
@@ -158,12 +168,19 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
     new_max[0] = quad_max(new_max[0]);
     new_max[1] = quad_max(new_max[1]);
   }
-  if (ptx::vote_all(cap.serves(new_max[0], Softcap::kSoftEnd) && cap.serves(new_max[1], Softcap::kSoftEnd))) {
-    capped_exponentials<kN, Cap::kSoft, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
-  } else if (ptx::vote_all(cap.serves(new_max[0], Softcap::kMildEnd) && cap.serves(new_max[1], Softcap::kMildEnd))) {
-    capped_exponentials<kN, Cap::kMild, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+  if (ptx::vote_all(cap.serves<Cap::kSoft>(new_max[0]) && cap.serves<Cap::kSoft>(new_max[1]))) {
+    find_exponents<kN, Cap::kSoft, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+  } else if (ptx::vote_all(cap.serves<Cap::kMild>(new_max[0]) && cap.serves<Cap::kMild>(new_max[1]))) {
+    find_exponents<kN, Cap::kMild, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+  } else if (ptx::vote_all(cap.serves<Cap::kExact>(new_max[0]) && cap.serves<Cap::kExact>(new_max[1]))) {
+    find_exponents<kN, Cap::kExact, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   } else {
-    capped_exponentials<kN, Cap::kExact, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+    find_exponents<kN, Cap::kHeld, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+  }
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    scores[i] = ptx::exp2_approx(scores[i]);
+    rows.sum[i / 2 % 2] += scores[i];
   }
   return moved;
 }
