@@ -121,7 +121,7 @@ def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
 
 
 def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
-    """Head dims up to 64 on Hopper, where a row sees many keys, and there are many tiles for each multiprocessor."""
+    """Head dims up to 128 on Hopper, where a row sees many keys, and there are many tiles for each multiprocessor."""
     fused = choose.fused  # type: ignore[attr-defined]
     assert fused(90, 64, False, 4, 32, 4096, 4096)
     assert fused(90, 40, False, 4, 32, 4096, 4096)
@@ -133,7 +133,12 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert not fused(90, 64, False, 64, 32, 512, 512), "a row sees few keys"
     assert not fused(90, 64, False, 16, 32, 512, 4096), "all tiles of a head add to few rows"
     assert not fused(90, 64, False, 1, 2, 4096, 4096), "fewer tiles than multiprocessors"
-    assert not fused(90, 128, False, 4, 16, 4096, 4096)
+    assert fused(90, 128, False, 4, 16, 4096, 4096)
+    assert fused(90, 72, False, 1, 16, 4096, 4096)
+    assert not fused(90, 128, False, 8, 16, 2048, 2048), "a row sees few keys"
+    assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
+    assert not fused(90, 128, True, 4, 16, 4096, 4096), "there is none with a mask"
+    assert not fused(90, 192, False, 4, 16, 4096, 4096), "nor a wider one"
     assert not fused(80, 64, False, 4, 32, 4096, 4096)
 
 

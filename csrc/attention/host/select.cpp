@@ -280,9 +280,13 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem) {
   // Measured on an H100. Of short sequences its float32 sums cost as much as the two products that it saves; few tiles that take turns
   // wait for each other, and queries for few tiles of them would make all tiles of a head wait.
-  constexpr int64_t kMinLength = 1024;
+  if (kernels.fused == nullptr) return false;
+  const bool is_wide = kernels.fused->axes[axis::kHeadDim] > 64;
+  const int64_t min_length = is_wide ? 4096 : 1024;
+  const int64_t min_heads = is_wide ? 8 : 1;                 // key heads of all batch entries; fewer were not measured
   const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
-  if (kernels.fused == nullptr || problem.seq_q < kMinLength || problem.seq_k < kMinLength) return false;
+  if (problem.seq_q < min_length || problem.seq_k < min_length) return false;
+  if (problem.heads_kv * problem.batch < min_heads) return false;
   const int64_t tiles = ceil_div(problem.seq_k, kernels.fused->block_n) * problem.heads_kv * problem.batch;
   return tiles >= min_rounds * problem.request.num_multiprocessors;
 }

@@ -16,7 +16,7 @@
 //          begin a little after the one before it. For few tiles, or long ones, where the end of the up order leaves blocks idle
 #pragma once
 
-#include "attention/backward/sm90/fused_consumer.cuh"
+#include "attention/backward/sm90/fused_wide.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "ptx/bulk_reduce.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -27,13 +27,6 @@ namespace flashmoe {
 namespace attention {
 namespace backward {
 namespace sm90 {
-
-// The tile of the last keys that a row of block `block` sees.
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int last_tile(const BackwardParams& params, int block) {
-  const int end_key = visible_keys<kMask>(params, Lengths{params}, (block + 1) * Spec::kStreamRows - 1).end;
-  return (end_key - 1) / Spec::kOwnRows;
-}
 
 // The warpgroup of dq.
 template <typename Spec, MaskKind kMask>
@@ -188,7 +181,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
       ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
       ptx::mbarrier_init(shared.scores_empty(buffer), 4);
-      ptx::mbarrier_init(shared.sums_full(buffer), 4);
+      ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
       ptx::mbarrier_init(shared.sums_empty(buffer), 1);
     }
     init_barriers(shared);
@@ -203,6 +196,9 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }
+  } else if constexpr (Spec::kIsWide) {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    WideFusedConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
   } else if (warpgroup == 3) {
     ptx::setmaxnreg_dec<Spec::kQueryRegisters>();
     FusedQueries<Spec, kMask>(params, shared).run();

@@ -11,17 +11,19 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// As of the kernel of dk and dv, with 16 warps: producer and adding warps, two consumers, the warpgroup of dq.
+// As of the kernel of dk and dv, with 16 warps: producer and adding warps, two consumers, the warpgroup of dq; or with 12, without the last.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0> {
   using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0>;
-  static_assert(kHeadDim == 64, "of more columns consumers and the warpgroup of dq need more registers than there are");
-  static_assert(kNumWarps_ == 16 && kBlockM == 64 && kBlockN == kFusedTileKeys,
+  static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
+  static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
+  static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
   static constexpr bool kTakesTurns = true;
-  static constexpr int kProducerRegisters = 32;  // 128 * (32 + 2 * 208 + 64) = 65536
-  static constexpr int kConsumerRegisters = 208;
+  static constexpr int kSectionHeads = kIsWide ? 16 : 0;        // eight tiles of each at work on 132 multiprocessors
+  static constexpr int kProducerRegisters = kIsWide ? 24 : 32;  // 128 * (32 + 2 * 208 + 64) = 65536
+  static constexpr int kConsumerRegisters = kIsWide ? 240 : 208;
   static constexpr int kQueryRegisters = 64;
 
   static constexpr int kQueryBuffers = 2;                     // of dS^T, and of dQ
@@ -67,6 +69,13 @@ struct FusedMemory : SharedMemory<Spec> {
 // Whether some of the 64 keys from first_key on are past the last.
 __device__ __forceinline__ bool has_missing_keys(const BackwardParams& params, int first_key) {
   return first_key + 64 > params.seq_k;
+}
+
+// The tile of the last keys that a row of block `block` sees.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ int last_tile(const BackwardParams& params, int block) {
+  const int end_key = visible_keys<kMask>(params, Lengths{params}, (block + 1) * Spec::kStreamRows - 1).end;
+  return (end_key - 1) / Spec::kOwnRows;
 }
 
 // scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.

@@ -211,16 +211,18 @@ struct Schedule {
   }
 };
 
-// Of the two orders that tiles which take turns have, which one: see fused.cuh.
+// Of the two orders that tiles which take turns have, which one: see fused.cuh. At head dim 128 always the first.
 template <typename Spec>
 __device__ __forceinline__ bool takes_last_queries_first(const BackwardParams& params) {
+  if constexpr (Spec::kIsWide) return false;
   constexpr int kFewTiles = 8;  // for each block of threads
   const int tiles = ceil_div(params.seq_k, Spec::kOwnRows) * params.heads_kv * params.batch;
   return params.heads_q > params.heads_kv || tiles < kFewTiles * ptx::grid_size();
 }
 
 // The tiles of keys. Those that take turns are of different heads where they can be, as under a causal mask, so that few wait; but of so
-// few heads that Q, dO and the sums of dq stay in the second-level cache. Measured: 12 MB of Q and dO, 16 of long sequences.
+// few heads that Q, dO and the sums of dq stay in the second-level cache. Measured: 12 MB of Q and dO, 16 of long sequences; at head dim
+// 128 sections of kSectionHeads.
 template <typename Spec, MaskKind kMask, bool kTakesTurns>
 struct KeySchedule : Schedule<Spec, kMask, false> {
   using Schedule<Spec, kMask, false>::Schedule;
@@ -234,7 +236,8 @@ struct KeySchedule<Spec, kMask, true> : Schedule<Spec, MaskKind::kCausal, false>
                                          int sharing)
       : Base(params, own_rows, heads, stream_rows, sharing), from_last_keys(!takes_last_queries_first<Spec>(params)) {
     const int section_rows = ((params.seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
-    this->section_heads = minimum(this->all_heads, maximum(1, section_rows / maximum(1, stream_rows)));
+    const int fitting_heads = maximum(1, section_rows / maximum(1, stream_rows));
+    this->section_heads = minimum(this->all_heads, Spec::kSectionHeads > 0 ? Spec::kSectionHeads : fitting_heads);
   }
   __device__ __forceinline__ Tile tile(int number) const {
     Tile tile = Base::tile(number);

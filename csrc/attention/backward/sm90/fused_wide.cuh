@@ -1,0 +1,217 @@
+// The consumers of the fused kernel at head dim 128: each computes dk and dv of 64 keys, and half of dQ's columns, as there are no registers
+// for a warpgroup of dq. Its block, with dK of the block before in flight at the beginning, as dK of this block is at the end:
+//
+//   issue S^T;  wait for that dK, release its Q and dO;  issue dP^T
+//   wait for S^T;  P^T;  issue dV += P^T dO
+//   wait for dP^T;  dS^T;  it goes to shared memory;  wait for the other consumer's
+//   issue dQ's columns = dS K;  issue dK += dS^T Q
+//   wait for dV and dQ, which goes to the warp that adds
+//
+// dQ has the registers of dP^T. ptxas serialises the products
+//   - where two loops meet with products in flight (C7512): so one loop has blocks with and without a mask
+//   - where an accumulator is read whose product was issued in the iteration before, after a wait that leaves others in flight (C7514): dK is
+//     the only one, and is not read
+#pragma once
+
+#include "attention/backward/sm90/fused_consumer.cuh"
+#include "ptx/barrier.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace backward {
+namespace sm90 {
+
+// Joins the 256 threads of both consumers.
+__device__ __forceinline__ void sync_consumers() { ptx::named_barrier_sync(8, 256); }
+
+template <typename Spec, MaskKind kMask>
+struct WideFusedConsumer {
+  using Element = typename Spec::Element;
+  using Product = Products<Spec>;
+  static constexpr int kSums = 32;  // of 64 rows and 64 columns of dq, a thread
+
+  const BackwardParams& params;
+  const FusedMemory<Spec> shared;
+  const int consumer;  // 0 or 1
+  RingPosition<Spec::kFirstStages> at;
+  RingPosition<Spec::kFirstStages> used;     // the oldest that has not been released: `at`, or one behind
+  RingPosition<Spec::kQueryBuffers> handed;  // of dS^T, and of what is added
+
+  __device__ __forceinline__ WideFusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
+                                               int consumer_)
+      : params(params_), shared(shared_), consumer(consumer_) {}
+
+  __device__ __forceinline__ void release_used() {
+    release(shared.first_empty(used.stage));
+    used.advance();
+  }
+  __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
+
+  // dS^T of this consumer's keys, for both. The products that read the buffer two blocks ago are done: this consumer has waited for its own,
+  // and the other one for its before it came to the barrier of the block before.
+  __device__ __forceinline__ void share_scores(const uint32_t (&packed)[Product::kPacked]) {
+    const int lane = ptx::recompute(ptx::lane_index());  // no address is kept through the loop
+    const int row = ptx::warp_index() % 4 * 16 + lane % 16;
+    unsigned char* row_smem = shared.scores(handed.stage) + (consumer * 64 + row) * 128;
+#pragma unroll
+    for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
+      const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
+      ptx::stmatrix_x4(row_smem + ((step * 2 + lane / 16) ^ (row % 8)) * 16, words);
+    }
+    // Hazard: the products of dq read dS before it is written and visible to them.
+    ptx::fence_proxy_async_shared();
+    sync_consumers();
+  }
+
+  // sums[64 x 64] = dS[64 x 128] K[128 x 64], of this consumer's columns; asynchronous.
+  __device__ __forceinline__ void issue_sums(float (&sums)[kSums]) const {
+    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(handed.stage), 0, 1024);
+    const uint64_t keys =
+        ptx::make_smem_descriptor(shared.own_first(0) + consumer * Spec::kOwnSlabBytes, Spec::kOwnSlabBytes, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 8; ++step) {
+      ptx::wgmma_ss<Element, 64, true, true>(
+          sums, ptx::advance_smem_descriptor(scores, step * 2048),
+          ptx::advance_smem_descriptor(keys, step / 4 * 2 * Spec::kOwnBytes + step % 4 * 2048), step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // To the warp that adds: this consumer's half of a piece, in the order of FusedQueries::hand_over.
+  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockPlace& place) {
+    // Hazard: the buffer is still read by the sum of two blocks ago.
+    ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
+    const int thread = ptx::recompute(ptx::thread_index()) % 128;
+    unsigned char* mine = shared.query_sums(handed.stage) + consumer * (Spec::kQueryBytes / 2) + thread * 16;
+#pragma unroll
+    for (int j = 0; j < kSums / 4; ++j) {
+      const uint32_t words[4] = {ptx::float_bits(sums[4 * j]), ptx::float_bits(sums[4 * j + 1]),
+                                 ptx::float_bits(sums[4 * j + 2]), ptx::float_bits(sums[4 * j + 3])};
+      ptx::st_shared_128(mine + j * 2048, words);
+    }
+    // Hazard: the copy engine reads before all is written and visible to it.
+    ptx::fence_proxy_async_shared();
+    if (consumer == 0 && thread == 0) {
+      const Tile tile = read_tile<Tile>(place.tile_smem);
+      const int pieces = ceil_div(params.seq_q, Spec::kStreamRows);
+      note_place((tile.batch * params.heads_q + place.head) * pieces + place.block,
+                 last_tile<Spec, kMask>(params, place.block) - tile.index);
+    }
+    pass();
+  }
+  __device__ __forceinline__ void note_place(int piece, int turn) const {
+    const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(turn), 0, 0};
+    ptx::st_shared_128(shared.place(handed.stage), words);
+  }
+  __device__ __forceinline__ void pass() {
+    release(shared.sums_full(handed.stage));
+    handed.advance();
+  }
+
+  __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+                                       uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
+                                       const BlockPlace& place, bool is_masked) {
+    float scores[Product::kScores];
+    float gradients[Product::kScores];  // dP^T, then dS^T
+    float lse_log2[Product::kColumns];
+    float row_dot[Product::kColumns];
+    wait_block();
+    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(at.stage));
+    ptx::wgmma_wait<1>();  // dK of the block before
+    ptx::wgmma_fence_operands(dk);
+    if (used.stage != at.stage) release_used();
+    Product::template issue_scores<false>(gradients, shared.own_second(consumer), shared.second(at.stage));
+
+    ptx::wgmma_wait<1>();  // S^T
+    ptx::wgmma_fence_operands(scores);
+    if (is_masked) {
+      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+    } else {
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
+    }
+    load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
+    Product::pack_scores(p_packed, scores);
+    Product::issue_output(dv, p_packed, shared.second(at.stage));
+
+    ptx::wgmma_wait<1>();  // dP^T
+    ptx::wgmma_fence_operands(gradients);
+#pragma unroll
+    for (int i = 0; i < Product::kScores; ++i) {
+      gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
+    }
+    Product::pack_scores(ds_packed, gradients);
+    share_scores(ds_packed);
+    float sums[kSums];
+    issue_sums(sums);
+    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    ptx::wgmma_wait<1>();  // dV and dQ
+    ptx::wgmma_fence_operands(dv);
+    ptx::wgmma_fence_operands(sums);
+    hand_over(sums, place);
+    at.advance();
+  }
+
+  __device__ __forceinline__ void finish_products(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs]) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(dk);
+    ptx::wgmma_fence_operands(dv);
+    if (used.stage != at.stage) release_used();
+  }
+
+  __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
+    const int heads = params.heads_q / params.heads_kv;
+    for (int parity = 0;; parity ^= 1) {
+      ptx::mbarrier_wait(shared.tile_full(consumer), parity);
+      const Tile tile = read_tile<Tile>(shared.tile(consumer));
+      if (tile.index < 0) break;
+      ptx::mbarrier_wait(shared.own_full(consumer), parity);
+      const int tile_key = tile.index * Spec::kOwnRows;
+      const int first_key = tile_key + consumer * 64;
+      const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
+      const bool is_masked = has_missing_keys(params, first_key);
+      float dk[Product::kOutputs];
+      float dv[Product::kOutputs];
+      uint32_t p_packed[Product::kPacked];
+      uint32_t ds_packed[Product::kPacked];
+      Product::clear(dk);
+      Product::clear(dv);
+      for (int block = all.begin; block < all.end; ++block) {
+        for (int head = 0; head < heads; ++head) {
+          const BlockPlace place{shared.tile(consumer), tile.head * heads + head, first_key, block};
+          step(dk, dv, p_packed, ds_packed, place, is_masked || block < all.full_begin);
+        }
+      }
+      finish_products(dk, dv);
+      // Hazard: dK and dV take the places of K and V while another warp still multiplies with them; dQ's products read all of K.
+      sync_consumers();
+      Product::store_shared(shared.own_second(consumer), dv, 1.0f);
+      Product::store_shared(shared.own_first(consumer), dk, params.scale);
+      // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+      ptx::fence_proxy_async_shared();
+      sync_consumer(consumer);
+      if (ptx::thread_index() % 128 == 0) {
+        const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+        const int row = done.index * Spec::kOwnRows + consumer * 64;
+        Product::store_global(dv_map, shared.own_second(consumer), row, DensePlace{done.head, done.batch});
+        Product::store_global(dk_map, shared.own_first(consumer), row, DensePlace{done.head, done.batch});
+        ptx::tma_store_commit();
+        // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
+        ptx::tma_store_wait_read<0>();
+        ptx::mbarrier_arrive(shared.own_empty(consumer));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
+      ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
+      if (consumer == 0 && ptx::thread_index() % 128 == 0) note_place(-1, 0);
+      pass();
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace backward
+}  // namespace attention
+}  // namespace flashmoe
