@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -132,15 +133,14 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
     """Its own package; pages, of equal rows or ragged ones, are a cache's."""
     problem, module = inputs.problem, import_module(FLASH_ATTN_3)
     options = {"softmax_scale": inputs.scale, "causal": problem.causal}
-    rows = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
+    rows: dict[str, Any] = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
+    keys: dict[str, Any] = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max(problem.lengths_k)}
+    if problem.page_size:
+        keys = {"cache_seqlens": inputs.seqused_k, "page_table": inputs.block_table}
+    function = module.flash_attn_with_kvcache if problem.page_size else module.flash_attn_varlen_func
 
     def call() -> torch.Tensor:
-        if problem.page_size:
-            keys = {"cache_seqlens": inputs.seqused_k, "page_table": inputs.block_table}
-            result = module.flash_attn_with_kvcache(inputs.q, inputs.k, inputs.v, **keys, **rows, **options)
-        else:
-            keys = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max(problem.lengths_k)}
-            result = module.flash_attn_varlen_func(inputs.q, inputs.k, inputs.v, **keys, **rows, **options)
+        result = function(inputs.q, inputs.k, inputs.v, **keys, **rows, **options)
         out: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
