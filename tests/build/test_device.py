@@ -86,7 +86,7 @@ def test_targets_share_ptx_and_an_edit_costs_what_it_changes(tree: Path) -> None
     edit(tree, "combine(const ForwardParams& params) {", "combine(const ForwardParams& params) {\n  __threadfence();")
     changed = build(tree)
     assert new(changed) == (3, 4)
-    assert all(item.sha256 != digest for item, digest in zip(changed.units, digests))
+    assert all(item.sha256 != digest for item, digest in zip(changed.units, digests, strict=True))
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100a", "sm_120a", "compute_80"])

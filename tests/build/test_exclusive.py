@@ -41,7 +41,9 @@ def build(out: Path, cache: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "flashmoe_build", "--library-only", "--out", str(out)]
     environ = {**os.environ, "FLASHMOE_ARCHS": "none", "FLASHMOE_CACHE_DIR": str(cache)}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def test_a_build_waits_for_the_one_that_writes_the_same_folder(tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ def test_the_sdist_gives_the_same_wheel(wheel: Path, clone: Path, cache: dict[st
 def test_verify_accepts_the_wheel_of_the_clone(wheel: Path, clone: Path) -> None:
     """What a build makes is what `verify` says that the commit makes, to the last header of METADATA."""
     done = run([sys.executable, "-m", "flashmoe", "verify", str(wheel)], clone)
-    assert all(line.startswith(("PASS", "not checked", "      next", "verify PASS")) for line in done.stdout.splitlines())
+    assert all(
+        line.startswith(("PASS", "not checked", "      next", "verify PASS")) for line in done.stdout.splitlines()
+    )
     assert "\nPASS  files: " in done.stdout
 
 

@@ -29,7 +29,10 @@ def test_names() -> None:
     assert chosen_platform({}) == platform.machine()
     assert build_folder(ROOT, {}) == ROOT / "build"
     environ = {PLATFORM_VARIABLE: OTHER}
-    assert (build_folder(ROOT, environ), wheel_tag(environ)) == (ROOT / "build" / OTHER, f"py3-none-manylinux_2_28_{OTHER}")
+    assert (build_folder(ROOT, environ), wheel_tag(environ)) == (
+        ROOT / "build" / OTHER,
+        f"py3-none-manylinux_2_28_{OTHER}",
+    )
     with pytest.raises(BuildError, match=r"no host code for riscv64; .* is one of x86_64, aarch64"):
         chosen_platform({PLATFORM_VARIABLE: "riscv64"})
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError
-
 from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.nvrtc import compile_ptx
@@ -85,7 +84,7 @@ def test_spill_is_found(unit: Unit, compile_log: Compile) -> None:
 
 def test_static_shared_memory_over_48_kib_does_not_compile(compile_log: Compile) -> None:
     """The pre-opt-in limit; ptxas refuses, so no such kernel reaches a launch."""
-    with pytest.raises(BuildError, match="(?s)case: ptxas for sm_80 ended with .*too much shared data"):
+    with pytest.raises(BuildError, match=r"(?s)case: ptxas for sm_80 ended with .*too much shared data"):
         compile_log("__shared__ float s[12500]; s[threadIdx.x] = x[0]; __syncthreads(); x[1] = s[5];")
 
 
@@ -151,5 +150,5 @@ def test_an_assembler_that_hangs_is_stopped(unit: Unit, tmp_path: Path, monkeypa
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr("flashmoe_build.compile.ptxas.TIME_LIMIT", 0.2)
-    with pytest.raises(BuildError, match="did not finish within 0.2 s"):
+    with pytest.raises(BuildError, match=r"did not finish within 0\.2 s"):
         assemble(b"", "case", unit.target.name, dataclasses.replace(find_toolchain(), ptxas=slow))

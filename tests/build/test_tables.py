@@ -48,6 +48,19 @@ def test_the_fixture_is_good(folder: Path) -> None:
     assert len(list(load_tables(folder).units())) == 1
 
 
+def test_where_scores_have_kernels_of_their_own_no_other_can_be_taken_for_them() -> None:
+    """The host takes the plain kernel where none named ``scores`` can be loaded, which must only be where none is ever compiled."""
+    found: dict[tuple[str, str], dict[str, set[tuple[str, str, tuple[tuple[str, int], ...]]]]] = {}
+    for unit in load_tables().units():
+        row = unit.row
+        if "varlen" in row.operation and row.variant in ("", "scores"):
+            kinds = found.setdefault((row.operation, row.family), {"": set(), "scores": set()})
+            kinds[row.variant].add((unit.dtype, unit.target.name, tuple(sorted(row.axes.items()))))
+    two = {key: kinds for key, kinds in found.items() if kinds["scores"]}
+    assert {family for _, family in two} >= {"sm80", "sm90"}
+    assert [key for key, kinds in two.items() if not kinds[""] <= kinds["scores"]] == []
+
+
 def test_every_gpu_has_a_kernel_for_each_head_dim() -> None:
     tables = load_tables()
     for gpu in tables.gpus:
@@ -81,7 +94,7 @@ def test_shared_memory_over_the_limit_names_gpu_and_bytes(folder: Path) -> None:
 def test_the_same_kernel_twice(folder: Path) -> None:
     text = (folder / ROWS).read_text()
     (folder / ROWS).write_text(text + text.replace("schema = 1", ""))
-    with pytest.raises(TableError, match="row 2 .* states .*_d64_causal for sm_80, and a row before it too"):
+    with pytest.raises(TableError, match=r"row 2 .* states .*_d64_causal for sm_80, and a row before it too"):
         load_tables(folder)
 
 
@@ -95,12 +108,20 @@ def test_the_same_kernel_twice(folder: Path) -> None:
         ("stages = 2", "stages = 2\nflavour = 3", r"row 1 \(attention_forward sm80 d64\): unknown key 'flavour'"),
         ("stages = 2", 'stages = "2"', r"attention/kernels\.toml, row 1 .*: stages '2': int is needed"),
         ("head_dim = 64", "", "head_dim is missing"),
-        ("head_dim = 64", "head_dim = 96", r"head_dim 96: known: 64, 128, 192, 256; tiles are swizzled .* 64 columns; others run"),
+        (
+            "head_dim = 64",
+            "head_dim = 96",
+            r"head_dim 96: known: 64, 128, 192, 256; tiles are swizzled .* 64 columns; others run",
+        ),
         ("head_dim = 64", 'head_dim = 64\nmask = ["sliding"]', "mask 'sliding': known: causal, full"),
         ('schedule = "grid"', 'schedule = "persistent"', "schedule 'persistent': known: grid"),
         ('family = "sm80"', 'family = "sm70"', "family 'sm70': known: sm75, sm80, sm90"),
         ('operation = "attention_forward"', 'operation = "moe"', "operation 'moe': known: attention_forward"),
-        ("masked_loop = 1", "masked_lop = 1", r"sm80 d64\), options: unknown key 'masked_lop'; known: masked_loop, query_in"),
+        (
+            "masked_loop = 1",
+            "masked_lop = 1",
+            r"sm80 d64\), options: unknown key 'masked_lop'; known: masked_loop, query_in",
+        ),
         ("masked_loop = 1", "masked_loop = true", "masked_loop True: int is needed"),
         ("warps = 4", "warps = 4\ncost = { key = 1.0 }", r"sm80 d64\), cost: ends is missing"),
         ("schema = 1", "schema = 7", "schema 7"),
@@ -168,7 +189,7 @@ def test_a_folder_lacks_one_of_its_two_files(folder: Path) -> None:
     ("old", "new", "message"),
     [
         ("smem_static_limit", "smem_static_limt", "arch.toml: smem_static_limit is missing"),
-        ('[[target]]\nname', '[[targets]]\nname', "arch.toml: unknown key 'targets'; known: gpu, "),
+        ("[[target]]\nname", "[[targets]]\nname", "arch.toml: unknown key 'targets'; known: gpu, "),
         ('gpus = ["sm75"]', 'gpu = ["sm75"]', r"arch.toml: \[\[target\]\]: gpus is missing"),
         ('families = ["sm75"]', "", r"arch.toml: \[\[gpu\]\] 'sm75': 'families'"),
         ("[virtual.sm80]", "[virtual.sm81]", r"arch.toml: \[virtual.sm80\] states no virtual architecture for sm_80"),
