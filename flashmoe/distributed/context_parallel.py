@@ -28,7 +28,6 @@ _extension.load()
 Method = Literal["ring", "all_gather"]
 METHODS = ("ring", "all_gather")
 TIMEOUT = timedelta(seconds=120)
-PRODUCTS = 1 << 24  # bytes
 CALL = "context_parallel_attention"
 
 
@@ -177,11 +176,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     total = torch.logaddexp(lse, part_lse)
     weights = [torch.exp(one - total) for one in (lse, part_lse)]
     mine, theirs = ((one if out.dim() == 4 else one.mT).unsqueeze(-1) for one in weights)
-    # By heads, or ragged rows: the products stay in the L2 cache.
-    count, dim = max(1, -(-4 * out.numel() // PRODUCTS)), out.dim() - 3
-    pieces = (tensor.chunk(count, dim) for tensor in (out, mine, part, theirs))
-    for sums, factor, piece, weight in zip(*pieces, strict=True):
-        torch.addcmul(sums * factor, piece, weight, out=sums)
+    torch.addcmul(out * mine, part, theirs, out=out)
     lse.copy_(total)
 
 
