@@ -63,8 +63,8 @@ class _World:
     def on_heart(self, call: Callable[..., None], *arguments: Any) -> None:
         """In the heart's thread, not in that of the caller."""
         heart = threading.Thread(target=call, args=arguments)
-        heart.start()
         try:
+            heart.start()  # the error may come before this returns
             while heart.is_alive():
                 heart.join(0.01)  # an interrupt waits until this returns
         finally:
