@@ -1,0 +1,226 @@
+// Grouped products of e4m3 operands with scales, plain and gated, for sm_90a: producer, schedule and stores of the 16-bit products,
+// to which two values are one element; a stage's 128 bytes of a row are one block of scales.
+//
+// Tensor cores add the 128 k of a block; that partial sum times both scales is added to fp32 sums. Its 128 columns at a time are 64
+// registers, so that sums and partial sums fit; the other consumer's products fill the tensor cores meanwhile. A row's bits depend
+// on k alone, as in mainloop.cuh.
+#pragma once
+
+#include "moe/grouped_gemm/sm90/grouped_gemm_gated.cuh"
+#include "moe/params/scaled.h"
+#include "moe/quantize/scale.cuh"
+#include "ptx/e4m3.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+using ScaledGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
+
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+using ScaledGatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
+
+// The scales that a thread needs, one block of k after the other: of its two rows, 8 apart, and of the weights' two blocks of rows:
+// gate and up, or the first and the last 128 columns of the tile.
+template <typename Spec>
+struct Scales {
+  const float* row_gmem[2];
+  const float* weight_gmem[2];
+  bool is_row[2];  // the row is one of the expert's
+  float row[2];
+  float weight[2];
+
+  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const Part<Spec>& part, int blocks) {
+    const GemmParams& gemm = params.gemm;
+    const int thread_row = ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      is_row[r] = thread_row + 8 * r < part.rows;
+      int at = is_row[r] ? part.row + thread_row + 8 * r : part.row;
+      if constexpr (Spec::kGathersA) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
+      row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
+    }
+    const int count = ceil_div(gemm.n, kScaleBlock);
+    const int first = part.column / kScaleBlock;
+    // Of a tile's last 128 columns there may be none.
+    const int second = Spec::kIsGated ? first + count / 2 : minimum(first + 1, count - 1);
+    const float* of_expert = params.b_scale + static_cast<int64_t>(part.expert) * count * blocks;
+    weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
+    weight_gmem[1] = of_expert + static_cast<int64_t>(second) * blocks;
+  }
+
+  __device__ __forceinline__ void load(int block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      row[i] = ptx::ld_global_float(row_gmem[i] + block);
+      weight[i] = ptx::ld_global_float(weight_gmem[i] + block);
+    }
+  }
+};
+
+template <typename Spec>
+struct ScaledMainloop {
+  static constexpr int kPartial = 64;  // registers of 128 columns
+  static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
+
+  Mainloop<Spec, Weights::kNk> frame;
+
+  __device__ __forceinline__ ScaledMainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
+
+  // Four products of 32 k by 128 columns.
+  __device__ __forceinline__ void issue(float (&partial)[kPartial], int half) const {
+    const int stage = frame.at.stage;
+    const uint64_t a =
+        ptx::make_smem_descriptor(frame.shared.a(stage) + frame.consumer * Spec::kSlabBytes, 0, 1024);
+    const uint64_t b = ptx::make_smem_descriptor(frame.shared.b(stage) + half * (Spec::kBBytes / 2), 0, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::wgmma_e4m3_n128(partial, ptx::advance_smem_descriptor(a, step * 32),
+                           ptx::advance_smem_descriptor(b, step * 32), step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[Spec::kAccumulators], Scales<Spec>& scales, int blocks) {
+#pragma unroll
+    for (int i = 0; i < Spec::kAccumulators; ++i) sums[i] = 0.0f;
+    scales.load(0);
+    for (int block = 0; block < blocks; ++block) {
+      // [row][gate, up; or half]
+      const float factors[2][2] = {{scales.row[0] * scales.weight[0], scales.row[0] * scales.weight[1]},
+                                   {scales.row[1] * scales.weight[0], scales.row[1] * scales.weight[1]}};
+      frame.wait_full();
+      float partial[kPartial];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        issue(partial, half);
+        if (half == 0 && block + 1 < blocks) scales.load(block + 1);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operands(partial);
+        if (half == 1) frame.release(frame.at.stage);
+#pragma unroll
+        for (int i = 0; i < kPartial; ++i) {
+          const float factor = factors[i / 2 % 2][Spec::kIsGated ? i / 32 : half];
+          sums[half * kPartial + i] = ptx::fma_rn(partial[i], factor, sums[half * kPartial + i]);
+        }
+      }
+      frame.at.advance();
+    }
+  }
+};
+
+// Of 128 columns of the result, in e4m3, this thread has of each row the pairs 4j + lane % 4: `pair(j)`, j below 16, two values in 16
+// bits. As write_paired_slab.
+template <typename Pair>
+__device__ __forceinline__ void write_e4m3_row(unsigned char* row_smem, int row, Pair pair) {
+  const int lane = ptx::lane_index();
+  const bool is_odd = lane % 2 != 0;
+#pragma unroll
+  for (int chunk = 0; chunk < 8; ++chunk) {
+    const uint32_t first = pair(2 * chunk), second = pair(2 * chunk + 1);
+    const uint32_t other = ptx::shuffle_xor(is_odd ? first : second, 1);
+    const uint32_t word = is_odd ? other | second << 16 : first | other << 16;
+    ptx::st_shared_32(row_smem + (chunk ^ row % 8) * 16 + (lane % 2 * 2 + lane % 4 / 2) * 4, word);
+  }
+}
+
+// activation(z) of 128 columns, as e4m3 with a scale for each row.
+template <typename Spec>
+struct ScaledGatedEpilogue {
+  const ScaledGemmParams& params;
+  const ptx::TensorMap& d_map;
+  OutputSlabs<Spec> slabs;
+
+  __device__ __forceinline__ ScaledGatedEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
+                                                 int consumer, const ptx::TensorMap& d_map_)
+      : params(params_), d_map(d_map_), slabs(shared, consumer) {}
+
+  // Sums 64s + i, i below 32: columns 64s + 8 (i / 4) + 2 (lane % 4) + i % 2 of row (i / 2) % 2.
+  __device__ __forceinline__ void activate(float (&sums)[Spec::kAccumulators]) const {
+    with_activation(params.gemm.activation, [&](auto activation) {
+#pragma unroll
+      for (int i = 0; i < Spec::kAccumulators / 2; ++i) {
+        const int gate = i / 32 * 64 + i % 32;
+        sums[gate] = activation.forward(sums[gate], sums[gate + 32]);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) {
+    activate(sums);
+    const int lane = ptx::lane_index();
+    const int columns = params.gemm.n / 2;
+    unsigned char* smem = slabs.acquire();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < Spec::kAccumulators / 4; ++i) {
+        largest = fmaxf(largest, fabsf(sums[i / 16 * 64 + i % 16 / 2 * 4 + 2 * r + i % 2]));
+      }
+      largest = fmaxf(largest, ptx::shuffle_xor(largest, 1));  // the four lanes of the row
+      largest = fmaxf(largest, ptx::shuffle_xor(largest, 2));
+      const BlockScale scale(largest);
+      write_e4m3_row(smem + row * 128, row, [&](int j) {
+        const float* pair = sums + j / 8 * 64 + j % 8 * 4 + 2 * r;
+        return ptx::pack_e4m3(pair[0] * scale.inverse, pair[1] * scale.inverse);
+      });
+      if (lane % 4 == 0 && row < part.rows) {
+        ptx::st_global_float(params.d_scale + static_cast<int64_t>(part.row + row) * (columns / kScaleBlock) +
+                                 part.column / kScaleBlock,
+                             scale.scale);
+      }
+    }
+    slabs.store(SlabTarget{d_map, params.gemm.d, params.gemm.d_stride, columns / 2, 0}, part.row, part.rows,
+                part.column / 2);
+  }
+
+  __device__ __forceinline__ void finish() const { slabs.finish(); }
+};
+
+template <typename Spec, typename Epilogue>
+__device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, const SharedMemory<Spec>& shared,
+                                               int consumer, Epilogue epilogue) {
+  const int blocks = params.gemm.k / Spec::kBlockK;
+  ScaledMainloop<Spec> mainloop(shared, consumer);
+  RingPosition<Spec::kNumTileSlots> slot;
+  while (true) {
+    const Tile tile = take_tile<Spec>(shared, slot);
+    if (tile.expert < 0) break;
+    const Part<Spec> part = part_of<Spec>(tile, consumer);
+    if (part.rows <= 0) {
+      mainloop.frame.skip(blocks);
+      continue;
+    }
+    float sums[Spec::kAccumulators];
+    Scales<Spec> scales(params, part, blocks);
+    mainloop.multiply(sums, scales, blocks);
+    epilogue.store(part, sums);
+  }
+  epilogue.finish();
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_scaled(const ScaledGemmParams& params, const ptx::TensorMap& a_map,
+                                                    const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
+  const auto consumer_of = [&](const SharedMemory<Spec>& shared, int consumer) {
+    consume_scaled<Spec>(params, shared, consumer, PlainEpilogue<Spec>(params.gemm, shared, consumer, d_map));
+  };
+  run_roles<Spec, Weights::kNk>(params.gemm, &a_map, b_map, consumer_of, d_map);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params, const ptx::TensorMap& b_map,
+                                                          const ptx::TensorMap& d_map) {
+  const auto consumer_of = [&](const SharedMemory<Spec>& shared, int consumer) {
+    consume_scaled<Spec>(params, shared, consumer, ScaledGatedEpilogue<Spec>(params, shared, consumer, d_map));
+  };
+  run_roles<Spec, Weights::kNk>(params.gemm, nullptr, b_map, consumer_of, d_map);
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe
