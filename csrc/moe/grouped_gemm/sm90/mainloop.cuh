@@ -117,11 +117,11 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   epilogue.finish();
 }
 
-// The frame of a kernel: barriers and roles. a_map: null where rows are gathered; `consume` is called by each consumer warpgroup with
-// the shared memory and its number.
-template <typename Spec, Weights kWeights, typename Consume, typename... Maps>
-__device__ __forceinline__ void run_roles(const GemmParams& params, const ptx::TensorMap* a_map,
-                                          const ptx::TensorMap& b_map, Consume consume, const Maps&... maps) {
+// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(part, sums)
+// takes the sums of a consumer's part, finish() ends its work.
+template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
+__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
+                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   // The shuffle tells the compiler that the role is the same in the whole warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
@@ -142,19 +142,9 @@ __device__ __forceinline__ void run_roles(const GemmParams& params, const ptx::T
     produce<Spec, kWeights>(params, shared, warp, a_map, b_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    consume(shared, warpgroup - 1);
-  }
-}
-
-// The whole kernel. Epilogue: made of (params, shared, consumer, maps...); store(part, sums) takes the sums of a consumer's part,
-// finish() ends its work.
-template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
-__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
-                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
-  const auto consumer_of = [&](const SharedMemory<Spec>& shared, int consumer) {
+    const int consumer = warpgroup - 1;
     consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
-  };
-  run_roles<Spec, kWeights>(params, a_map, b_map, consumer_of, maps...);
+  }
 }
 
 }  // namespace sm90

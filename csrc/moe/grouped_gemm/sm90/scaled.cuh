@@ -203,22 +203,45 @@ __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, c
   epilogue.finish();
 }
 
+// As run_grouped_gemm. Epilogue: made of (params, shared, consumer, d_map).
+template <typename Spec, typename Epilogue, typename EpilogueParams>
+__device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const EpilogueParams& epilogue_params,
+                                           const ptx::TensorMap* a_map, const ptx::TensorMap& b_map,
+                                           const ptx::TensorMap& d_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    ptx::prefetch_tensor_map(&d_map);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    produce<Spec, Weights::kNk>(params.gemm, shared, warp, a_map, b_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    consume_scaled<Spec>(params, shared, consumer, Epilogue(epilogue_params, shared, consumer, d_map));
+  }
+}
+
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_scaled(const ScaledGemmParams& params, const ptx::TensorMap& a_map,
                                                     const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
-  const auto consumer_of = [&](const SharedMemory<Spec>& shared, int consumer) {
-    consume_scaled<Spec>(params, shared, consumer, PlainEpilogue<Spec>(params.gemm, shared, consumer, d_map));
-  };
-  run_roles<Spec, Weights::kNk>(params.gemm, &a_map, b_map, consumer_of, d_map);
+  run_scaled<Spec, PlainEpilogue<Spec>>(params, params.gemm, &a_map, b_map, d_map);
 }
 
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params, const ptx::TensorMap& b_map,
                                                           const ptx::TensorMap& d_map) {
-  const auto consumer_of = [&](const SharedMemory<Spec>& shared, int consumer) {
-    consume_scaled<Spec>(params, shared, consumer, ScaledGatedEpilogue<Spec>(params, shared, consumer, d_map));
-  };
-  run_roles<Spec, Weights::kNk>(params.gemm, nullptr, b_map, consumer_of, d_map);
+  run_scaled<Spec, ScaledGatedEpilogue<Spec>>(params, params, nullptr, b_map, d_map);
 }
 
 }  // namespace sm90
