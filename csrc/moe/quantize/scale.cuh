@@ -11,7 +11,7 @@ struct BlockScale {
   float inverse;
 
   __device__ __forceinline__ explicit BlockScale(float largest)
-      : scale(fmaxf(largest, 7.888609052210118e-31f) / 448.0f), inverse(1.0f / scale) {}  // 2^-100
+      : scale(fmaxf(largest, 7.888609052210118e-31f) * (1.0f / 448.0f)), inverse(1.0f / scale) {}  // 2^-100
 };
 
 }  // namespace moe

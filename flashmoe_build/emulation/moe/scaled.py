@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from flashmoe.moe.quantize import BLOCK, E4M3, quantize
+from flashmoe.operators.moe.quantize import BLOCK, E4M3, quantize
 from flashmoe.tools.operations import Header
 from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
