@@ -221,7 +221,8 @@ void execute(Block& block, Product& product) {
   }
   product.executed = true;
   ++machine.statistics.warpgroup_products;
-  machine.statistics.multiply_adds += static_cast<uint64_t>(kWarps * kWarpRows * product.columns * depth_of(product.format));
+  machine.statistics.multiply_adds +=
+      static_cast<uint64_t>(kWarps * kWarpRows * product.columns * depth_of(product.format));
 }
 
 bool execute_next(Block& block, Warpgroup& group) {

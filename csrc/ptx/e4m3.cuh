@@ -16,8 +16,9 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
 
 // d = a * b (scale_d == 0) or d += a * b (scale_d == 1): A 64 rows, B 128 rows of 32 k each in shared memory, 128-byte swizzle.
 __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int scale_d) {
-#define FLASHMOE_EIGHT(t) \
-  "+f"(d[t]), "+f"(d[t + 1]), "+f"(d[t + 2]), "+f"(d[t + 3]), "+f"(d[t + 4]), "+f"(d[t + 5]), "+f"(d[t + 6]), "+f"(d[t + 7])
+#define FLASHMOE_EIGHT(t)                                                                                     \
+  "+f"(d[t]), "+f"(d[t + 1]), "+f"(d[t + 2]), "+f"(d[t + 3]), "+f"(d[t + 4]), "+f"(d[t + 5]), "+f"(d[t + 6]), \
+      "+f"(d[t + 7])
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "

@@ -79,8 +79,8 @@ def fused_moe(
         out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then.
 
     Returns:
-        [T, H] in x's dtype, of x in float8_e4m3fn in bfloat16. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For them x and [T * k, 2I] are kept, and
-        the activation is computed again.
+        [T, H] in x's dtype, of x in float8_e4m3fn in bfloat16. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For
+        them x and [T * k, 2I] are kept, and the activation is computed again.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.

@@ -50,7 +50,13 @@ def ceil(size: int) -> int:
 
 
 def make(
-    device: str, tokens: int = 19, experts: int = 6, top_k: int = 3, hidden: int = 256, intermediate: int = 384, seed: int = 0
+    device: str,
+    tokens: int = 19,
+    experts: int = 6,
+    top_k: int = 3,
+    hidden: int = 256,
+    intermediate: int = 384,
+    seed: int = 0,
 ) -> Layer:
     """Ids of one expert are outside; another expert is chosen by nobody."""
     random = torch.Generator().manual_seed(seed)
@@ -80,10 +86,11 @@ def stands_for(values: Tensor, scales: Tensor, block_rows: int) -> Tensor:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """fp64 of what rows stand for once they are quantised, each 128 by their largest magnitude."""
-    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
-    scales = padded.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 448
-    return ((padded / scales).float().clamp(-448, 448).to(E4M3).double() * scales).flatten(1)[:, : rows.shape[1]]
+    """fp64 of what rows stand for once they are quantised: each 128 by a scale, their largest magnitude / 448, in float32."""
+    padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
+    scales = padded.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) * (1 / 448)
+    values = (padded * (1 / scales)).clamp(-448, 448).to(E4M3)
+    return (values.double() * scales.double()).flatten(1)[:, : rows.shape[1]]
 
 
 def expected(layer: Layer) -> Tensor:
@@ -117,16 +124,18 @@ def test_beside_fp64(activation: str, device: str) -> None:
     assert_close(layer(), expected(layer))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
-    tokens=st.integers(1, 40),
+    tokens=st.integers(1, 20),
     experts=st.integers(1, 9),
     top_k=st.integers(1, 4),
     hidden=st.sampled_from([128, 256, 384]),
     intermediate=st.sampled_from([128, 256]),
     seed=st.integers(0, 99),
 )
-def test_any_sizes(device: str, tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, seed: int) -> None:
+def test_any_sizes(
+    device: str, tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, seed: int
+) -> None:
     layer = make(device, tokens, experts, min(top_k, experts), hidden, intermediate, seed)
     assert_close(layer(), expected(layer))
 
@@ -174,10 +183,10 @@ def test_nan_and_zeros_stay_in_their_rows(device: str) -> None:
 
 
 def test_a_token_has_its_bits_whatever_else_is_there(device: str) -> None:
-    layer = make(device, tokens=150)
+    layer = make(device, tokens=60)
     out = layer()
     assert torch.equal(layer(), out)
-    for part in (slice(4, 5), slice(0, 150, 3)):
+    for part in (slice(4, 5), slice(0, 60, 3)):
         some = {name: getattr(layer, name)[part] for name in ("x", "topk_weights", "topk_ids")}
         if device == "cuda":  # the CPU's own float32 products have another order for other sizes
             assert torch.equal(layer(**some), out[part])
@@ -210,8 +219,10 @@ def test_compile_autocast_and_opcheck(device: str) -> None:
     layer = make(device)
     out = layer()
 
+    others = {name: value for name, value in vars(layer).items() if name != "x"}
+
     def call(x: Tensor) -> Tensor:
-        return layer(x=x)
+        return flashmoe.fused_moe(x, **others)
 
     assert torch.equal(torch.compile(call, fullgraph=True)(layer.x), out)
     with torch.autocast(device, torch.bfloat16):
@@ -275,7 +286,7 @@ def test_refusals(device: str, changes: dict[str, Any], error: type[FlashmoeErro
 
 @pytest.mark.gpu
 def test_a_gpu_needs_whole_blocks() -> None:
-    with pytest.raises(ShapeError, match="the hidden size is 200; .* multiple of 128"):
+    with pytest.raises(ShapeError, match=r"the hidden size is 200; .* multiple of 128"):
         make("cuda", hidden=200)()
 
 

@@ -39,8 +39,8 @@ void check_tensor(const Tensor& tensor, const char* name, std::initializer_list<
                   const Tensor& x) {
   if (tensor.get() == nullptr || !tensor.is_defined()) fail(ErrorCode::kArgument, name, " is None; a tensor is needed");
   if (tensor.device_type() != x.device_type() || tensor.device_index() != x.device_index()) {
-    fail(ErrorCode::kDevice, "all tensors must be on one device; found x on ", describe_device(x), " and ", name, " on ",
-         describe_device(tensor), "; move it with .to(x.device)");
+    fail(ErrorCode::kDevice, "all tensors must be on one device; found x on ", describe_device(x), " and ", name,
+         " on ", describe_device(tensor), "; move it with .to(x.device)");
   }
   if (tensor.dtype() != dtype) {
     fail(ErrorCode::kDtype, name, " is ", describe_dtype(tensor.dtype()), "; ", describe_dtype(dtype),
@@ -74,7 +74,8 @@ void check(ScaledArguments& arguments) {
   }
   arguments.dtype = *dtype;
   if (is_scaled != (arguments.x_scale.get() != nullptr)) {
-    fail(ErrorCode::kArgument, is_scaled ? "x is float8_e4m3fn without x_scale" : "x_scale is given for an x in 16 bits",
+    fail(ErrorCode::kArgument,
+         is_scaled ? "x is float8_e4m3fn without x_scale" : "x_scale is given for an x in 16 bits",
          "; x_scale goes with x in float8_e4m3fn alone");
   }
   const Tensor& ids = arguments.routing.ids;
@@ -277,10 +278,9 @@ void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   library.def(
-      "_fused_moe_scaled(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, Tensor "
+      "_fused_moe_scaled(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
+      "Tensor "
       "topk_ids, Tensor? x_scale, Tensor? expert_map, Tensor? shared, str activation) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) {
-  library.impl("_fused_moe_scaled", &flashmoe::moe::boxed_scaled);
-}
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, library) { library.impl("_fused_moe_scaled", &flashmoe::moe::boxed_scaled); }

@@ -39,15 +39,16 @@ struct StepName {
   bool has_dtype;  // else its tensors' dtypes are parameters, and the table has it once, as float32
   const char* words;
 };
-constexpr std::array<StepName, kNumSteps> kSteps{{{"moe_route", host::kNoAxis, false, "routing"},
-                                                  {"moe_sort", 0, false, "sorting by expert"},
-                                                  {"moe_sort", 1, false, "sorting by expert"},
-                                                  {"moe_sort", 2, false, "sorting by expert"},
-                                                  {"moe_combine", host::kNoAxis, true, "combining experts' results"},
-                                                  {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
-                                                  {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"},
-                                                  {"moe_gather", host::kNoAxis, true, "gathering experts' rows"},
-                                                  {"moe_quantize", host::kNoAxis, true, "conversion to float8_e4m3fn"}}};
+constexpr std::array<StepName, kNumSteps> kSteps{
+    {{"moe_route", host::kNoAxis, false, "routing"},
+     {"moe_sort", 0, false, "sorting by expert"},
+     {"moe_sort", 1, false, "sorting by expert"},
+     {"moe_sort", 2, false, "sorting by expert"},
+     {"moe_combine", host::kNoAxis, true, "combining experts' results"},
+     {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
+     {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"},
+     {"moe_gather", host::kNoAxis, true, "gathering experts' rows"},
+     {"moe_quantize", host::kNoAxis, true, "conversion to float8_e4m3fn"}}};
 
 bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
 

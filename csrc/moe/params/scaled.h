@@ -27,9 +27,9 @@ struct ScaledGemmParams {
 // moe_quantize: values[row] and scales[row] of x[row]; scale = the largest magnitude / 448, of at least 2^-100. Grid: a warp takes two
 // blocks of a row.
 struct QuantizeParams {
-  const void* x;   // [rows, columns], 16 bits
-  void* values;    // [rows, columns] e4m3
-  float* scales;   // [rows, columns / 128]
+  const void* x;     // [rows, columns], 16 bits
+  void* values;      // [rows, columns] e4m3
+  float* scales;     // [rows, columns / 128]
   int64_t x_stride;  // elements
   int32_t rows;
   int32_t columns;

@@ -30,7 +30,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& params) {
   const int blocks = params.columns / kScaleBlock;  // of a row
   const int64_t count = static_cast<int64_t>(params.rows) * blocks;
   const int lane = ptx::lane_index();
-  const int64_t block = (static_cast<int64_t>(ptx::block_index()) * Spec::kNumWarps + ptx::warp_index()) * 2 + lane / 16;
+  const int64_t block =
+      (static_cast<int64_t>(ptx::block_index()) * Spec::kNumWarps + ptx::warp_index()) * 2 + lane / 16;
   const bool is_valid = block < count;  // the other half of the warp may have a block: shuffles are for all
   const int64_t row = is_valid ? block / blocks : 0;
   const int column = (is_valid ? static_cast<int>(block - row * blocks) : 0) * kScaleBlock + lane % 16 * 8;

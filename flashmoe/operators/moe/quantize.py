@@ -12,9 +12,9 @@ _LEAST = 2.0**-100  # of a block's largest magnitude, so that zeros have a scale
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values [rows, columns] and float32 scales [rows, columns / 128] of x; columns are padded by nobody: a last block may be
-    shorter. A block's scale is its largest magnitude / 448. NaN stays NaN, an infinity makes its block NaN."""
-    rows, columns = x.shape
+    """e4m3 values [rows, columns] and float32 scales [rows, columns / 128] of x; a row's last block may be shorter. A
+    block's scale is its largest magnitude / 448. NaN stays NaN, an infinity makes its block NaN."""
+    columns = x.shape[1]
     padded = torch.nn.functional.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     magnitudes = padded.abs()
     largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(-1, keepdim=True)

@@ -182,9 +182,7 @@ def in_torch(
     activation: str,
 ) -> Tensor:
     """The layer; only weights of experts that somebody chose are looked at. Reads ids on the host."""
-    validate_scaled(
-        x, w13, w2, w13_scale, w2_scale, topk_weights, topk_ids, x_scale, expert_map, shared, activation
-    )
+    validate_scaled(x, w13, w2, w13_scale, w2_scale, topk_weights, topk_ids, x_scale, expert_map, shared, activation)
     ids = topk_ids.long()
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.shape[0])
@@ -208,7 +206,9 @@ def in_torch(
     return total.to(dtype)
 
 
-def flops(x: Any, w13: Any, w2: Any, w13_scale: Any, w2_scale: Any, weights: Any, topk_ids: Any, *_: Any, **__: Any) -> int:
+def flops(
+    x: Any, w13: Any, w2: Any, w13_scale: Any, w2_scale: Any, weights: Any, topk_ids: Any, *_: Any, **__: Any
+) -> int:
     """Of shapes: gate, up and down for every slot, two operations for a multiply-add."""
     return 6 * int(topk_ids[0] * topk_ids[1] * w2[1] * w2[2])
 

@@ -74,7 +74,7 @@ def problems(unit: Unit) -> Iterator[GemmProblem | QuantizeProblem]:
         return GemmProblem(rows, n, k, "nk", unit.dtype, words, data_seed=seed, **changes)  # type: ignore[arg-type]
 
     yield make((m + 2, 0, 3), 384, 256, 1, "swiglu", has_nan=True, unrouted=5)
-    yield make((0, 70, m - 1, 0), 256, 640, 2, "geglu", has_nan=True, has_counter=False)
+    yield make((0, 70, m + 64, 9), 256, 640, 2, "geglu", has_nan=True, has_counter=False)
     yield make((2 * m + 66, 1), 128, 128, 3, "clamped_swiglu", top_k=1)
     yield make((0, 0), 128, 128, 4, "reglu", unrouted=4)
 

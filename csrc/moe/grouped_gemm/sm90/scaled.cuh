@@ -2,8 +2,9 @@
 // to which two values are one element; a stage's 128 bytes of a row are one block of scales.
 //
 // Tensor cores add the 128 k of a block; that partial sum times both scales is added to fp32 sums. Its 128 columns at a time are 64
-// registers, so that sums and partial sums fit; the other consumer's products fill the tensor cores meanwhile. A row's bits depend
-// on k alone, as in mainloop.cuh.
+// registers, so that sums and partial sums fit; the other consumer's products fill the tensor cores meanwhile. Of a tile with at most
+// 64 rows both consumers take these rows, 128 of the weights' rows each: where weights are the bound, they are read as fast as they
+// come. A row's bits depend on k alone, as in mainloop.cuh.
 #pragma once
 
 #include "moe/grouped_gemm/sm90/grouped_gemm_gated.cuh"
@@ -18,11 +19,16 @@ namespace sm90 {
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
 using ScaledGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
 
+// Behind the barriers the largest magnitudes of 64 rows that each consumer has seen.
 template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
-using ScaledGatedGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
+struct ScaledGatedGemmSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true> {
+  using Tile = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
+  static constexpr int kLargestOffset = Tile::kSharedBytes;
+  static constexpr int kSharedBytes = kLargestOffset + Tile::kNumConsumers * 64 * 4;
+};
 
 // The scales that a thread needs, one block of k after the other: of its two rows, 8 apart, and of the weights' two blocks of rows:
-// gate and up, or the first and the last 128 columns of the tile.
+// gate and up, or 128 columns from `first_half` on and the 128 behind them.
 template <typename Spec>
 struct Scales {
   const float* row_gmem[2];
@@ -31,7 +37,8 @@ struct Scales {
   float row[2];
   float weight[2];
 
-  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const Part<Spec>& part, int blocks) {
+  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const Part<Spec>& part, int blocks,
+                                    int first_half) {
     const GemmParams& gemm = params.gemm;
     const int thread_row = ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
 #pragma unroll
@@ -42,8 +49,9 @@ struct Scales {
       row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
     }
     const int count = ceil_div(gemm.n, kScaleBlock);
-    const int first = part.column / kScaleBlock;
     // Of a tile's last 128 columns there may be none.
+    const int first =
+        Spec::kIsGated ? part.column / kScaleBlock : minimum(part.column / kScaleBlock + first_half, count - 1);
     const int second = Spec::kIsGated ? first + count / 2 : minimum(first + 1, count - 1);
     const float* of_expert = params.b_scale + static_cast<int64_t>(part.expert) * count * blocks;
     weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
@@ -68,11 +76,10 @@ struct ScaledMainloop {
 
   __device__ __forceinline__ ScaledMainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
 
-  // Four products of 32 k by 128 columns.
-  __device__ __forceinline__ void issue(float (&partial)[kPartial], int half) const {
+  // Four products of 64 rows by 128 columns by 32 k.
+  __device__ __forceinline__ void issue(float (&partial)[kPartial], int slab, int half) const {
     const int stage = frame.at.stage;
-    const uint64_t a =
-        ptx::make_smem_descriptor(frame.shared.a(stage) + frame.consumer * Spec::kSlabBytes, 0, 1024);
+    const uint64_t a = ptx::make_smem_descriptor(frame.shared.a(stage) + slab * Spec::kSlabBytes, 0, 1024);
     const uint64_t b = ptx::make_smem_descriptor(frame.shared.b(stage) + half * (Spec::kBBytes / 2), 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
@@ -83,9 +90,12 @@ struct ScaledMainloop {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[Spec::kAccumulators], Scales<Spec>& scales, int blocks) {
+  // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on.
+  template <int kHalves>
+  __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], Scales<Spec>& scales, int slab,
+                                           int first_half, int blocks) {
 #pragma unroll
-    for (int i = 0; i < Spec::kAccumulators; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
     scales.load(0);
     for (int block = 0; block < blocks; ++block) {
       // [row][gate, up; or half]
@@ -94,12 +104,12 @@ struct ScaledMainloop {
       frame.wait_full();
       float partial[kPartial];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        issue(partial, half);
+      for (int half = 0; half < kHalves; ++half) {
+        issue(partial, slab, first_half + half);
         if (half == 0 && block + 1 < blocks) scales.load(block + 1);
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operands(partial);
-        if (half == 1) frame.release(frame.at.stage);
+        if (half == kHalves - 1) frame.release(frame.at.stage);
 #pragma unroll
         for (int i = 0; i < kPartial; ++i) {
           const float factor = factors[i / 2 % 2][Spec::kIsGated ? i / 32 : half];
@@ -111,14 +121,14 @@ struct ScaledMainloop {
   }
 };
 
-// Of 128 columns of the result, in e4m3, this thread has of each row the pairs 4j + lane % 4: `pair(j)`, j below 16, two values in 16
-// bits. As write_paired_slab.
-template <typename Pair>
+// Of kChunks times 16 columns of the result, in e4m3, this thread has of each row the pairs 4j + lane % 4: `pair(j)`, j below
+// 2 * kChunks, two values in 16 bits. As write_paired_slab.
+template <int kChunks, typename Pair>
 __device__ __forceinline__ void write_e4m3_row(unsigned char* row_smem, int row, Pair pair) {
   const int lane = ptx::lane_index();
   const bool is_odd = lane % 2 != 0;
 #pragma unroll
-  for (int chunk = 0; chunk < 8; ++chunk) {
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
     const uint32_t first = pair(2 * chunk), second = pair(2 * chunk + 1);
     const uint32_t other = ptx::shuffle_xor(is_odd ? first : second, 1);
     const uint32_t word = is_odd ? other | second << 16 : first | other << 16;
@@ -126,9 +136,38 @@ __device__ __forceinline__ void write_e4m3_row(unsigned char* row_smem, int row,
   }
 }
 
-// activation(z) of 128 columns, as e4m3 with a scale for each row.
+// 16-bit results of kHalves times 128 columns, from those of `first_half` on.
+template <typename Spec>
+struct ScaledEpilogue {
+  using Element = typename Spec::Element;
+  const GemmParams& params;
+  const ptx::TensorMap& d_map;
+  OutputSlabs<Spec> slabs;
+
+  __device__ __forceinline__ ScaledEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
+                                            int consumer, const ptx::TensorMap& d_map_)
+      : params(params_.gemm), d_map(d_map_), slabs(shared, consumer) {}
+
+  template <int kHalves>
+  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+    const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
+#pragma unroll
+    for (int slab = 0; slab < 2 * kHalves; ++slab) {
+      const int column = part.column + first_half * 128 + slab * 64;
+      if (column >= params.n) break;
+      write_slab<Element>(slabs.acquire(), sums + 32 * slab);
+      slabs.store(to, part.row, part.rows, column);
+    }
+  }
+
+  __device__ __forceinline__ void finish() const { slabs.finish(); }
+};
+
+// activation(z) of kHalves times 64 columns, from those of `first_half` on, as e4m3 with a scale for each row and 128 columns.
 template <typename Spec>
 struct ScaledGatedEpilogue {
+  static constexpr int kBoth = 3;  // the named barrier of both consumers
+
   const ScaledGemmParams& params;
   const ptx::TensorMap& d_map;
   OutputSlabs<Spec> slabs;
@@ -138,44 +177,78 @@ struct ScaledGatedEpilogue {
       : params(params_), d_map(d_map_), slabs(shared, consumer) {}
 
   // Sums 64s + i, i below 32: columns 64s + 8 (i / 4) + 2 (lane % 4) + i % 2 of row (i / 2) % 2.
-  __device__ __forceinline__ void activate(float (&sums)[Spec::kAccumulators]) const {
+  template <int kHalves>
+  __device__ __forceinline__ void activate(float (&sums)[kHalves * 64]) const {
     with_activation(params.gemm.activation, [&](auto activation) {
 #pragma unroll
-      for (int i = 0; i < Spec::kAccumulators / 2; ++i) {
+      for (int i = 0; i < kHalves * 32; ++i) {
         const int gate = i / 32 * 64 + i % 32;
         sums[gate] = activation.forward(sums[gate], sums[gate + 32]);
       }
     });
   }
 
-  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[Spec::kAccumulators]) {
-    activate(sums);
+  // Of the thread's two rows, over all 128 columns.
+  template <int kHalves>
+  __device__ __forceinline__ void find_largest(float (&largest)[2], const float (&sums)[kHalves * 64], int row) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHalves * 16; ++i) {
+        largest[r] = fmaxf(largest[r], fabsf(sums[i / 16 * 64 + i % 16 / 2 * 4 + 2 * r + i % 2]));
+      }
+      largest[r] = fmaxf(largest[r], ptx::shuffle_xor(largest[r], 1));  // the four lanes of the row
+      largest[r] = fmaxf(largest[r], ptx::shuffle_xor(largest[r], 2));
+    }
+    if constexpr (kHalves == 1) {
+      float* mine = reinterpret_cast<float*>(slabs.shared.base + Spec::kLargestOffset) + slabs.consumer * 64 + row;
+      const float* other = mine + (slabs.consumer == 0 ? 64 : -64);
+      if (ptx::lane_index() % 4 == 0) {
+        ptx::st_shared_float(mine, largest[0]);
+        ptx::st_shared_float(mine + 8, largest[1]);
+      }
+      ptx::named_barrier_sync(kBoth, 256);  // hazard: the other's are not there
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], ptx::ld_shared_float(other + 8 * r));
+      ptx::named_barrier_sync(kBoth, 256);  // hazard: the next tile's overwrite what the other still reads
+    }
+  }
+
+  template <int kHalves>
+  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+    activate<kHalves>(sums);
     const int lane = ptx::lane_index();
     const int columns = params.gemm.n / 2;
+    const int first_row = ptx::warp_index() % 4 * 16 + lane / 4;
+    float largest[2];
+    find_largest<kHalves>(largest, sums, first_row);
     unsigned char* smem = slabs.acquire();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
-      float largest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < Spec::kAccumulators / 4; ++i) {
-        largest = fmaxf(largest, fabsf(sums[i / 16 * 64 + i % 16 / 2 * 4 + 2 * r + i % 2]));
-      }
-      largest = fmaxf(largest, ptx::shuffle_xor(largest, 1));  // the four lanes of the row
-      largest = fmaxf(largest, ptx::shuffle_xor(largest, 2));
-      const BlockScale scale(largest);
-      write_e4m3_row(smem + row * 128, row, [&](int j) {
+      const int row = first_row + 8 * r;
+      const BlockScale scale(largest[r]);
+      write_e4m3_row<4 * kHalves>(smem + row * 128, row, [&](int j) {
         const float* pair = sums + j / 8 * 64 + j % 8 * 4 + 2 * r;
         return ptx::pack_e4m3(pair[0] * scale.inverse, pair[1] * scale.inverse);
       });
-      if (lane % 4 == 0 && row < part.rows) {
-        ptx::st_global_float(params.d_scale + static_cast<int64_t>(part.row + row) * (columns / kScaleBlock) +
-                                 part.column / kScaleBlock,
-                             scale.scale);
+      if (lane % 4 == 0 && row < part.rows && first_half == 0) {
+        ptx::st_global_float(
+            params.d_scale + static_cast<int64_t>(part.row + row) * (columns / kScaleBlock) + part.column / kScaleBlock,
+            scale.scale);
       }
     }
-    slabs.store(SlabTarget{d_map, params.gemm.d, params.gemm.d_stride, columns / 2, 0}, part.row, part.rows,
-                part.column / 2);
+    // A box of TMA has all 128 columns: half of them is left to the threads, as if the result ended behind it.
+    const int first = (part.column + 64 * first_half) / 2;
+    const SlabTarget to{d_map, params.gemm.d, params.gemm.d_stride, kHalves == 2 ? columns / 2 : first + 32, 0};
+    if constexpr (kHalves == 2) {
+      slabs.store(to, part.row, part.rows, first);
+    } else {
+      slabs.sync();  // hazard: others read before all rows are written
+      slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, part.row, part.rows, first);
+      if (slabs.is_storing_thread) ptx::tma_store_commit();  // acquire counts the slabs
+      slabs.slab = slabs.slab + 1 == Spec::kOutputSlabs ? 0 : slabs.slab + 1;
+    }
   }
 
   __device__ __forceinline__ void finish() const { slabs.finish(); }
@@ -190,24 +263,27 @@ __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, c
   while (true) {
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
-    const Part<Spec> part = part_of<Spec>(tile, consumer);
-    if (part.rows <= 0) {
-      mainloop.frame.skip(blocks);
-      continue;
+    if (tile.end_row - tile.first_row <= 64) {
+      const Part<Spec> part = part_of<Spec>(tile, 0);
+      float sums[Spec::kAccumulators / 2];
+      Scales<Spec> scales(params, part, blocks, consumer);
+      mainloop.template multiply<1>(sums, scales, 0, consumer, blocks);
+      epilogue.template store<1>(part, sums, consumer);
+    } else {
+      const Part<Spec> part = part_of<Spec>(tile, consumer);
+      float sums[Spec::kAccumulators];
+      Scales<Spec> scales(params, part, blocks, 0);
+      mainloop.template multiply<2>(sums, scales, consumer, 0, blocks);
+      epilogue.template store<2>(part, sums, 0);
     }
-    float sums[Spec::kAccumulators];
-    Scales<Spec> scales(params, part, blocks);
-    mainloop.multiply(sums, scales, blocks);
-    epilogue.store(part, sums);
   }
   epilogue.finish();
 }
 
 // As run_grouped_gemm. Epilogue: made of (params, shared, consumer, d_map).
-template <typename Spec, typename Epilogue, typename EpilogueParams>
-__device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const EpilogueParams& epilogue_params,
-                                           const ptx::TensorMap* a_map, const ptx::TensorMap& b_map,
-                                           const ptx::TensorMap& d_map) {
+template <typename Spec, typename Epilogue>
+__device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
+                                           const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
@@ -228,20 +304,20 @@ __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    consume_scaled<Spec>(params, shared, consumer, Epilogue(epilogue_params, shared, consumer, d_map));
+    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map));
   }
 }
 
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_scaled(const ScaledGemmParams& params, const ptx::TensorMap& a_map,
                                                     const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
-  run_scaled<Spec, PlainEpilogue<Spec>>(params, params.gemm, &a_map, b_map, d_map);
+  run_scaled<Spec, ScaledEpilogue<Spec>>(params, &a_map, b_map, d_map);
 }
 
 template <typename Spec>
 __device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params, const ptx::TensorMap& b_map,
                                                           const ptx::TensorMap& d_map) {
-  run_scaled<Spec, ScaledGatedEpilogue<Spec>>(params, params, nullptr, b_map, d_map);
+  run_scaled<Spec, ScaledGatedEpilogue<Spec>>(params, nullptr, b_map, d_map);
 }
 
 }  // namespace sm90
