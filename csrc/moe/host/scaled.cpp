@@ -1,5 +1,6 @@
 // The layer with e4m3 weights that have a scale for each 128 by 128 of them, on a GPU: the checks of its arguments, the list that is
 // launched, and the operator. flashmoe/operators/moe/scaled.py states the rules, and computes the layer where there is no kernel.
+#include "moe/host/scaled.h"
 
 #include <initializer_list>
 #include <utility>
@@ -248,6 +249,8 @@ void run(const ScaledArguments& arguments, const Tensor& out) {
   host::set_last_kernel(gated.kernel().symbol);
 }
 
+}  // namespace
+
 void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled", num_arguments, 11, num_outputs, 1);
   ScaledArguments arguments;
@@ -272,7 +275,6 @@ void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   stack[0] = host::give(std::move(out));
 }
 
-}  // namespace
 }  // namespace moe
 }  // namespace flashmoe
 
