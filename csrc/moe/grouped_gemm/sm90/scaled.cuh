@@ -70,6 +70,7 @@ struct Scales {
 template <typename Spec>
 struct ScaledMainloop {
   static constexpr int kPartial = 64;  // registers of 128 columns
+  static constexpr int kTurn = 4;      // the named barriers of the consumers' turns, this and the next
   static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
 
   Mainloop<Spec, Weights::kNk> frame;
@@ -90,13 +91,18 @@ struct ScaledMainloop {
     ptx::wgmma_commit();
   }
 
-  // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on.
+  // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on. Two halves: the other consumer
+  // multiplies its rows of the tile, and they issue products in turn. Without turns both may wait for their products, and then both
+  // add up, while the tensor cores idle.
   template <int kHalves>
   __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], Scales<Spec>& scales, int slab,
                                            int first_half, int blocks) {
 #pragma unroll
     for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
     scales.load(0);
+    if constexpr (kHalves == 2) {
+      if (slab == 1) ptx::named_barrier_arrive(kTurn, 256);  // the first turn is the other's
+    }
     for (int block = 0; block < blocks; ++block) {
       // [row][gate, up; or half]
       const float factors[2][2] = {{scales.row[0] * scales.weight[0], scales.row[0] * scales.weight[1]},
@@ -105,7 +111,12 @@ struct ScaledMainloop {
       float partial[kPartial];
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
+        if constexpr (kHalves == 2) ptx::named_barrier_sync(kTurn + slab, 256);
         issue(partial, slab, first_half + half);
+        if constexpr (kHalves == 2) {
+          const bool is_last = slab == 1 && half == 1 && block + 1 == blocks;
+          if (!is_last) ptx::named_barrier_arrive(kTurn + 1 - slab, 256);
+        }
         if (half == 0 && block + 1 < blocks) scales.load(block + 1);
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operands(partial);
