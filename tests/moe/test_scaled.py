@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +66,7 @@ def make(
         return (torch.randn(shape, generator=random) * 80).clamp(-448, 448).to(E4M3)
 
     def scales(*shape: int) -> Tensor:
-        return (torch.rand(shape, generator=random) + 0.2) / (80 * hidden**0.5)
+        return (torch.rand(shape, generator=random) + 0.2) / (80 * math.sqrt(hidden))
 
     ids = torch.rand((tokens, experts + 1), generator=random).argsort(1)[:, :top_k]
     ids = torch.where(ids == 1, experts + 3, ids)
@@ -77,12 +78,14 @@ def make(
     s13[nobody], s2[nobody] = float("nan"), float("nan")
     x = torch.randn((tokens, hidden), generator=random).bfloat16()
     weights = torch.rand((tokens, top_k), generator=random)
-    return Layer(*(t.to(device) for t in (x, w13, w2, weights, ids, s13, s2)))
+    x, w13, w2, weights, ids, s13, s2 = (t.to(device) for t in (x, w13, w2, weights, ids, s13, s2))
+    return Layer(x, w13, w2, weights, ids, s13, s2)
 
 
 def stands_for(values: Tensor, scales: Tensor, block_rows: int) -> Tensor:
     wide = scales.double().repeat_interleave(block_rows, -2).repeat_interleave(128, -1)
-    return values.double() * wide[..., : values.shape[-2], : values.shape[-1]]
+    numbers: Tensor = values.double() * wide[..., : values.shape[-2], : values.shape[-1]]
+    return numbers
 
 
 def rounded(rows: Tensor) -> Tensor:
