@@ -93,7 +93,8 @@ def rounded(rows: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
     scales = padded.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) * (1 / 448)
     values = (padded * (1 / scales)).clamp(-448, 448).to(E4M3)
-    return (values.double() * scales.double()).flatten(1)[:, : rows.shape[1]]
+    numbers: Tensor = (values.double() * scales.double()).flatten(1)[:, : rows.shape[1]]
+    return numbers
 
 
 def expected(layer: Layer) -> Tensor:
