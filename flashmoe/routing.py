@@ -264,7 +264,7 @@ def has_no_heads(query: Any, key: Any, value: Any) -> bool:
     return any(tensor.dim() > 2 and tensor.shape[-3] == 0 for tensor in tensors)
 
 
-def _at_trace_time(function: Callable[[str], None]) -> Callable[[str], None]:
+def _at_trace_time(function: Callable[..., None]) -> Callable[..., None]:
     """Run as plain Python while torch.compile traces; what torch.compiler.assume_constant_result does, without its import
     of the whole compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -272,16 +272,16 @@ def _at_trace_time(function: Callable[[str], None]) -> Callable[[str], None]:
 
 
 @_at_trace_time
-def note_fallback(reason: str) -> None:
+def note_fallback(reason: str, what: str = "attention") -> None:
     """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
 
     Compiled code decides once, when it is traced.
     """
     policy = fallback_policy()
     if policy == "warn":
-        warnings.warn(f"flashmoe hands attention to torch: {reason}", stacklevel=3)
+        warnings.warn(f"flashmoe hands {what} to torch: {reason}", stacklevel=3)
     elif policy == "error":
-        msg = f"attention would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
+        msg = f"{what} would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
         raise ArgumentError(msg)
 
 

@@ -16,7 +16,7 @@ namespace emulation {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kDepth = 16;
+constexpr int kDepth = 16;  // of 16-bit elements; of 8-bit ones it is 32, in as many bytes
 constexpr int kWarpRows = 16;
 constexpr uint32_t kAccumulatorPoison = 0x7fa5dead;
 
@@ -84,6 +84,17 @@ void for_each_chunk_of_a(uint64_t descriptor, bool transposed, int part, const B
       visit(row, chunk, chunk_offset(operand, false, row, part * kChunks + chunk, block, site, what));
     }
   }
+}
+
+int elements_in_chunk(Format format) { return format == Format::kE4M3 ? 16 : 8; }
+int depth_of(Format format) { return 2 * elements_in_chunk(format); }
+
+// Element i of a 16-byte chunk.
+float chunk_element(Format format, const unsigned char* chunk, int i) {
+  if (format == Format::kE4M3) return e4m3_to_float(chunk[i]);
+  uint16_t bits;
+  std::memcpy(&bits, chunk + 2 * i, 2);
+  return element_to_float(format, bits);
 }
 
 Warpgroup& warpgroup_of(const Warp& warp) { return warp.block->warpgroups[static_cast<size_t>(warp.index / kWarps)]; }
@@ -155,7 +166,8 @@ void check_a_registers(const ProductPart& part, const Product& product) {
 }
 
 void gather_a(Block& block, const Product& product, int part, std::vector<float>& a) {
-  a.assign(static_cast<size_t>(kWarpRows * kDepth), 0.0f);
+  const int depth = depth_of(product.format), per_chunk = elements_in_chunk(product.format);
+  a.assign(static_cast<size_t>(kWarpRows * depth), 0.0f);
   if (product.a_in_registers) {
     const std::vector<uint32_t>& registers = product.parts[part].a;
     for (int lane = 0; lane < kWarpSize; ++lane) {
@@ -170,28 +182,27 @@ void gather_a(Block& block, const Product& product, int part, std::vector<float>
   }
   for_each_chunk_of_a(product.descriptor_a, product.transposed_a, part, block, product.site, "Wgmma",
                       [&](int row, int chunk, uint32_t offset) {
-                        uint16_t elements[8];
-                        std::memcpy(elements, block.shared.data() + offset, 16);
-                        for (int i = 0; i < 8; ++i) {
+                        for (int i = 0; i < per_chunk; ++i) {
                           const int m = product.transposed_a ? chunk * 8 + i : row - part * kWarpRows;
-                          const int k = product.transposed_a ? row : chunk * 8 + i;
-                          a[static_cast<size_t>(m * kDepth + k)] = element_to_float(product.format, elements[i]);
+                          const int k = product.transposed_a ? row : chunk * per_chunk + i;
+                          a[static_cast<size_t>(m * depth + k)] =
+                              chunk_element(product.format, block.shared.data() + offset, i);
                         }
                       });
 }
 
 void gather_b(Block& block, const Product& product, std::vector<float>& b) {
-  b.assign(static_cast<size_t>(kDepth * product.columns), 0.0f);
+  const int per_chunk = elements_in_chunk(product.format);
+  b.assign(static_cast<size_t>(depth_of(product.format) * product.columns), 0.0f);
   const Operand operand = decode(product.descriptor_b, product.site, "Wgmma");
   const bool k_major = !product.transposed_b;
   const int rows = k_major ? product.columns : kDepth, chunks = (k_major ? kDepth : product.columns) / 8;
   for_each_chunk(operand, k_major, 0, rows, chunks, block, product.site, "Wgmma",
                  [&](int row, int chunk, uint32_t offset) {
-                   uint16_t elements[8];
-                   std::memcpy(elements, block.shared.data() + offset, 16);
-                   for (int i = 0; i < 8; ++i) {
-                     const int k = k_major ? chunk * 8 + i : row, n = k_major ? row : chunk * 8 + i;
-                     b[static_cast<size_t>(k * product.columns + n)] = element_to_float(product.format, elements[i]);
+                   for (int i = 0; i < per_chunk; ++i) {
+                     const int k = k_major ? chunk * per_chunk + i : row, n = k_major ? row : chunk * 8 + i;
+                     b[static_cast<size_t>(k * product.columns + n)] =
+                         chunk_element(product.format, block.shared.data() + offset, i);
                    }
                  });
 }
@@ -203,12 +214,15 @@ void execute(Block& block, Product& product) {
     gather_a(block, product, part, a);
     std::vector<float>& value = product.parts[part].accumulator->value;
     if (product.scale_d == 0) std::fill(value.begin(), value.end(), 0.0f);
-    tensor_core_product({machine.launch.tensor_core_block, machine.launch.tensor_core_extra_bits}, kWarpRows,
-                        product.columns, kDepth, value.data(), a.data(), b.data());
+    const bool is_8_bit = product.format == Format::kE4M3;
+    const TensorCore core{machine.launch.tensor_core_block, machine.launch.tensor_core_extra_bits};
+    tensor_core_product(is_8_bit ? kHopperE4M3 : core, kWarpRows, product.columns, depth_of(product.format),
+                        value.data(), a.data(), b.data());
   }
   product.executed = true;
   ++machine.statistics.warpgroup_products;
-  machine.statistics.multiply_adds += static_cast<uint64_t>(kWarps * kWarpRows * product.columns * kDepth);
+  machine.statistics.multiply_adds +=
+      static_cast<uint64_t>(kWarps * kWarpRows * product.columns * depth_of(product.format));
 }
 
 bool execute_next(Block& block, Warpgroup& group) {

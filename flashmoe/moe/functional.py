@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from flashmoe import _extension
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
+from flashmoe.moe import scaled
 from flashmoe.operators.moe import arguments
 from flashmoe.operators.moe.autograd import NO_FORWARD_MODE, layer_under_transforms
 from flashmoe.transforms import has_tangent
@@ -40,6 +41,9 @@ def fused_moe(
     expert_map: Tensor | None = None,
     shared: Tensor | None = None,
     weights_on_input: bool = False,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """A mixture-of-experts layer, from the experts that were chosen for each token to their weighted sum.
@@ -65,11 +69,18 @@ def fused_moe(
             there is none here. For experts divided over several GPUs.
         shared: [T, H] in x's dtype, added to the result; what a shared expert gave, or the residual.
         weights_on_input: multiply x by the weights, before the experts, instead of their results (Llama 4).
+        w13_scale, w2_scale: with w13 and w2 in float8_e4m3fn, float32 [E, ceil(2I / 128), ceil(H / 128)] and
+            [E, ceil(H / 128), ceil(I / 128)]: a weight is its 8 bits times the scale of its 128 by 128 block (DeepSeek's and
+            transformers' weight_scale_inv). x and the activation between the products are quantised too, a scale for each 128
+            of a row, the largest magnitude / 448. Forward alone; no biases, layout "interleaved", transposed or weights_on_input.
+            The kernels are for GPUs of compute capability 9.0, H and I multiples of 128; torch computes it elsewhere, and
+            FLASHMOE_FALLBACK says what then happens.
+        x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
         out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then.
 
     Returns:
-        [T, H] in x's dtype. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For them x and [T * k, 2I] are kept, and
-        the activation is computed again.
+        [T, H] in x's dtype, of x in float8_e4m3fn in bfloat16. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For
+        them x and [T * k, 2I] are kept, and the activation is computed again.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
@@ -78,6 +89,13 @@ def fused_moe(
     """
     arguments.check_flag("transposed", transposed)  # the dispatcher would take None for False
     arguments.check_flag("weights_on_input", weights_on_input)
+    scales = (w13_scale, w2_scale, x_scale)
+    if scaled.is_scaled(x, w13, w2, *scales):
+        given = {"b13": b13 is not None, "b2": b2 is not None, "layout": layout != "concat"}
+        given |= {"transposed": transposed, "weights_on_input": weights_on_input}
+        return scaled.layer(
+            x, w13, w2, topk_weights, topk_ids, scales, expert_map, shared, activation, out, unsupported=given
+        )
     if weights_on_input:
         return _with_weights_on_input(
             x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed, out

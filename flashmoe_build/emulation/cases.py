@@ -15,7 +15,7 @@ from flashmoe_build.emulation.combine import run_combine
 from flashmoe_build.emulation.huge import huge_problem
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe import backward as moe_backward
-from flashmoe_build.emulation.moe import few_rows, gemm, mma_sync, routing
+from flashmoe_build.emulation.moe import few_rows, gemm, mma_sync, routing, scaled
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 from flashmoe_build.emulation.varlen import append, decode
 from flashmoe_build.emulation.varlen import backward as varlen_backward
@@ -200,6 +200,7 @@ _OPERATIONS = {
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),
     "grouped_gemm_gated_backward": _Operation(moe_backward.gated_backward_problems, moe_backward.run_gated_backward),
     **{name: _Operation(few_rows.problems, few_rows.run) for name in few_rows.OPERATIONS},
+    **{name: _Operation(scaled.problems, scaled.run) for name in ("moe_quantize", *scaled.PRODUCTS)},
     "grouped_gemm_weight_gradient": _Operation(moe_backward.weight_gradient_problems, moe_backward.run_weight_gradient),
 }
 
@@ -237,7 +238,8 @@ def suite(
 
 def _is_repeated(unit: Unit) -> bool:
     """The grouped products in bf16 are the source of those in f16, which meet every problem."""
-    return unit.dtype == "bf16" and unit.row.operation.startswith("grouped_gemm")
+    is_product = unit.row.operation.startswith("grouped_gemm")
+    return is_product and unit.dtype == "bf16" and "f16" in unit.row.dtypes
 
 
 def settings_for(case: Case, **changes: object) -> Settings:

@@ -28,7 +28,7 @@ SHARED = (
     "tensor_map",
     "tile_counters",
 )
-MOE = ("arguments", "backward", "forward", "launch", "prepare", "register", "select", "tensor_maps")
+MOE = ("arguments", "backward", "forward", "launch", "prepare", "register", "scaled", "select", "tensor_maps")
 
 
 @pytest.fixture(scope="module")

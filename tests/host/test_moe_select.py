@@ -21,8 +21,9 @@ UNITS = [unit for unit in TABLES.units() if unit.row.operation.startswith(("moe_
 BEYOND_THE_TABLE = 130  # the capability of a GPU made later, which loads the PTX
 CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu for gpu in TABLES.gpus}
 PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
+SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute capability 9.0; gated as bf16 alone
 MEMORIES = ("nk", "kn", "kn_pairs")
-STEPS = 8
+STEPS, QUANTIZE = 8, 8  # the last for compute capability 9.0
 SHORT, LONG = 2048, 4096  # k
 EXPERTS = 128
 ROWS = (0.0625, 1, 4, 8, 16, 32, 64, 128, 512, 2048, 1 << 20)  # an expert
@@ -97,7 +98,7 @@ class Selector:
         k: int = SHORT,
     ) -> tuple[str, str]:
         numbers = (ctypes.c_longlong(number) for number in (round(rows * experts), experts, k))
-        sizes = (PRODUCTS.index(name), MEMORIES.index(memory), *numbers)
+        sizes = ((*PRODUCTS, *SCALED).index(name), MEMORIES.index(memory), *numbers)
         return self._ask(self._library.choose_product, capability, forced, bf16, *sizes)
 
     def step(self, capability: int, step: int, *, bf16: bool = False, forced: str | None = None) -> tuple[str, str]:
@@ -156,7 +157,15 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
                     found.add(select.product(capability, name, rows, memory=memory, bf16=bf16, forced=forced, k=k))
             for step in range(STEPS):
                 found.add(select.step(capability, step, bf16=bf16, forced=forced))
+    for bf16 in (False, True):
+        found |= {select.product(90, name, bf16=bf16) for name in SCALED if bf16 or "gated" not in name}
+        found.add(select.step(90, QUANTIZE, bf16=bf16))
     return found
+
+
+def test_scaled_products_are_refused_where_there_are_none(select: Selector) -> None:
+    with pytest.raises(RefusedError, match="no kernel for a GPU"):
+        select.product(80, "grouped_gemm_scaled")
 
 
 def test_every_kernel_is_chosen(select: Selector) -> None:

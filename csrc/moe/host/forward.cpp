@@ -74,24 +74,6 @@ void set_plain(GemmParams& params, const Sorted& sorted, const LayerShape& shape
   params.top_k = static_cast<int32_t>(shape.top_k);
 }
 
-CombineParams make_combine(const LayerArguments& arguments, const LayerOperands& operands, const Sorted& sorted,
-                           const LayerOutputs& outputs, const void* rows) {
-  const LayerShape& shape = arguments.shape;
-  CombineParams params{};
-  params.rows = rows;
-  params.shared = data_or_null(operands.shared);
-  params.shared_stride = params.shared != nullptr ? operands.shared.strides()[0] : 0;
-  params.out = outputs.out.data();
-  params.out_stride = outputs.out.strides()[0];
-  params.row_weights = sorted.row_weights;
-  params.slot_rows = sorted.slot_rows;
-  params.tokens = static_cast<int32_t>(shape.tokens);
-  params.top_k = static_cast<int32_t>(shape.top_k);
-  params.columns = static_cast<int32_t>(shape.hidden);
-  params.experts = static_cast<int32_t>(shape.experts);
-  return params;
-}
-
 // [experts + 1] int32: 0, then the ends that the operator was given.
 Tensor make_expert_offsets(const Tensor& ends, int64_t experts, const host::CudaCall& call) {
   Tensor offsets = host::empty({experts + 1}, aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(), call.gpu.index);
@@ -179,7 +161,7 @@ void layer_cuda(const LayerArguments& arguments, const LayerOutputs& outputs) {
   gated.add(list, /*is_dependent=*/true, call, counter);
   set_plain(down.params, sorted, shape, h, data_or_null(operands.b2), y);
   down.add(list, /*is_dependent=*/down.may_follow(gated), call, counter);
-  const CombineParams combined = make_combine(arguments, operands, sorted, outputs, y);
+  const CombineParams combined = combine_params(shape, sorted, operands.shared, outputs.out, y);
   const int64_t grid = combine_grid(combine, shape.tokens, shape.hidden, gpu.num_multiprocessors);
   list.add({&combine, grid, &combined, nullptr, /*is_dependent=*/true});
   list.run(call);

@@ -30,6 +30,23 @@ int64_t combine_grid(const Kernel& kernel, int64_t tokens, int64_t columns, int3
   return tokens <= num_multiprocessors ? tokens * ceil_div(columns, columns_at_once) : tokens;
 }
 
+CombineParams combine_params(const LayerShape& shape, const Sorted& sorted, const Tensor& shared, const Tensor& out,
+                             const void* rows) {
+  CombineParams params{};
+  params.rows = rows;
+  params.shared = data_or_null(shared);
+  params.shared_stride = params.shared != nullptr ? shared.strides()[0] : 0;
+  params.out = out.data();
+  params.out_stride = out.strides()[0];
+  params.row_weights = sorted.row_weights;
+  params.slot_rows = sorted.slot_rows;
+  params.tokens = static_cast<int32_t>(shape.tokens);
+  params.top_k = static_cast<int32_t>(shape.top_k);
+  params.columns = static_cast<int32_t>(shape.hidden);
+  params.experts = static_cast<int32_t>(shape.experts);
+  return params;
+}
+
 SortPart::SortPart(const SortArguments& arguments, const host::KernelRequest& request, host::Workspace& workspace)
     : blocks_(sort_blocks(arguments.slots)),
       block_counts_(workspace.add<int32_t>(sort_workspace(arguments.slots, arguments.experts))) {

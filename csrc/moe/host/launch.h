@@ -43,6 +43,10 @@ class SortedRoom {
 // Blocks of moe_combine or moe_combine_backward. Few tokens share a token's columns out among blocks.
 int64_t combine_grid(const Kernel& kernel, int64_t tokens, int64_t columns, int32_t num_multiprocessors);
 
+// out = shared + the weighted sum of each token's rows; `shared` without a handle: none.
+CombineParams combine_params(const LayerShape& shape, const Sorted& sorted, const Tensor& shared, const Tensor& out,
+                             const void* rows);
+
 class SortPart {
  public:
   // Adds its own temporary to `workspace`.

@@ -13,9 +13,9 @@ namespace {
 using host::KernelList;
 using host::KernelRequest;
 
-constexpr int32_t kNumProducts = 4;
+constexpr int32_t kNumProducts = 6;
 constexpr int32_t kNumMemories = 3;
-constexpr int32_t kNumSteps = 8;
+constexpr int32_t kNumSteps = 9;
 
 // By Product.
 struct ProductName {
@@ -28,7 +28,9 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
     {{"grouped_gemm", "grouped_gemm_few_rows", true, "a grouped matrix product"},
      {"grouped_gemm_gated", "grouped_gemm_gated_few_rows", true, "a gated grouped matrix product"},
      {"grouped_gemm_gated_backward", nullptr, true, "the gradient of a gated grouped matrix product"},
-     {"grouped_gemm_weight_gradient", nullptr, false, "the gradient of experts' weights"}}};
+     {"grouped_gemm_weight_gradient", nullptr, false, "the gradient of experts' weights"},
+     {"grouped_gemm_scaled", nullptr, false, "a grouped matrix product of float8_e4m3fn"},
+     {"grouped_gemm_gated_scaled", nullptr, false, "a gated grouped matrix product of float8_e4m3fn"}}};
 
 // By Step.
 struct StepName {
@@ -37,14 +39,16 @@ struct StepName {
   bool has_dtype;  // else its tensors' dtypes are parameters, and the table has it once, as float32
   const char* words;
 };
-constexpr std::array<StepName, kNumSteps> kSteps{{{"moe_route", host::kNoAxis, false, "routing"},
-                                                  {"moe_sort", 0, false, "sorting by expert"},
-                                                  {"moe_sort", 1, false, "sorting by expert"},
-                                                  {"moe_sort", 2, false, "sorting by expert"},
-                                                  {"moe_combine", host::kNoAxis, true, "combining experts' results"},
-                                                  {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
-                                                  {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"},
-                                                  {"moe_gather", host::kNoAxis, true, "gathering experts' rows"}}};
+constexpr std::array<StepName, kNumSteps> kSteps{
+    {{"moe_route", host::kNoAxis, false, "routing"},
+     {"moe_sort", 0, false, "sorting by expert"},
+     {"moe_sort", 1, false, "sorting by expert"},
+     {"moe_sort", 2, false, "sorting by expert"},
+     {"moe_combine", host::kNoAxis, true, "combining experts' results"},
+     {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
+     {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"},
+     {"moe_gather", host::kNoAxis, true, "gathering experts' rows"},
+     {"moe_quantize", host::kNoAxis, true, "conversion to float8_e4m3fn"}}};
 
 bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
 

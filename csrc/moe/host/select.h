@@ -12,7 +12,7 @@ namespace moe {
 using host::Kernel;
 
 // The grouped products, and how their kernels' axis `weights` says that the weights lie; operations.toml's words in its order.
-enum class Product : int32_t { kPlain, kGated, kGatedBackward, kWeightGradient };
+enum class Product : int32_t { kPlain, kGated, kGatedBackward, kWeightGradient, kScaled, kScaledGated };
 enum class Memory : int32_t { kNk, kKn, kKnPairs };
 
 // Indices into Kernel::cost: the most rows an expert for which the tile is the right one, and (few rows alone) the least k.
@@ -23,7 +23,7 @@ enum : int32_t { kRows, kLeastK };
 struct ProductInput {
   host::KernelRequest request;
   Product product;
-  Memory memory;    // not looked at for the weight gradient
+  Memory memory;    // not looked at for the weight gradient and scaled products
   int64_t slots;    // rows at most: what a host that does not wait for the device knows of them
   int64_t experts;  // of this layer
   int64_t k;        // of a product; the weight gradient's is not known
@@ -44,7 +44,8 @@ enum class Step : int32_t {
   kCombine,
   kCombineBackward,
   kBiasGradient,
-  kGather
+  kGather,
+  kQuantize
 };
 
 // Throws as host::refuse() says.

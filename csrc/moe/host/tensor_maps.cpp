@@ -1,6 +1,7 @@
 #include "moe/host/tensor_maps.h"
 
 #include "host/tensor_map.h"
+#include "moe/grouped_gemm/sm90/scaled_tensor_map.h"
 #include "moe/grouped_gemm/sm90/tensor_map.h"
 #include "moe/weight_gradient/sm90/tensor_map.h"
 
@@ -43,6 +44,26 @@ void make_tensor_maps(Product product, const GemmParams& params, const Kernel& k
       maps[2] = encode(from.b_kn, "w2");
       return;
     }
+    case Product::kScaled:
+    case Product::kScaledGated:
+      return;  // below
+  }
+}
+
+// Two e4m3 values are one element of the kernel's 16-bit type.
+void make_tensor_maps(Product product, const ScaledGemmParams& params, const Kernel& kernel, CUtensorMap* maps) {
+  const auto encode = [&kernel](const auto& description, const char* name) {
+    return host::encode_tensor_map(description, kernel.dtype, name);
+  };
+  if (product == Product::kScaledGated) {
+    const auto from = sm90::scaled_gated_gemm_tensor_maps(params, kernel.block_n);
+    maps[0] = encode(from.b, "w13");
+    maps[1] = encode(from.d, "activations");
+  } else {
+    const auto from = sm90::scaled_gemm_tensor_maps(params, kernel.block_n);
+    maps[0] = encode(from.a, "rows");
+    maps[1] = encode(from.b, "w2");
+    maps[2] = encode(from.d, "results");
   }
 }
 

@@ -5,12 +5,14 @@
 
 #include "moe/host/select.h"
 #include "moe/params/gemm.h"
+#include "moe/params/scaled.h"
 
 namespace flashmoe {
 namespace moe {
 
 // Writes kernel.num_tensor_maps of them, in the order of operations.toml.
 void make_tensor_maps(Product product, const GemmParams& params, const Kernel& kernel, CUtensorMap* maps);
+void make_tensor_maps(Product product, const ScaledGemmParams& params, const Kernel& kernel, CUtensorMap* maps);
 
 }  // namespace moe
 }  // namespace flashmoe

@@ -3,6 +3,7 @@
 // written down.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -13,8 +14,10 @@
 #include "host/driver.h"
 #include "host/find_kernels.h"
 #include "moe/host/backends.h"
+#include "moe/host/scaled.h"
 #include "moe/host/select.h"
 #include "moe/host/sort_plan.h"
+#include "moe/params/scaled.h"
 
 extern "C" const unsigned char flashmoe_binaries[1] = {0};
 extern "C" const char flashmoe_index[1] = {0};
@@ -166,6 +169,81 @@ std::string multiply(const host::Kernel& kernel, const GemmParams& params, int64
   return has_every_tile ? "" : "there are more tiles than blocks, and no counter";
 }
 
+float load_e4m3(const void* address, int64_t index) {
+  const int bits = static_cast<const uint8_t*>(address)[index];
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  if ((bits & 127) == 127) return NAN;
+  const float value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                    : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+  return bits >= 128 ? -value : value;
+}
+
+// The nearest values, and their block's scale.
+float store_e4m3(void* address, int64_t index, const std::vector<float>& block) {
+  float largest = 0.0F;
+  for (const float value : block) largest = std::max(largest, std::fabs(value));
+  const float scale = largest == 0.0F ? 1.0F : largest / 256.0F;
+  for (const float value : block) {
+    int best = 0;
+    for (int bits = 0; bits < 255; ++bits) {
+      if (bits == 127) continue;
+      const uint8_t byte = static_cast<uint8_t>(bits), before = static_cast<uint8_t>(best);
+      if (std::fabs(load_e4m3(&byte, 0) - value / scale) < std::fabs(load_e4m3(&before, 0) - value / scale))
+        best = bits;
+    }
+    static_cast<uint8_t*>(address)[index++] = static_cast<uint8_t>(best);
+  }
+  return scale;
+}
+
+void quantize(const QuantizeParams& p) {
+  for (int64_t row = 0; row < p.rows; ++row) {
+    for (int64_t column = 0; column < p.columns; column += kScaleBlock) {
+      std::vector<float> block;
+      for (int64_t i = 0; i < kScaleBlock; ++i) block.push_back(load(p.x, row * p.x_stride + column + i));
+      p.scales[(row * p.columns + column) / kScaleBlock] = store_e4m3(p.values, row * p.columns + column, block);
+    }
+  }
+}
+
+std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& params, int64_t grid) {
+  const GemmParams& p = params.gemm;
+  const bool is_gated = std::string(kernel.operation) == "grouped_gemm_gated_scaled";
+  const int64_t blocks = 2 * p.k / kScaleBlock, columns = is_gated ? p.n / 2 : p.n;
+  if (p.tile_counter != nullptr && *p.tile_counter != 0) return "the tile counter is not zero";
+  int64_t row_tiles = 0;
+  for (int64_t expert = 0; expert < p.experts; ++expert) {
+    const int64_t begin = p.expert_offsets[expert], end = p.expert_offsets[expert + 1];
+    row_tiles += (end - begin + kernel.block_m - 1) / kernel.block_m;
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t a_row = row_of(p.a_slots, row, p.top_k);
+      const auto product = [&](int64_t n) {
+        float sum = 0.0F;
+        for (int64_t k = 0; k < 2 * p.k; ++k) {
+          sum += load_e4m3(p.a, 2 * a_row * p.a_stride + k) * params.a_scale[a_row * blocks + k / kScaleBlock] *
+                 load_e4m3(p.b, 2 * (expert * p.b_expert_stride + n * p.b_stride) + k) *
+                 params.b_scale[(expert * (p.n / kScaleBlock) + n / kScaleBlock) * blocks + k / kScaleBlock];
+        }
+        return sum;
+      };
+      std::vector<float> block;
+      for (int64_t column = 0; column < columns; ++column) {
+        if (!is_gated) {
+          store(p.d, row * p.d_stride + column, product(column));
+          continue;
+        }
+        block.push_back(activate(product(column), product(columns + column)).value);
+        if ((column + 1) % kScaleBlock != 0) continue;
+        const int64_t first = column + 1 - kScaleBlock;
+        params.d_scale[(row * columns + first) / kScaleBlock] = store_e4m3(p.d, 2 * row * p.d_stride + first, block);
+        block.clear();
+      }
+    }
+  }
+  const int64_t tiles = row_tiles * ((p.n + kernel.block_n - 1) / kernel.block_n);
+  return p.tile_counter != nullptr || grid >= tiles ? "" : "there are more tiles than blocks, and no counter";
+}
+
 void sort(const SortParams& p) {
   int64_t row = 0;
   for (int64_t slot = 0; slot < p.slots; ++slot) p.slot_rows[slot] = -1;
@@ -251,6 +329,9 @@ const Params& params_of(void** arguments) {
 // What the kernel would do; the text of what is wrong, or an empty one.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
   const std::string operation = kernel.operation;
+  if (operation == "grouped_gemm_scaled" || operation == "grouped_gemm_gated_scaled") {
+    return multiply_scaled(kernel, params_of<ScaledGemmParams>(arguments), grid);
+  }
   if (operation.rfind("grouped_gemm", 0) == 0) return multiply(kernel, params_of<GemmParams>(arguments), grid);
   if (operation == "moe_sort") {
     const auto& params = params_of<SortParams>(arguments);
@@ -266,6 +347,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     bias_gradient(params_of<BiasGradientParams>(arguments));
   } else if (operation == "moe_gather") {
     gather(params_of<GatherParams>(arguments));
+  } else if (operation == "moe_quantize") {
+    quantize(params_of<QuantizeParams>(arguments));
   } else if (operation != "moe_route") {
     return "no loops for it";
   }
@@ -373,6 +456,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashmoe, library) {
   flashmoe::attention::define_dense(library);
   flashmoe::attention::define_varlen(library);
 }
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, library) { library.impl("_fused_moe_scaled", &flashmoe::moe::boxed_scaled); }
 
 // Begins a call on a GPU of this kind: nothing has been launched.
 extern "C" void fake_gpu(int capability, int multiprocessors, int is_capturing) {

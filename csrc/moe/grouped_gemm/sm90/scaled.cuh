@@ -1,0 +1,336 @@
+// Grouped products of e4m3 operands with scales, plain and gated, for sm_90a: producer, schedule and stores of the 16-bit products,
+// to which two values are one element; a stage's 128 bytes of a row are one block of scales.
+//
+// Tensor cores add the 128 k of a block; that partial sum times both scales is added to fp32 sums. Its 128 columns at a time are 64
+// registers, so that sums and partial sums fit; the other consumer's products fill the tensor cores meanwhile. Of a tile with at most
+// 64 rows both consumers take these rows, 128 of the weights' rows each: where weights are the bound, they are read as fast as they
+// come. A row's bits depend on k alone, as in mainloop.cuh.
+#pragma once
+
+#include "moe/grouped_gemm/sm90/grouped_gemm_gated.cuh"
+#include "moe/params/scaled.h"
+#include "moe/quantize/scale.cuh"
+#include "ptx/e4m3.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+using ScaledGemmSpec = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, false, false>;
+
+// Behind the barriers the largest magnitudes of 64 rows that each consumer has seen.
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kOutputSlabs>
+struct ScaledGatedGemmSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true> {
+  using Tile = TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kOutputSlabs, true, true>;
+  static constexpr int kLargestOffset = Tile::kSharedBytes;
+  static constexpr int kSharedBytes = kLargestOffset + Tile::kNumConsumers * 64 * 4;
+};
+
+// The scales that a thread needs, one block of k after the other: of its two rows, 8 apart, and of the weights' two blocks of rows:
+// gate and up, or 128 columns from `first_half` on and the 128 behind them.
+template <typename Spec>
+struct Scales {
+  const float* row_gmem[2];
+  const float* weight_gmem[2];
+  bool is_row[2];  // the row is one of the expert's
+  float row[2];
+  float weight[2];
+
+  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const Part<Spec>& part, int blocks,
+                                    int first_half) {
+    const GemmParams& gemm = params.gemm;
+    const int thread_row = ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      is_row[r] = thread_row + 8 * r < part.rows;
+      int at = is_row[r] ? part.row + thread_row + 8 * r : part.row;
+      if constexpr (Spec::kGathersA) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
+      row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
+    }
+    const int count = ceil_div(gemm.n, kScaleBlock);
+    // Of a tile's last 128 columns there may be none.
+    const int first =
+        Spec::kIsGated ? part.column / kScaleBlock : minimum(part.column / kScaleBlock + first_half, count - 1);
+    const int second = Spec::kIsGated ? first + count / 2 : minimum(first + 1, count - 1);
+    const float* of_expert = params.b_scale + static_cast<int64_t>(part.expert) * count * blocks;
+    weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
+    weight_gmem[1] = of_expert + static_cast<int64_t>(second) * blocks;
+  }
+
+  __device__ __forceinline__ void load(int block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      row[i] = ptx::ld_global_float(row_gmem[i] + block);
+      weight[i] = ptx::ld_global_float(weight_gmem[i] + block);
+    }
+  }
+};
+
+template <typename Spec>
+struct ScaledMainloop {
+  static constexpr int kPartial = 64;  // registers of 128 columns
+  static constexpr int kTurn = 4;      // the named barriers of the consumers' turns, this and the next
+  static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
+
+  Mainloop<Spec, Weights::kNk> frame;
+
+  __device__ __forceinline__ ScaledMainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
+
+  // Four products of 64 rows by 128 columns by 32 k.
+  __device__ __forceinline__ void issue(float (&partial)[kPartial], int slab, int half) const {
+    const int stage = frame.at.stage;
+    const uint64_t a = ptx::make_smem_descriptor(frame.shared.a(stage) + slab * Spec::kSlabBytes, 0, 1024);
+    const uint64_t b = ptx::make_smem_descriptor(frame.shared.b(stage) + half * (Spec::kBBytes / 2), 0, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::wgmma_e4m3_n128(partial, ptx::advance_smem_descriptor(a, step * 32),
+                           ptx::advance_smem_descriptor(b, step * 32), step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on. Two halves: the other consumer
+  // multiplies its rows of the tile, and they issue products in turn. Without turns both may wait for their products, and then both
+  // add up, while the tensor cores idle.
+  template <int kHalves>
+  __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], Scales<Spec>& scales, int slab,
+                                           int first_half, int blocks) {
+#pragma unroll
+    for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
+    scales.load(0);
+    if constexpr (kHalves == 2) {
+      if (slab == 1) ptx::named_barrier_arrive(kTurn, 256);  // the first turn is the other's
+    }
+    for (int block = 0; block < blocks; ++block) {
+      // [row][gate, up; or half]
+      const float factors[2][2] = {{scales.row[0] * scales.weight[0], scales.row[0] * scales.weight[1]},
+                                   {scales.row[1] * scales.weight[0], scales.row[1] * scales.weight[1]}};
+      frame.wait_full();
+      float partial[kPartial];
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        if constexpr (kHalves == 2) ptx::named_barrier_sync(kTurn + slab, 256);
+        issue(partial, slab, first_half + half);
+        if constexpr (kHalves == 2) {
+          const bool is_last = slab == 1 && half == 1 && block + 1 == blocks;
+          if (!is_last) ptx::named_barrier_arrive(kTurn + 1 - slab, 256);
+        }
+        if (half == 0 && block + 1 < blocks) scales.load(block + 1);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operands(partial);
+        if (half == kHalves - 1) frame.release(frame.at.stage);
+#pragma unroll
+        for (int i = 0; i < kPartial; ++i) {
+          const float factor = factors[i / 2 % 2][Spec::kIsGated ? i / 32 : half];
+          sums[half * kPartial + i] = ptx::fma_rn(partial[i], factor, sums[half * kPartial + i]);
+        }
+      }
+      frame.at.advance();
+    }
+  }
+};
+
+// Of kChunks times 16 columns of the result, in e4m3, this thread has of each row the pairs 4j + lane % 4: `pair(j)`, j below
+// 2 * kChunks, two values in 16 bits. As write_paired_slab.
+template <int kChunks, typename Pair>
+__device__ __forceinline__ void write_e4m3_row(unsigned char* row_smem, int row, Pair pair) {
+  const int lane = ptx::lane_index();
+  const bool is_odd = lane % 2 != 0;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const uint32_t first = pair(2 * chunk), second = pair(2 * chunk + 1);
+    const uint32_t other = ptx::shuffle_xor(is_odd ? first : second, 1);
+    const uint32_t word = is_odd ? other | second << 16 : first | other << 16;
+    ptx::st_shared_32(row_smem + (chunk ^ row % 8) * 16 + (lane % 2 * 2 + lane % 4 / 2) * 4, word);
+  }
+}
+
+// 16-bit results of kHalves times 128 columns, from those of `first_half` on.
+template <typename Spec>
+struct ScaledEpilogue {
+  using Element = typename Spec::Element;
+  const GemmParams& params;
+  const ptx::TensorMap& d_map;
+  OutputSlabs<Spec> slabs;
+
+  __device__ __forceinline__ ScaledEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
+                                            int consumer, const ptx::TensorMap& d_map_)
+      : params(params_.gemm), d_map(d_map_), slabs(shared, consumer) {}
+
+  template <int kHalves>
+  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+    const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
+#pragma unroll
+    for (int slab = 0; slab < 2 * kHalves; ++slab) {
+      const int column = part.column + first_half * 128 + slab * 64;
+      if (column >= params.n) break;
+      write_slab<Element>(slabs.acquire(), sums + 32 * slab);
+      slabs.store(to, part.row, part.rows, column);
+    }
+  }
+
+  __device__ __forceinline__ void finish() const { slabs.finish(); }
+};
+
+// activation(z) of kHalves times 64 columns, from those of `first_half` on, as e4m3 with a scale for each row and 128 columns.
+template <typename Spec>
+struct ScaledGatedEpilogue {
+  static constexpr int kBoth = 3;  // the named barrier of both consumers
+
+  const ScaledGemmParams& params;
+  const ptx::TensorMap& d_map;
+  OutputSlabs<Spec> slabs;
+
+  __device__ __forceinline__ ScaledGatedEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
+                                                 int consumer, const ptx::TensorMap& d_map_)
+      : params(params_), d_map(d_map_), slabs(shared, consumer) {}
+
+  // Sums 64s + i, i below 32: columns 64s + 8 (i / 4) + 2 (lane % 4) + i % 2 of row (i / 2) % 2.
+  template <int kHalves>
+  __device__ __forceinline__ void activate(float (&sums)[kHalves * 64]) const {
+    with_activation(params.gemm.activation, [&](auto activation) {
+#pragma unroll
+      for (int i = 0; i < kHalves * 32; ++i) {
+        const int gate = i / 32 * 64 + i % 32;
+        sums[gate] = activation.forward(sums[gate], sums[gate + 32]);
+      }
+    });
+  }
+
+  // Of the thread's two rows, over all 128 columns.
+  template <int kHalves>
+  __device__ __forceinline__ void find_largest(float (&largest)[2], const float (&sums)[kHalves * 64], int row) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHalves * 16; ++i) {
+        largest[r] = fmaxf(largest[r], fabsf(sums[i / 16 * 64 + i % 16 / 2 * 4 + 2 * r + i % 2]));
+      }
+      largest[r] = fmaxf(largest[r], ptx::shuffle_xor(largest[r], 1));  // the four lanes of the row
+      largest[r] = fmaxf(largest[r], ptx::shuffle_xor(largest[r], 2));
+    }
+    if constexpr (kHalves == 1) {
+      float* mine = reinterpret_cast<float*>(slabs.shared.base + Spec::kLargestOffset) + slabs.consumer * 64 + row;
+      const float* other = mine + (slabs.consumer == 0 ? 64 : -64);
+      if (ptx::lane_index() % 4 == 0) {
+        ptx::st_shared_float(mine, largest[0]);
+        ptx::st_shared_float(mine + 8, largest[1]);
+      }
+      ptx::named_barrier_sync(kBoth, 256);  // hazard: the other's are not there
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], ptx::ld_shared_float(other + 8 * r));
+      ptx::named_barrier_sync(kBoth, 256);  // hazard: the next tile's overwrite what the other still reads
+    }
+  }
+
+  template <int kHalves>
+  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+    activate<kHalves>(sums);
+    const int lane = ptx::lane_index();
+    const int columns = params.gemm.n / 2;
+    const int first_row = ptx::warp_index() % 4 * 16 + lane / 4;
+    float largest[2];
+    find_largest<kHalves>(largest, sums, first_row);
+    unsigned char* smem = slabs.acquire();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + 8 * r;
+      const BlockScale scale(largest[r]);
+      write_e4m3_row<4 * kHalves>(smem + row * 128, row, [&](int j) {
+        const float* pair = sums + j / 8 * 64 + j % 8 * 4 + 2 * r;
+        return ptx::pack_e4m3(pair[0] * scale.inverse, pair[1] * scale.inverse);
+      });
+      if (lane % 4 == 0 && row < part.rows && first_half == 0) {
+        ptx::st_global_float(
+            params.d_scale + static_cast<int64_t>(part.row + row) * (columns / kScaleBlock) + part.column / kScaleBlock,
+            scale.scale);
+      }
+    }
+    // A box of TMA has all 128 columns: half of them is left to the threads, as if the result ended behind it.
+    const int first = (part.column + 64 * first_half) / 2;
+    const SlabTarget to{d_map, params.gemm.d, params.gemm.d_stride, kHalves == 2 ? columns / 2 : first + 32, 0};
+    if constexpr (kHalves == 2) {
+      slabs.store(to, part.row, part.rows, first);
+    } else {
+      slabs.sync();  // hazard: others read before all rows are written
+      slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, part.row, part.rows, first);
+      if (slabs.is_storing_thread) ptx::tma_store_commit();  // acquire counts the slabs
+      slabs.slab = slabs.slab + 1 == Spec::kOutputSlabs ? 0 : slabs.slab + 1;
+    }
+  }
+
+  __device__ __forceinline__ void finish() const { slabs.finish(); }
+};
+
+template <typename Spec, typename Epilogue>
+__device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, const SharedMemory<Spec>& shared,
+                                               int consumer, Epilogue epilogue) {
+  const int blocks = params.gemm.k / Spec::kBlockK;
+  ScaledMainloop<Spec> mainloop(shared, consumer);
+  RingPosition<Spec::kNumTileSlots> slot;
+  while (true) {
+    const Tile tile = take_tile<Spec>(shared, slot);
+    if (tile.expert < 0) break;
+    if (tile.end_row - tile.first_row <= 64) {
+      const Part<Spec> part = part_of<Spec>(tile, 0);
+      float sums[Spec::kAccumulators / 2];
+      Scales<Spec> scales(params, part, blocks, consumer);
+      mainloop.template multiply<1>(sums, scales, 0, consumer, blocks);
+      epilogue.template store<1>(part, sums, consumer);
+    } else {
+      const Part<Spec> part = part_of<Spec>(tile, consumer);
+      float sums[Spec::kAccumulators];
+      Scales<Spec> scales(params, part, blocks, 0);
+      mainloop.template multiply<2>(sums, scales, consumer, 0, blocks);
+      epilogue.template store<2>(part, sums, 0);
+    }
+  }
+  epilogue.finish();
+}
+
+// As run_grouped_gemm. Epilogue: made of (params, shared, consumer, d_map).
+template <typename Spec, typename Epilogue>
+__device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
+                                           const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    ptx::prefetch_tensor_map(&d_map);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    produce<Spec, Weights::kNk>(params.gemm, shared, warp, a_map, b_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map));
+  }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_scaled(const ScaledGemmParams& params, const ptx::TensorMap& a_map,
+                                                    const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
+  run_scaled<Spec, ScaledEpilogue<Spec>>(params, &a_map, b_map, d_map);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params, const ptx::TensorMap& b_map,
+                                                          const ptx::TensorMap& d_map) {
+  run_scaled<Spec, ScaledGatedEpilogue<Spec>>(params, nullptr, b_map, d_map);
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

@@ -1,0 +1,35 @@
+// The tensor maps of the products of e4m3 operands (tensor_map.h), whose elements are pairs of values. Plain C++.
+#pragma once
+
+#include "moe/grouped_gemm/sm90/tensor_map.h"
+#include "moe/params/scaled.h"
+
+namespace flashmoe {
+namespace moe {
+namespace sm90 {
+
+struct ScaledGemmTensorMaps {
+  TensorMapArguments a;
+  TensorMapArguments b;
+  TensorMapArguments d;
+};
+
+inline ScaledGemmTensorMaps scaled_gemm_tensor_maps(const ScaledGemmParams& params, int block_n) {
+  const GemmTensorMaps maps = gemm_tensor_maps(params.gemm, block_n);
+  return ScaledGemmTensorMaps{maps.a, maps.b_nk, maps.d};
+}
+
+struct ScaledGatedGemmTensorMaps {
+  TensorMapArguments b;
+  TensorMapArguments d;  // pairs of columns
+};
+
+inline ScaledGatedGemmTensorMaps scaled_gated_gemm_tensor_maps(const ScaledGemmParams& params, int block_n) {
+  const GemmParams& gemm = params.gemm;
+  return ScaledGatedGemmTensorMaps{gated_gemm_tensor_maps(gemm, block_n).b_nk,
+                                   slots_map(gemm.d, gemm.n / 4, gemm.d_stride, gemm)};
+}
+
+}  // namespace sm90
+}  // namespace moe
+}  // namespace flashmoe

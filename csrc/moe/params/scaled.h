@@ -1,0 +1,39 @@
+// What the host passes to the products of 8-bit operands with scales, and to the kernel that makes such operands. Plain C types
+// only, as in gemm.h, which says what slots and rows are.
+//
+// An operand is e4m3 values; a value times the scale of its block is the number that it stands for. Blocks are 128 values of a
+// row (activations), or 128 rows by 128 values (weights). k and the columns of every result are multiples of 128.
+#pragma once
+
+#include "moe/params/gemm.h"
+
+namespace flashmoe {
+namespace moe {
+
+constexpr int kScaleBlock = 128;
+
+// Two values lie in memory as one 16-bit element: in `gemm` k, the strides of a and b, and where the result is e4m3 d_stride, count
+// such pairs. n counts weight rows. No biases, no preactivation.
+//
+//   grouped_gemm_scaled         d[row] = a[row] B_e: a [slots], d [slots, n] in 16 bits
+//   grouped_gemm_gated_scaled   d[row] = activation(a[token(row)] B_e): a [tokens], d [slots, n / 2] e4m3 with d_scale
+struct ScaledGemmParams {
+  GemmParams gemm;
+  const float* a_scale;  // [slots or tokens, k blocks]
+  const float* b_scale;  // [experts, ceil(n / 128), k blocks]
+  float* d_scale;        // gated: [slots, n / 2 / 128]; a row without numbers other than 0 has a scale all the same
+};
+
+// moe_quantize: values[row] and scales[row] of x[row]; scale = the largest magnitude / 448, of at least 2^-100. Grid: a warp takes two
+// blocks of a row.
+struct QuantizeParams {
+  const void* x;     // [rows, columns], 16 bits
+  void* values;      // [rows, columns] e4m3
+  float* scales;     // [rows, columns / 128]
+  int64_t x_stride;  // elements
+  int32_t rows;
+  int32_t columns;
+};
+
+}  // namespace moe
+}  // namespace flashmoe

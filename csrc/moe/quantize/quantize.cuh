@@ -1,0 +1,65 @@
+// e4m3 values and scales of 16-bit rows: 16 lanes take a block of 128 values, eight each.
+#pragma once
+
+#include "device/convert.cuh"
+#include "moe/params/scaled.h"
+#include "moe/quantize/scale.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+#include "ptx/special_registers.cuh"
+
+namespace flashmoe {
+namespace moe {
+
+template <typename Element_, int kNumWarps_>
+struct QuantizeSpec {
+  using Element = Element_;
+  static constexpr int kNumWarps = kNumWarps_;
+  static constexpr int kNumThreads = 32 * kNumWarps;
+  static constexpr int kSharedBytes = 0;
+};
+
+template <typename Spec>
+__device__ __forceinline__ void quantize(const QuantizeParams& params) {
+  using Element = typename Spec::Element;
+  // Hazard: the grid in front may still write x, or read what the results held before.
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const int blocks = params.columns / kScaleBlock;  // of a row
+  const int64_t count = static_cast<int64_t>(params.rows) * blocks;
+  const int lane = ptx::lane_index();
+  const int64_t block =
+      (static_cast<int64_t>(ptx::block_index()) * Spec::kNumWarps + ptx::warp_index()) * 2 + lane / 16;
+  const bool is_valid = block < count;  // the other half of the warp may have a block: shuffles are for all
+  const int64_t row = is_valid ? block / blocks : 0;
+  const int column = (is_valid ? static_cast<int>(block - row * blocks) : 0) * kScaleBlock + lane % 16 * 8;
+  uint32_t words[4];
+  ptx::ld_global_128(words, static_cast<const Element*>(params.x) + row * params.x_stride + column);
+  float values[8];
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack<Element>(words[i]);
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
+    largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+  }
+#pragma unroll
+  for (int lanes = 8; lanes > 0; lanes /= 2) largest = fmaxf(largest, ptx::shuffle_xor(largest, lanes));
+  const BlockScale scale(largest);
+  if (!is_valid) return;
+  uint32_t packed[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float* v = values + 4 * i;
+    packed[i] = ptx::pack_e4m3(v[0] * scale.inverse, v[1] * scale.inverse) |
+                ptx::pack_e4m3(v[2] * scale.inverse, v[3] * scale.inverse) << 16;
+  }
+  ptx::st_global_64(static_cast<unsigned char*>(params.values) + row * params.columns + column, packed);
+  if (lane % 16 == 0) ptx::st_global_float(params.scales + block, scale.scale);
+}
+
+}  // namespace moe
+}  // namespace flashmoe

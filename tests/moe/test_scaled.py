@@ -1,0 +1,314 @@
+"""flashmoe.fused_moe with float8_e4m3fn weights: results beside fp64 of what the operands stand for, what is refused, torch's machinery."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flashmoe
+from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+
+from .reference import activate
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
+]
+E4M3, NAN = torch.float8_e4m3fn, 0x7F
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Arguments of ``fused_moe``; weights and scales of experts that nobody chose are NaN."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w13_scale: Tensor
+    w2_scale: Tensor
+    x_scale: Tensor | None = None
+    shared: Tensor | None = None
+    expert_map: Tensor | None = None
+    activation: str = "swiglu"
+
+    def __call__(self, **changes: Any) -> Tensor:
+        arguments = {**vars(self), **changes}
+        return flashmoe.fused_moe(**arguments)
+
+
+def ceil(size: int) -> int:
+    return -(-size // 128)
+
+
+def make(
+    device: str,
+    tokens: int = 11,
+    experts: int = 4,
+    top_k: int = 3,
+    hidden: int = 256,
+    intermediate: int = 256,
+    seed: int = 0,
+) -> Layer:
+    """Ids of one expert are outside; another expert is chosen by nobody."""
+    random = torch.Generator().manual_seed(seed)
+
+    def values(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=random) * 80).clamp(-448, 448).to(E4M3)
+
+    def scales(*shape: int) -> Tensor:
+        return (torch.rand(shape, generator=random) + 0.2) / (80 * math.sqrt(hidden))
+
+    ids = torch.rand((tokens, experts + 1), generator=random).argsort(1)[:, :top_k]
+    ids = torch.where(ids == 1, experts + 3, ids)
+    w13, w2 = values(experts, 2 * intermediate, hidden), values(experts, hidden, intermediate)
+    s13 = scales(experts, ceil(2 * intermediate), ceil(hidden))
+    s2 = scales(experts, ceil(hidden), ceil(intermediate))
+    nobody = [expert for expert in range(experts) if not (ids == expert).any()]
+    w13.view(torch.uint8)[nobody], w2.view(torch.uint8)[nobody] = NAN, NAN
+    s13[nobody], s2[nobody] = float("nan"), float("nan")
+    x = torch.randn((tokens, hidden), generator=random).bfloat16()
+    weights = torch.rand((tokens, top_k), generator=random)
+    x, w13, w2, weights, ids, s13, s2 = (t.to(device) for t in (x, w13, w2, weights, ids, s13, s2))
+    return Layer(x, w13, w2, weights, ids, s13, s2)
+
+
+def stands_for(values: Tensor, scales: Tensor, block_rows: int) -> Tensor:
+    wide = scales.double().repeat_interleave(block_rows, -2).repeat_interleave(128, -1)
+    numbers: Tensor = values.double() * wide[..., : values.shape[-2], : values.shape[-1]]
+    return numbers
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """fp64 of what rows stand for once they are quantised: each 128 by a scale, their largest magnitude / 448, in float32."""
+    padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
+    scales = padded.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) * (1 / 448)
+    values = (padded * (1 / scales)).clamp(-448, 448).to(E4M3)
+    numbers: Tensor = (values.double() * scales.double()).flatten(1)[:, : rows.shape[1]]
+    return numbers
+
+
+def expected(layer: Layer) -> Tensor:
+    """fp64, but for the two quantisations. Ids are those of the layer."""
+    x = rounded(layer.x.double()) if layer.x_scale is None else stands_for(layer.x, layer.x_scale, 1)
+    out = torch.zeros(layer.x.shape, dtype=torch.float64, device=x.device)
+    if layer.shared is not None:
+        out += layer.shared.double()
+    for expert in range(layer.w13.shape[0]):
+        token, choice = (layer.topk_ids == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        both = x[token] @ stands_for(layer.w13[expert], layer.w13_scale[expert], 128).mT
+        active = rounded(activate(both, layer.activation, "concat"))
+        rows = active @ stands_for(layer.w2[expert], layer.w2_scale[expert], 128).mT
+        out.index_add_(0, token, rows * layer.topk_weights[token, choice, None].double())
+    return out
+
+
+def assert_close(out: Tensor, reference: Tensor) -> None:
+    """A sum that lies on the border of two e4m3 values may be rounded to either: 2^-4 of one of the many terms."""
+    assert torch.isfinite(out).all()
+    error = (out.double() - reference).abs()
+    assert error.norm() <= 6e-3 * reference.norm() + 1e-12
+    assert error.max() <= 4e-2 * reference.abs().max() + 1e-12
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"])
+def test_beside_fp64(activation: str, device: str) -> None:
+    layer = replace(make(device), activation=activation)
+    assert_close(layer(), expected(layer))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.integers(1, 20),
+    experts=st.integers(1, 9),
+    top_k=st.integers(1, 4),
+    hidden=st.sampled_from([128, 256, 384]),
+    intermediate=st.sampled_from([128, 256]),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes(
+    device: str, tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, seed: int
+) -> None:
+    layer = make(device, tokens, experts, min(top_k, experts), hidden, intermediate, seed)
+    assert_close(layer(), expected(layer))
+
+
+def test_sizes_of_part_of_a_block_on_the_cpu() -> None:
+    layer = make("cpu", hidden=200, intermediate=72)
+    assert_close(layer(), expected(layer))
+
+
+def test_float16_shared_and_expert_map(device: str) -> None:
+    layer = make(device)
+    shared = torch.randn_like(layer.x).half()
+    layer = replace(layer, x=layer.x.half(), shared=shared)
+    assert layer().dtype is torch.float16
+    assert_close(layer(), expected(layer))
+    experts = layer.w13.shape[0]
+    table = torch.full((experts + 5,), -1, dtype=torch.int32, device=device)
+    table[torch.arange(experts) + 2] = torch.arange(experts, dtype=torch.int32, device=device)
+    moved = torch.where(layer.topk_ids < experts, layer.topk_ids + 2, 0)
+    assert torch.equal(layer(topk_ids=moved, expert_map=table), layer())
+
+
+def test_x_that_comes_quantised_gives_the_same_bits(device: str) -> None:
+    from flashmoe.operators.moe.quantize import quantize
+
+    layer = make(device)
+    values, scales = quantize(layer.x)
+    out = layer(x=values, x_scale=scales)
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out, layer())
+
+
+def test_nan_and_zeros_stay_in_their_rows(device: str) -> None:
+    layer = make(device)
+    layer.x[3] = 0.0
+    clean = layer()
+    layer.x[5, 7] = float("nan")
+    layer.x[6, 200] = float("inf")
+    out = layer()
+    others = torch.ones(len(out), dtype=torch.bool, device=device)
+    others[5:7] = False
+    assert torch.equal(out[others], clean[others])
+    assert out[5:7].isnan().all()
+    assert torch.equal(out[3], torch.zeros_like(out[3]))
+
+
+def test_a_token_has_its_bits_whatever_else_is_there(device: str) -> None:
+    layer = make(device, tokens=40)
+    out = layer()
+    assert torch.equal(layer(), out)
+    for part in (slice(4, 5), slice(0, 40, 3)):
+        some = {name: getattr(layer, name)[part] for name in ("x", "topk_weights", "topk_ids")}
+        if device == "cuda":  # the CPU's own float32 products have another order for other sizes
+            assert torch.equal(layer(**some), out[part])
+        else:
+            assert_close(layer(**some), out[part].double())
+
+
+def test_memory_of_any_strides(device: str) -> None:
+    layer = make(device)
+    out = layer()
+    wide = torch.zeros(layer.w13.shape[0], layer.w13.shape[1], layer.w13.shape[2] + 3, device=device).to(E4M3)
+    w13 = wide[..., : layer.w13.shape[2]].copy_(layer.w13)
+    x = layer.x.mT.contiguous().mT
+    w2 = layer.w2.mT.contiguous().mT
+    assert torch.equal(layer(w13=w13, x=x, w2=w2, w2_scale=layer.w2_scale.mT.contiguous().mT), out)
+
+
+def test_no_token_and_out(device: str) -> None:
+    layer = make(device)
+    none = {name: getattr(layer, name)[:0] for name in ("x", "topk_weights", "topk_ids")}
+    assert layer(**none).shape == (0, 256)
+    out = torch.full_like(layer.x, float("nan"))
+    assert layer(out=out) is out
+    assert torch.equal(out, layer())
+    with pytest.raises(ShapeError, match="out has shape"):
+        layer(out=out[1:])
+
+
+def test_compile_autocast_and_opcheck(device: str) -> None:
+    layer = make(device)
+    out = layer()
+
+    others = {name: value for name, value in vars(layer).items() if name != "x"}
+
+    def call(x: Tensor) -> Tensor:
+        return flashmoe.fused_moe(x, **others)
+
+    assert torch.equal(torch.compile(call, fullgraph=True)(layer.x), out)
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(layer(x=layer.x.float()), out)
+    name = "_fused_moe_scaled" if device == "cuda" else "_fused_moe_scaled_torch"
+    tensors = (layer.x, layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, layer.topk_weights, layer.topk_ids)
+    torch.library.opcheck(
+        getattr(torch.ops.flashmoe, name).default,
+        (*tensors, None, None, None, "swiglu"),
+        # test_schema multiplies 8-bit tensors, which torch cannot
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_the_routing() -> None:
+    layer = make("cuda")
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    layer.x.copy_(torch.randn_like(layer.x))
+    layer.topk_ids.copy_(layer.topk_ids.flip(0))
+    graph.replay()
+    assert torch.equal(out, layer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"w2_scale": None}, ArgumentError, "w2_scale is None"),
+        ({"w13_scale": None, "w2_scale": None}, ArgumentError, "w13_scale is None"),
+        ({"w13": torch.bfloat16}, DtypeError, "w13 is bfloat16, and there are scales"),
+        ({"w2": torch.float8_e5m2}, DtypeError, "w2 is float8_e5m2"),
+        ({"x": torch.float32}, DtypeError, "x is float32"),
+        ({"x": E4M3}, ArgumentError, "x_scale is None"),
+        ({"w13_scale": torch.bfloat16}, DtypeError, "w13_scale is bfloat16"),
+        ({"w2_scale": (4, 2, 3)}, ShapeError, "w2_scale has shape"),
+        ({"x_scale": (11, 2)}, ArgumentError, "x is bfloat16: leave x_scale away"),
+        ({"b2": (4, 256)}, ArgumentError, "b2 is given with float8_e4m3fn"),
+        ({"layout": "interleaved"}, ArgumentError, "layout is given"),
+        ({"transposed": True}, ArgumentError, "transposed is given"),
+        ({"weights_on_input": True}, ArgumentError, "weights_on_input is given"),
+        ({"activation": "relu"}, ArgumentError, "activation is 'relu'"),
+    ],
+    ids=str,
+)
+def test_refusals(device: str, changes: dict[str, Any], error: type[FlashmoeError], message: str) -> None:
+    layer = make(device)
+    made = {
+        name: getattr(layer, name).to(value)
+        if isinstance(value, torch.dtype)
+        else torch.ones(value, device=device)
+        if isinstance(value, tuple)
+        else value
+        for name, value in changes.items()
+    }
+    with pytest.raises(error, match=message):
+        layer(**made)
+
+
+@pytest.mark.gpu
+def test_a_gpu_needs_whole_blocks() -> None:
+    with pytest.raises(ShapeError, match=r"the hidden size is 200; .* multiple of 128"):
+        make("cuda", hidden=200)()
+
+
+def test_gradients_are_refused(device: str) -> None:
+    layer = make(device)
+    with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
+        layer(x=layer.x.clone().requires_grad_())
+    with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
+        torch.func.grad(lambda weights: layer(topk_weights=weights).float().sum())(layer.topk_weights)
+    with torch.no_grad():
+        assert layer(x=layer.x.clone().requires_grad_()).shape == layer.x.shape
+
+
+def test_what_torch_computes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make("cpu")
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
+    with pytest.warns(UserWarning, match="fused_moe with float8_e4m3fn weights to torch: tensors on cpu"):
+        layer()
+    monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
+    with pytest.raises(ArgumentError, match="FLASHMOE_FALLBACK=error forbids"):
+        layer()
