@@ -27,6 +27,7 @@ pytestmark = [  # what torch's compilers and nested tensors say about torch itse
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 
