@@ -217,7 +217,8 @@ def scaled_dot_product_attention(
             traced: Tensor = handle_torch_function(scaled_dot_product_attention, (query, key, value), *arguments)
             return traced
         routing.refuse_unequal_lengths(key, value)
-        routing.note_fallback(obstacle)
+        if routing.jagged_route is None or not routing.are_jagged(query, key, value):  # else torch's own choice is told
+            routing.note_fallback(obstacle)
         if routing.has_no_heads(
             query, key, value
         ):  # where torch's fused CPU kernel divides by zero, which ends the process

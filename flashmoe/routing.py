@@ -27,6 +27,10 @@ FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
 FALLBACK_POLICIES = ("allow", "warn", "error")
 BF16_CAPABILITY = (8, 0)
 NO_DROPOUT = "dropout_p is not 0; flashmoe has no dropout"
+NESTED = (
+    "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
+    "while flashmoe.activate() is in force"
+)
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -65,7 +69,18 @@ def explain(
     obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if obstacle is None:
         return Route(Path.FLASHMOE, "everything asked for is supported")
+    if jagged_route is not None and obstacle == NESTED and are_jagged(query, key, value):
+        return jagged_route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return Route(Path.TORCH, obstacle)
+
+
+# While flashmoe.activate() is in force: where a call of jagged tensors ends, all of which are torch's to choose a backend for.
+jagged_route: Callable[..., Route] | None = None
+
+
+def are_jagged(*tensors: Any) -> bool:
+    """Whether all are nested tensors of torch's jagged layout."""
+    return all(isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged for x in tensors)
 
 
 def find_obstacle(
@@ -88,10 +103,7 @@ def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
         if not isinstance(tensor, Tensor):
             return f"an input is a {type(tensor).__name__}, not a tensor"
         if tensor.is_nested or tensor.layout is not torch.strided:
-            return (
-                "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
-                "while flashmoe.activate() is in force"
-            )
+            return NESTED
         if not torch.compiler.is_compiling() and (has_names(tensor) or tensor._is_zerotensor()):
             return "an input has named dimensions or is a zero tensor without memory"
     return None
@@ -272,14 +284,14 @@ def _at_trace_time(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @_at_trace_time
-def note_fallback(reason: str, what: str = "attention") -> None:
+def note_fallback(reason: str, what: str = "attention", *, stacklevel: int = 3) -> None:
     """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
 
     Compiled code decides once, when it is traced.
     """
     policy = fallback_policy()
     if policy == "warn":
-        warnings.warn(f"flashmoe hands {what} to torch: {reason}", stacklevel=3)
+        warnings.warn(f"flashmoe hands {what} to torch: {reason}", stacklevel=stacklevel)
     elif policy == "error":
         msg = f"{what} would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
         raise ArgumentError(msg)

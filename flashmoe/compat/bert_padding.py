@@ -24,6 +24,23 @@ def unpad_input(
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
 
 
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """:func:`unpad_input` where a row of the batch holds several sequences: attention_mask_in_length [B, S] has their lengths, in
+    their order, and zeros behind them.
+
+    Returns (rows [N, ...], their indices in [B * S], cu_seqlens int32 [sequences + 1], the longest length).
+    """
+    used = attention_mask_in_length.sum(dim=-1, keepdim=True)
+    positions = torch.arange(attention_mask_in_length.shape[-1], device=used.device)
+    rows, indices, *_ = unpad_input(hidden_states, positions < used)
+    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    cu_seqlens = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max().item()) if lengths.numel() else 0
+    return rows, indices, cu_seqlens, longest
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The other way: rows [N, ...] to [batch, seqlen, ...], zeros elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)

@@ -6,6 +6,7 @@ result is deterministic, whatever ``deterministic`` says. Causal masks and windo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,8 +39,10 @@ def _refuse(**given: Any) -> None:
             raise ArgumentError(msg)
 
 
-def _options(causal: bool, window_size: Window, softcap: float, scale: float | None) -> dict[str, Any]:
-    return {"causal": causal, "window": tuple(window_size), "softcap": float(softcap), "scale": scale}
+def _options(causal: bool, window_size: Iterable[Any], softcap: float, scale: float | None) -> dict[str, Any]:
+    """There a softcap counts if above 0, and any negative side of a window is no limit."""
+    window = tuple(-1 if isinstance(side, int) and side < 0 else side for side in window_size)
+    return {"causal": causal, "window": window, "softcap": max(float(softcap), 0.0), "scale": scale}
 
 
 def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Result:

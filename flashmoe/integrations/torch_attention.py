@@ -4,7 +4,8 @@ While active, attention that torch hands to its flash backend is computed here: 
 compiled), jagged nested tensors in it, ``torch.nn.attention.varlen.varlen_attn`` and torch's context parallel end in the operators
 of :data:`~flashmoe.integrations.torch_kernels.KERNELS`, whose implementations are replaced in torch's dispatcher. Torch's own
 kernels, kept from before, serve what flashmoe has not: dropout, ALiBi, a debug mask, float64. With FLASHMOE_FALLBACK=warn or error,
-``scaled_dot_product_attention`` itself is watched as well, for calls that torch hands to another backend.
+``scaled_dot_product_attention`` itself is watched as well, for calls that torch hands to another backend; those of jagged tensors
+are watched always (:mod:`~flashmoe.integrations.torch_jagged`).
 
 On Hopper torch asks cuDNN before its flash backend. While active cuDNN's attention is therefore switched off, as
 ``torch.backends.cuda.enable_cudnn_sdp(False)`` does; ``deactivate`` puts the switch back.
@@ -25,6 +26,7 @@ from torch.nn.attention import SDPBackend, register_flash_attention_impl
 
 from flashmoe import routing
 from flashmoe.errors import ArgumentError
+from flashmoe.integrations import torch_jagged
 from flashmoe.integrations.torch_kernels import KERNELS, Kernel, LackingError
 from flashmoe.operators.attention.arguments import DTYPES
 
@@ -42,6 +44,7 @@ class _Active:
     def remove(self) -> None:
         """The name that torch's registry calls (torch 2.12 and later)."""
         self.library._destroy()
+        torch_jagged.unwatch()
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn_was_enabled)
 
 
@@ -54,8 +57,8 @@ def activate() -> None:
 
     Forward and backward, eager and compiled; compile after activating, because a compiled graph keeps the backend that torch
     chose when it was traced. What flashmoe lacks runs on torch's kernel as before, and FLASHMOE_FALLBACK says what then
-    happens (``allow``, ``warn`` or ``error``; set it before: calls that torch hands to other backends are looked for only if it
-    asks for them here). A second call changes nothing.
+    happens (``allow``, ``warn`` or ``error``; set it before: calls of dense tensors that torch hands to other backends are looked
+    for only if it asks for them here). A second call changes nothing.
 
     ``torch.nn.attention.list_flash_attention_impls`` knows the implementation as "flashmoe".
     """
@@ -112,6 +115,7 @@ def _install() -> _Active:
         if routing.fallback_policy() != "allow":  # else no call pays for it
             kernel = _torch_kernels.setdefault(SDPA, _torch_kernel(SDPA, "CPU"))
             library.impl(SDPA, _watched(kernel), "CompositeImplicitAutograd", with_keyset=True, allow_override=True)
+    torch_jagged.watch()
     _active = _Active(library, torch.backends.cuda.cudnn_sdp_enabled())
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     return _active

@@ -256,6 +256,7 @@ def compat(
 ) -> Report:
     """Runs the cells in order; the lowest and newest torch run the whole operator suite, the others its core."""
     started, clock = utc_now(), time.monotonic()
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()  # now: a build beside this takes the file away
     versions, below = discover()
     chosen = [version for version in versions if version in only] if only else versions
     pythons = local_pythons()
@@ -285,7 +286,7 @@ def compat(
     checks = tuple(Check(cell.label, cell.verdict, cell.found) for cell in cells)
     data = {
         "wheel": wheel.name,
-        "wheel_sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "wheel_sha256": digest,
         "threads": THREADS,
         "cells": [asdict(cell) for cell in cells],
     }

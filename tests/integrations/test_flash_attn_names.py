@@ -153,6 +153,24 @@ def test_padded_batches_unpad_run_and_pad_again(device: str, causal: bool) -> No
         assert not out[entry, length:].any()
 
 
+def test_several_sequences_in_a_row_of_a_padded_batch() -> None:
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0]])
+    states = torch.randn(3, 6, 4, 8)
+    rows, indices, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(states, lengths)
+    assert (longest, cu.tolist(), cu.dtype) == (6, [0, 2, 5, 11, 14, 16], torch.int32)
+    assert torch.equal(rows, torch.cat((states[0, :5], states[1], states[2, :5])))
+    padded = bert_padding.pad_input(rows, indices, 3, 6)
+    assert torch.equal(padded[:, :5], states[:, :5])
+    assert not padded[0, 5:].any()
+
+
+def test_values_that_switch_an_option_off() -> None:
+    """softcap: "anything > 0 activates"; a window's negative side is infinite."""
+    q, k, v = (t.detach() for t in tensors("cpu", 33, 33))
+    plain = flash_attn.flash_attn_func(q, k, v)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, softcap=-1.0, window_size=[-7, -2]), plain)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("new", [0, 1, 5])
 def test_a_cache_takes_new_keys_and_is_attended_to(device: str, new: int, paged: bool) -> None:

@@ -20,6 +20,8 @@ import flashmoe
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
 
+from .jagged import LENGTHS, RAGGED_FORWARD, jagged, operators, ragged
+
 pytestmark = [  # what torch's compilers say about torch itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -49,20 +51,6 @@ def tensors(device: str, requires_grad: bool = False, heads_kv: int = 4, length:
     return tuple(torch.randn(shape, device=device, dtype=dtype).requires_grad_(requires_grad) for shape in shapes)
 
 
-RAGGED_FORWARD = "flashmoe::attention_varlen_forward"
-LENGTHS = (10, 1, 13)
-
-
-def ragged(device: str, requires_grad: bool = False) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """(q, k, v), each [tokens, H, D], and the cumulative lengths."""
-    torch.manual_seed(3)
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    given = (torch.randn(sum(LENGTHS), 4, 64, device=device, dtype=dtype) for _ in range(3))
-    lengths = torch.tensor([0, 10, 11, 24], dtype=torch.int32, device=device)
-    q, k, v = (tensor.requires_grad_(requires_grad) for tensor in given)
-    return (q, k, v), lengths
-
-
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, causal: bool) -> Tensor:
     """``varlen_attn``, whose causal rule is a flag in torch 2.10 and a window in later ones."""
     longest = max(LENGTHS)
@@ -73,20 +61,6 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, causal: bool)
     out = varlen_attn(q, k, v, lengths, lengths, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out
-
-
-def jagged(tensors: tuple[Tensor, ...], lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, {S}, D], as scaled_dot_product_attention takes them."""
-    longest: dict[str, Any] = {"min_seqlen": min(LENGTHS), "max_seqlen": max(LENGTHS)}
-    make = torch.nested.nested_tensor_from_jagged
-    q, k, v = (make(tensor, lengths.long(), **longest).transpose(1, 2) for tensor in tensors)
-    return q, k, v
-
-
-def operators(call: Callable[[], object]) -> set[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        call()
-    return {event.name for event in profile.events()}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -240,37 +214,6 @@ def test_without_torchs_kernel_for_the_cpu_what_is_lacking_is_an_error_by_name()
         torch_varlen(q, k, v, lengths, causal=True)
     with pytest.raises(NotImplementedError):  # torch's own answer, as before
         torch_varlen(*tensors, lengths, True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_jagged_tensors_run_on_flashmoe(is_compiled: bool) -> None:
-    tensors, lengths = ragged("cuda", requires_grad=True)
-    upstream = torch.randn_like(tensors[0])
-    expected = flashmoe.attention_varlen(*tensors, lengths, lengths, 13, 13, causal=True)
-    gradients = torch.autograd.grad(expected, tensors, upstream)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    with torch_attention.activated():
-        call = torch.compile(attend) if is_compiled else attend
-        out = call(*jagged(tensors, lengths)).transpose(1, 2).values()
-        found = torch.autograd.grad(out, tensors, upstream)
-        assert RAGGED_FORWARD in operators(lambda: call(*jagged(tensors, lengths)))
-    assert torch.allclose(out, expected, atol=1e-3)
-    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(found, gradients, strict=True))
-
-
-@pytest.mark.gpu
-def test_dropout_of_jagged_tensors_goes_to_torchs_kernel_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, lengths = ragged("cuda")
-    call = partial(F.scaled_dot_product_attention, *jagged(tensors, lengths), dropout_p=0.5)
-    flashmoe.activate()
-    assert not any(name.startswith("flashmoe::") for name in operators(call))
-    monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
-    with pytest.warns(UserWarning, match="dropout"):
-        call()
 
 
 TORCHS_KERNELS = ("flash_fwd", "flash_bwd", "pytorch_flash", "fmha", "cudnn", "efficient_attention")

@@ -201,15 +201,27 @@ def test_packed_sequences_are_one_ragged_batch(device: str) -> None:
 
 def test_a_training_step_of_the_trainer(tmp_path: Any) -> None:
     pytest.importorskip("accelerate")
-    model: Any = build("Qwen3Moe", "cpu")
-    use(model, ours=True)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 64, (4, 12))]
-    before = [p.detach().clone() for p in model.parameters()]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True
-    )
-    transformers.Trainer(model=model.train(), args=arguments, train_dataset=data).train()
-    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    options: dict[str, Any] = {
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "optim": "sgd",
+        "learning_rate": 1.0,
+    }
+    trained = []
+    for ours in (False, True):
+        model: Any = build("Qwen3Moe", "cpu")
+        use(model, ours)
+        before = [p.detach().clone() for p in model.parameters()]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, **options
+        )
+        transformers.Trainer(model=model.train(), args=arguments, train_dataset=data).train()
+        trained.append([p.detach() for p in model.parameters()])
+        assert any(not torch.equal(a, b) for a, b in zip(before, trained[-1], strict=True))
+    for eager, found in zip(*trained, strict=True):
+        assert torch.allclose(eager, found, atol=limit(model), rtol=limit(model))
 
 
 def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
