@@ -64,6 +64,16 @@ def test_right_module_name_passes(workshop: Workshop) -> None:
     )
 
 
+def test_a_public_module_outside_of_a_package_is_imported_by_its_name(workshop: Workshop) -> None:
+    source = 'extern "C" __attribute__((visibility("default"))) void* PyInit_fast() { return nullptr; }'
+    extension = workshop.extension({"bind.cpp": source}, name="fast.so").read_bytes()
+    name = "fast-1.0-cp311-cp311-linux_x86_64.whl"
+    report = audit(workshop.wheel({"fast.cpython-311-x86_64-linux-gnu.so": extension}, name=name))
+    (check,) = (each for each in report.checks if "the package loads this file" in each.name)
+    assert check.verdict is Verdict.PASS, check.found
+    assert "imported by their own names" in check.found
+
+
 def test_import_of_a_file_that_is_not_there(workshop: Workshop) -> None:
     path = foreign_wheel(workshop, "flash_science/_C.so", "_C", "from . import _C, _version\n")
     assert (

@@ -76,8 +76,8 @@ class Resolver:
 
 @lru_cache(maxsize=1)
 def cuda_folders() -> tuple[Path, ...]:
-    """The library folders of the nvidia-* packages in this environment."""
-    return tuple(sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/lib")))
+    """The library folders of the nvidia-* packages that this interpreter finds: torch may lie in another folder than we do."""
+    return tuple(folder for place in sys.path for folder in sorted(Path(place).glob("nvidia/*/lib")))
 
 
 def python_folder() -> Path:
