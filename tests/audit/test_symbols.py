@@ -124,12 +124,16 @@ def test_our_library_judged_as_a_foreign_one(workshop: Workshop, rows: tuple[Row
 
 def test_a_weak_reference_may_stay_open(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     """As the loader has it: address 0, which the code tests. In ours nobody declares a C++ name weak on purpose."""
-    hook = "namespace trace { __attribute__((weak)) void begin(int); }\nvoid* where() { return (void*)&trace::begin; }\n"
+    hook = (
+        "namespace trace { __attribute__((weak)) void begin(int); }\nvoid* where() { return (void*)&trace::begin; }\n"
+    )
     path = workshop.extension({"bind.cpp": hook + 'extern "C" void* PyInit__C() { return where(); }'})
     ctypes.CDLL(str(path))
     assert audit(path, Options(load=True)).verdict is Verdict.PASS
     library = workshop.library(rows, host=HOST + hook)
-    assert "trace::begin(int)" in only_failure(audit(library, tables=tables), "undefined symbol: trace::begin(int)").found
+    assert (
+        "trace::begin(int)" in only_failure(audit(library, tables=tables), "undefined symbol: trace::begin(int)").found
+    )
 
 
 def test_f12_built_for_another_torch(workshop: Workshop) -> None:
