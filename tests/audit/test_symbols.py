@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -119,6 +120,20 @@ def test_our_library_judged_as_a_foreign_one(workshop: Workshop, rows: tuple[Row
     report = audit(path, Options(foreign=True), tables)
     assert report.verdict is Verdict.PASS
     assert not any("kernel" in check.name for check in report.checks)
+
+
+def test_a_weak_reference_may_stay_open(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
+    """As the loader has it: address 0, which the code tests. In ours nobody declares a C++ name weak on purpose."""
+    hook = (
+        "namespace trace { __attribute__((weak)) void begin(int); }\nvoid* where() { return (void*)&trace::begin; }\n"
+    )
+    path = workshop.extension({"bind.cpp": hook + 'extern "C" void* PyInit__C() { return where(); }'})
+    ctypes.CDLL(str(path))
+    assert audit(path, Options(load=True)).verdict is Verdict.PASS
+    library = workshop.library(rows, host=HOST + hook)
+    assert (
+        "trace::begin(int)" in only_failure(audit(library, tables=tables), "undefined symbol: trace::begin(int)").found
+    )
 
 
 def test_f12_built_for_another_torch(workshop: Workshop) -> None:

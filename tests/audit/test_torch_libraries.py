@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from flashmoe.tools.audit.errors import ShimDataError
 from flashmoe.tools.audit.policy import DATA
+from flashmoe.tools.audit.resolve import cuda_folders
 from flashmoe.tools.audit.torch_libraries import installed_torch, release, shim_data, shims_for, write_data
 
 
@@ -20,6 +22,18 @@ def test_committed_data_is_what_the_script_writes(tmp_path: Path) -> None:
         f"write it: python -m flashmoe.tools.audit.torch_libraries --write (torch {torch.version})"
     )
     assert write_data(tmp_path).read_bytes() == committed.read_bytes()
+
+
+def test_cuda_packages_of_another_folder_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may come from elsewhere than flashmoe: the system under an environment of its own, a .pth file, PYTHONPATH."""
+    folder = tmp_path / "nvidia" / "cuda_runtime" / "lib"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    cuda_folders.cache_clear()
+    try:
+        assert folder in cuda_folders()
+    finally:
+        cuda_folders.cache_clear()
 
 
 def test_known_shims() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -102,6 +103,27 @@ def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     assert (
         "libleaf.so, needed by libmiddle.so, is nowhere" in only_failure(report, "needed libraries: libleaf.so").found
     )
+
+
+def test_a_library_where_only_the_loader_looks(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of /etc/ld.so.conf, as a CUDA toolkit is, or of LD_LIBRARY_PATH."""
+    library = workshop.extension({"foo.cpp": FOO}, link=["-Wl,-soname,libfar.so.1"], name="libfar.so.1")
+    path = workshop.extension({"bind.cpp": CALL}, link=[str(library)])
+    assert named(audit(path), "needed libraries: libfar.so.1")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    assert audit(path, Options(load=True)).verdict is Verdict.PASS
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    program = tmp_path / "ldconfig"
+    program.write_text(f"#!/bin/sh\nprintf '1 libs found\\n\\tlibfar.so.1 (libc6,x86-64) => {library}\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    resolve.loader_cache.cache_clear()
+    try:
+        assert not failures(audit(path))
+    finally:
+        resolve.loader_cache.cache_clear()
 
 
 def test_the_library_of_python_itself_is_loaded_already(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,16 @@ def test_right_module_name_passes(workshop: Workshop) -> None:
     )
 
 
+def test_a_public_module_outside_of_a_package_is_imported_by_its_name(workshop: Workshop) -> None:
+    source = 'extern "C" __attribute__((visibility("default"))) void* PyInit_fast() { return nullptr; }'
+    extension = workshop.extension({"bind.cpp": source}, name="fast.so").read_bytes()
+    name = "fast-1.0-cp311-cp311-linux_x86_64.whl"
+    report = audit(workshop.wheel({"fast.cpython-311-x86_64-linux-gnu.so": extension}, name=name))
+    (check,) = (each for each in report.checks if "the package loads this file" in each.name)
+    assert check.verdict is Verdict.PASS, check.found
+    assert "imported by their own names" in check.found
+
+
 def test_import_of_a_file_that_is_not_there(workshop: Workshop) -> None:
     path = foreign_wheel(workshop, "flash_science/_C.so", "_C", "from . import _C, _version\n")
     assert (
@@ -215,8 +225,8 @@ def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
     """As auditwheel grafts them: stripped, renamed, found through a relative run path."""
     carried = workshop.extension(
         {"dep.cpp": 'extern "C" int helper() { return 1; }'},
-        link=["-s", "-Wl,-soname,libdep-1234.so"],
-        name="libdep-1234.so",
+        link=["-s", "-Wl,-soname,libdep-1234.so.1.1.1k"],
+        name="libdep-1234.so.1.1.1k",
     )
     library = workshop.extension(
         {"bind.cpp": 'extern "C" int helper(); extern "C" int PyInit__C() { return helper(); }'},
@@ -225,13 +235,13 @@ def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
     files = {
         "flash_science/__init__.py": "from . import _C\n",
         "flash_science/_C.so": library.read_bytes(),
-        "flash_science.libs/libdep-1234.so": carried.read_bytes(),
+        "flash_science.libs/libdep-1234.so.1.1.1k": carried.read_bytes(),
     }
     report = audit(workshop.wheel(files, name=LOCAL))
     assert not failures(report), failures(report)
     assert [c.verdict for c in report.checks if c.name.endswith("carried library")] == [Verdict.SKIP]
-    damaged = {**files, "flash_science.libs/libdep-1234.so": "text"}
-    assert named(audit(workshop.wheel(damaged, name=LOCAL)), "libdep-1234.so: input: not an ELF file")
+    damaged = {**files, "flash_science.libs/libdep-1234.so.1.1.1k": "text"}
+    assert named(audit(workshop.wheel(damaged, name=LOCAL)), "libdep-1234.so.1.1.1k: input: not an ELF file")
 
 
 @pytest.mark.parametrize(

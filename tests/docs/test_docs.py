@@ -14,6 +14,7 @@ from flashmoe.tools.report import Check, Report, Verdict, count, read_report, wr
 from flashmoe.tools.report import main as report_main
 from flashmoe.tools.tables import load_tables, table_files
 from flashmoe_build import docs
+from flashmoe_build.links import repository
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = load_tables(ROOT / "csrc")
@@ -86,6 +87,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         kept = "results/" not in target or (ROOT / "docs" / "results").is_dir()  # an sdist is without them
         if "://" not in target and kept:
             assert (page.parent / target).exists(), target
+
+
+def test_the_repository_has_one_address() -> None:
+    """A release compares `Source` with the repository that it runs in; every other address follows from that one."""
+    source = repository()
+    owner, name = source.split("/")[-2:]
+    pages = f"https://{owner}.github.io/{name}/"
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.urls]")[2].partition("\n[")[0]
+    addresses = re.findall(r'^\w+ = "(.*)"$', text, re.MULTILINE)
+    assert len(addresses) == 4
+    assert all(address == source or address.startswith((f"{source}/", pages)) for address in addresses), addresses
+    assert f"]({pages})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"repository-code: {source}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_the_results_are_summaries_small_enough_to_review() -> None:

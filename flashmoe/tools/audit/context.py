@@ -74,9 +74,13 @@ def listing(names: Iterable[str], limit: int = 8) -> str:
 
 
 def may_stay_open(context: Context, symbol: Symbol) -> bool:
-    """Weak references that are tested before use: C names, thread-local initialisers, transactional clones."""
+    """Weak references: the loader leaves address 0 where nothing defines them, and the code tests that before use.
+
+    In ours only C names, thread-local initialisers and transactional clones; another's sources may declare any name weak.
+    """
     return symbol.is_weak and (
-        symbol.name in context.policy.weak
+        not context.ours
+        or symbol.name in context.policy.weak
         or symbol.name.startswith(("_ZTH", "_ZGTt"))
         or not symbol.name.startswith("_Z")
     )

@@ -139,7 +139,7 @@ def require_pyelftools() -> Any:
         from elftools.elf.elffile import ELFFile
     except ImportError as error:
         msg = "pyelftools is not installed; the audit reads ELF files with it"
-        raise ToolMissingError(msg, "install the locked environment, or `pip install pyelftools`") from error
+        raise ToolMissingError(msg, "pip install 'flashmoe-kernels[tools]'; in a clone `./nox -s symbols`") from error
     return ELFFile
 
 

@@ -23,7 +23,7 @@ _DYNAMIC = re.compile(r"\b(?:__getattr__|globals|setattr|exec|vars|__dict__|__pa
 
 _LOADERS = frozenset({"load_library", "CDLL", "PyDLL", "dlopen", "LoadLibrary"})
 _JOINERS = frozenset({"join", "joinpath", "with_name", "files"})
-_FILE_NAME = re.compile(r"[\w.+/-]*?([\w.+-]+\.so(?:\.\d+)*)")
+_FILE_NAME = re.compile(r"[\w.+/-]*?([\w.+-]+\.so(?:\.\d\w*)*)")
 MAX_TOKENS = 300_000  # of one source; its syntax tree takes up to about 1 KB for each
 _SIMPLE = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
 

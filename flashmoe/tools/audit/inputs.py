@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from flashmoe._version import WHEEL_PREFIX
 from flashmoe.tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
 
-EXTENSION = re.compile(r".+\.so(?:\.\d+)*$")
+EXTENSION = re.compile(r".+\.so(?:\.\d\w*)*$")  # libssl.so.1.1.1k, too
 OUR_LIBRARY = "libflashmoe.so"
 MAX_UNPACKED = 8 << 30  # bytes of all members together; torch's own wheel unpacks to 3 GB
 MAX_RATIO = 200  # unpacked to packed, of one member or of all, above RATIO_FROM bytes; machine code reaches about 10

@@ -31,11 +31,12 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     checks += _our_checks(wheel)
     if checks:
         return checks
-    if idle:
+    unnamed = [e for e in idle if not _is_module_of_users(e)]
+    if unnamed:
         return [
             warned(
                 NAME,
-                f"no import and no load_library names {listing(idle, 4)}",
+                f"no import and no load_library names {listing(unnamed, 4)}",
                 "each extension loaded by name",
                 "The name may be built at run time, which cannot be followed in the sources.",
                 "import the package once to be sure",
@@ -46,7 +47,15 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
         rows = listing(f"{lost.source}:{lost.line} asks for {lost.what}" for lost in elsewhere)
         why = "Nothing imports these modules with the package, so a user meets the ImportError later."
         return [warned(NAME, rows, "every module of the wheel importable", why, "import them once, or leave them out")]
+    if idle:
+        return [passed(NAME, f"{listing(wheel.extensions, 4)}: modules that are imported by their own names")]
     return [passed(NAME, f"{listing(wheel.extensions, 4)}: named in the sources, or needed by another library")]
+
+
+def _is_module_of_users(extension: str) -> bool:
+    """A public module outside of any package: what the wheel installs for users to import."""
+    path = PurePosixPath(extension)
+    return len(path.parts) == 1 and not path.name.startswith(("_", "lib"))
 
 
 def _mentioned(wheel: Wheel, imports: Imports) -> set[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -14,6 +18,7 @@ from flashmoe.tools.audit.elf import Symbol, exported_names, fits, provided
 from flashmoe.tools.audit.torch_libraries import InstalledTorch
 
 SYSTEM_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
+_CACHED = re.compile(r"^\s+(\S+) \(libc6\b.*\) => (/.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Closure:
 
 @dataclass(frozen=True)
 class Resolver:
-    """Finds libraries beside the extension, in torch, in the CUDA packages of this environment, in the system."""
+    """Finds libraries beside the extension, in torch, in the CUDA packages of this environment, where the loader looks."""
 
     near: tuple[Path, ...]  # folders of the extension and of libraries bundled in its wheel
     torch: InstalledTorch | None  # of a foreign machine too: its shims have the same names
@@ -41,7 +46,8 @@ class Resolver:
             return self.torch.libraries[soname]
         triple = f"{self.machine}-linux-gnu"  # the last is where a cross compiler has that machine's libraries
         system = (f"/lib/{triple}", f"/usr/lib/{triple}", *SYSTEM_FOLDERS, f"/usr/{triple}/lib")
-        places = (folder / soname for folder in (*self.folders(), *map(Path, system)))
+        before, after = ([folder / soname for folder in each] for each in (self.folders(), map(Path, system)))
+        places = (*before, *loader_cache().get(soname, ()), *after)
         return next((path for path in places if path.is_file() and fits(path, self.machine)), None)
 
     def closure(self, name: str, needed: tuple[str, ...]) -> Closure:
@@ -72,12 +78,31 @@ class Resolver:
         yield from self.near
         yield from cuda_folders()
         yield python_folder()
+        yield from map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")))
+
+
+@lru_cache(maxsize=1)
+def loader_cache() -> Mapping[str, tuple[Path, ...]]:
+    """Files that the loader knows by name from /etc/ld.so.conf, a CUDA toolkit's among them; empty without ldconfig."""
+    program = shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
+    found: dict[str, tuple[Path, ...]] = {}
+    if program is None:
+        return found
+    try:
+        done = subprocess.run(
+            [program, "-p"], capture_output=True, text=True, errors="backslashreplace", timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return found
+    for name, path in _CACHED.findall(done.stdout):
+        found[name] = (*found.get(name, ()), Path(path))
+    return found
 
 
 @lru_cache(maxsize=1)
 def cuda_folders() -> tuple[Path, ...]:
-    """The library folders of the nvidia-* packages in this environment."""
-    return tuple(sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/lib")))
+    """The library folders of the nvidia-* packages that this interpreter finds: torch may lie in another folder than we do."""
+    return tuple(folder for place in sys.path for folder in sorted(Path(place).glob("nvidia/*/lib")))
 
 
 def python_folder() -> Path:

@@ -213,7 +213,7 @@ def check_auditwheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]
                 found="auditwheel is not installed",
                 expected="its verdict on the platform tag",
                 why="The tag was not confirmed by a second tool.",
-                next_step="install the locked environment, or `pip install auditwheel`",
+                next_step="pip install 'flashmoe-kernels[tools]'; in a clone `./nox -s symbols`",
             )
         ]
     own = {PurePosixPath(member).name for member in wheel.extensions}  # the package loads those by itself
