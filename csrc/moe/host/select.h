@@ -26,7 +26,9 @@ struct ProductInput {
   Memory memory;    // not looked at for the weight gradient
   int64_t slots;    // rows at most: what a host that does not wait for the device knows of them
   int64_t experts;  // of this layer
-  int64_t n, k;     // of a product: columns of the result, length of the sums; weight gradient: rows and columns of the result
+  // Of a product: columns of the result, length of the sums; weight gradient: rows and columns of the result.
+  int64_t n;
+  int64_t k;
 };
 
 // Of the kernels for few rows the smallest tile that is made for slots / experts rows; else, of the best family (or the forced
