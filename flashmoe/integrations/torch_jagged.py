@@ -42,7 +42,7 @@ def unwatch() -> None:
 def _choose(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> SDPBackend:
     choice: SDPBackend = _torchs_choice(query, key, value, *others, **more)
     if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.ERROR):  # an error is torch's to raise
-        routing.note_fallback(_reason(choice, query, key, value), CALLER)
+        routing.note_fallback(_reason(choice, query, key, value), stacklevel=CALLER)
     return choice
 
 

@@ -25,6 +25,7 @@ SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute cap
 MEMORIES = ("nk", "kn", "kn_pairs")
 STEPS, QUANTIZE = 8, 8  # the last for compute capability 9.0
 SHORT, LONG = 2048, 4096  # k
+SIZES = ((SHORT, SHORT), (SHORT, LONG), (2880, 2880))  # (n, k)
 EXPERTS = 128
 ROWS = (0.0625, 1, 4, 8, 16, 32, 64, 128, 512, 2048, 1 << 20)  # an expert
 
@@ -61,10 +62,10 @@ host::KernelRequest request(int capability, const char* forced, int is_bf16) {
 
 // Writes "symbol target" of the choice, or the error's text, to `answer`; returns 0 or 1.
 extern "C" int choose_product(int capability, const char* forced, int is_bf16, int product, int memory, long long slots,
-                              long long experts, long long k, char* answer, int length) {
+                              long long experts, long long n, long long k, char* answer, int length) {
   return answer_with(answer, length, [&]() -> const host::Kernel& {
     return moe::select_product({request(capability, forced, is_bf16), static_cast<moe::Product>(product),
-                                static_cast<moe::Memory>(memory), slots, experts, k});
+                                static_cast<moe::Memory>(memory), slots, experts, n, k});
   });
 }
 extern "C" int choose_step(int capability, const char* forced, int is_bf16, int step, char* answer, int length) {
@@ -95,9 +96,10 @@ class Selector:
         bf16: bool = False,
         forced: str | None = None,
         experts: int = EXPERTS,
+        n: int = SHORT,
         k: int = SHORT,
     ) -> tuple[str, str]:
-        numbers = (ctypes.c_longlong(number) for number in (round(rows * experts), experts, k))
+        numbers = (ctypes.c_longlong(number) for number in (round(rows * experts), experts, n, k))
         sizes = ((*PRODUCTS, *SCALED).index(name), MEMORIES.index(memory), *numbers)
         return self._ask(self._library.choose_product, capability, forced, bf16, *sizes)
 
@@ -152,9 +154,9 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
         for forced, bf16 in product((None, *families(capability)), (False, True)):
             if bf16 and (capability < 80 or forced == "sm75"):
                 continue
-            for name, memory, rows, k in product(PRODUCTS, MEMORIES, ROWS, (SHORT, LONG)):
+            for name, memory, rows, (n, k) in product(PRODUCTS, MEMORIES, ROWS, SIZES):
                 if memory != "kn_pairs" or name == "grouped_gemm_gated":
-                    found.add(select.product(capability, name, rows, memory=memory, bf16=bf16, forced=forced, k=k))
+                    found.add(select.product(capability, name, rows, memory=memory, bf16=bf16, forced=forced, n=n, k=k))
             for step in range(STEPS):
                 found.add(select.step(capability, step, bf16=bf16, forced=forced))
     for bf16 in (False, True):
@@ -213,6 +215,20 @@ def test_few_long_rows_have_a_deeper_tile(select: Selector) -> None:
         assert select.product(90, name, 4, k=LONG)[0].endswith("_m8_deep_nk")
         assert select.product(90, name, 4, k=SHORT)[0].endswith("_m8_nk")
         assert f"_{name}_sm90_" in select.product(90, name, 4.125, k=LONG)[0]
+
+
+def test_columns_that_a_tile_does_not_divide_have_one_that_does(select: Selector) -> None:
+    """gpt-oss: 2880 columns are 15 of 192, and 12 of 256 with one that is a quarter full."""
+    for rows, n, k, tile in (
+        (1024, 2880, 2880, "_n192_nk"),
+        (1023, 2880, 2880, "_bf16_nk"),
+        (1024, 2048, 768, "_bf16_nk"),
+        (1024, 4096, 2880, "_bf16_nk"),
+    ):
+        assert select.product(90, "grouped_gemm", rows, bf16=True, n=n, k=k)[0].endswith(tile)
+    for n, k, tile in ((2880, 2880, "_n192"), (5760, 2880, "_n192"), (2048, 768, "_bf16"), (14336, 4096, "_bf16")):
+        for rows in (64, 4096):
+            assert select.product(90, "grouped_gemm_weight_gradient", rows, bf16=True, n=n, k=k)[0].endswith(tile)
 
 
 def test_rows_count_by_the_experts_of_the_layer(select: Selector) -> None:

@@ -100,9 +100,9 @@ BackwardCall::BackwardCall(const LayerBackwardArguments& arguments, const LayerG
       operands_(arguments),
       sorted_(pointers_of(arguments.sorted)) {
   if (needs_dz()) gated_.emplace(make_product(Product::kGatedBackward, operands_.w2.view));
-  if (is_wanted(gradients.dw2)) dw2_.emplace(make_product(Product::kWeightGradient, {}));
+  if (is_wanted(gradients.dw2)) dw2_.emplace(make_product(Product::kWeightGradient, sizes_of(gradients.dw2)));
   if (is_wanted(gradients.dx)) dx_.emplace(make_product(Product::kPlain, operands_.w13.view));
-  if (is_wanted(gradients.dw13)) dw13_.emplace(make_product(Product::kWeightGradient, {}));
+  if (is_wanted(gradients.dw13)) dw13_.emplace(make_product(Product::kWeightGradient, sizes_of(gradients.dw13)));
 }
 
 bool BackwardCall::needs_dz() const {

@@ -199,7 +199,8 @@ void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tens
   const host::KernelRequest request = host::make_request(gpu, arguments.common.dtype);
   const Tensor a = loadable_rows(arguments.a);
   const Tensor b = loadable_rows(arguments.b);
-  ProductPart product(Product::kWeightGradient, request, {}, /*is_paired=*/false, arguments.rows, arguments.experts);
+  ProductPart product(Product::kWeightGradient, request, sizes_of(out), /*is_paired=*/false, arguments.rows,
+                      arguments.experts);
   const host::CudaCall call(gpu);
   const Tensor offsets = make_expert_offsets(arguments.offsets, arguments.experts, call);
   GemmParams& params = product.params;

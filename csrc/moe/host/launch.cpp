@@ -78,7 +78,8 @@ void SortPart::add(host::LaunchList& list, const Sorted& sorted, const host::Wor
 ProductPart::ProductPart(Product product, const host::KernelRequest& request, const ExpertWeights& weights,
                          bool is_paired, int64_t slots, int64_t experts)
     : product_(product),
-      kernel_(&select_product({request, product, memory_of(weights, is_paired), slots, experts, weights.k})) {
+      kernel_(
+          &select_product({request, product, memory_of(weights, is_paired), slots, experts, weights.n, weights.k})) {
   if (product != Product::kWeightGradient) set_weights(params, weights);
   params.slots = static_cast<int32_t>(slots);
   params.experts = static_cast<int32_t>(experts);

@@ -63,10 +63,18 @@ class SortPart {
   std::array<const Kernel*, 2> kernels_{};
 };
 
+// Of a gradient of weights [experts, n, k] what the choice of its kernel looks at.
+inline ExpertWeights sizes_of(const Tensor& gradient) {
+  ExpertWeights sizes;
+  sizes.n = gradient.sizes()[1];
+  sizes.k = gradient.sizes()[2];
+  return sizes;
+}
+
 // One grouped product.
 class ProductPart {
  public:
-  // Chooses the kernel; `weights` is not looked at for the weight gradient.
+  // Chooses the kernel; of the weight gradient's `weights` only the sizes count.
   ProductPart(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,
               int64_t slots, int64_t experts);
 

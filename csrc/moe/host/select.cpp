@@ -126,6 +126,31 @@ const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows, i
   return nullptr;
 }
 
+int64_t up_to_multiple(int64_t size, int32_t block) { return (size + block - 1) / block * block; }
+
+// How much of the result a tile computes: whole blocks of columns, of a weight gradient also of rows.
+double computed(const Kernel& kernel, const ProductInput& input) {
+  if (input.product != Product::kWeightGradient) return static_cast<double>(up_to_multiple(input.n, kernel.block_n));
+  return static_cast<double>(up_to_multiple(input.n, kernel.block_m)) *
+         static_cast<double>(up_to_multiple(input.k, kernel.block_n));
+}
+
+// `kernel`, or one for as many rows an expert that computes less by a twentieth. Of those that are taller the rows must be many:
+// an expert's last tile is half empty on average.
+const Kernel* with_less_waste(const Kernel* kernel, const std::vector<const Kernel*>& tiles, const ProductInput& input,
+                              double rows) {
+  constexpr double kLess = 0.95;
+  constexpr double kTilesOfRows = 4.0;
+  const Kernel* best = kernel;
+  for (const Kernel* other : tiles) {
+    const bool has_rows = input.product == Product::kWeightGradient || rows >= kTilesOfRows * other->block_m;
+    if (rows_of(*other) == rows_of(*kernel) && has_rows && computed(*other, input) < kLess * computed(*best, input)) {
+      best = other;
+    }
+  }
+  return best;
+}
+
 const Kernel* find_step(const KernelRequest& request, Step step) {
   const StepName& name = kSteps[static_cast<std::size_t>(step)];
   const host::Dtype dtype = name.has_dtype ? request.dtype : host::Dtype::kFloat32;
@@ -156,7 +181,7 @@ const Kernel& select_product(const ProductInput& input) {
   for (const FamilyTiles& family : families) {
     if (!is_allowed(family) || family.tiles.empty()) continue;
     const Kernel* kernel = sufficient(family.tiles, rows, input.k);
-    return kernel != nullptr ? *kernel : *family.tiles.back();
+    return *with_less_waste(kernel != nullptr ? kernel : family.tiles.back(), family.tiles, input, rows);
   }
   host::refuse(input.request, kProducts[static_cast<std::size_t>(input.product)].words);
 }

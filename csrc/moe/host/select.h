@@ -26,11 +26,14 @@ struct ProductInput {
   Memory memory;    // not looked at for the weight gradient and scaled products
   int64_t slots;    // rows at most: what a host that does not wait for the device knows of them
   int64_t experts;  // of this layer
-  int64_t k;        // of a product; the weight gradient's is not known
+  // Of a product: columns of the result, length of the sums; weight gradient: rows and columns of the result.
+  int64_t n;
+  int64_t k;
 };
 
 // Of the kernels for few rows the smallest tile that is made for slots / experts rows; else, of the best family (or the forced
-// one), the smallest such tile, or the largest there is. Throws as host::refuse() says where there is no kernel.
+// one), the smallest such tile, or the largest there is; of tiles for equally many rows the first, unless a later one wastes less
+// of the columns (select.cpp). Throws as host::refuse() says where there is no kernel.
 const Kernel& select_product(const ProductInput& input);
 
 bool is_for_few_rows(const Kernel& kernel);

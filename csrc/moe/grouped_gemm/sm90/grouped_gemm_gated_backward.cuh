@@ -426,7 +426,7 @@ __device__ __forceinline__ void consume_together(const GemmParams& params, const
     }
     float sums[Spec::kRowBlocks][Spec::kAccumulators];
     epilogue.start(tile);
-    mainloop.multiply(sums[0], blocks);
+    mainloop.template multiply<1>(sums, blocks);
     epilogue.run(sums);
   }
 }

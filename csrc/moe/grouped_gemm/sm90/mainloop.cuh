@@ -1,4 +1,5 @@
 // A consumer warpgroup: the products of its part of each tile, each followed by an epilogue; and the frame of the kernels.
+// Of 256 rows a consumer has two blocks of 64, of which the other consumer's first lies in between: both have work in a tail.
 //
 // The sum over k is one chain of products of 16 k each, in ascending order: a row's bits depend on nothing else.
 #pragma once
@@ -32,16 +33,22 @@ struct Mainloop {
     if (is_first_lane) ptx::mbarrier_arrive(shared.empty(stage));
   }
 
-  // Four products of 16 k; asynchronous.
-  __device__ __forceinline__ void issue(float (&sums)[Spec::kAccumulators], bool is_first) const {
+  using Sums = float[Spec::kRowBlocks][Spec::kAccumulators];
+
+  // Four products of 16 k for each of the first kBlocks blocks of rows; asynchronous.
+  template <int kBlocks>
+  __device__ __forceinline__ void issue(Sums& sums, bool is_first) const {
     const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, 0, 1024);
     const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kBlockK / 16; ++step) {
-      ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
-          sums, ptx::advance_smem_descriptor(a, step * 32),
-          ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
+            sums[block], ptx::advance_smem_descriptor(a, block * Spec::kNumConsumers * Spec::kSlabBytes + step * 32),
+            ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
+      }
     }
     ptx::wgmma_commit();
   }
@@ -53,22 +60,33 @@ struct Mainloop {
   }
 
   // One batch of products is in flight while the next is issued; a stage is released when the batch after it has been.
-  __device__ __forceinline__ void multiply(float (&sums)[Spec::kAccumulators], int blocks) {
+  template <int kBlocks>
+  __device__ __forceinline__ void multiply(Sums& sums, int blocks) {
     wait_full();
-    issue(sums, true);
+    issue<kBlocks>(sums, true);
     int before = at.stage;
     at.advance();
     for (int block = 1; block < blocks; ++block) {
       wait_full();
-      issue(sums, false);
+      issue<kBlocks>(sums, false);
       ptx::wgmma_wait<1>();
       release(before);
       before = at.stage;
       at.advance();
     }
     ptx::wgmma_wait<0>();
-    ptx::wgmma_fence_operands(sums);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) ptx::wgmma_fence_operands(sums[block]);
     release(before);
+  }
+
+  // `rows`: of the expert, from this consumer's first on. There are no products of a second block without a row.
+  __device__ __forceinline__ void multiply(Sums& sums, int blocks, int rows) {
+    if (Spec::kRowBlocks == 1 || rows > 64 * Spec::kNumConsumers) {
+      multiply<Spec::kRowBlocks>(sums, blocks);
+    } else {
+      multiply<1>(sums, blocks);
+    }
   }
 
   // Passes over a tile of which this consumer has no row.
@@ -110,9 +128,14 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
       mainloop.skip(blocks);
       continue;
     }
-    float sums[Spec::kAccumulators];
-    mainloop.multiply(sums, blocks);
-    epilogue.store(part, sums);
+    float sums[Spec::kRowBlocks][Spec::kAccumulators];
+    mainloop.multiply(sums, blocks, part.rows);
+#pragma unroll
+    for (int block = 0; block < Spec::kRowBlocks; ++block) {
+      const int first = block * Spec::kNumConsumers * 64;
+      const Part<Spec> own{part.expert, part.row + first, part.rows - first, part.column};
+      if (own.rows > 0) epilogue.store(own, sums[block]);
+    }
   }
   epilogue.finish();
 }

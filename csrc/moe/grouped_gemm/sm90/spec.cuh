@@ -30,17 +30,18 @@ struct TileSpec {
   static constexpr int kNumThreads = kNumWarps * 32;
   static constexpr int kNumConsumers = 2;
   static constexpr int kProducerWarps = kGathersA ? 4 : 1;                 // that work
-  static constexpr int kAccumulators = kBlockN / 2;                        // of a thread
+  static constexpr int kRowBlocks = kBlockM / 64 / kNumConsumers;          // of 64 rows, of a consumer
+  static constexpr int kAccumulators = kBlockN / 2;                        // of a thread, for each 64 rows
   static constexpr int kOutputColumns = kIsGated ? kBlockN / 2 : kBlockN;  // of a tile
   static constexpr int kNumTileSlots = 2;
 
-  static_assert(kBlockM == 64 * kNumConsumers, "a consumer has 64 rows");
+  static_assert(kBlockM == 64 * kNumConsumers || kBlockM == 128 * kNumConsumers, "a consumer has 64 rows, or twice 64");
   static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
-  static constexpr int kProducerRegisters = kGathersA ? 56 : 40;
-  static constexpr int kConsumerRegisters = kGathersA ? 224 : 232;
+  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
+  static constexpr int kProducerRegisters = kGathersA ? 56 : kRowBlocks == 2 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kGathersA ? 224 : kRowBlocks == 2 ? 240 : 232;
 
   // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
   static constexpr int kSlabBytes = 64 * 128;
