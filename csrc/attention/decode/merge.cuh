@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, int s
 template <typename Spec>
 __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
                                                  int column) {
-  constexpr int kAtOnce = 16;  // loads in flight, for as many registers as there are
+  constexpr int kAtOnce = 16;                        // loads in flight, for as many registers as there are
   const int slot_rows = rows_of_slot<Spec>(params);  // of one of a block's two
   PartialRow total{};
   total.shift = ptx::negative_infinity();

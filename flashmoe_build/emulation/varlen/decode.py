@@ -40,8 +40,8 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         # One item for all blocks, more splits than are added at once, and maxima among the last; then at most three splits of it.
         replace(one, name="shared by all", keys=(17 * n + 5,), data_seed=21),
         replace(one, name="three splits", keys=(9 * n + 5,), splits=3, has_counter=True),
-        # Equal entries without an array of lengths, as many as fill a round: whole items.
-        replace(one, name="equal", rows=(1,) * 7, keys=(2 * n,) * 7, keys_layout=Keys.DENSE, page_size=0),
+        # Equal entries without an array of lengths, as many as fill two rounds: whole items.
+        replace(one, name="equal", rows=(1,) * 27, keys=(n,) * 27, keys_layout=Keys.DENSE, page_size=0),
         # Shares that grow from 19 tiles to a third of an item: 6 of 60 tiles for 19 blocks.
         replace(one, name="equal parts", rows=(1,) * 6, heads_q=2, keys=(60 * n,) * 6),
         replace(base, name="one split", splits=1),
