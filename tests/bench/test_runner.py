@@ -15,7 +15,7 @@ import torch
 from flashmoe.errors import ArgumentError
 from flashmoe.tools.bench import ceilings
 from flashmoe.tools.bench.contenders import Contender, Prepared, choose, default_registry
-from flashmoe.tools.bench.record import quiet_check
+from flashmoe.tools.bench.record import cell_checks, quiet_check
 from flashmoe.tools.bench.session import Options, Session
 from flashmoe.tools.bench.suites import Suite, parse_suite
 from flashmoe.tools.bench.telemetry import Telemetry
@@ -23,6 +23,7 @@ from flashmoe.tools.bench.verify import verify
 from flashmoe.tools.problems.attention import AttentionProblem
 from flashmoe.tools.problems.attention.tensors import Inputs, choose_pairs, make_inputs, make_reference
 from flashmoe.tools.report import Report, Verdict, read_report, write_report
+from tests.bench.synthetic import synthetic_report
 
 CASE = AttentionProblem("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
 
@@ -347,3 +348,16 @@ def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest
     real = ceilings.measure_ceilings("cpu", ["f32"])
     assert real.matmul_tflops["f32"] > 0.0
     assert len(real.samples) == 5
+
+
+def test_memory_is_said_in_bytes_and_warned_of_where_it_is_worth_a_warning() -> None:
+    """A workspace of a few MB is many times a baseline that allocates its output alone; that says nothing."""
+    cell = synthetic_report("smoke").data["cells"][0]
+    for own, verdict, found in (
+        (4_900_000, Verdict.PASS, "peak memory 4.9 MB (sdpa-flash 0.5 MB)"),
+        (20_000_000, Verdict.WARN, "peak memory 20.0 MB (sdpa-flash 0.5 MB), 40.0x, above 2x"),
+    ):
+        record = {**cell, "peak_bytes": {"flashmoe": own, "sdpa-flash": 500_000}}
+        check = next(c for c in cell_checks(record, {"flashmoe"}, "sdpa-flash") if c.name.endswith(" flashmoe"))
+        assert check.verdict is verdict
+        assert check.found.endswith(found)

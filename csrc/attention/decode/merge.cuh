@@ -106,16 +106,21 @@ struct WarpResults {
   }
 };
 
-// Partial results in global memory: out_partial [2 * blocks, kBlockM, kHeadDim], lse_partial [2 * blocks, kBlockM, 2].
+// Partial results in global memory: out_partial [2 * blocks, rows, kHeadDim], lse_partial [2 * blocks, rows, 2], of as many rows as an
+// item can have.
 template <typename Spec>
-__device__ __forceinline__ int64_t partial_row(int slot, int row) {
-  return static_cast<int64_t>(slot) * Spec::kBlockM + row;
+__device__ __forceinline__ int rows_of_slot(const ForwardParams& params) {
+  return min(Spec::kBlockM, params.seq_q);
+}
+template <typename Spec>
+__device__ __forceinline__ int64_t partial_row(const ForwardParams& params, int slot, int row) {
+  return static_cast<int64_t>(slot) * rows_of_slot<Spec>(params) + row;
 }
 
 template <typename Spec>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, int slot, int row, int column,
                                               const PartialRow& partial) {
-  const int64_t at = partial_row<Spec>(slot, row);
+  const int64_t at = partial_row<Spec>(params, slot, row);
   const uint32_t out[4] = {ptx::float_bits(partial.out[0]), ptx::float_bits(partial.out[1]),
                            ptx::float_bits(partial.out[2]), ptx::float_bits(partial.out[3])};
   ptx::st_global_128(params.out_partial + at * Spec::kHeadDim + column, out);
@@ -129,15 +134,15 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, int s
 template <typename Spec>
 __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
                                                  int column) {
-  constexpr int kAtOnce = 16;                   // loads in flight, for as many registers as there are
-  constexpr int kSlotRows = 2 * Spec::kBlockM;  // from one block's partial results to the next one's
+  constexpr int kAtOnce = 16;                        // loads in flight, for as many registers as there are
+  const int slot_rows = rows_of_slot<Spec>(params);  // of one of a block's two
   PartialRow total{};
   total.shift = ptx::negative_infinity();
   // The first block's may be its second ones.
-  const int64_t at = partial_row<Spec>(slot_of(sharing.first_block, false), row);
+  const int64_t at = partial_row<Spec>(params, slot_of(sharing.first_block, false), row);
   const float* out_gmem = params.out_partial + at * Spec::kHeadDim + column;
   const float* state_gmem = params.lse_partial + at * 2;
-  int later = sharing.starts_late ? Spec::kBlockM : 0;
+  int later = sharing.starts_late ? slot_rows : 0;
   for (int left = sharing.last_block - sharing.first_block + 1; left > 0; left -= kAtOnce) {
     float4 out[kAtOnce];
     float shift[kAtOnce];
@@ -150,7 +155,7 @@ __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, co
       shift[i] = ptx::negative_infinity();
       sum[i] = 0.0f;
       if (i < left) {
-        const int rows = i * kSlotRows + (i == 0 ? later : 0);
+        const int rows = 2 * i * slot_rows + (i == 0 ? later : 0);
         uint32_t state[2];
         ptx::ld_global_64(state, state_gmem + rows * 2);
         shift[i] = ptx::bits_float(state[0]);
@@ -167,8 +172,8 @@ __device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, co
     for (int i = 0; i < kColumns; ++i) total.out[i] *= rescale;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) add_weighted(total, weight_of(shift[i], largest), out[i], sum[i]);
-    out_gmem += kAtOnce * kSlotRows * Spec::kHeadDim;
-    state_gmem += kAtOnce * kSlotRows * 2;
+    out_gmem += 2 * kAtOnce * slot_rows * Spec::kHeadDim;
+    state_gmem += 2 * kAtOnce * slot_rows * 2;
     later = 0;
   }
   return total;

@@ -3,8 +3,9 @@
 // An item is a query tile (up to kBlockM rows) of one head of one entry, with the key tiles that its entry's rows see. The tiles of all
 // items stand in one row, item by item, and every block takes an equal share of it, whatever the lengths: a block's share is the end
 // of one item, whole items, and the beginning of another one. An item that several blocks share is put together by whichever of
-// them is done last (merge.cuh). With num_splits == 1 nothing is shared: a block takes whole items, so that the order of a row's
-// sums does not depend on the batch.
+// them is done last (merge.cuh). Where items are equal and enough, nothing is shared: a block takes whole items, in rounds, so that the
+// heads which share pages are read together. With num_splits == 1 that is always so, and the order of a row's sums does not depend on the
+// batch.
 //
 // All warps of a block make the same plan, each for itself; entries are looked at 32 at a time, one a lane.
 #pragma once
@@ -69,9 +70,10 @@ template <typename Spec>
 struct Plan {
   const ForwardParams& params;
   const bool is_uniform;  // one look says what all entries ask for
-  int share;              // tiles of a block; with num_splits == 1, unused
-  int position;           // of the row of all tiles: where the next segment begins; with num_splits == 1, the next item
-  int end;                // of the block's share; with num_splits == 1, of all items
+  bool is_whole;          // blocks take whole items
+  int share;              // tiles of a block; unused for whole items
+  int position;           // of the row of all tiles: where the next segment begins; of whole items, the next one
+  int end;                // of the block's share; of all whole items
   int group;              // entries group to group + 31 are in the lanes
   int group_tile;         // of the row, the group's first
   // Of this lane's entry:
@@ -120,41 +122,63 @@ struct Plan {
                     params_.entries.seqused_k == nullptr)),
         group_tile(0) {
     share = 0;
-    if (params.num_splits == 1) {
-      position = ptx::block_index();
-      end = params.batch * params.heads_q * row_blocks_of(params.seq_q);
+    is_whole = params.num_splits == 1;
+    if (is_whole) {
+      take_whole_items();
       return;
     }
     int total = 0;
     int most = 0;
+    int all_items = 0;
     for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // the first one last
       load_group(first);
       total += ptx::shuffle_index(behind, 31);
       most = max(most, tiles);
+      all_items += items;
     }
     if (is_uniform) {
       total *= params.batch;
+      all_items *= params.batch;
     } else {
       most = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(most)));
+      all_items = ptx::shuffle_index(warp_prefix_sum(all_items), 31);
+    }
+    const bool is_equal = static_cast<int64_t>(most) * all_items == total;
+    is_whole = is_equal && fills_rounds(all_items);
+    if (is_whole) {
+      take_whole_items();
+      return;
     }
     // Shares do not begin where items do: an item of num_splits - 1 shares may meet num_splits blocks.
     share = max(quotient(total + ptx::grid_size() - 1, ptx::grid_size()),
                 quotient(most + params.num_splits - 2, params.num_splits - 1));
-    share = aligned(share, most, total);
+    if (is_equal) share = aligned(share, most);
     position = min(total, ptx::block_index() * share);
     end = min(total, position + share);
   }
 
-  // Of equal items, a share up to a sixteenth longer that begins and ends where items do, if there is one: whole items, or one of an
-  // item's equal parts. Two parts of items in a block would be two ends.
-  __device__ __forceinline__ static int aligned(int share, int item_tiles, int total) {
+  __device__ __forceinline__ void take_whole_items() {
+    position = ptx::block_index();
+    end = params.batch * params.heads_q * row_blocks_of(params.seq_q);
+  }
+
+  // Equal items in rounds of one a block: all blocks have one, and in the last round two fifths of them, which read as fast as all, or what
+  // is missing is less than a 64th of the work. (Fewer items than blocks: 3% slower, for the blocks that have one are not one a
+  // multiprocessor.)
+  __device__ __forceinline__ static bool fills_rounds(int items) {
+    const int blocks = ptx::grid_size();
+    const int last_round = items - quotient(items - 1, blocks) * blocks;
+    return items >= blocks && 64 * (quotient(2 * blocks, 5) - last_round) <= items;
+  }
+
+  // Of equal items, a share up to a sixteenth longer that is one of an item's equal parts, if there is one. Two parts of items in a block
+  // would be two ends.
+  __device__ __forceinline__ static int aligned(int share, int item_tiles) {
     constexpr int kLonger = 16;
-    if (share < kLonger) return share;
-    const int parts = max(1, quotient(item_tiles, share));
+    if (share < kLonger || item_tiles < share) return share;
+    const int parts = quotient(item_tiles, share);
     const int part = quotient(item_tiles, parts);
-    const int longer = parts > 1 ? part : quotient(share + item_tiles - 1, item_tiles) * item_tiles;
-    const bool is_even = part * parts == item_tiles && quotient(total, item_tiles) * item_tiles == total;
-    return is_even && longer <= share + share / kLonger ? longer : share;
+    return part * parts == item_tiles && part <= share + share / kLonger ? part : share;
   }
 
   // The item `index` of the entry that `lane` holds.
@@ -190,7 +214,7 @@ struct Plan {
 
   // The next part of the block's share; false at its end.
   __device__ __forceinline__ bool next(Segment& segment) {
-    if (params.num_splits == 1) return next_whole(segment);
+    if (is_whole) return next_whole(segment);
     if (position >= end) return false;
     int entry = 0;
     int entry_tile;  // of the row
@@ -224,7 +248,7 @@ struct Plan {
 
   // Asked for at a segment's end: nothing before it needs to know.
   __device__ __forceinline__ Sharing sharing(const Segment& segment) const {
-    if (params.num_splits == 1) return Sharing{0, 0, false, 0};
+    if (is_whole) return Sharing{0, 0, false, 0};
     Sharing result;
     result.first_block = quotient(segment.item_tile, share);
     result.last_block = quotient(segment.item_end - 1, share);

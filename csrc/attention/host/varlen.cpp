@@ -172,7 +172,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
   host::TileCounter counters;
   host::Workspace workspace;
   if (params.num_splits > 1) {
-    const int64_t rows = 2 * grid * kernel.block_m;
+    const int64_t rows = 2 * grid * std::min<int64_t>(kernel.block_m, params.seq_q);
     const int64_t out = workspace.add<float>(rows * kernel.axes[axis::kHeadDim]);
     const int64_t states = workspace.add<float>(rows * 2);
     workspace.allocate(call);

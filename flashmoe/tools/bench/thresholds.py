@@ -36,6 +36,7 @@ class SpeedThresholds:
     memory_bandwidth: float
     launch_bound_us: float
     peak_memory: float
+    peak_memory_spare: int
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         # One item for all blocks, more splits than are added at once, and maxima among the last; then at most three splits of it.
         replace(one, name="shared by all", keys=(17 * n + 5,), data_seed=21),
         replace(one, name="three splits", keys=(9 * n + 5,), splits=3, has_counter=True),
-        # Equal entries without an array of lengths; items that end where shares do.
-        replace(one, name="equal", rows=(1,) * 7, keys=(2 * n,) * 7, keys_layout=Keys.DENSE, page_size=0),
-        # Shares that grow from 17 tiles to whole items: 17 of 18 tiles for 19 blocks.
-        replace(one, name="whole items", rows=(1,) * 17, heads_q=2, keys=(18 * n,) * 17),
+        # Equal entries without an array of lengths, as many as fill two rounds: whole items.
+        replace(one, name="equal", rows=(1,) * 27, keys=(n,) * 27, keys_layout=Keys.DENSE, page_size=0),
+        # Shares that grow from 19 tiles to a third of an item: 6 of 60 tiles for 19 blocks.
+        replace(one, name="equal parts", rows=(1,) * 6, heads_q=2, keys=(60 * n,) * 6),
         replace(base, name="one split", splits=1),
         replace(base, name="odd pages", page_size=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8),
         replace(base, name="window", left=n + 5, right=0, has_sinks=True, softcap=20.0, magnitude=3.0, page_size=48),
@@ -84,7 +84,7 @@ def run_on(unit: Unit, problem: VarlenProblem, tensors: Tensors, settings: Setti
     library = load(kernel_library(unit, options))
     symbol = unit.entries[0].symbol
     grid = geometry(unit, problem)
-    slots, nan = (2 * grid.grid, unit.row.block_m), float("nan")
+    slots, nan = (2 * grid.grid, min(unit.row.block_m, problem.most_rows)), float("nan")
     lse = (len(problem.rows), problem.heads_q, problem.rows[0])
     results = Results(
         lse=torch.full(lse if problem.rows_layout is Rows.DENSE else (problem.heads_q, tensors.q.shape[0]), nan),
