@@ -137,9 +137,19 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert fused(90, 72, False, 1, 16, 4096, 4096)
     assert not fused(90, 128, False, 8, 16, 2048, 2048), "a row sees few keys"
     assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
-    assert not fused(90, 128, True, 4, 16, 4096, 4096), "there is none with a mask"
+    assert not fused(90, 128, True, 4, 16, 4096, 4096), "half of its blocks are on or behind the diagonal"
+    assert fused(90, 128, True, 2, 16, 8192, 8192)
     assert not fused(90, 192, False, 4, 16, 4096, 4096), "nor a wider one"
     assert not fused(80, 64, False, 4, 32, 4096, 4096)
+
+
+def test_no_sums_of_dq_where_memory_is_short(choose: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, is_fused in (("", True), ("0", True), ("1", False)):
+        monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", value)
+        assert choose.fused(90, 64, True, 4, 32, 4096, 4096) == is_fused  # type: ignore[attr-defined]
+    monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "often")
+    with pytest.raises(RuntimeError, match="refused"):
+        choose.fused(90, 64, True, 4, 32, 4096, 4096)  # type: ignore[attr-defined]
 
 
 def test_pages_of_no_eight_keys_are_not_for_tma(choose: Chooser) -> None:
