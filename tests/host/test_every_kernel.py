@@ -137,8 +137,8 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert fused(90, 72, False, 1, 16, 4096, 4096)
     assert not fused(90, 128, False, 8, 16, 2048, 2048), "a row sees few keys"
     assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
-    assert not fused(90, 128, True, 4, 16, 4096, 4096), "half of its blocks are on or behind the diagonal"
-    assert fused(90, 128, True, 2, 16, 8192, 8192)
+    assert fused(90, 128, True, 4, 16, 4096, 4096)
+    assert not fused(90, 128, True, 8, 16, 2048, 2048), "a row sees few keys"
     assert not fused(90, 192, False, 4, 16, 4096, 4096), "nor a wider one"
     assert not fused(80, 64, False, 4, 32, 4096, 4096)
 

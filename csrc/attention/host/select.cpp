@@ -297,8 +297,8 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem)
   // wait for each other, and queries for few tiles of them would make all tiles of a head wait.
   if (kernels.fused == nullptr || wants_split_backward()) return false;
   const bool is_wide = kernels.fused->axes[axis::kHeadDim] > 64;
-  const bool is_causal = problem.mask == Mask::kCausal;
-  const int64_t min_length = !is_wide ? 1024 : is_causal ? 8192 : 4096;
+  const bool is_grouped_causal = problem.mask == Mask::kCausal && problem.heads_q > problem.heads_kv;
+  const int64_t min_length = !is_wide ? 1024 : is_grouped_causal ? 8192 : 4096;
   const int64_t min_heads = is_wide ? 8 : 1;                 // key heads of all batch entries; fewer were not measured
   const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
   if (problem.seq_q < min_length || problem.seq_k < min_length) return false;

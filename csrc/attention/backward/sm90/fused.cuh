@@ -13,8 +13,8 @@
 //   up     the tiles of the last keys come first, and queries upwards. Under a causal mask a tile begins at its diagonal, so one that starts
 //          with the others of its head is behind those before it at every piece, and finds its turn come. But the longest tiles come last
 //   down   the tiles of the first keys, the longest, come first, and queries downwards, so that all begin at the same block: each has to
-//          begin a little after the one before it. For few tiles, and under a causal mask for the last section of heads: its tiles begin
-//          one by one as the longest of the section before end, none waits, and the short ones fill the end
+//          begin a little after the one before it. Under a causal mask alone: for the last section of heads, whose tiles begin one by one
+//          as the longest of the section before end, so that none waits and the short ones fill the end; and for heads that share keys
 #pragma once
 
 #include "attention/backward/sm90/fused_wide.cuh"
@@ -113,7 +113,7 @@ struct FusedQueries {
           has_second ? query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128).begin : all.end;
       const int first_piece = (tile.batch * params.heads_q + tile.head * heads) * pieces;
       for (int i = all.begin; i < all.end; ++i) {
-        const int at_block = tile.downwards ? all.begin + all.end - 1 - i : i;
+        const int at_block = goes_down<kMask>(tile) ? all.begin + all.end - 1 - i : i;
         const int turn = turn_of<Spec, kMask>(params, tile, at_block);
         for (int head = 0; head < heads; ++head) {
           block(first_piece + head * pieces + at_block, turn, at_block >= second_begin);

@@ -81,7 +81,7 @@ __device__ __forceinline__ int last_tile(const BackwardParams& params, int block
 // How many tiles add to a piece before this one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int turn_of(const BackwardParams& params, const Tile& tile, int block) {
-  return tile.downwards ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
+  return goes_down<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
 }
 
 // scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.
@@ -269,16 +269,16 @@ struct FusedConsumer {
         Product::clear(dk);
         Product::clear(dv);
         const int skipped = heads * (range.begin - all.begin);
-        for (int left = tile.downwards ? 0 : skipped; left > 0; --left) skip_block();
+        for (int left = goes_down<kMask>(tile) ? 0 : skipped; left > 0; --left) skip_block();
         for (int i = range.begin; i < range.end; ++i) {
-          const int block = tile.downwards ? range.begin + range.end - 1 - i : i;
+          const int block = goes_down<kMask>(tile) ? range.begin + range.end - 1 - i : i;
           const BlockPlace place{shared.tile(consumer), 0, first_key, block};
           for (int head = 0; head < heads; ++head) {
             step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
           }
         }
         finish_products(dk, dv);
-        for (int left = tile.downwards ? skipped : 0; left > 0; --left) skip_block();
+        for (int left = goes_down<kMask>(tile) ? skipped : 0; left > 0; --left) skip_block();
         wait_for_query_products();
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);

@@ -176,14 +176,14 @@ struct WideFusedConsumer {
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
       // All blocks before it need a mask: where keys are missing, all of them.
       const int full_begin = has_missing_keys(params, first_key) ? all.end : all.full_begin;
-      const int direction = tile.downwards ? -1 : 1;
+      const int direction = goes_down<kMask>(tile) ? -1 : 1;
       float dk[Product::kOutputs];
       float dv[Product::kOutputs];
       uint32_t p_packed[Product::kPacked];
       uint32_t ds_packed[Product::kPacked];
       Product::clear(dk);
       Product::clear(dv);
-      int block = tile.downwards ? all.end - 1 : all.begin;
+      int block = goes_down<kMask>(tile) ? all.end - 1 : all.begin;
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
           const BlockPlace place{shared.tile(consumer), tile.head * heads + head, first_key, block};

@@ -201,7 +201,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   Statistics<Spec> statistics;
   constexpr bool kHeadsInTurn = Spec::kTakesTurns;  // a block of each head of the group, then the next block
   const auto block_at = [end_block](const Tile& tile, int begin, int i) {
-    return kHeadsInTurn && tile.downwards ? begin + end_block - 1 - i : i;
+    return kHeadsInTurn && goes_down<kMask>(tile) ? begin + end_block - 1 - i : i;
   };
 
   for (int number = first_tile<Spec>(params.tile_counter, num_tiles); number < num_tiles; own_parity ^= 1) {

@@ -211,6 +211,11 @@ struct Schedule {
   }
 };
 
+template <MaskKind kMask>
+__device__ __forceinline__ bool goes_down(const Tile& tile) {
+  return kMask == MaskKind::kCausal && tile.downwards != 0;
+}
+
 // The tiles of keys.
 template <typename Spec, MaskKind kMask, bool kTakesTurns>
 struct KeySchedule : Schedule<Spec, kMask, false> {
@@ -219,7 +224,7 @@ struct KeySchedule : Schedule<Spec, kMask, false> {
 
 // Those that take turns: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
 // few wait; but of so few heads that Q, dO and the sums of dq stay in the second-level cache. Measured: 12 MB of Q and dO, 16 of long
-// sequences; at head dim 128 without a mask sections of kSectionHeads.
+// sequences; at head dim 128 without a mask sections of kSectionHeads, and of half as many key heads where query heads share them.
 template <typename Spec, MaskKind kMask>
 struct KeySchedule<Spec, kMask, true> {
   const BackwardParams& params;
@@ -230,16 +235,13 @@ struct KeySchedule<Spec, kMask, true> {
   __device__ __forceinline__ int num_tiles() const { return tiles_per_head() * params.heads_kv * params.batch; }
 
   __device__ __forceinline__ Tile tile(int number) const {
-    constexpr int kFewTiles = 8;  // for each block of threads
     constexpr bool kIsCausal = kMask == MaskKind::kCausal;
     const int heads = ptx::recompute(params.heads_kv);  // and all that follows: nothing is kept from tile to tile
     const int tiles = ceil_div(ptx::recompute(params.seq_k), Spec::kOwnRows);
     const int all_heads = heads * params.batch;
     const int seq_q = ptx::recompute(params.seq_q);
-    const bool is_grouped = params.heads_q > heads;
-    const bool has_few = tiles * all_heads < kFewTiles * ptx::grid_size();
-    const bool all_downwards = kIsCausal ? is_grouped : !Spec::kIsWide && (is_grouped || has_few);
-    int section_heads = Spec::kSectionHeads;
+    const bool all_downwards = kIsCausal && params.heads_q > heads;
+    int section_heads = all_downwards ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
     if (!Spec::kIsWide || (kIsCausal && !all_downwards)) {
       const int section_rows = ((seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
       section_heads = section_rows / maximum(1, params.heads_q / heads * seq_q);
