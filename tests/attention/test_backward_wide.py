@@ -24,7 +24,8 @@ def test_the_wide_fused_kernel() -> None:
         (Problem(4101, 4165, 128, 8, 4, batch=4, causal=False), torch.bfloat16),
         (Problem(4101, 4165, 104, 8, 4, batch=4, causal=False), torch.float16),
         (Problem(8201, 8265, 128, 16, 8, causal=True), torch.bfloat16),  # all tiles downwards
-        (Problem(8265, 8201, 104, 18, 18, causal=True), torch.float16),  # the last section alone; the first rows see no key
+        # The last section downwards; the first rows see no key.
+        (Problem(8265, 8201, 104, 18, 18, causal=True), torch.float16),
     )
     for problem, dtype in problems:
         tensors = make_inputs(problem, "cuda", dtype)
