@@ -114,7 +114,11 @@ def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
     for capability, head_dim, bf16, forced, family, target in asked:
         found = choose.backward(capability, head_dim, causal=True, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
         word = "bf16" if bf16 else "f16"
-        symbols = (f"flashmoe_attention_backward_{kind}_{family}_{word}_d128_causal" for kind in ("dq", "dkv"))
+        kinds = ["dq_?_causal", "dkv_?_causal"]
+        if family == "sm90":
+            kinds += ["fused_?_causal", "fused_prepare_?", "fused_convert_?"]
+        name = f"{family}_{word}_d128"
+        symbols = (f"flashmoe_attention_backward_{kind.replace('?', name)}" for kind in kinds)
         assert found == (*symbols, target)
     assert choose.backward(90, 257) == ()  # type: ignore[attr-defined]
     assert choose.backward(90, 64, bf16=True, forced="sm75") == ()  # type: ignore[attr-defined]
