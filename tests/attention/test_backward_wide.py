@@ -20,8 +20,14 @@ def test_the_wide_fused_kernel() -> None:
     """By the rule with broken tiles and groups, the same bits on every run, beside another stream's, in poisoned memory."""
     if torch.cuda.get_device_capability() != (9, 0) or os.environ.get("FLASHMOE_KERNEL") not in (None, "", "sm90"):
         pytest.skip("not run: only compute capability 9.0 has a fused kernel")
-    for head_dim, dtype in ((128, torch.bfloat16), (104, torch.float16)):
-        problem = Problem(4101, 4165, head_dim, 8, 4, batch=4, causal=False)
+    problems = (
+        (Problem(4101, 4165, 128, 8, 4, batch=4, causal=False), torch.bfloat16),
+        (Problem(4101, 4165, 104, 8, 4, batch=4, causal=False), torch.float16),
+        (Problem(8201, 8265, 128, 16, 8, causal=True), torch.bfloat16),  # all tiles downwards
+        # The last section downwards; the first rows see no key.
+        (Problem(8265, 8201, 104, 18, 18, causal=True), torch.float16),
+    )
+    for problem, dtype in problems:
         tensors = make_inputs(problem, "cuda", dtype)
         generator = torch.Generator("cuda").manual_seed(1)
         grad_out = torch.randn(tensors[0].shape, generator=generator, device="cuda").to(dtype)
@@ -31,8 +37,8 @@ def test_the_wide_fused_kernel() -> None:
         first = check_gradients(problem, tensors, grad_out)
         assert "attention_backward_fused_sm90" in _extension.last_kernel()
         assert "d128" in _extension.last_kernel()
-        out, lse = flashmoe.attention(*tensors, causal=False, return_lse=True)
-        arguments = (grad_out, None, *tensors, out, lse, head_dim**-0.5, False)
+        out, lse = flashmoe.attention(*tensors, causal=problem.causal, return_lse=True)
+        arguments = (grad_out, None, *tensors, out, lse, problem.head_dim**-0.5, problem.causal)
         streams = [torch.cuda.Stream() for _ in range(2)]
         torch.cuda.synchronize()
         for _ in range(20):

@@ -85,13 +85,17 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   }
 }
 
-// Whether a GPU of 132 multiprocessors runs the fused backward kernel. sizes: batch, heads_kv, seq_q, seq_k.
+// Whether a GPU of 132 multiprocessors runs the fused backward kernel; -1 where that is refused. sizes: batch, heads_kv, seq_q, seq_k.
 extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const long long* sizes) {
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
   const host::KernelRequest request{capability, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
-  return attention::prefers_fused(
-      attention::select_backward(request, mask, head_dim),
-      {request, mask, head_dim, sizes[0], sizes[1], sizes[1], sizes[2], sizes[3]});
+  try {
+    return attention::prefers_fused(
+        attention::select_backward(request, mask, head_dim),
+        {request, mask, head_dim, sizes[0], sizes[1], sizes[1], sizes[2], sizes[3]});
+  } catch (const std::exception&) {
+    return -1;
+  }
 }
 
 // Writes the symbols of the backward kernels and their target, or nothing, to `answer`.
@@ -206,7 +210,10 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
 
     def prefers_fused(capability: int, head_dim: int, causal: bool, *sizes: int) -> bool:
         """sizes: batch, key heads, rows, keys."""
-        return bool(loaded.prefers_fused(capability, head_dim, causal, (ctypes.c_longlong * 4)(*sizes)))
+        found = loaded.prefers_fused(capability, head_dim, causal, (ctypes.c_longlong * 4)(*sizes))
+        if found < 0:
+            raise RuntimeError("refused")
+        return bool(found)
 
     choose.fused = prefers_fused  # type: ignore[attr-defined]
     choose.backward = choose_backward  # type: ignore[attr-defined]

@@ -114,7 +114,11 @@ def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
     for capability, head_dim, bf16, forced, family, target in asked:
         found = choose.backward(capability, head_dim, causal=True, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
         word = "bf16" if bf16 else "f16"
-        symbols = (f"flashmoe_attention_backward_{kind}_{family}_{word}_d128_causal" for kind in ("dq", "dkv"))
+        kinds = ["dq_?_causal", "dkv_?_causal"]
+        if family == "sm90":
+            kinds += ["fused_?_causal", "fused_prepare_?", "fused_convert_?"]
+        name = f"{family}_{word}_d128"
+        symbols = (f"flashmoe_attention_backward_{kind.replace('?', name)}" for kind in kinds)
         assert found == (*symbols, target)
     assert choose.backward(90, 257) == ()  # type: ignore[attr-defined]
     assert choose.backward(90, 64, bf16=True, forced="sm75") == ()  # type: ignore[attr-defined]
@@ -137,9 +141,19 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert fused(90, 72, False, 1, 16, 4096, 4096)
     assert not fused(90, 128, False, 8, 16, 2048, 2048), "a row sees few keys"
     assert not fused(90, 128, False, 1, 4, 16384, 16384), "its tiles wait for each other"
-    assert not fused(90, 128, True, 4, 16, 4096, 4096), "there is none with a mask"
+    assert fused(90, 128, True, 4, 16, 4096, 4096)
+    assert not fused(90, 128, True, 8, 16, 2048, 2048), "a row sees few keys"
     assert not fused(90, 192, False, 4, 16, 4096, 4096), "nor a wider one"
     assert not fused(80, 64, False, 4, 32, 4096, 4096)
+
+
+def test_no_sums_of_dq_where_memory_is_short(choose: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, is_fused in (("", True), ("0", True), ("1", False)):
+        monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", value)
+        assert choose.fused(90, 64, True, 4, 32, 4096, 4096) == is_fused  # type: ignore[attr-defined]
+    monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "often")
+    with pytest.raises(RuntimeError, match="refused"):
+        choose.fused(90, 64, True, 4, 32, 4096, 4096)  # type: ignore[attr-defined]
 
 
 def test_pages_of_no_eight_keys_are_not_for_tma(choose: Chooser) -> None:

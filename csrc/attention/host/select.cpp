@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <string>
 #include <type_traits>
 #include <vector>
+
+#include "host/error.h"
 
 namespace flashmoe {
 namespace attention {
@@ -277,12 +280,25 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
   return {};
 }
 
+namespace {
+
+// $FLASHMOE_SPLIT_BACKWARD: without the fused form's float32 sums of dq, where memory is worth more than time.
+bool wants_split_backward() {
+  const char* value = std::getenv("FLASHMOE_SPLIT_BACKWARD");
+  if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
+  if (std::strcmp(value, "1") == 0) return true;
+  host::fail(host::ErrorCode::kArgument, "FLASHMOE_SPLIT_BACKWARD is ", value, "; supported: 0, 1");
+}
+
+}  // namespace
+
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem) {
   // Measured on an H100. Of short sequences its float32 sums cost as much as the two products that it saves; few tiles that take turns
   // wait for each other, and queries for few tiles of them would make all tiles of a head wait.
-  if (kernels.fused == nullptr) return false;
+  if (kernels.fused == nullptr || wants_split_backward()) return false;
   const bool is_wide = kernels.fused->axes[axis::kHeadDim] > 64;
-  const int64_t min_length = is_wide ? 4096 : 1024;
+  const bool is_grouped_causal = problem.mask == Mask::kCausal && problem.heads_q > problem.heads_kv;
+  const int64_t min_length = !is_wide ? 1024 : is_grouped_causal ? 8192 : 4096;
   const int64_t min_heads = is_wide ? 8 : 1;                 // key heads of all batch entries; fewer were not measured
   const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
   if (problem.seq_q < min_length || problem.seq_k < min_length) return false;

@@ -60,7 +60,7 @@ Choice select_forward(const SelectorInput& input);
 // The best family with both kernels; none where this GPU, or the forced family, has no backward kernels.
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
 
-// Whether the fused kernel is there and faster, where all three gradients are needed.
+// Whether the fused kernel is there and faster, where all three gradients are needed. Never where $FLASHMOE_SPLIT_BACKWARD is 1.
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.

@@ -27,7 +27,13 @@ LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 DEFAULT_PROBE_TIMEOUT_S = 60.0
 # Variables that other builds need, and ours, which change what runs.
 FOREIGN_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TORCH_CUDA_ARCH_LIST")
-OWN_VARIABLES = (LIBRARY_VARIABLE, "FLASHMOE_KERNEL", "FLASHMOE_CPU_ISA", "FLASHMOE_FALLBACK")
+OWN_VARIABLES = (
+    LIBRARY_VARIABLE,
+    "FLASHMOE_KERNEL",
+    "FLASHMOE_SPLIT_BACKWARD",
+    "FLASHMOE_CPU_ISA",
+    "FLASHMOE_FALLBACK",
+)
 # The first argument is where to import from: with -c Python puts the current folder in front, and PYTHONPATH may say more.
 PROBE = "import sys; sys.path[:] = sys.argv[2:]; from flashmoe.tools.doctor import probe; sys.exit(probe.main(sys.argv[1] == '1'))"
 

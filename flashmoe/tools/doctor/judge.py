@@ -280,7 +280,12 @@ def lock(facts: Facts) -> Check:
 def allowed_values(tables: Tables | str) -> dict[str, tuple[str, ...]]:
     """The values of our variables that have a fixed set of them."""
     families = () if isinstance(tables, str) else tuple(sorted({row.family for row in tables.kernels}))
-    return {"FLASHMOE_FALLBACK": ("allow", "warn", "error"), CPU_ISA_VARIABLE: CPU_ISAS, "FLASHMOE_KERNEL": families}
+    return {
+        "FLASHMOE_FALLBACK": ("allow", "warn", "error"),
+        CPU_ISA_VARIABLE: CPU_ISAS,
+        "FLASHMOE_KERNEL": families,
+        "FLASHMOE_SPLIT_BACKWARD": ("0", "1"),
+    }
 
 
 def variables(facts: Facts, tables: Tables | str) -> Check:

@@ -9,11 +9,12 @@
 //
 // Tiles of a head add to a piece one after another, each when its turn has come: the same bits on every run. A tile waits only for tiles
 // with smaller numbers, which blocks that run have drawn before it: no grid waits for itself. Of query heads that share a key head, a
-// block of each comes before the next block of the first. There are two orders (takes_last_queries_first):
+// block of each comes before the next block of the first. There are two orders, and a Tile says which it has (KeySchedule):
 //   up     the tiles of the last keys come first, and queries upwards. Under a causal mask a tile begins at its diagonal, so one that starts
 //          with the others of its head is behind those before it at every piece, and finds its turn come. But the longest tiles come last
 //   down   the tiles of the first keys, the longest, come first, and queries downwards, so that all begin at the same block: each has to
-//          begin a little after the one before it. For few tiles, or long ones, where the end of the up order leaves blocks idle
+//          begin a little after the one before it. Under a causal mask alone: for the last section of heads, whose tiles begin one by one
+//          as the longest of the section before end, so that none waits and the short ones fill the end; and for heads that share keys
 #pragma once
 
 #include "attention/backward/sm90/fused_wide.cuh"
@@ -99,7 +100,6 @@ struct FusedQueries {
   __device__ __forceinline__ void run() {
     const int heads = params.heads_q / params.heads_kv;
     const int pieces = ceil_div(params.seq_q, Spec::kStreamRows);
-    const bool from_last = takes_last_queries_first<Spec>(params);
     for (int parity = 0;; parity ^= 1) {
       ptx::mbarrier_wait(shared.tile_full(0), parity);
       const Tile tile = read_tile<Tile>(shared.tile(0));
@@ -113,8 +113,8 @@ struct FusedQueries {
           has_second ? query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128).begin : all.end;
       const int first_piece = (tile.batch * params.heads_q + tile.head * heads) * pieces;
       for (int i = all.begin; i < all.end; ++i) {
-        const int at_block = from_last ? all.begin + all.end - 1 - i : i;
-        const int turn = from_last ? tile.index : last_tile<Spec, kMask>(params, at_block) - tile.index;
+        const int at_block = goes_down<kMask>(tile) ? all.begin + all.end - 1 - i : i;
+        const int turn = turn_of<Spec, kMask>(params, tile, at_block);
         for (int head = 0; head < heads; ++head) {
           block(first_piece + head * pieces + at_block, turn, at_block >= second_begin);
         }

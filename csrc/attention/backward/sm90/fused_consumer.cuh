@@ -71,11 +71,17 @@ __device__ __forceinline__ bool has_missing_keys(const BackwardParams& params, i
   return first_key + 64 > params.seq_k;
 }
 
-// The tile of the last keys that a row of block `block` sees.
+// The tile of the last keys that a row of block `block`, which sees some, sees.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int last_tile(const BackwardParams& params, int block) {
   const int end_key = visible_keys<kMask>(params, Lengths{params}, (block + 1) * Spec::kStreamRows - 1).end;
-  return (end_key - 1) / Spec::kOwnRows;
+  return static_cast<int>(static_cast<uint32_t>(end_key - 1) / Spec::kOwnRows);
+}
+
+// How many tiles add to a piece before this one.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ int turn_of(const BackwardParams& params, const Tile& tile, int block) {
+  return goes_down<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
 }
 
 // scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.
@@ -262,18 +268,17 @@ struct FusedConsumer {
         load_own(own_v, shared.own_second(consumer));
         Product::clear(dk);
         Product::clear(dv);
-        const bool from_last = takes_last_queries_first<Spec>(params);
         const int skipped = heads * (range.begin - all.begin);
-        for (int left = from_last ? 0 : skipped; left > 0; --left) skip_block();
+        for (int left = goes_down<kMask>(tile) ? 0 : skipped; left > 0; --left) skip_block();
         for (int i = range.begin; i < range.end; ++i) {
-          const int block = from_last ? range.begin + range.end - 1 - i : i;
+          const int block = goes_down<kMask>(tile) ? range.begin + range.end - 1 - i : i;
           const BlockPlace place{shared.tile(consumer), 0, first_key, block};
           for (int head = 0; head < heads; ++head) {
             step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
           }
         }
         finish_products(dk, dv);
-        for (int left = from_last ? skipped : 0; left > 0; --left) skip_block();
+        for (int left = goes_down<kMask>(tile) ? skipped : 0; left > 0; --left) skip_block();
         wait_for_query_products();
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);

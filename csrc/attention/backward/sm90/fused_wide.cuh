@@ -2,10 +2,12 @@
 // for a warpgroup of dq. Its block, with dK of the block before in flight at the beginning, as dK of this block is at the end:
 //
 //   issue S^T;  wait for that dK, release its Q and dO;  issue dP^T
-//   wait for S^T;  P^T;  issue dV += P^T dO
-//   wait for dP^T;  dS^T;  it goes to shared memory;  wait for the other consumer's
-//   issue dQ's columns = dS K;  issue dK += dS^T Q
+//   wait for S^T;  P^T;  wait for dP^T;  dS^T;  it goes to shared memory
+//   issue dV += P^T dO;  wait for the other consumer's dS^T;  issue dQ's columns = dS K;  issue dK += dS^T Q
 //   wait for dV and dQ, which goes to the warp that adds
+//
+// dV waits for dS^T: a warp that issues a product stands until the tensor cores have begun it, and dS^T, which the other consumer needs,
+// would stand with it.
 //
 // dQ has the registers of dP^T. ptxas serialises the products
 //   - where two loops meet with products in flight (C7512): so one loop has blocks with and without a mask
@@ -21,7 +23,7 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Joins the 256 threads of both consumers.
+// Joins the 256 threads of both consumers, at a tile's end.
 __device__ __forceinline__ void sync_consumers() { ptx::named_barrier_sync(8, 256); }
 
 template <typename Spec, MaskKind kMask>
@@ -48,7 +50,7 @@ struct WideFusedConsumer {
   __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
 
   // dS^T of this consumer's keys, for both. The products that read the buffer two blocks ago are done: this consumer has waited for its own,
-  // and the other one for its before it came to the barrier of the block before.
+  // and the other one for its before it handed over dS^T of the block before, which this one has waited for.
   __device__ __forceinline__ void share_scores(const uint32_t (&packed)[Product::kPacked]) {
     const int lane = ptx::recompute(ptx::lane_index());  // no address is kept through the loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
@@ -60,7 +62,7 @@ struct WideFusedConsumer {
     }
     // Hazard: the products of dq read dS before it is written and visible to them.
     ptx::fence_proxy_async_shared();
-    sync_consumers();
+    release(shared.scores_full(handed.stage));
   }
 
   // sums[64 x 64] = dS[64 x 128] K[128 x 64], of this consumer's columns; asynchronous.
@@ -96,7 +98,7 @@ struct WideFusedConsumer {
       const Tile tile = read_tile<Tile>(place.tile_smem);
       const int pieces = ceil_div(params.seq_q, Spec::kStreamRows);
       note_place((tile.batch * params.heads_q + place.head) * pieces + place.block,
-                 last_tile<Spec, kMask>(params, place.block) - tile.index);
+                 turn_of<Spec, kMask>(params, tile, place.block));
     }
     pass();
   }
@@ -133,9 +135,8 @@ struct WideFusedConsumer {
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     Product::pack_scores(p_packed, scores);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
 
-    ptx::wgmma_wait<1>();  // dP^T
+    ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
 #pragma unroll
     for (int i = 0; i < Product::kScores; ++i) {
@@ -143,6 +144,9 @@ struct WideFusedConsumer {
     }
     Product::pack_scores(ds_packed, gradients);
     share_scores(ds_packed);
+    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    // Hazard: the product reads the other consumer's dS before it is written.
+    ptx::mbarrier_wait(shared.scores_full(handed.stage), handed.parity);
     float sums[kSums];
     issue_sums(sums);
     Product::issue_output(dk, ds_packed, shared.first(at.stage));
@@ -157,7 +161,7 @@ struct WideFusedConsumer {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(dk);
     ptx::wgmma_fence_operands(dv);
-    if (used.stage != at.stage) release_used();
+    release_used();  // every tile has a block: the last query sees all keys
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
@@ -170,18 +174,22 @@ struct WideFusedConsumer {
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
-      const bool is_masked = has_missing_keys(params, first_key);
+      // All blocks before it need a mask: where keys are missing, all of them.
+      const int full_begin = has_missing_keys(params, first_key) ? all.end : all.full_begin;
+      const int direction = goes_down<kMask>(tile) ? -1 : 1;
       float dk[Product::kOutputs];
       float dv[Product::kOutputs];
       uint32_t p_packed[Product::kPacked];
       uint32_t ds_packed[Product::kPacked];
       Product::clear(dk);
       Product::clear(dv);
-      for (int block = all.begin; block < all.end; ++block) {
+      int block = goes_down<kMask>(tile) ? all.end - 1 : all.begin;
+      for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
           const BlockPlace place{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, place, is_masked || block < all.full_begin);
+          step(dk, dv, p_packed, ds_packed, place, block < full_begin);
         }
+        block += direction;
       }
       finish_products(dk, dv);
       // Hazard: dK and dV take the places of K and V while another warp still multiplies with them; dQ's products read all of K.

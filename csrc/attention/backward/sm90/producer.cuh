@@ -200,9 +200,8 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
   int own_parity = 0;
   Statistics<Spec> statistics;
   constexpr bool kHeadsInTurn = Spec::kTakesTurns;  // a block of each head of the group, then the next block
-  const auto block_at = [&params, end_block](int begin, int i) {
-    if constexpr (kHeadsInTurn) return takes_last_queries_first<Spec>(params) ? begin + end_block - 1 - i : i;
-    return i;
+  const auto block_at = [end_block](const Tile& tile, int begin, int i) {
+    return kHeadsInTurn && goes_down<kMask>(tile) ? begin + end_block - 1 - i : i;
   };
 
   for (int number = first_tile<Spec>(params.tile_counter, num_tiles); number < num_tiles; own_parity ^= 1) {
@@ -216,13 +215,13 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
     int head = first_head;
     int block = begin_block;
     bool own_is_loaded = false;
-    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(begin_block, block));
+    statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(tile, begin_block, block));
     while (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
       if (is_first_lane) {
         if (block == draw_block && head == draw_head) {
           next_number = next_tile<Spec>(params.tile_counter, num_tiles, number);
         }
-        const int row = block_at(begin_block, block) * Spec::kStreamRows;
+        const int row = block_at(tile, begin_block, block) * Spec::kStreamRows;
         const DensePlace stream{head, tile.batch};
         load_block<Spec>(shared, at, at, q_map, dout_map, row, stream, stream);
         if (!own_is_loaded) {
@@ -249,7 +248,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& params, co
         ++head;
       }
       if (kHeadsInTurn ? block < end_block : head < first_head + heads_per_kv) {
-        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(begin_block, block));
+        statistics.fetch(params, first_statistic(params, tile, head), params.seq_q, block_at(tile, begin_block, block));
       }
     }
     number = ptx::shuffle_index(next_number, 0);

@@ -19,7 +19,7 @@ struct Tile {
   int index;
   int head;
   int batch;
-  int padding = 0;  // a tile passes through shared memory in 16 bytes
+  int downwards = 0;  // of tiles that take turns: queries from the last block to the first. 16 bytes in shared memory
 };
 
 // The same in batches that a Batch describes, with what the consumers need of the entry: they read no lengths. 48 bytes.
@@ -211,38 +211,53 @@ struct Schedule {
   }
 };
 
-// Of the two orders that tiles which take turns have, which one: see fused.cuh. At head dim 128 always the first.
-template <typename Spec>
-__device__ __forceinline__ bool takes_last_queries_first(const BackwardParams& params) {
-  if constexpr (Spec::kIsWide) return false;
-  constexpr int kFewTiles = 8;  // for each block of threads
-  const int tiles = ceil_div(params.seq_k, Spec::kOwnRows) * params.heads_kv * params.batch;
-  return params.heads_q > params.heads_kv || tiles < kFewTiles * ptx::grid_size();
+template <MaskKind kMask>
+__device__ __forceinline__ bool goes_down(const Tile& tile) {
+  return kMask == MaskKind::kCausal && tile.downwards != 0;
 }
 
-// The tiles of keys. Those that take turns are of different heads where they can be, as under a causal mask, so that few wait; but of so
-// few heads that Q, dO and the sums of dq stay in the second-level cache. Measured: 12 MB of Q and dO, 16 of long sequences; at head dim
-// 128 sections of kSectionHeads.
+// The tiles of keys.
 template <typename Spec, MaskKind kMask, bool kTakesTurns>
 struct KeySchedule : Schedule<Spec, kMask, false> {
   using Schedule<Spec, kMask, false>::Schedule;
 };
-template <typename Spec, MaskKind kMask>
-struct KeySchedule<Spec, kMask, true> : Schedule<Spec, MaskKind::kCausal, false> {
-  using Base = Schedule<Spec, MaskKind::kCausal, false>;
-  bool from_last_keys;
 
-  __device__ __forceinline__ KeySchedule(const BackwardParams& params, int own_rows, int heads, int stream_rows,
-                                         int sharing)
-      : Base(params, own_rows, heads, stream_rows, sharing), from_last_keys(!takes_last_queries_first<Spec>(params)) {
-    const int section_rows = ((params.seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
-    const int fitting_heads = maximum(1, section_rows / maximum(1, stream_rows));
-    this->section_heads = minimum(this->all_heads, Spec::kSectionHeads > 0 ? Spec::kSectionHeads : fitting_heads);
-  }
+// Those that take turns: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
+// few wait; but of so few heads that Q, dO and the sums of dq stay in the second-level cache. Measured: 12 MB of Q and dO, 16 of long
+// sequences; at head dim 128 without a mask sections of kSectionHeads, and of half as many key heads where query heads share them.
+template <typename Spec, MaskKind kMask>
+struct KeySchedule<Spec, kMask, true> {
+  const BackwardParams& params;
+
+  __device__ __forceinline__ KeySchedule(const BackwardParams& params_, int, int, int, int) : params(params_) {}
+
+  __device__ __forceinline__ int tiles_per_head() const { return ceil_div(params.seq_k, Spec::kOwnRows); }
+  __device__ __forceinline__ int num_tiles() const { return tiles_per_head() * params.heads_kv * params.batch; }
+
   __device__ __forceinline__ Tile tile(int number) const {
-    Tile tile = Base::tile(number);
-    if (from_last_keys) tile.index = this->tiles_per_head - 1 - tile.index;
-    return tile;
+    constexpr bool kIsCausal = kMask == MaskKind::kCausal;
+    const int heads = ptx::recompute(params.heads_kv);  // and all that follows: nothing is kept from tile to tile
+    const int tiles = ceil_div(ptx::recompute(params.seq_k), Spec::kOwnRows);
+    const int all_heads = heads * params.batch;
+    const int seq_q = ptx::recompute(params.seq_q);
+    const bool all_downwards = kIsCausal && params.heads_q > heads;
+    int section_heads = all_downwards ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
+    if (!Spec::kIsWide || (kIsCausal && !all_downwards)) {
+      const int section_rows = ((seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
+      section_heads = section_rows / maximum(1, params.heads_q / heads * seq_q);
+    }
+    if (kIsCausal && !all_downwards) section_heads = minimum(section_heads, all_heads / 2);
+    section_heads = maximum(1, minimum(section_heads, all_heads));
+    const int last_section = all_heads / section_heads - 1;  // it takes the heads that are left, too
+    const int section = minimum(number / (section_heads * tiles), last_section);
+    const int first_head = section * section_heads;
+    if (section == last_section) section_heads = all_heads - first_head;
+    const int rest = number - first_head * tiles;
+    const int place = rest / section_heads;
+    const int head = first_head + rest - place * section_heads;
+    const int batch = head / heads;
+    const bool downwards = all_downwards || (kIsCausal && section == last_section);
+    return Tile{downwards ? place : tiles - 1 - place, head - batch * heads, batch, downwards};
   }
 };
 
