@@ -272,48 +272,6 @@ def _append_checked(*given: Any) -> None:
         raise typed from error
 
 
-def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts, from the results of attention over each: of a shared prefix, of ring attention.
-
-    Args:
-        out_a, out_b: [B, H, S, D] or ragged [N, H, D], as the attention functions return them; one shape and dtype.
-        lse_a, lse_b: [B, H, S] or [H, N], float32. -inf for a part without visible keys.
-
-    Returns:
-        (out, lse) in the shapes and dtypes of the parts; computed in float32. A row that sees no key in either has out 0 and lse
-        -inf. At most one part may have counted a sink. Differentiable in all four, any number of times.
-
-    Raises:
-        ShapeError, DtypeError, DeviceError, ArgumentTypeError: the parts do not belong together; the message says why.
-    """
-    varlen_arguments.check_parts(out_a, lse_a, out_b, lse_b)
-    rank = out_a.dim()
-    rows = (out_a.shape[1], out_a.shape[0]) if rank == 3 else tuple(out_a.shape[:-1])
-    if rank not in (3, 4) or out_a.shape != out_b.shape or tuple(lse_a.shape) != rows or lse_a.shape != lse_b.shape:
-        found = ", ".join(shape_of(t) for t in (out_a, lse_a, out_b, lse_b))
-        msg = f"out must be [B, H, S, D] with lse [B, H, S], or [N, H, D] with lse [H, N], both parts alike; found {found}"
-        raise ShapeError(msg)
-    # Differences to the larger: -inf - -inf does not arise, and neither weight overflows.
-    largest = torch.maximum(lse_a, lse_b).detach()
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()
-    total = weight_a + weight_b
-    is_empty = total == 0
-    safe = torch.where(is_empty, 1.0, total)
-    lse = torch.where(is_empty, -torch.inf, largest + safe.log())
-    part_a, part_b = weight_a / safe, weight_b / safe
-    if rank == 3:
-        part_a, part_b = part_a.mT, part_b.mT
-    # A part of weight 0 may hold anything.
-    out = _weighted(out_a, part_a) + _weighted(out_b, part_b)
-    return out.to(out_a.dtype), lse
-
-
-def _weighted(out: Tensor, weight: Tensor) -> Tensor:
-    weight = weight.unsqueeze(-1)
-    return torch.where(weight == 0, 0.0, out.float()) * weight
-
-
 def attend(
     q: Any,
     k: Any,

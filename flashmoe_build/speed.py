@@ -24,7 +24,9 @@ class Line:
 
 
 ATTENTION = (
-    Line("`llm-prefill`, bf16: 16384 tokens, head dim 64, 128, 256, causal and full, S 512 to 16384", "llm-prefill-bf16"),
+    Line(
+        "`llm-prefill`, bf16: 16384 tokens, head dim 64, 128, 256, causal and full, S 512 to 16384", "llm-prefill-bf16"
+    ),
     Line("the same, fp16", "llm-prefill-f16"),
     Line("the same, bf16, our sm80 kernels forced", "llm-prefill-bf16", "flashmoe-sm80"),
     Line("`llm-train`: the backward pass of the same cases, bf16; ours is deterministic, cuDNN's is not", "llm-train"),
@@ -92,7 +94,7 @@ def row_cells(root: Path, line: Line, baselines: Sequence[str]) -> Sequence[str]
 
 
 def ratio(row: dict[str, Any] | None) -> str:
-    """"2.21, worst 1.56"; of one case the one number; "" where the contender did not take part."""
+    """Mean and worst case; of one case the one number; empty where the contender did not take part."""
     if row is None:
         return ""
     mean, worst = f"{row['geometric_mean']:.2f}", f"{row['worst']:.2f}"

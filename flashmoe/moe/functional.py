@@ -88,7 +88,7 @@ def fused_moe(
         keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
     arguments.check_flag("transposed", transposed)  # the dispatcher would take None for False
     arguments.check_flag("weights_on_input", weights_on_input)
-    if out is not None and isinstance(x, Tensor) and not (isinstance(out, Tensor) and out.device == x.device):
+    if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
         arguments.check_out(out, x)  # the dispatcher would follow a meta tensor and compute nothing
     if weights_on_input:
         return _with_weights_on_input(

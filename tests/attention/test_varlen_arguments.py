@@ -330,7 +330,7 @@ def test_parts_that_do_not_belong_together(device: str) -> None:
     wrong: dict[str, tuple[type[FlashmoeError], tuple[Any, ...]]] = {
         "out_b must be a torch.Tensor": (ArgumentTypeError, (out, lse, None, lse)),
         "must have one floating dtype; found torch.int32": (DtypeError, (out.int(), lse, out.int(), lse)),
-        "found torch.float16 and torch.float32 in lse_b": (DtypeError, (out, lse, out, lse.half())),
+        "found torch.float16 in lse_b and torch.float32 in lse_a": (DtypeError, (out, lse, out, lse.half())),
         "out_b must be on out_a's device": (DeviceError, (out, lse, out.to("meta"), lse)),
     }
     for words, (kind, parts) in wrong.items():

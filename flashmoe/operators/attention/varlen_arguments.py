@@ -198,23 +198,6 @@ def check_integer(name: str, value: Any, least: int, most: int, meaning: str) ->
         raise ArgumentError(msg)
 
 
-def check_parts(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
-    """What ``merge_attention`` takes: tensors of floating types, alike in dtype and on one device. Shapes are its own rule."""
-    parts = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    for name, part in parts.items():
-        if not isinstance(part, Tensor):
-            msg = f"{name} must be a torch.Tensor, as the attention functions return it; found {type(part).__name__}"
-            raise ArgumentTypeError(msg)
-        if part.device != out_a.device:
-            msg = f"{name} must be on out_a's device; found {part.device} and {out_a.device}; move it with .to(out_a.device)"
-            raise DeviceError(msg)
-        like = parts[f"{name[:4].rstrip('_')}_a"]
-        if part.dtype != like.dtype or not part.is_floating_point():
-            found = f"{part.dtype} and {like.dtype}"
-            msg = f"both parts must have one floating dtype; found {found} in {name} and the first; convert it with .to()"
-            raise DtypeError(msg)
-
-
 def explain(error: BaseException, arguments: tuple[Any, ...]) -> BaseException:
     """Why a call with these arguments failed: our typed error where a rule was broken, else ``error`` itself."""
     if isinstance(error, torch.OutOfMemoryError):

@@ -189,7 +189,7 @@ def check_out(out: Any, x: Tensor) -> None:
     if not isinstance(out, Tensor):
         msg = f"out must be a torch.Tensor or None; found {type(out).__name__}; pass torch.empty_like(x)"
         raise ArgumentTypeError(msg)
-    _check_devices("x", {"x": x, "out": out})
+    _check_devices("x", _dense_tensors({"x": x, "out": out}, {}))
     if out.dtype != x.dtype:
         msg = f"out is {_word(out.dtype)}; x's {_word(x.dtype)} is needed; convert it with .to(x.dtype)"
         raise DtypeError(msg)
