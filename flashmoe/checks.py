@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from flashmoe.errors import (
     ArgumentError,
+    ArgumentTypeError,
     DeviceError,
     DriverError,
     DtypeError,
@@ -70,6 +72,28 @@ def are_stand_ins(*inputs: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a real number of any type, symbolic ones included; tensors are none."""
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
+
+
+def check_size(name: str, value: Any, least: int = 1) -> int:
+    """A module's size, as an int: from an integer of any integer type, NumPy's included."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
+        msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
+        raise ArgumentTypeError(msg)
+    if value < least:
+        msg = f"{name} must be at least {least}; found {value}"
+        raise ArgumentError(msg)
+    return operator.index(value)
+
+
+def check_parameter_dtype(dtype: Any, supported: Collection[torch.dtype]) -> None:
+    """Raise for a module's dtype that is neither None nor one of ``supported``."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        msg = f"dtype must be a torch.dtype or None; found {dtype!r}; write torch.float16 or another"
+        raise ArgumentTypeError(msg)
+    if dtype is not None and dtype not in supported:
+        names = ", ".join(str(known).removeprefix("torch.") for known in supported)
+        msg = f"no kernel for {dtype}; supported: {names}; create the module in one of them"
+        raise DtypeError(msg)
 
 
 def shape_of(tensor: Tensor) -> str:

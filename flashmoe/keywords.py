@@ -1,4 +1,4 @@
-"""The error for a keyword that an attention function does not have: it names the one that was meant.
+"""The error for a keyword that a function does not have: it names the one that was meant.
 
 There are two signatures, and other libraries' names differ from both. The two causal masks differ where the lengths do, so a
 message that only said "unexpected keyword" would invite the wrong correction.
@@ -14,6 +14,13 @@ from flashmoe.errors import ArgumentTypeError
 
 _SCALE = dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "write scale=")
 _LSE = dict.fromkeys(("return_softmax_lse", "return_attn_probs", "need_lse"), "write return_lse=True")
+_RAGGED = {
+    **dict.fromkeys(("dropout_p", "dropout"), "there is no dropout"),
+    "is_causal": "write causal=, whose mask ends bottom-right",
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask"), "there is no mask; flashmoe.attention takes attn_mask"),
+    **dict.fromkeys(("page_table", "block_tables"), "write block_table="),
+    "deterministic": "leave it out: results and gradients are the same bits on every run",
+}
 _SDPA = "flashmoe.scaled_dot_product_attention takes it"
 _ATTENTION = "flashmoe.attention takes it"
 
@@ -37,6 +44,8 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
         "dropout": "write dropout_p=",
     },
+    "attention_varlen": {**_SCALE, **_LSE, **_RAGGED},
+    "attention_with_kvcache": {**_SCALE, **_LSE, **_RAGGED},
 }
 
 
@@ -44,6 +53,6 @@ def refuse(function: str, given: Iterable[str], known: Iterable[str], like: str 
     """Raise for the first keyword of ``given``; ``like`` is the function of ``HINTS`` whose arguments ``function`` takes."""
     name, known = next(iter(given)), tuple(known)
     near = difflib.get_close_matches(name, known, 1)
-    hint = HINTS[like or function].get(name) or (f"write {near[0]}=" if near else f"it has {', '.join(known)}")
+    hint = HINTS.get(like or function, {}).get(name) or (f"write {near[0]}=" if near else f"it has {', '.join(known)}")
     msg = f"{function}() has no argument {name!r}: {hint}"
     raise ArgumentTypeError(msg)

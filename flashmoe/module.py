@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
-from flashmoe.checks import are_stand_ins
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+from flashmoe.checks import are_stand_ins, check_parameter_dtype, check_size
+from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.functional import attention
 from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM
 
@@ -92,38 +90,21 @@ def _check_options(causal: bool, bias: bool, dtype: torch.dtype | None) -> None:
         if not isinstance(flag, bool):
             msg = f"{name} must be True or False; found {flag!r} ({type(flag).__name__})"
             raise ArgumentTypeError(msg)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        msg = f"dtype must be a torch.dtype or None; found {dtype!r}; write torch.float16 or another"
-        raise ArgumentTypeError(msg)
-    if dtype is not None and dtype not in DTYPES["cpu"]:
-        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES["cpu"])
-        msg = f"no kernel for {dtype}; supported: {names}"
-        raise DtypeError(msg)
+    check_parameter_dtype(dtype, DTYPES["cpu"])
 
 
 def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int, int]:
     """(dim, heads, kv_heads, head_dim), checked and completed."""
-    dim, heads = _size("dim", dim), _size("heads", heads)
-    groups = heads if kv_heads is None else _size("kv_heads", kv_heads)
+    dim, heads = check_size("dim", dim), check_size("heads", heads)
+    groups = heads if kv_heads is None else check_size("kv_heads", kv_heads)
     if heads % groups:
         msg = f"heads must be a multiple of kv_heads; found {heads} and {groups}; use a divisor of {heads}"
         raise ArgumentError(msg)
     if head_dim is None and dim % heads:
         msg = f"dim must be a multiple of heads; found {dim} and {heads}; change one, or give head_dim"
         raise ArgumentError(msg)
-    size = dim // heads if head_dim is None else _size("head_dim", head_dim)
+    size = dim // heads if head_dim is None else check_size("head_dim", head_dim)
     if size > MAX_HEAD_DIM:
         msg = f"head_dim is {size}; supported: 1 to {MAX_HEAD_DIM}; use more heads"
         raise ArgumentError(msg)
     return dim, heads, groups, size
-
-
-def _size(name: str, value: int) -> int:
-    """A positive integer of any integer type, NumPy's included."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__") or isinstance(value, Tensor):
-        msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
-        raise ArgumentTypeError(msg)
-    if value < 1:
-        msg = f"{name} must be at least 1; found {value}"
-        raise ArgumentError(msg)
-    return operator.index(value)

@@ -63,7 +63,10 @@ def explain(
     enable_gqa: bool = False,
     **misspelt: NoReturn,
 ) -> Route:
-    """Say where ``flashmoe.scaled_dot_product_attention`` would run these arguments; computes nothing."""
+    """Say where ``flashmoe.scaled_dot_product_attention`` would run these arguments; computes nothing.
+
+    Raises ShapeError where key and value differ in length, as that function does.
+    """
     if misspelt:
         keywords.refuse("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
     obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -71,6 +74,7 @@ def explain(
         return Route(Path.FLASHMOE, "everything asked for is supported")
     if jagged_route is not None and obstacle == NESTED and are_jagged(query, key, value):
         return jagged_route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    refuse_unequal_lengths(key, value)  # as the call does
     return Route(Path.TORCH, obstacle)
 
 

@@ -6,7 +6,7 @@ Importing this module imports torch and loads the compiled extension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -16,7 +16,7 @@ from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flashmoe import _extension
+from flashmoe import _extension, keywords
 from flashmoe.checks import shape_of, translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, FlashmoeError, ShapeError
 from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
@@ -28,6 +28,12 @@ _operator = torch.ops.flashmoe.attention_varlen_forward.default
 _inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op
 _append = torch.ops.flashmoe.attention_append_.default
 Window = tuple[int, int]
+_OPTIONS = ("causal", "window", "softcap", "sinks", "scale", "num_splits", "return_lse")
+_VARLEN_ARGUMENTS = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "block_table"),
+    *_OPTIONS,
+)
+_CACHE_ARGUMENTS = ("q", "k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "block_table", *_OPTIONS)
 
 
 @overload
@@ -90,6 +96,7 @@ def attention_varlen(
     block_table: Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each sequence of a batch whose sequences lie one behind the other, without padding.
 
@@ -128,6 +135,8 @@ def attention_varlen(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward mode, a second derivative, or a gradient over pages.
     """
+    if misspelt:
+        keywords.refuse("attention_varlen", misspelt, _VARLEN_ARGUMENTS)
     if not isinstance(cu_seqlens_q, Tensor):
         msg = f"cu_seqlens_q must be an int32 tensor [sequences + 1]; found {type(cu_seqlens_q).__name__}"
         raise ArgumentTypeError(msg)
@@ -193,6 +202,7 @@ def attention_with_kvcache(
     scale: float | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, in place, and attend to all that it then holds. For inference: no gradients.
 
@@ -215,6 +225,8 @@ def attention_with_kvcache(
             Unchecked, keys that have no room are dropped.
         DifferentiationError: a gradient was asked for; call it under torch.no_grad().
     """
+    if misspelt:
+        keywords.refuse("attention_with_kvcache", misspelt, _CACHE_ARGUMENTS)
     tensors = (q, k_cache, v_cache, k_new, v_new, sinks)
     if is_grad_enabled() and any(t.requires_grad for t in tensors if isinstance(t, Tensor)):
         msg = "attention_with_kvcache has no gradient; call it under torch.no_grad(), or use attention_varlen for training"
@@ -232,7 +244,12 @@ def attention_with_kvcache(
     room = 0 if block_table is None else _room(k_cache, block_table)
     lengths = (None, None, used, block_table)
     numbers = (0, room, scale, causal, window, softcap, num_splits)
-    return call(q, k_cache, v_cache, lengths, sinks, None, *numbers, return_lse=return_lse)
+    try:
+        return call(q, k_cache, v_cache, lengths, sinks, None, *numbers, return_lse=return_lse)
+    except FlashmoeError as error:
+        if is_compiling() or "seqused_k" not in str(error):
+            raise
+        raise type(error)(str(error).replace("seqused_k", "cache_seqlens")) from error
 
 
 def _room(pages: Tensor, block_table: Tensor) -> int:
@@ -253,47 +270,6 @@ def _append_checked(*given: Any) -> None:
         if typed is None or isinstance(error, FlashmoeError):
             raise
         raise typed from error
-
-
-def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts, from the results of attention over each: of a shared prefix, of ring attention.
-
-    Args:
-        out_a, out_b: [B, H, S, D] or ragged [N, H, D], as the attention functions return them; one shape and dtype.
-        lse_a, lse_b: [B, H, S] or [H, N], float32. -inf for a part without visible keys.
-
-    Returns:
-        (out, lse) in the shapes and dtypes of the parts; computed in float32. A row that sees no key in either has out 0 and lse
-        -inf. At most one part may have counted a sink. Differentiable in all four, any number of times.
-
-    Raises:
-        ShapeError: the shapes do not belong together.
-    """
-    rank = out_a.dim()
-    rows = (out_a.shape[1], out_a.shape[0]) if rank == 3 else tuple(out_a.shape[:-1])
-    if rank not in (3, 4) or out_a.shape != out_b.shape or tuple(lse_a.shape) != rows or lse_a.shape != lse_b.shape:
-        found = ", ".join(shape_of(t) for t in (out_a, lse_a, out_b, lse_b))
-        msg = f"out must be [B, H, S, D] with lse [B, H, S], or [N, H, D] with lse [H, N], both parts alike; found {found}"
-        raise ShapeError(msg)
-    # Differences to the larger: -inf - -inf does not arise, and neither weight overflows.
-    largest = torch.maximum(lse_a, lse_b).detach()
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()
-    total = weight_a + weight_b
-    is_empty = total == 0
-    safe = torch.where(is_empty, 1.0, total)
-    lse = torch.where(is_empty, -torch.inf, largest + safe.log())
-    part_a, part_b = weight_a / safe, weight_b / safe
-    if rank == 3:
-        part_a, part_b = part_a.mT, part_b.mT
-    # A part of weight 0 may hold anything.
-    out = _weighted(out_a, part_a) + _weighted(out_b, part_b)
-    return out.to(out_a.dtype), lse
-
-
-def _weighted(out: Tensor, weight: Tensor) -> Tensor:
-    weight = weight.unsqueeze(-1)
-    return torch.where(weight == 0, 0.0, out.float()) * weight
 
 
 def attend(

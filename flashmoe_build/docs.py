@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ that the tables under csrc/ and flashmoe/routing.py determine.
+"""Writes the tables of README.md and docs/ that csrc/, flashmoe/routing.py and the reports in docs/results determine.
 
     python -m flashmoe_build.docs            # write
     python -m flashmoe_build.docs --check    # fail if a table is not what its source says
@@ -17,6 +17,7 @@ from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.tools.operations import KernelRow
 from flashmoe.tools.tables import Gpu, Tables, load_tables
+from flashmoe_build import speed
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATION = "attention_forward"
@@ -136,9 +137,19 @@ def sdpa_table(_: Tables) -> str:
     return markdown(("asked for", "runs on"), rows)
 
 
+def speed_table(_: Tables) -> str:
+    return markdown(*speed.attention_rows(ROOT))
+
+
+def expert_speed_table(_: Tables) -> str:
+    return markdown(*speed.expert_rows(ROOT))
+
+
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("README.md", "gpus", gpu_table),
+    ("README.md", "speed", speed_table),
+    ("README.md", "expert speed", expert_speed_table),
     ("docs/kernels/table.md", "kernels", kernel_page),
     ("docs/kernels/table.md", "targets", target_table),
     ("docs/api.md", "sdpa", sdpa_table),
@@ -159,6 +170,8 @@ def generate(root: Path, tables: Tables) -> Mapping[Path, str]:
     """The text that every file with a generated part should have."""
     texts: dict[Path, str] = {}
     for name, part, write in PARTS:
+        if write in (speed_table, expert_speed_table) and not (ROOT / "docs" / "results").is_dir():
+            continue  # an sdist is without reports
         path = root / name
         text = texts.get(path) or path.read_text(encoding="utf-8")
         texts[path] = replace_part(text, part, write(tables), name)

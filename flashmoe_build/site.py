@@ -47,7 +47,7 @@ FUNCTIONS = {
         "flashmoe.functional.scaled_dot_product_attention",
         "flashmoe.varlen.attention_varlen",
         "flashmoe.varlen.attention_with_kvcache",
-        "flashmoe.varlen.merge_attention",
+        "flashmoe.merge.merge_attention",
         "flashmoe.routing.explain",
         "flashmoe.module.Attention",
     ),

@@ -6,14 +6,14 @@ Importing this module imports torch and loads the compiled extension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
-from flashmoe import _extension
+from flashmoe import _extension, keywords
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.moe import scaled
 from flashmoe.operators.moe import arguments
@@ -24,6 +24,13 @@ _extension.load()
 _operators = torch.ops.flashmoe
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"]
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
+_LAYER_ARGUMENTS = (
+    *("x", "w13", "w2", "topk_weights", "topk_ids", "b13", "b2", "activation", "layout", "transposed", "expert_map"),
+    *("shared", "weights_on_input", "w13_scale", "w2_scale", "x_scale", "out"),
+)
+_ROUTE_ARGUMENTS = (
+    *("logits", "k", "scoring", "bias", "groups", "topk_groups", "renormalize", "scale", "return_counts"),
+)
 
 
 def fused_moe(
@@ -45,6 +52,7 @@ def fused_moe(
     w2_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     out: Tensor | None = None,
+    **misspelt: NoReturn,
 ) -> Tensor:
     """A mixture-of-experts layer, from the experts that were chosen for each token to their weighted sum.
 
@@ -87,8 +95,12 @@ def fused_moe(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
+    if misspelt:
+        keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
     arguments.check_flag("transposed", transposed)  # the dispatcher would take None for False
     arguments.check_flag("weights_on_input", weights_on_input)
+    if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
+        arguments.check_out(out, x)  # the dispatcher would follow a meta tensor and compute nothing
     scales = (w13_scale, w2_scale, x_scale)
     if scaled.is_scaled(x, w13, w2, *scales):
         given = {"b13": b13 is not None, "b2": b2 is not None, "layout": layout != "concat"}
@@ -117,9 +129,9 @@ def _layer(layer: tuple[Any, ...], out: Tensor | None) -> Tensor:
         return layer_under_transforms(*layer)
     if has_tangent(*(t for t in tensors if t is not None)):
         raise DifferentiationError(NO_FORWARD_MODE)
-    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    needs_gradient = _needs_gradient(*tensors)
     if out is not None:
-        _refuse_out_with_gradient(out, needed=needs_gradient)
+        _refuse_out_with_gradient(out, needed=needs_gradient or _needs_gradient(out))
         _operators._fused_moe_out.default(out, *layer)
         return out
     if needs_gradient:
@@ -127,6 +139,10 @@ def _layer(layer: tuple[Any, ...], out: Tensor | None) -> Tensor:
     else:
         result = _operators._fused_moe_inference.default(*layer)
     return result
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _refuse_out_with_gradient(out: Tensor | None, *, needed: bool) -> None:
@@ -154,6 +170,9 @@ def _with_weights_on_input(
     words = activation, layout, transposed
     if not is_compiling():
         arguments.validate_layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, *words)
+    if out is not None:
+        arguments.check_out(out, x)
+        _refuse_out_with_gradient(out, needed=_needs_gradient(x, w13, w2, topk_weights, b13, b2, shared, out))
     top_k = topk_ids.shape[1]
     scaled = (x.unsqueeze(1) * topk_weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
     ids = topk_ids.reshape(-1, 1)
@@ -220,6 +239,7 @@ def topk_route(
     renormalize: bool = True,
     scale: float = 1.0,
     return_counts: bool = False,
+    **misspelt: NoReturn,
 ) -> tuple[Tensor, ...]:
     """The k experts of each token and their weights, in one kernel.
 
@@ -244,7 +264,11 @@ def topk_route(
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
+    if misspelt:
+        keywords.refuse("topk_route", misspelt, _ROUTE_ARGUMENTS)
     arguments.check_flag("renormalize", renormalize)
+    if not (is_compiling() or (type(scale) is float and abs(scale) <= arguments.MAX_SCALE)):
+        arguments.check_scale(scale)  # the dispatcher would take a tensor's value and drop its gradient
     groups = 1 if groups is None else groups
     options = (k, scoring, bias, groups, groups if topk_groups is None else topk_groups, renormalize, scale)
     if is_compiling():

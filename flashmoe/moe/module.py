@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,9 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+from flashmoe.checks import check_parameter_dtype, check_size, shape_of
+from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.moe.functional import Activation, Scoring, fused_moe, topk_route
-from flashmoe.operators.moe.arguments import ACTIVATIONS, DTYPES, LAYOUTS, SCORINGS, check_flag, check_word
+from flashmoe.operators.moe.arguments import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYOUTS,
+    MAX_EXPERTS,
+    SCORINGS,
+    check_choices,
+    check_flag,
+    check_scale,
+    check_word,
+)
 
 
 class MoE(nn.Module):
@@ -61,19 +71,24 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.intermediate = _size("dim", dim), _size("intermediate", intermediate)
-        self.experts, self.top_k = _size("experts", experts), _size("top_k", top_k)
-        self.shared_intermediate = _size("shared_intermediate", shared_intermediate, least=0)
-        if self.top_k > self.experts:
-            msg = f"top_k is {top_k}, of {experts} experts; at most as many can be chosen"
+        self.dim, self.intermediate = check_size("dim", dim), check_size("intermediate", intermediate)
+        self.experts, self.top_k = check_size("experts", experts), check_size("top_k", top_k)
+        self.shared_intermediate = check_size("shared_intermediate", shared_intermediate, least=0)
+        if self.experts > MAX_EXPERTS:
+            msg = f"experts is {experts}; supported: 1 to {MAX_EXPERTS}; divide them over several layers"
             raise ArgumentError(msg)
+        check_choices(self.experts, self.top_k, groups, topk_groups)
+        check_scale(scale)
         check_word("scoring", scoring, SCORINGS)
         check_word("activation", activation, ACTIVATIONS)
         check_word("layout", layout, LAYOUTS)
         flags = {"bias": bias, "selection_bias": selection_bias, "renormalize": renormalize, "transposed": transposed}
         for name, flag in {**flags, "weights_on_input": weights_on_input}.items():
             check_flag(name, flag)
-        _check_dtype(dtype)
+        if selection_bias and scoring == "topk_softmax":
+            msg = "selection_bias is True with scoring 'topk_softmax', which would add it to the weights, too; use bias=True"
+            raise ArgumentError(msg)
+        check_parameter_dtype(dtype, DTYPES["cpu"])
         self.scoring, self.groups, self.topk_groups = scoring, groups, topk_groups
         self.renormalize, self.scale = renormalize, scale
         self.activation, self.layout, self.transposed = activation, layout, transposed
@@ -123,8 +138,11 @@ class MoE(nn.Module):
         With ``return_loss`` also the load-balancing loss of this call, a float32 scalar (see :func:`load_balancing_loss`), to be
         added to the model's loss, times 0.001 to 0.01. Raises ShapeError, and what fused_moe and topk_route raise.
         """
-        if x.shape[-1] != self.dim:
-            msg = f"x must be [..., {self.dim}]; found {list(x.shape)}; reshape it, or build with its dim"
+        if not isinstance(x, Tensor):
+            msg = f"x must be a torch.Tensor [..., {self.dim}]; found {type(x).__name__}"
+            raise ArgumentTypeError(msg)
+        if x.dim() < 1 or x.shape[-1] != self.dim:
+            msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or build with its dim"
             raise ShapeError(msg)
         tokens = x.reshape(-1, self.dim)
         logits = self.router(tokens)
@@ -196,24 +214,3 @@ def load_balancing_loss(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
     shares = counts.float() / max(1, tokens * top_k)
     probabilities = scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
     return experts * (shares * probabilities.sum(0)).sum() / max(1, tokens)
-
-
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        msg = f"dtype must be a torch.dtype or None; found {dtype!r}; write torch.float16 or another"
-        raise ArgumentTypeError(msg)
-    if dtype is not None and dtype not in DTYPES["cpu"]:
-        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES["cpu"])
-        msg = f"no kernel for {dtype}; supported: {names}"
-        raise DtypeError(msg)
-
-
-def _size(name: str, value: int, least: int = 1) -> int:
-    """An integer of any integer type, NumPy's included."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__") or isinstance(value, Tensor):
-        msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
-        raise ArgumentTypeError(msg)
-    if value < least:
-        msg = f"{name} must be at least {least}; found {value}"
-        raise ArgumentError(msg)
-    return operator.index(value)

@@ -35,6 +35,8 @@ COMMON_FLAGS = (
     "-Wno-unknown-pragmas",
     f"-fmacro-prefix-map={REPOSITORY}/=",
 )
+# -Og compiles in half of -O2's time, and a run takes as long: nearly all of it is in the machine, which is compiled with -O3.
+KERNEL_LEVEL = "-Og"
 # Following variables through optimised code takes a fifth of the compile time; gdb has lines and frames without it.
 KERNEL_FLAGS = ("-fno-var-tracking", "-fno-math-errno", "-include", "emulation/prelude.h")
 # Indices of register arrays, overflow and shifts of ints trap; the machine reports them.
@@ -147,14 +149,14 @@ class _Job:
     output: Path
 
 
-def _job(name: str, text: str, arch: str, options: Options, level: str) -> _Job:
+def _job(name: str, text: str, arch: str, options: Options) -> _Job:
     path, version = compiler()
     roots = options.roots()
     objects = machine_objects(options)
     traps = () if options.sanitize else trap_flags()
     flags = (
         *COMMON_FLAGS,
-        level,
+        KERNEL_LEVEL,
         *KERNEL_FLAGS,
         *poison_flags(),
         *traps,
@@ -172,9 +174,9 @@ def _job(name: str, text: str, arch: str, options: Options, level: str) -> _Job:
     return _Job(name, text, command, CACHE / "kernels" / f"{name}-{key[:16]}.so")
 
 
-def library(name: str, text: str, arch: str, options: Options, level: str = "-O2") -> Path:
-    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for; ``level``: g++'s."""
-    return _compiled(_job(name, text, arch, options, level))
+def library(name: str, text: str, arch: str, options: Options) -> Path:
+    """A shared library of one translation unit and the machine. ``arch``: sm90, what the unit is compiled for."""
+    return _compiled(_job(name, text, arch, options))
 
 
 def _compiled(job: _Job) -> Path:
@@ -242,7 +244,4 @@ def library_file(unit: Unit, options: Options) -> Path:
 
 def _unit_job(unit: Unit, options: Options) -> _Job:
     major, minor = unit.virtual_capability
-    # Problems of ragged attention and of a mixture of experts are small: compiling takes longer than running, and at -O1 half of what -O2 takes.
-    is_long = unit.row.operation.startswith(("attention_forward", "attention_combine", "attention_backward"))
-    level = "-O2" if is_long else "-O1"
-    return _job(unit.name, unit_text(unit, options), f"sm{major}{minor}", options, level)
+    return _job(unit.name, unit_text(unit, options), f"sm{major}{minor}", options)

@@ -302,6 +302,16 @@ def test_functions_raise_typed_errors(device: str) -> None:
         (lambda: flashmoe.attention(*_dense(a), attn_mask=3), ArgumentTypeError, "attn_mask"),  # type: ignore[call-overload]
         (lambda: cached(q, k, v, cache_seqlens=7), ArgumentTypeError, "cache_seqlens"),
         (lambda: cached(*_dense(a), k, cache_seqlens=cu_q), ArgumentError, "belong together"),
+        (lambda: cached(*_dense(a), cache_seqlens=cu_k[:1].long()), DtypeError, "cache_seqlens must be torch.int32"),
+        (lambda: cached(*_dense(a), cache_seqlens=cu_k), ShapeError, "cache_seqlens must have 1 elements"),
+        (
+            lambda: cached(*_dense(a), *_dense(a)[1:], cache_seqlens=cu_k),
+            ShapeError,
+            r"cache_seqlens must be int32 \[1\], one for each sequence of k_new",
+        ),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, softmax_scale=1.0), ArgumentTypeError, "write scale="),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window_size=(1, 1)), ArgumentTypeError, "write window="),
+        (lambda: cached(q, k, v, cache_seqlens=cu_q, page_table=cu_q), ArgumentTypeError, "write block_table="),
     ]
     for call, kind, words in cases:
         with pytest.raises(kind, match=words):
@@ -312,6 +322,20 @@ def _dense(arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """[1, H, tokens, D] of the ragged tensors."""
     q, k, v = (arguments[name].transpose(0, 1).unsqueeze(0) for name in ("q", "k", "v"))
     return q, k, v
+
+
+def test_parts_that_do_not_belong_together(device: str) -> None:
+    """Of integers merge_attention would make integers, without a word."""
+    out, lse = torch.zeros(1, 2, 3, 8, device=device), torch.zeros(1, 2, 3, device=device)
+    wrong: dict[str, tuple[type[FlashmoeError], tuple[Any, ...]]] = {
+        "out_b must be a torch.Tensor": (ArgumentTypeError, (out, lse, None, lse)),
+        "must have one floating dtype; found torch.int32": (DtypeError, (out.int(), lse, out.int(), lse)),
+        "found torch.float16 in lse_b and torch.float32 in lse_a": (DtypeError, (out, lse, out, lse.half())),
+        "out_b must be on out_a's device": (DeviceError, (out, lse, out.to("meta"), lse)),
+    }
+    for words, (kind, parts) in wrong.items():
+        with pytest.raises(kind, match=words):
+            flashmoe.merge_attention(*parts)
 
 
 def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flashmoe.errors import ExitCode, TableError
+from flashmoe.errors import ExitCode, ReportError, TableError
 from flashmoe.tools.report import Check, Report, Verdict, count, read_report, write_report
 from flashmoe.tools.report import main as report_main
 from flashmoe.tools.tables import load_tables, table_files
-from flashmoe_build import docs
+from flashmoe_build import docs, speed
 from flashmoe_build.links import repository
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +27,48 @@ def test_the_committed_tables_are_up_to_date() -> None:
         path.name for path, text in docs.generate(ROOT, TABLES).items() if path.read_text(encoding="utf-8") != text
     ]
     assert stale == [], "run `nox -s docs`"
+
+
+def test_speeds_in_prose_are_those_of_the_reports() -> None:
+    """The tables are generated; a sentence that quotes a report is held against it here."""
+    if not (ROOT / "docs" / "results").is_dir():
+        pytest.skip("an sdist is without reports")
+    prefill = speed.aggregates(ROOT, "llm-prefill-bf16")[2]
+    train = speed.aggregates(ROOT, "llm-train")[2]
+
+    def mean(row: dict[str, Any]) -> str:
+        return f"{row['geometric_mean']:.2f}"
+
+    backward = (
+        f"sm90: {mean(train['sdpa-flash'])} of the speed of SDPA's FLASH, {mean(train['sdpa-cudnn'])} of cuDNN's, "
+        f"{mean(train['flash-attn-3'])} of FlashAttention-3's fastest mode"
+    )
+    said = {
+        "README.md": [
+            f"at {mean(prefill['sdpa-cudnn'])} times the speed of cuDNN and {mean(prefill['sdpa-flash'])} times that",
+            f"has {mean(train['flash-attn-3'])} times the speed of its fastest mode (worst {train['flash-attn-3']['worst']:.2f}:",
+            f"{mean(train['flash-attn-3-deterministic'])} times that of its deterministic one",
+        ],
+        "docs/api.md": [backward],
+    }
+    for name, sentences in said.items():
+        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert [sentence for sentence in sentences if sentence not in text] == []
+
+
+def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:
+    row = {"subject": "flashmoe", "baseline": "sdpa-flash", "geometric_mean": 1.5, "worst": 1.25, "cells": 3}
+    data = {"aggregates": [row], "suite": {"cases": 4}}
+    for day, folder in (("2026-01-01", "2026-01-01-h100"), ("2026-01-02", "2026-01-02-h100")):
+        path = tmp_path / "docs" / "results" / folder / "bench" / "x.json"
+        path.parent.mkdir(parents=True)
+        report = {"data": data, "environment": {"commit": "0123456789"}, "started": f"{day}T00:00:00"}
+        path.write_text(json.dumps(report), encoding="utf-8")
+    cells = speed.row_cells(tmp_path, speed.Line("x", "x"), ["sdpa-flash", "sdpa-cudnn"])
+    link = "[2026-01-02](docs/results/2026-01-02-h100/bench/x.json), 0123456"
+    assert cells == ("x", "3 of 4", "1.50, worst 1.25", "", link)
+    with pytest.raises(ReportError, match=r"no x\.json .* has flashmoe-sm80"):
+        speed.aggregates(tmp_path, "x", "flashmoe-sm80")
 
 
 def test_every_gpu_and_every_row_is_there() -> None:
@@ -43,6 +87,8 @@ def test_a_changed_table_makes_it_stale(
     for name in {*(Path(name) for name, *_ in docs.PARTS), *tables}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    if (ROOT / "docs" / "results").is_dir():
+        (tmp_path / "docs" / "results").symlink_to(ROOT / "docs" / "results")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     assert docs.main(["--check"]) == 0
     arch = tmp_path / "csrc" / "tables" / "arch.toml"

@@ -114,6 +114,39 @@ def test_the_extension_says_the_same(name: str, device: str) -> None:
         arguments.validate_layer(*words)
 
 
+@pytest.mark.parametrize("weights_on_input", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (ArgumentTypeError, lambda x: 1.0),
+        (DtypeError, lambda x: x.float()),
+        (ShapeError, lambda x: x[1:]),
+        (ShapeError, lambda x: x[:1].expand_as(x)),
+        (ShapeError, lambda x: x.mT.contiguous().mT),
+        (DeviceError, lambda x: x.to("meta")),
+        (ArgumentError, lambda x: x.clone().requires_grad_()),
+    ],
+)
+def test_an_out_that_does_not_fit(
+    kind: type[Exception], change: Callable[[Tensor], Any], weights_on_input: bool, device: str
+) -> None:
+    inputs = make_inputs(SMALL, device=device)
+    with pytest.raises(kind, match="out"):
+        call(SMALL, inputs, out=change(inputs.x), weights_on_input=weights_on_input)
+
+
+def test_out_takes_no_gradient_of_weights_on_input() -> None:
+    inputs = make_inputs(SMALL)
+    inputs.x.requires_grad_()
+    with pytest.raises(ArgumentError, match="out= is given, but a gradient is to be recorded"):
+        call(SMALL, inputs, out=torch.empty_like(inputs.x), weights_on_input=True)
+
+
+def test_a_misspelt_keyword_is_told_the_right_one() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"fused_moe\(\) has no argument 'activaton': write activation="):
+        call(SMALL, make_inputs(SMALL), activaton="swiglu")
+
+
 @pytest.mark.parametrize("size", ["hidden", "intermediate"])
 def test_sizes_on_a_gpu_are_multiples_of_eight(size: str, device: str) -> None:
     case = replace(SMALL, **{size: 12})  # type: ignore[arg-type]
@@ -144,6 +177,10 @@ def test_float32_on_a_gpu_is_refused() -> None:
         (ArgumentTypeError, {"k": 2.0}),
         (ArgumentTypeError, {"renormalize": None}),
         (ArgumentTypeError, {"scale": "1"}),
+        (ArgumentTypeError, {"scale": torch.ones((), requires_grad=True)}),
+        (ArgumentError, {"scale": float("nan")}),
+        (ArgumentError, {"scale": 1e39}),
+        (ArgumentTypeError, {"renormalise": False}),
         (DtypeError, {"bias": torch.zeros(8, dtype=torch.float64)}),
         (ShapeError, {"bias": torch.zeros(7)}),
         (DtypeError, {"logits": torch.zeros(3, 8, dtype=torch.int32)}),

@@ -194,6 +194,11 @@ def test_the_load_balancing_loss(device: str) -> None:
     [
         (ArgumentError, {"top_k": 7}),
         (ArgumentError, {"experts": 0}),
+        (ArgumentError, {"experts": 1025}),
+        (ArgumentError, {"groups": 4}),
+        (ArgumentError, {"groups": 6, "topk_groups": 1}),
+        (ArgumentError, {"scale": float("inf")}),
+        (ArgumentError, {"scoring": "topk_softmax", "selection_bias": True}),
         (ArgumentError, {"dim": -1}),
         (ArgumentError, {"scoring": "tanh"}),
         (ArgumentError, {"activation": "gelu"}),
@@ -216,6 +221,8 @@ def test_typed_errors(kind: type[Exception], changes: dict[str, Any]) -> None:
 def test_another_width_is_refused(device: str) -> None:
     with pytest.raises(ShapeError, match=r"x must be \[\.\.\., 32\]"):
         make("plain", device)(torch.randn(3, 31, device=device, dtype=DTYPES[device]))
+    with pytest.raises(ArgumentTypeError, match="found list"):
+        make("plain", device)([1.0])
 
 
 def test_it_says_what_it_is() -> None:

@@ -232,6 +232,9 @@ def validate_append(
             )
             raise (DtypeError if tensor.dtype != k_cache.dtype else DeviceError)(msg)
     heads, batch = k_cache.shape[1 if block_table is None else 2], k_new.shape[0]
+    if isinstance(cache_seqlens, Tensor) and tuple(cache_seqlens.shape) != (batch,):
+        msg = f"cache_seqlens must be int32 [{batch}], one for each sequence of k_new; found {shape_of(cache_seqlens)}"
+        raise ShapeError(msg)
     for name, new, cache in (("k_new", k_new, k_cache), ("v_new", v_new, v_cache)):
         if new.shape[1] != heads or new.shape[3] != cache.shape[3] or new.shape[:3] != k_new.shape[:3]:
             msg = (

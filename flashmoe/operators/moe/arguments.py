@@ -19,6 +19,7 @@ from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, Dtype
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 MAX_GROUPS = 32
+MAX_SCALE = torch.finfo(torch.float32).max
 MAX_SIZE = 2**31 - 1  # the kernels hold sizes, and the number of rows, in 32 bits
 GPU_MULTIPLE = 8  # of sizes that a product sums over or gives: 16 bytes
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
@@ -138,12 +139,8 @@ def validate_route(
     check_word("scoring", scoring, SCORINGS)
     check_flag("renormalize", renormalize)
     for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
-        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-            msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
-            raise ArgumentTypeError(msg)
-    if not is_number(scale):
-        msg = f"scale must be a number; found {type(scale).__name__}; multiply the weights by a tensor afterwards"
-        raise ArgumentTypeError(msg)
+        _check_integer(name, value)
+    check_scale(scale)
     _check_devices("logits", tensors)
     if logits.dtype not in _ANY_FLOAT:
         msg = f"logits is {_word(logits.dtype)}; supported: float16, bfloat16, float32; convert it with .to()"
@@ -155,6 +152,17 @@ def validate_route(
         msg = f"bias is {_word(bias.dtype)}; float32 is needed; convert it with .float()"
         raise DtypeError(msg)
     _check_shape(tensors, "bias", (experts,), "[experts]")
+    check_choices(experts, k, groups, topk_groups, "k")
+    _check_slots(tokens, k)
+
+
+def check_choices(experts: Any, k: Any, groups: Any, topk_groups: Any, name: str = "top_k") -> None:
+    """1 <= k <= 32 and at most the experts of the groups that stay; ``name`` is what the caller calls k. None: one group, all."""
+    for option, value in (("groups", groups), ("topk_groups", topk_groups)):
+        if value is not None:
+            _check_integer(option, value)
+    groups = 1 if groups is None else groups
+    topk_groups = groups if topk_groups is None else topk_groups
     if groups < 1 or groups > MAX_GROUPS or experts % groups != 0:
         msg = f"groups is {groups}; a divisor of the {experts} experts is needed, at most {MAX_GROUPS}"
         raise ArgumentError(msg)
@@ -163,9 +171,39 @@ def validate_route(
         raise ArgumentError(msg)
     eligible = experts // groups * topk_groups
     if k < 1 or k > eligible or k > MAX_TOP_K:
-        msg = f"k is {k}; supported: 1 to {MAX_TOP_K}, and at most the {eligible} experts that can be chosen"
+        msg = f"{name} is {k}; supported: 1 to {MAX_TOP_K}, and at most the {eligible} experts that can be chosen"
         raise ArgumentError(msg)
-    _check_slots(tokens, k)
+
+
+def check_scale(scale: Any) -> None:
+    if not is_number(scale):
+        msg = f"scale must be a number; found {type(scale).__name__}; multiply the weights by a tensor afterwards"
+        raise ArgumentTypeError(msg)
+    if not isinstance(scale, (torch.SymFloat, torch.SymInt)) and not abs(scale) <= MAX_SCALE:
+        msg = f"scale is {scale}; a number that is finite in float32 is needed; 1.0 leaves the weights as they are"
+        raise ArgumentError(msg)
+
+
+def check_out(out: Any, x: Tensor) -> None:
+    """``out`` can take the result for ``x`` [T, H]: of its shape, dtype and device, rows contiguous and apart."""
+    if not isinstance(out, Tensor):
+        msg = f"out must be a torch.Tensor or None; found {type(out).__name__}; pass torch.empty_like(x)"
+        raise ArgumentTypeError(msg)
+    _check_devices("x", _dense_tensors({"x": x, "out": out}, {}))
+    if out.dtype != x.dtype:
+        msg = f"out is {_word(out.dtype)}; x's {_word(x.dtype)} is needed; convert it with .to(x.dtype)"
+        raise DtypeError(msg)
+    _check_shape({"out": out}, "out", tuple(x.shape), "[tokens, hidden]")
+    rows_overlap = out.shape[0] > 1 and out.stride(0) < out.shape[1]
+    if rows_overlap or (out.shape[1] > 1 and out.stride(1) != 1):
+        msg = f"out has strides {list(out.stride())}; rows that are contiguous and apart are needed; pass a contiguous tensor"
+        raise ShapeError(msg)
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
+        raise ArgumentTypeError(msg)
 
 
 def validate_grouped(a: Any, b: Any, offsets: Any) -> None:
