@@ -97,9 +97,10 @@ struct Softcap {
   }
 };
 
-// What capped_softmax does after it has a row's new maxima: scores become exponents.
+// What capped_softmax does after it has a row's new maxima: scores become exponentials, in one piece with the exponents, so that the
+// exponential units are busy while others are worked out.
 template <int kN, Cap kCap, bool kMayBeEmpty>
-__device__ __forceinline__ void find_exponents(float (&scores)[kN / 2], RowState& rows, const float (&new_max)[2],
+__device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&new_max)[2],
                                                bool moved, float (&rescale)[2], const Softcap& cap) {
   constexpr bool kIsSeries = kCap == Cap::kSoft || kCap == Cap::kMild;
   float shift[2];
@@ -144,6 +145,11 @@ __device__ __forceinline__ void find_exponents(float (&scores)[kN / 2], RowState
       }
     }
   }
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    scores[i] = ptx::exp2_approx(scores[i]);
+    rows.sum[i / 2 % 2] += scores[i];
+  }
 }
 
 // online_softmax of raw scores under a softcap.
@@ -169,18 +175,13 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
     new_max[1] = quad_max(new_max[1]);
   }
   if (ptx::vote_all(cap.serves<Cap::kSoft>(new_max[0]) && cap.serves<Cap::kSoft>(new_max[1]))) {
-    find_exponents<kN, Cap::kSoft, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+    find_exponentials<kN, Cap::kSoft, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   } else if (ptx::vote_all(cap.serves<Cap::kMild>(new_max[0]) && cap.serves<Cap::kMild>(new_max[1]))) {
-    find_exponents<kN, Cap::kMild, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+    find_exponentials<kN, Cap::kMild, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   } else if (ptx::vote_all(cap.serves<Cap::kExact>(new_max[0]) && cap.serves<Cap::kExact>(new_max[1]))) {
-    find_exponents<kN, Cap::kExact, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+    find_exponentials<kN, Cap::kExact, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   } else {
-    find_exponents<kN, Cap::kHeld, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
-  }
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
-    scores[i] = ptx::exp2_approx(scores[i]);
-    rows.sum[i / 2 % 2] += scores[i];
+    find_exponentials<kN, Cap::kHeld, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   }
   return moved;
 }
