@@ -46,7 +46,7 @@ struct Softcap {
   static constexpr float kShortEnd = 0.35f;
   static constexpr float kLongEnd = 0.85f;
   static constexpr float kFoursEnd = 10.0f;
-  static constexpr float kLeastOfFours = 1e-3f;  // as scale_log2: the reciprocal's square must be a float
+  static constexpr float kLeastOfFours = 1e-3f;                // as scale_log2: the reciprocal's square must be a float
   static constexpr float kLeastSoftcap = 24.0f * 1.44269504f;  // as scale_log2
   // Factors whose eighth power is still a float, and not the least of them.
   static constexpr float kLeastFactor = 1e-4f;
