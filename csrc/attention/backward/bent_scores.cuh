@@ -201,7 +201,11 @@ __device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (
 #pragma unroll
   for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) largest = max(largest, fabsf(scores[i]));
   if (!ptx::vote_all(largest * params.band.score_factor <= kSeriesEnd)) {
-    weigh<Spec, Softcap::kExact, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+    if (is_plain) {
+      weigh<Spec, Softcap::kExact, true, kPacks>(params, scores, packed, values, visible, lse_log2);
+    } else {
+      weigh<Spec, Softcap::kExact, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+    }
   } else if (is_plain) {
     weigh<Spec, Softcap::kSeries, true, kPacks>(params, scores, packed, values, visible, lse_log2);
   } else {

@@ -91,7 +91,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     float rescale[2];
     bool moved;
     if constexpr (kStep == Step::kCapped || kStep == Step::kCappedMasked) {
-      moved = capped_softmax<Spec::kBlockN, kStep == Step::kCappedMasked>(scores, rows, rescale, softcap());
+      moved = capped_softmax<Element, Spec::kBlockN, kStep == Step::kCappedMasked>(scores, rows, rescale, softcap());
     } else {
       moved = online_softmax<Spec::kBlockN, kStep != Step::kPlain>(scores, rows, rescale, scale_log2);
     }
@@ -139,7 +139,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       if (has_functions) change_scores(scores, tile, block);
       if (is_masked(block)) mask_block(scores, tile, block);
       if (is_capped) {
-        capped_softmax<Spec::kBlockN, true>(scores, rows, rescale, softcap());
+        capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
       } else {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
       }
@@ -223,8 +223,8 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       float inverse_sum[2];
       float lse[2];
       if (is_capped) {  // from here on, maxima are exponents
-        rows.max[0] = softcap().exact(rows.max[0]);
-        rows.max[1] = softcap().exact(rows.max[1]);
+        rows.max[0] = softcap().exponent_of_max(rows.max[0]);
+        rows.max[1] = softcap().exponent_of_max(rows.max[1]);
       }
       finish_rows(params, rows, is_capped ? 1.0f : scale_log2, sink_log2, inverse_sum, lse);
       store_varlen_lse(params, tile, row, lse);

@@ -29,111 +29,89 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor
   }
 }
 
-// The softcap inside the softmax: exponents scale_log2 * tanh(score * factor) of raw scores, whose order they keep, so that maxima are
-// those of raw scores. Time follows the number of instructions, whichever units they are for.
+// The softcap inside the softmax: exponents scale_log2 * tanh(x), x = score * factor, of raw scores, whose order they keep, so that
+// maxima are those of raw scores. Four forms, chosen for a warp and key block by its largest score:
 //
-// kSoft   up to 5/16 tanh(x) is x times two terms more in x^2, 4e-7 off.
-// kMild   up to 3/4 x times four terms more, 3e-7 off.
-// kExact  1 - 2 / (e^2x + 1), where four scores share one reciprocal: up to 10, from where on tanh is 1.
-// kHeld   the same beyond, with e^2x held to what the product of four leaves finite.
+// kShort  up to 0.35 tanh(x) is x times two terms more in x^2, 8e-7 off
+// kLong   up to 0.85 x times four terms more, 9e-7 off
+// kFours  up to 10 1 - 2 / (e^2x + 1), where four scores share one reciprocal, 3e-7 off
+// kOnes   the same for each score by itself, right at both infinities
 //
-// Below -end both series fall faster than tanh, which does not show: beside a maximum of -1/8 or more, with a cap of kLeastSoftcap or
-// more, such scores weigh less than e^-10 (kSoft: less than 2%, of which they miss a thousandth).
-enum class Cap { kSoft, kMild, kExact, kHeld };
+// Below -end both series fall faster than tanh, which does not show: beside a maximum of kSeriesBegin or more, with a cap of kLeastSoftcap
+// or more, such scores weigh less than e^-10 (kShort: less than 2%, of which they miss a thousandth).
+enum class Cap { kShort, kLong, kFours, kOnes };
 
 struct Softcap {
-  static constexpr float kSoftEnd = 0.3125f;
-  static constexpr float kMildEnd = 0.75f;
-  static constexpr float kExactEnd = 10.0f;
   static constexpr float kSeriesBegin = -0.125f;
+  static constexpr float kShortEnd = 0.35f;
+  static constexpr float kLongEnd = 0.85f;
+  static constexpr float kFoursEnd = 10.0f;
+  static constexpr float kLeastOfFours = 1e-3f;                // as scale_log2: the reciprocal's square must be a float
   static constexpr float kLeastSoftcap = 24.0f * 1.44269504f;  // as scale_log2
   // Factors whose eighth power is still a float, and not the least of them.
   static constexpr float kLeastFactor = 1e-4f;
   static constexpr float kMostFactor = 1e3f;
-  static constexpr float kMostExponent = 30.0f;  // of kHeld
 
   float factor;
   float scale_log2;
 
-  template <Cap kCap>
-  __device__ __forceinline__ bool serves(float max) const {
-    const float x = max * factor;
-    if constexpr (kCap == Cap::kExact) return x <= kExactEnd;
-    return x <= (kCap == Cap::kSoft ? kSoftEnd : kMildEnd) && x >= kSeriesBegin && scale_log2 >= kLeastSoftcap &&
-           factor >= kLeastFactor && factor <= kMostFactor;
+  // Of the series, whatever the scores.
+  __device__ __forceinline__ bool has_series() const {
+    return scale_log2 >= kLeastSoftcap && factor >= kLeastFactor && factor <= kMostFactor;
   }
   __device__ __forceinline__ float slope() const { return factor * scale_log2; }
-
+  __device__ __forceinline__ float power(float score) const {  // e^2x
+    return ptx::exp2_approx(score * (factor * kTwoLog2E));
+  }
+  // The exponent less shift, by kOnes.
+  __device__ __forceinline__ float exponent(float score, float shift) const {
+    return ptx::fma_rn(-2.0f * scale_log2, ptx::rcp_approx(power(score) + 1.0f), scale_log2 - shift);
+  }
+  // Of a maximum; -inf where there is none.
+  __device__ __forceinline__ float exponent_of_max(float max) const {
+    return max == ptx::negative_infinity() ? max : exponent(max, 0.0f);
+  }
+  // The exponent of kSeriesBegin.
+  __device__ __forceinline__ float series_begin() const {
+    constexpr float kTanh = -0.124353f;
+    return kTanh * scale_log2;
+  }
   // score * series(score): the exponent.
   template <Cap kCap>
   __device__ __forceinline__ float series(float score) const {
+    constexpr bool kIsShort = kCap == Cap::kShort;
+    constexpr float kTerms[] = {kIsShort ? -0.332948191f : -0.333209605f, kIsShort ? 0.124047183f : 0.131858427f,
+                                -0.0479662079f, 0.0111100854f};
     const float square = score * score;
     const float at = factor * factor;
-    constexpr bool kIsSoft = kCap == Cap::kSoft;
-    constexpr float kTerms[] = {kIsSoft ? -0.33308466f : -0.33328045f, kIsSoft ? 0.12584438f : 0.13253363f,
-                                -0.04986608f, 0.01275058f};
     const float third = kTerms[0] * at * slope();
     float fifth = kTerms[1] * at * at * slope();
-    if constexpr (!kIsSoft) {
+    if constexpr (!kIsShort) {
       const float high = at * at * at * slope();
       fifth = ptx::fma_rn(square, ptx::fma_rn(square, kTerms[3] * at * high, kTerms[2] * high), fifth);
     }
     return ptx::fma_rn(square, ptx::fma_rn(square, fifth, third), slope());
   }
-  // e^2x + 1.
-  template <Cap kCap>
-  __device__ __forceinline__ float denominator(float score) const {
-    const float exponent = score * (factor * kTwoLog2E);
-    return ptx::exp2_approx(kCap == Cap::kHeld ? ptx::min_nan(exponent, kMostExponent) : exponent) + 1.0f;
-  }
-  __device__ __forceinline__ float exact(float score) const {
-    const float inverse = ptx::rcp_approx(denominator<Cap::kHeld>(score));
-    return score == ptx::negative_infinity() ? score : ptx::fma_rn(-2.0f * scale_log2, inverse, scale_log2);
-  }
-  template <Cap kCap>
-  __device__ __forceinline__ float exponent(float score) const {
-    if constexpr (kCap == Cap::kExact || kCap == Cap::kHeld) return exact(score);
-    return score * series<kCap>(score);
-  }
 };
 
-// What capped_softmax does after it has a row's new maxima: scores become exponents.
+// Scores to exponentials, which are added to the sums: in one piece, so that the compiler interleaves the two.
 template <int kN, Cap kCap, bool kMayBeEmpty>
-__device__ __forceinline__ void find_exponents(float (&scores)[kN / 2], RowState& rows, const float (&new_max)[2],
-                                               bool moved, float (&rescale)[2], const Softcap& cap) {
-  constexpr bool kIsSeries = kCap == Cap::kSoft || kCap == Cap::kMild;
-  float shift[2];
+__device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&shift)[2],
+                                                  const Softcap& cap) {
+  if constexpr (kCap == Cap::kFours) {
+    const float inverse_range = ptx::rcp_approx(-2.0f * cap.scale_log2);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float before = cap.exponent<kCap>(rows.max[r]);
-    shift[r] = before;
-    if (moved) {
-      rows.max[r] = new_max[r];
-      shift[r] = cap.exponent<kCap>(new_max[r]);
-    }
-    if (kMayBeEmpty && !kIsSeries && rows.max[r] == ptx::negative_infinity()) shift[r] = 0.0f;
-    if (moved) {
-      rescale[r] = ptx::exp2_approx(ptx::sub_rn(before, shift[r]));
-      rows.sum[r] *= rescale[r];
-    }
-  }
+    for (int j = 0; j < kN / 2; j += 8) {
 #pragma unroll
-  for (int j = 0; j < kN / 2; j += 8) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int first = j + 2 * r;  // of four in one row: an array of them would cost wgmma its registers
-      if constexpr (kIsSeries) {
+      for (int r = 0; r < 2; ++r) {
+        const int first = j + 2 * r;  // of four in one row: an array of them would cost wgmma its registers
+        float of[4];                  // -(e^2x + 1) / (2 scale_log2)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          float& score = scores[first + c / 2 * 4 + c % 2];
-          score = ptx::fma_rn(score, cap.series<kCap>(score), -shift[r]);
+          of[c] = ptx::fma_rn(cap.power(scores[first + c / 2 * 4 + c % 2]), inverse_range, inverse_range);
         }
-      } else {
-        float of[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) of[c] = cap.denominator<kCap>(scores[first + c / 2 * 4 + c % 2]);
         const float pairs[2] = {of[0] * of[1], of[2] * of[3]};
-        const float inverse = -2.0f * cap.scale_log2 * ptx::rcp_approx(pairs[0] * pairs[1]);
+        const float inverse = ptx::rcp_approx(pairs[0] * pairs[1]);
         const float inverse_pairs[2] = {inverse * pairs[1], inverse * pairs[0]};
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -143,45 +121,145 @@ __device__ __forceinline__ void find_exponents(float (&scores)[kN / 2], RowState
         }
       }
     }
-  }
-}
-
-// online_softmax of raw scores under a softcap.
-template <int kN, bool kMayBeEmpty>
-__device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
-                                               const Softcap& cap) {
-  constexpr float kMaxExponent = 8.0f;
-  float new_max[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    new_max[r] = rows.max[r];
-#pragma unroll
-    for (int j = 0; j < kN / 8; ++j) {
-      new_max[r] = ptx::max_ftz(new_max[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-    }
-  }
-  // False for the NaN of a row without keys.
-  const bool stays = (new_max[0] - rows.max[0]) * cap.slope() <= kMaxExponent &&
-                     (new_max[1] - rows.max[1]) * cap.slope() <= kMaxExponent;
-  const bool moved = ptx::vote_any(!stays);
-  if (moved) {
-    new_max[0] = quad_max(new_max[0]);
-    new_max[1] = quad_max(new_max[1]);
-  }
-  if (ptx::vote_all(cap.serves<Cap::kSoft>(new_max[0]) && cap.serves<Cap::kSoft>(new_max[1]))) {
-    find_exponents<kN, Cap::kSoft, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
-  } else if (ptx::vote_all(cap.serves<Cap::kMild>(new_max[0]) && cap.serves<Cap::kMild>(new_max[1]))) {
-    find_exponents<kN, Cap::kMild, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
-  } else if (ptx::vote_all(cap.serves<Cap::kExact>(new_max[0]) && cap.serves<Cap::kExact>(new_max[1]))) {
-    find_exponents<kN, Cap::kExact, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
   } else {
-    find_exponents<kN, Cap::kHeld, kMayBeEmpty>(scores, rows, new_max, moved, rescale, cap);
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      float& score = scores[i];
+      if constexpr (kCap == Cap::kOnes) {
+        const float exponent = cap.exponent(score, shift[i / 2 % 2]);
+        score = kMayBeEmpty && score == ptx::negative_infinity() ? score : exponent;
+      } else {
+        score = ptx::fma_rn(score, cap.series<kCap>(score), -shift[i / 2 % 2]);
+      }
+    }
   }
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) {
     scores[i] = ptx::exp2_approx(scores[i]);
     rows.sum[i / 2 % 2] += scores[i];
   }
+}
+
+// No exponent is above scale_log2. With the range of float, exponentials may refer to it itself, once each row of the warp has had a key
+// within kReach of it that the series may stand beside: from then on a row has neither a maximum nor rescaling, and RowState::max is
+// infinite, as scores are whose exponent is scale_log2. Other rows, and weights of less range, have a maximum.
+template <typename Element>
+constexpr bool kHasRangeOfFloat = false;
+template <>
+constexpr bool kHasRangeOfFloat<__nv_bfloat16> = true;
+constexpr float kReach = 90.0f;
+
+// The largest score of this thread, or any below zero where all are.
+template <int kN>
+__device__ __forceinline__ float largest(const float (&scores)[kN / 2]) {
+  int level[kN / 2];
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) level[i] = static_cast<int>(ptx::float_bits(scores[i]));
+  int count = kN / 2;
+#pragma unroll
+  for (int step = 0; step < 5; ++step) {
+    const int next = (count + 2) / 3;
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      if (i >= next) continue;
+      const int y = 3 * i + 1 < count ? 3 * i + 1 : 3 * i, z = 3 * i + 2 < count ? 3 * i + 2 : 3 * i;
+      level[i] = max(max(level[3 * i], level[y]), level[z]);
+    }
+    count = next;
+  }
+  return ptx::bits_float(static_cast<uint32_t>(level[0]));
+}
+
+// What the scores of a key block allow, for the whole warp.
+struct CapChoice {
+  bool is_short;
+  bool is_long;
+  bool is_fours;
+
+  // largest: of the scores; least: a lower bound of the maxima of the thread's two rows.
+  __device__ __forceinline__ CapChoice(const Softcap& cap, float largest, float least) {
+    const float x = largest * cap.factor;
+    const bool has_series = cap.has_series() && least * cap.factor >= Softcap::kSeriesBegin;
+    is_short = ptx::vote_all(has_series && x <= Softcap::kShortEnd);
+    is_long = ptx::vote_all(has_series && x <= Softcap::kLongEnd);
+    is_fours = ptx::vote_all(x <= Softcap::kFoursEnd && cap.scale_log2 >= Softcap::kLeastOfFours);
+  }
+};
+
+template <int kN, bool kMayBeEmpty>
+__device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&shift)[2],
+                                                  const Softcap& cap, const CapChoice& choice) {
+  if (choice.is_short) {
+    find_exponentials<kN, Cap::kShort, kMayBeEmpty>(scores, rows, shift, cap);
+  } else if (choice.is_long) {
+    find_exponentials<kN, Cap::kLong, kMayBeEmpty>(scores, rows, shift, cap);
+  } else if (choice.is_fours) {
+    find_exponentials<kN, Cap::kFours, kMayBeEmpty>(scores, rows, shift, cap);
+  } else {
+    find_exponentials<kN, Cap::kOnes, kMayBeEmpty>(scores, rows, shift, cap);
+  }
+}
+
+// online_softmax of raw scores under a softcap.
+template <typename Element, int kN, bool kMayBeEmpty>
+__device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
+                                               const Softcap& cap) {
+  constexpr float kMaxExponent = 8.0f;
+  constexpr bool kSettles = kHasRangeOfFloat<Element>;
+  const float settled = -ptx::negative_infinity();
+  if constexpr (kSettles && !kMayBeEmpty) {
+    if (ptx::vote_all(rows.max[0] == settled && rows.max[1] == settled)) {
+      const float shift[2] = {cap.scale_log2, cap.scale_log2};
+      find_exponentials<kN, kMayBeEmpty>(scores, rows, shift, cap, CapChoice(cap, largest<kN>(scores), 0.0f));
+      return false;
+    }
+  }
+  float new_max[2];  // of this thread's columns; of the whole row only where it matters
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    new_max[r] = ptx::negative_infinity();
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j) {
+      new_max[r] = ptx::max_ftz(new_max[r], ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+    }
+  }
+  const float top = ptx::max_ftz(new_max[0], new_max[1]);
+  new_max[0] = ptx::max_ftz(new_max[0], rows.max[0]);
+  new_max[1] = ptx::max_ftz(new_max[1], rows.max[1]);
+  const CapChoice choice(cap, top, min(new_max[0], new_max[1]));
+  // Not for the NaN of a row without keys, nor of a settled one.
+  const bool moved = ptx::vote_any((new_max[0] - rows.max[0]) * cap.slope() > kMaxExponent ||
+                                   (new_max[1] - rows.max[1]) * cap.slope() > kMaxExponent);
+  float shift[2];
+  if (moved) {
+    const float before[2] = {cap.exponent_of_max(rows.max[0]), cap.exponent_of_max(rows.max[1])};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      new_max[r] = quad_max(new_max[r]);
+      shift[r] = cap.exponent_of_max(new_max[r]);
+    }
+    if constexpr (kSettles) {
+      const float least = ptx::max_ftz(cap.scale_log2 - kReach, cap.series_begin());
+      if (ptx::vote_all(shift[0] >= least && shift[1] >= least)) {
+        new_max[0] = new_max[1] = settled;
+        shift[0] = shift[1] = cap.scale_log2;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows.max[r] = new_max[r];
+      if (kMayBeEmpty && new_max[r] == ptx::negative_infinity()) shift[r] = 0.0f;
+      rescale[r] = ptx::exp2_approx(ptx::sub_rn(before[r], shift[r]));
+      rows.sum[r] *= rescale[r];
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool is_empty = kMayBeEmpty && rows.max[r] == ptx::negative_infinity();
+      shift[r] = is_empty ? 0.0f : cap.exponent_of_max(rows.max[r]);
+    }
+  }
+  find_exponentials<kN, kMayBeEmpty>(scores, rows, shift, cap, choice);
   return moved;
 }
 
