@@ -138,7 +138,7 @@ class ScaledPart {
       : product_(product) {
     if (product == Product::kScaledGated) request.dtype = Dtype::kBFloat16;
     const int64_t* sizes = weights.sizes();
-    kernel_ = &select_product({request, product, Memory::kNk, shape.slots, shape.experts, sizes[2]});
+    kernel_ = &select_product({request, product, Memory::kNk, shape.slots, shape.experts, sizes[1], sizes[2]});
     GemmParams& gemm = params.gemm;
     gemm.b = weights.data();
     gemm.b_stride = weights.strides()[1] / 2;
