@@ -34,8 +34,11 @@ QUICK = (
     "tests/cpu/test_forward.py", "tests/cpu/test_backward.py", "tests/cpu/test_isa.py", "tests/moe/test_cpu.py",
     "tests/attention/test_checks.py", "tests/emulation/test_machine.py",
 )  # fmt: skip
-FULL = (*QUICK, "tests/cpu", "tests/moe", "tests/attention/test_varlen.py", "tests/emulation/test_numerics.py",
-        "tests/attention/test_correctness.py")  # fmt: skip
+# Kernels first: their library is compiled while the process has one thread, which qemu can fork.
+FULL = (
+    "tests/cpu", "tests/moe", "tests/attention/test_checks.py", "tests/attention/test_varlen.py",
+    "tests/emulation/test_machine.py", "tests/emulation/test_numerics.py", "tests/attention/test_correctness.py",
+)  # fmt: skip
 
 # Under emulation, minutes a case; the kernels' loops and tails are those of shorter ones.
 SLOW = " and ".join(f"not {name}" for name in (

@@ -115,10 +115,10 @@ def expected(layer: Layer) -> Tensor:
 
 
 def assert_close(out: Tensor, reference: Tensor) -> None:
-    """A sum that lies on the border of two e4m3 values may be rounded to either: 2^-4 of one of the many terms."""
+    """A sum that lies on the border of two e4m3 values may be rounded to either: 2^-4 of one of the terms, at least 128."""
     assert torch.isfinite(out).all()
     error = (out.double() - reference).abs()
-    assert error.norm() <= 6e-3 * reference.norm() + 1e-12
+    assert error.norm() <= 1.5e-2 * reference.norm() + 1e-12
     assert error.max() <= 4e-2 * reference.abs().max() + 1e-12
 
 
