@@ -9,7 +9,7 @@ from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
 
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
-FEW = ("ragged", "paged", "window", "softcap")
+FEW = ("ragged", "paged", "window", "softcap", "soft softcap", "wide softcap")
 ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
@@ -71,6 +71,7 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     mild = replace(soft, name="mild softcap", magnitude=6.0, rows=(9, 2), keys=(n + 3, 9))
     yield mild
     yield replace(mild, name="sharp softcap", softcap=25.0, magnitude=400.0)
+    yield replace(mild, name="wide softcap", softcap=200.0)  # no score is near it
     masked = _base(unit, "mask", (33, 33), (n + 9, n + 9))
     masked = replace(masked, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
     yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
