@@ -38,7 +38,7 @@ ATTENTION = (
     Line("`serving`: the same from pages of 16 to 256, 1 to 256 sequences; torch reads dense caches", "serving"),
 )
 EXPERTS = (
-    Line("`moe-decode`: 1 to 128 tokens", "moe-decode"),
+    Line("`moe-decode`: 1 to 512 tokens", "moe-decode"),
     Line("`moe-prefill`: 2048 to 32768 tokens", "moe-prefill"),
     Line("`moe-train`: forward and backward", "moe-train"),
 )
