@@ -47,7 +47,7 @@ def layer(
             raise ArgumentError(msg)
     w13_scale, w2_scale, x_scale = scales
     values = (x, w13, w2, w13_scale, w2_scale, topk_weights, topk_ids, x_scale, expert_map, shared, activation)
-    _refuse_gradients(values)
+    _refuse_gradients((*values, out))
     if out is not None:
         scaled.validate_scaled(*values)
         _check_out(out, x)

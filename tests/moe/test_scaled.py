@@ -299,6 +299,8 @@ def test_gradients_are_refused(device: str) -> None:
     with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
         layer(x=layer.x.clone().requires_grad_())
     with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
+        layer(out=torch.empty_like(layer.x).requires_grad_())
+    with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
         torch.func.grad(lambda weights: layer(topk_weights=weights).float().sum())(layer.topk_weights)
     with torch.no_grad():
         assert layer(x=layer.x.clone().requires_grad_()).shape == layer.x.shape
