@@ -17,7 +17,7 @@ from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.tools.operations import KernelRow
 from flashmoe.tools.tables import Gpu, Tables, load_tables
-from flashmoe_build import speed
+from flashmoe_build import peers, speed
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATION = "attention_forward"
@@ -145,6 +145,23 @@ def expert_speed_table(_: Tables) -> str:
     return markdown(*speed.expert_rows(ROOT))
 
 
+def peers_table(_: Tables) -> str:
+    return markdown(*peers.forward_table(ROOT))
+
+
+def peers_skew_table(_: Tables) -> str:
+    return markdown(*peers.skew_table(ROOT))
+
+
+def peers_step_table(_: Tables) -> str:
+    return markdown(*peers.step_table(ROOT))
+
+
+def peers_memory_table(_: Tables) -> str:
+    return markdown(*peers.step_memory_table(ROOT))
+
+
+FROM_RESULTS = (speed_table, expert_speed_table, peers_table, peers_skew_table, peers_step_table, peers_memory_table)
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("README.md", "gpus", gpu_table),
@@ -153,6 +170,10 @@ PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("docs/kernels/table.md", "kernels", kernel_page),
     ("docs/kernels/table.md", "targets", target_table),
     ("docs/api.md", "sdpa", sdpa_table),
+    ("docs/kernels/moe.md", "memory of a step", peers_memory_table),
+    ("docs/kernels/moe.md", "time of a step", peers_step_table),
+    ("docs/kernels/moe.md", "other libraries", peers_table),
+    ("docs/kernels/moe.md", "skewed routing", peers_skew_table),
 )
 
 
@@ -170,7 +191,7 @@ def generate(root: Path, tables: Tables) -> Mapping[Path, str]:
     """The text that every file with a generated part should have."""
     texts: dict[Path, str] = {}
     for name, part, write in PARTS:
-        if write in (speed_table, expert_speed_table) and not (ROOT / "docs" / "results").is_dir():
+        if write in FROM_RESULTS and not (ROOT / "docs" / "results").is_dir():
             continue  # an sdist is without reports
         path = root / name
         text = texts.get(path) or path.read_text(encoding="utf-8")
