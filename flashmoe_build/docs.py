@@ -145,6 +145,10 @@ def expert_speed_table(_: Tables) -> str:
     return markdown(*speed.expert_rows(ROOT))
 
 
+def prefill_table(_: Tables) -> str:
+    return markdown(*speed.prefill_rows(ROOT))
+
+
 def peers_table(_: Tables) -> str:
     return markdown(*peers.forward_table(ROOT))
 
@@ -161,7 +165,15 @@ def peers_memory_table(_: Tables) -> str:
     return markdown(*peers.step_memory_table(ROOT))
 
 
-FROM_RESULTS = (speed_table, expert_speed_table, peers_table, peers_skew_table, peers_step_table, peers_memory_table)
+FROM_RESULTS = (
+    speed_table,
+    expert_speed_table,
+    prefill_table,
+    peers_table,
+    peers_skew_table,
+    peers_step_table,
+    peers_memory_table,
+)
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("README.md", "gpus", gpu_table),
@@ -170,6 +182,7 @@ PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("docs/kernels/table.md", "kernels", kernel_page),
     ("docs/kernels/table.md", "targets", target_table),
     ("docs/api.md", "sdpa", sdpa_table),
+    ("docs/kernels/attention-sm90.md", "forward by case", prefill_table),
     ("docs/kernels/moe.md", "memory of a step", peers_memory_table),
     ("docs/kernels/moe.md", "time of a step", peers_step_table),
     ("docs/kernels/moe.md", "other libraries", peers_table),

@@ -42,7 +42,12 @@ EXPERTS = (
     Line("`moe-prefill`: 2048 to 32768 tokens", "moe-prefill"),
     Line("`moe-train`: forward and backward", "moe-train"),
 )
-ATTENTION_BASELINES = {"sdpa-flash": "to SDPA FLASH", "sdpa-cudnn": "to SDPA cuDNN", "sdpa": "to SDPA's default"}
+ATTENTION_BASELINES = {
+    "sdpa-flash": "to SDPA FLASH",
+    "sdpa-cudnn": "to SDPA cuDNN",
+    "flash-attn-3": "to FlashAttention-3",
+    "sdpa": "to SDPA's default",
+}
 EXPERT_BASELINES = {
     "torch-grouped-compiled": "to torch's `grouped_mm`, compiled",
     "torch-grouped": "the same, eager",
@@ -55,6 +60,33 @@ def attention_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 def expert_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     return _rows(root, EXPERTS, EXPERT_BASELINES)
+
+
+def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Every case of the forward grid in bfloat16: TFLOP/s of each side, ours in percent of the matrix product, ratios."""
+    rivals = {"sdpa-cudnn": "cuDNN", "flash-attn-3": "FlashAttention-3"}
+    _, whole, _ = aggregates(root, "llm-prefill-bf16")
+    product = whole["data"]["ceilings"]["matmul_tflops"]["bf16"]
+    header = ("D", "mask", "S", "TFLOP/s", "%", *rivals.values(), *(f"to {name}" for name in rivals.values()))
+    rows = []
+    for cell in whole["data"]["cells"]:
+        case, times = cell["case"], {name: side["median_us"] for name, side in cell["contenders"].items()}
+        operations = 4 * case["batch"] * case["heads_q"] * case["seq_q"] * case["seq_k"] * case["head_dim"]
+        visible = operations / 2 if case["causal"] else operations
+        rate = {name: visible / time / 1e6 for name, time in times.items()}
+        ratios = [cell["comparisons"].get(f"flashmoe / {rival}") for rival in rivals]
+        rows.append(
+            (
+                f"{case['head_dim']}",
+                "causal" if case["causal"] else "full",
+                f"{case['seq_q']}",
+                f"{rate['flashmoe']:.0f}",
+                f"{100 * rate['flashmoe'] / product:.0f}",
+                *(f"{rate[rival]:.0f}" if rival in rate else "" for rival in rivals),
+                *(f"{found['ratio']:.2f}" if found else "" for found in ratios),
+            )
+        )
+    return header, rows
 
 
 def aggregates(root: Path, report: str, subject: str = "flashmoe") -> tuple[Path, dict[str, Any], dict[str, Any]]:

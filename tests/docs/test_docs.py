@@ -46,6 +46,7 @@ def test_speeds_in_prose_are_those_of_the_reports() -> None:
     said = {
         "README.md": [
             f"at {mean(prefill['sdpa-cudnn'])} times the speed of cuDNN and {mean(prefill['sdpa-flash'])} times that",
+            f"and at {mean(prefill['flash-attn-3'])} times that of FlashAttention-3 ([measured]",
             f"has {mean(train['flash-attn-3'])} times the speed of its fastest mode (worst {train['flash-attn-3']['worst']:.2f}:",
             f"{mean(train['flash-attn-3-deterministic'])} times that of its deterministic one",
         ],
