@@ -68,7 +68,7 @@ def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     _, whole, _ = aggregates(root, "llm-prefill-bf16")
     product = whole["data"]["ceilings"]["matmul_tflops"]["bf16"]
     header = ("D", "mask", "S", "TFLOP/s", "%", *rivals.values(), *(f"to {name}" for name in rivals.values()))
-    rows = []
+    rows: list[Sequence[str]] = []
     for cell in whole["data"]["cells"]:
         case, times = cell["case"], {name: side["median_us"] for name, side in cell["contenders"].items()}
         operations = 4 * case["batch"] * case["heads_q"] * case["seq_q"] * case["seq_k"] * case["head_dim"]
