@@ -66,11 +66,38 @@ __device__ __forceinline__ int quotient(int a, int b) {
   return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
+// What a block waits for before its first keys, lengths and then pages, is asked for at once: of the page table as many lines as a warp has
+// lanes, from where the block's share would begin if all entries were as long.
+__device__ __forceinline__ void prefetch_tables(const ForwardParams& params) {
+  constexpr int kLine = 32;  // elements
+  const Batch& entries = params.entries;
+  const int thread = ptx::thread_index();
+  const int at = thread * kLine;
+  if (at < params.batch) {
+    if (entries.seqused_k != nullptr) ptx::prefetch_global(entries.seqused_k + at);
+    if (entries.cu_seqlens_q != nullptr) ptx::prefetch_global(entries.cu_seqlens_q + at);
+    if (entries.cu_seqlens_k != nullptr) ptx::prefetch_global(entries.cu_seqlens_k + at);
+  }
+  if (entries.block_table == nullptr || thread >= 32) return;
+  const int64_t pages = params.batch * entries.block_table_stride;
+  if (pages > (1 << 30)) return;
+  const int page = ptx::block_index() * quotient(static_cast<int>(pages), ptx::grid_size()) + at;
+  if (page < pages) ptx::prefetch_global(entries.block_table + page);
+}
+
 template <typename Spec>
 struct Plan {
+  // Of what a share counts in, tiles: what an item's start and end cost beside its tiles, where items differ.
+  static constexpr int kLead = 1;
+  // Up to 192 MB of keys and values are read to be evicted first, so that what other kernels have left in the second-level cache need not be
+  // written back for their sake.
+  static constexpr int kSmall = (192 << 20) / (Spec::kNumWarps * Spec::kStageBytes);
+
   const ForwardParams& params;
   const bool is_uniform;  // one look says what all entries ask for
   bool is_whole;          // blocks take whole items
+  bool is_small;          // keys and values leave room in the second-level cache, or would if they were evicted first
+  int lead;               // of the row, in front of each item's tiles: what its start and end cost beside them
   int share;              // tiles of a block; unused for whole items
   int position;           // of the row of all tiles: where the next segment begins; of whole items, the next one
   int end;                // of the block's share; of all whole items
@@ -108,10 +135,10 @@ struct Plan {
     items = row_blocks_of(rows.length) * params.heads_q;
   }
 
-  __device__ __forceinline__ void load_group(int first) {
+  // The lanes hold the entries from `first` on.
+  __device__ __forceinline__ void set_group(int first) {
     group = first;
-    load_entry(is_uniform ? 0 : first + ptx::lane_index());
-    behind = items * tiles;
+    behind = items * (lead + tiles);
     if (!is_uniform) behind = warp_prefix_sum(behind);
   }
 
@@ -120,6 +147,8 @@ struct Plan {
         is_uniform(params_.batch == 1 ||
                    (params_.entries.cu_seqlens_q == nullptr && params_.entries.cu_seqlens_k == nullptr &&
                     params_.entries.seqused_k == nullptr)),
+        is_small(false),
+        lead(0),
         group_tile(0) {
     share = 0;
     is_whole = params.num_splits == 1;
@@ -131,8 +160,8 @@ struct Plan {
     int most = 0;
     int all_items = 0;
     for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // the first one last
-      load_group(first);
-      total += ptx::shuffle_index(behind, 31);
+      load_entry(is_uniform ? 0 : first + ptx::lane_index());
+      total += items * tiles;
       most = max(most, tiles);
       all_items += items;
     }
@@ -141,14 +170,19 @@ struct Plan {
       all_items *= params.batch;
     } else {
       most = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(most)));
+      total = ptx::shuffle_index(warp_prefix_sum(total), 31);
       all_items = ptx::shuffle_index(warp_prefix_sum(all_items), 31);
     }
+    is_small = total <= kSmall;
     const bool is_equal = static_cast<int64_t>(most) * all_items == total;
-    is_whole = is_equal && fills_rounds(all_items);
+    is_whole = is_equal && fills_rounds(all_items) && !share_pages();
     if (is_whole) {
       take_whole_items();
       return;
     }
+    lead = is_equal ? 0 : kLead;
+    total += lead * all_items;
+    set_group(0);
     // Shares do not begin where items do: an item of num_splits - 1 shares may meet num_splits blocks.
     share = max(quotient(total + ptx::grid_size() - 1, ptx::grid_size()),
                 quotient(most + params.num_splits - 2, params.num_splits - 1));
@@ -169,6 +203,17 @@ struct Plan {
     const int blocks = ptx::grid_size();
     const int last_round = items - quotient(items - 1, blocks) * blocks;
     return items >= blocks && 64 * (quotient(2 * blocks, 5) - last_round) <= items;
+  }
+
+  // True if the first and the last of entries as long have one page in the middle of their keys: then so have all, most likely, and the pages
+  // come from the second-level cache, where they are asked for less often at a time when entries are not in step.
+  __device__ __forceinline__ bool share_pages() const {
+    const int32_t* pages = params.entries.block_table;
+    const int begin = ptx::shuffle_index(seen.begin, 0);
+    const int keys_end = ptx::shuffle_index(seen.end, 0);
+    if (pages == nullptr || params.batch == 1 || begin == keys_end) return false;
+    pages += quotient(begin + (keys_end - begin) / 2, params.entries.page_size);
+    return load_length(pages) == load_length(pages + (params.batch - 1) * params.entries.block_table_stride);
   }
 
   // Of equal items, a share up to a sixteenth longer that is one of an item's equal parts, if there is one. Two parts of items in a block
@@ -226,18 +271,21 @@ struct Plan {
       uint32_t reached = ptx::vote_ballot(group_tile + behind > position);
       while (reached == 0) {
         group_tile += ptx::shuffle_index(behind, 31);
-        load_group(group + 32);
+        load_entry(group + 32 + ptx::lane_index());
+        set_group(group + 32);
         reached = ptx::vote_ballot(group_tile + behind > position);
       }
       lane = ptx::population_count(~reached & (reached - 1));  // the first that reaches past it
       entry = group + lane;
-      entry_tile = group_tile + ptx::shuffle_index(behind - items * tiles, lane);
+      entry_tile = group_tile + ptx::shuffle_index(behind - items * (lead + tiles), lane);
     }
     const int item_tiles = ptx::shuffle_index(tiles, lane);
-    const int index = quotient(position - entry_tile, item_tiles);
-    set_item(segment, entry, lane, index);
-    segment.item_tile = entry_tile + index * item_tiles;
+    const int index = quotient(position - entry_tile, lead + item_tiles);
+    segment.item_tile = entry_tile + index * (lead + item_tiles) + lead;
     segment.item_end = segment.item_tile + item_tiles;
+    position = max(position, segment.item_tile);
+    if (position >= end) return false;
+    set_item(segment, entry, lane, index);
     segment.position = position;
     segment.tile += position - segment.item_tile;
     const int segment_end = min(segment.item_end, end);

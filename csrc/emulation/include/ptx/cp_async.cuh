@@ -17,6 +17,12 @@ __device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, 
   emulation::copy_async(smem.address, gmem, 16, 16, site, "cp_async_16");
 }
 
+// What the caches keep is not emulated.
+__device__ __forceinline__ void cp_async_16_evict_first(SmemPointer smem, const void* gmem, int source_bytes,
+                                                        Site site = Site::here()) {
+  emulation::copy_async(smem.address, gmem, 16, source_bytes, site, "cp_async_16_evict_first");
+}
+
 __device__ __forceinline__ void cp_async_commit(Site site = Site::here()) {
   emulation::copy_async_commit(site, "cp_async_commit");
 }
