@@ -61,6 +61,10 @@ __device__ __forceinline__ KeyRange keys_of_entry(const Sequence<MaskKind::kBand
   return KeyRange{band_keys(band, sequence, 0).begin, band_keys(band, sequence, sequence.rows() - 1).end};
 }
 
+// How often keys and values are read, as the second-level cache should know: once, in a batch so small that without them the cache would have room
+// for what other kernels have left there; once; or by many entries.
+enum class Use { kOnceOfFew, kOnce, kOften };
+
 // Unsigned: the signed division takes half as many instructions more.
 __device__ __forceinline__ int quotient(int a, int b) {
   return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
@@ -96,7 +100,7 @@ struct Plan {
   const ForwardParams& params;
   const bool is_uniform;  // one look says what all entries ask for
   bool is_whole;          // blocks take whole items
-  bool is_small;          // keys and values leave room in the second-level cache, or would if they were evicted first
+  Use use;
   int lead;               // of the row, in front of each item's tiles: what its start and end cost beside them
   int share;              // tiles of a block; unused for whole items
   int position;           // of the row of all tiles: where the next segment begins; of whole items, the next one
@@ -147,7 +151,7 @@ struct Plan {
         is_uniform(params_.batch == 1 ||
                    (params_.entries.cu_seqlens_q == nullptr && params_.entries.cu_seqlens_k == nullptr &&
                     params_.entries.seqused_k == nullptr)),
-        is_small(false),
+        use(Use::kOften),
         lead(0),
         group_tile(0) {
     share = 0;
@@ -173,10 +177,13 @@ struct Plan {
       total = ptx::shuffle_index(warp_prefix_sum(total), 31);
       all_items = ptx::shuffle_index(warp_prefix_sum(all_items), 31);
     }
-    is_small = total <= kSmall;
+    const bool is_small = total <= kSmall;
     const bool is_equal = static_cast<int64_t>(most) * all_items == total;
-    is_whole = is_equal && fills_rounds(all_items) && !share_pages();
+    const bool may_be_whole = is_equal && fills_rounds(all_items);
+    const Witness pages = is_small && !may_be_whole ? Witness{0, 1} : common_page();
+    is_whole = may_be_whole && pages.first != pages.other;
     if (is_whole) {
+      use = is_small ? Use::kOnceOfFew : Use::kOnce;
       take_whole_items();
       return;
     }
@@ -187,6 +194,7 @@ struct Plan {
     share = max(quotient(total + ptx::grid_size() - 1, ptx::grid_size()),
                 quotient(most + params.num_splits - 2, params.num_splits - 1));
     if (is_equal) share = aligned(share, most);
+    if (pages.first != pages.other) use = is_small ? Use::kOnceOfFew : Use::kOnce;
     position = min(total, ptx::block_index() * share);
     end = min(total, position + share);
   }
@@ -205,22 +213,33 @@ struct Plan {
     return items >= blocks && 64 * (quotient(2 * blocks, 5) - last_round) <= items;
   }
 
-  // True if the first and the last of entries as long have one page in the middle of their keys: then so have all, most likely, and the pages
-  // come from the second-level cache, where they are asked for less often at a time when entries are not in step.
-  __device__ __forceinline__ bool share_pages() const {
-    const int32_t* pages = params.entries.block_table;
-    const int begin = ptx::shuffle_index(seen.begin, 0);
-    const int keys_end = ptx::shuffle_index(seen.end, 0);
-    if (pages == nullptr || params.batch == 1 || begin == keys_end) return false;
-    pages += quotient(begin + (keys_end - begin) / 2, params.entries.page_size);
-    return load_length(pages) == load_length(pages + (params.batch - 1) * params.entries.block_table_stride);
+  // Pages of two entries, of the same key: where they are one, all entries share theirs, most likely, and read them from the second-level cache.
+  struct Witness {
+    int first;
+    int other;
+  };
+
+  // Of the group in the lanes, for the key in the middle of those that its first entry and its last both see. Asked for here; the wait is
+  // where they are compared.
+  __device__ __forceinline__ Witness common_page() const {
+    const Batch& entries = params.entries;
+    const int other = min(params.batch, 32) - 1;
+    const int begin = max(ptx::shuffle_index(seen.begin, 0), ptx::shuffle_index(seen.begin, other));
+    const int keys_end = min(ptx::shuffle_index(seen.end, 0), ptx::shuffle_index(seen.end, other));
+    if (entries.block_table == nullptr || other == 0 || begin >= keys_end) return Witness{0, 1};
+    const int32_t* page = entries.block_table + quotient(begin + (keys_end - begin) / 2, entries.page_size);
+    return Witness{load_length(page), load_length(page + other * entries.block_table_stride)};
   }
 
-  // Of equal items, a share up to a sixteenth longer that is one of an item's equal parts, if there is one. Two parts of items in a block
-  // would be two ends.
+  // Of equal items, a share up to a sixteenth longer that is whole items, or one of an item's equal parts, if there is one. Two parts of items in
+  // a block would be two ends, and blocks that begin items together read shared pages together.
   __device__ __forceinline__ static int aligned(int share, int item_tiles) {
     constexpr int kLonger = 16;
-    if (share < kLonger || item_tiles < share) return share;
+    if (share < kLonger) return share;
+    if (item_tiles < share) {
+      const int whole = quotient(share + item_tiles - 1, item_tiles) * item_tiles;
+      return whole <= share + share / kLonger ? whole : share;
+    }
     const int parts = quotient(item_tiles, share);
     const int part = quotient(item_tiles, parts);
     return part * parts == item_tiles && part <= share + share / kLonger ? part : share;
