@@ -101,12 +101,12 @@ struct Plan {
   const bool is_uniform;  // one look says what all entries ask for
   bool is_whole;          // blocks take whole items
   Use use;
-  int lead;               // of the row, in front of each item's tiles: what its start and end cost beside them
-  int share;              // tiles of a block; unused for whole items
-  int position;           // of the row of all tiles: where the next segment begins; of whole items, the next one
-  int end;                // of the block's share; of all whole items
-  int group;              // entries group to group + 31 are in the lanes
-  int group_tile;         // of the row, the group's first
+  int lead;        // of the row, in front of each item's tiles: what its start and end cost beside them
+  int share;       // tiles of a block; unused for whole items
+  int position;    // of the row of all tiles: where the next segment begins; of whole items, the next one
+  int end;         // of the block's share; of all whole items
+  int group;       // entries group to group + 31 are in the lanes
+  int group_tile;  // of the row, the group's first
   // Of this lane's entry:
   Extent rows;
   Extent keys;
