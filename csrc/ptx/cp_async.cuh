@@ -20,6 +20,29 @@ __device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem) 
                : "memory");
 }
 
+// Which lines of the second-level cache make room first, for a whole access. None is not the same as evict_normal.
+struct CachePolicy {
+  uint64_t bits;
+};
+
+__device__ __forceinline__ CachePolicy evict_normal() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy.bits));
+  return policy;
+}
+
+__device__ __forceinline__ CachePolicy evict_first() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy.bits));
+  return policy;
+}
+
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, int source_bytes, CachePolicy policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(smem_address(smem)),
+               "l"(__cvta_generic_to_global(gmem)), "r"(source_bytes), "l"(policy.bits)
+               : "memory");
+}
+
 // Closes the group of all copies this thread started since the last call.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

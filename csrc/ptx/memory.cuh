@@ -101,6 +101,11 @@ __device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (
                : "memory");
 }
 
+// Asks the second-level cache for the line, without a register that waits. Any address will do.
+__device__ __forceinline__ void prefetch_global(const void* gmem) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(gmem)));
+}
+
 // One byte, zero-extended.
 __device__ __forceinline__ uint32_t ld_global_8(const void* gmem) {
   uint32_t value;

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import Settings
 from flashmoe_build.emulation.varlen import decode
-from flashmoe_build.emulation.varlen.problem import VarlenProblem
+from flashmoe_build.emulation.varlen.problem import Keys, VarlenProblem
 from flashmoe_build.emulation.varlen.tensors import build
 
 NAME = "attention_decode_sm80_f16_d64"
@@ -41,6 +42,26 @@ def test_unshared_results_do_not_depend_on_the_batch() -> None:
     tensors.out.fill_(float("nan"))
     decode.run_on(unit, problem, tensors, Settings(), Options())
     assert torch.equal(tensors.out[:2], first)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_equal_entries_are_whole_unless_they_share_pages(is_shared: bool) -> None:
+    unit, problems = kernel()
+    equal = problems["equal"]
+    equal = replace(equal, keys=tuple(2 * keys for keys in equal.keys), keys_layout=Keys.PAGED, page_size=16)
+    results = []
+    for splits in (1, 32):  # the first: whole items, whatever they are
+        problem = replace(equal, splits=splits)
+        tensors = build(problem)
+        if is_shared:
+            assert tensors.block_table is not None
+            tensors.block_table[1:] = tensors.block_table[0].clone()
+            _, k, v = tensors.entries[0]
+            tensors = replace(tensors, entries=tuple((q, k, v) for q, _, _ in tensors.entries))
+        outcome = decode.run_on(unit, problem, tensors, Settings(), Options())
+        assert outcome.passed, outcome.explain()
+        results.append(outcome.out)
+    assert results[0].equal(results[1]) == (not is_shared)
 
 
 def test_lengths_that_lie_stay_inside_the_tensors() -> None:

@@ -20,10 +20,11 @@ namespace decode {
 constexpr int kRowsPerPass = 32 / kSegmentChunks;
 constexpr int kPasses = kWarpKeys / kRowsPerPass;
 
-// Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, are zeros.
-template <typename Spec>
+// Copies one row of a lane's pass; columns from `columns` on, and rows that are not `valid`, are zeros. With kHasPolicy the second-level
+// cache is told `policy`.
+template <typename Spec, bool kHasPolicy>
 __device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, const typename Spec::Element* row_gmem,
-                                         bool valid, int columns) {
+                                         bool valid, int columns, ptx::CachePolicy policy) {
   const int lane = ptx::lane_index();
   const int column = lane % kSegmentChunks * kChunkElements;
   // Rows of two passes differ by 4: the swizzle is another one, but for every second.
@@ -31,8 +32,14 @@ __device__ __forceinline__ void load_row(ptx::SmemPointer tile_smem, int pass, c
       tile_smem + swizzled_offset<Spec::kHeadDim>(pass * kRowsPerPass + lane / kSegmentChunks, lane % kSegmentChunks);
 #pragma unroll
   for (int segment = 0; segment < Spec::kHeadDim / 64; ++segment) {
-    ptx::cp_async_16(row_smem + segment * (kSegmentChunks * kChunkBytes), row_gmem + segment * 64 + column,
-                     valid && segment * 64 + column < columns ? kChunkBytes : 0);
+    const ptx::SmemPointer smem = row_smem + segment * (kSegmentChunks * kChunkBytes);
+    const typename Spec::Element* gmem = row_gmem + segment * 64 + column;
+    const int bytes = valid && segment * 64 + column < columns ? kChunkBytes : 0;
+    if constexpr (kHasPolicy) {
+      ptx::cp_async_16(smem, gmem, bytes, policy);
+    } else {
+      ptx::cp_async_16(smem, gmem, bytes);
+    }
   }
 }
 
@@ -80,7 +87,8 @@ struct QueryCopy : mma_sync::QueryOperand<Spec, false> {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = pass * kRowsPerPass + ptx::lane_index() / kSegmentChunks;
-      load_row<Spec>(Q_smem, pass, Q_gmem + min(rows - 1, row) * params.q_stride.row, true, params.head_dim);
+      load_row<Spec, false>(Q_smem, pass, Q_gmem + min(rows - 1, row) * params.q_stride.row, true, params.head_dim,
+                            ptx::CachePolicy{});
     }
   }
 
@@ -105,7 +113,9 @@ struct KeyLoader {
   const ForwardParams& params;
   const Sequence<MaskKind::kBand>& sequence;
   const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
-  const Element* gmem;     // this lane's tensor, from the head's first element on
+  const Use use;
+  const ptx::CachePolicy policy;
+  const Element* gmem;  // this lane's tensor, from the head's first element on
   // Of this lane's key of the next tile: its page, and which row of the page (of the sequence) it is.
   int page;
   int row;
@@ -113,8 +123,12 @@ struct KeyLoader {
   __device__ __forceinline__ static bool has_value() { return ptx::lane_index() >= kWarpKeys; }
 
   __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kBand>& sequence_,
-                                       const Segment& segment)
-      : params(params_), sequence(sequence_), visible(segment.seen) {
+                                       const Segment& segment, Use use_)
+      : params(params_),
+        sequence(sequence_),
+        visible(segment.seen),
+        use(use_),
+        policy(use_ == Use::kOnceOfFew ? ptx::evict_first() : ptx::evict_normal()) {
     int head_kv = segment.head_q;
     if (params.heads_q != params.heads_kv) head_kv = quotient(head_kv, quotient(params.heads_q, params.heads_kv));
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
@@ -144,6 +158,16 @@ struct KeyLoader {
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
     const uint64_t own =
         reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
+    if (use == Use::kOften) {
+      load_from<false>(own, tile, stage_smem);
+    } else {
+      load_from<true>(own, tile, stage_smem);
+    }
+  }
+
+  // From where this lane's key is.
+  template <bool kHasPolicy>
+  __device__ __forceinline__ void load_from(uint64_t own, int tile, ptx::SmemPointer stage_smem) const {
 #pragma unroll
     for (int is_value = 0; is_value < 2; ++is_value) {
 #pragma unroll
@@ -151,8 +175,9 @@ struct KeyLoader {
         const int key = pass * kRowsPerPass + ptx::lane_index() / kSegmentChunks;
         const bool valid = first_key(tile) + key >= visible.begin && first_key(tile) + key < visible.end;
         const uint64_t row_gmem = ptx::shuffle_index(own, is_value * kWarpKeys + key);
-        load_row<Spec>(stage_smem + is_value * Spec::kTileBytes, pass, reinterpret_cast<const Element*>(row_gmem),
-                       valid, is_value ? params.head_dim_v : params.head_dim);
+        load_row<Spec, kHasPolicy>(stage_smem + is_value * Spec::kTileBytes, pass,
+                                   reinterpret_cast<const Element*>(row_gmem), valid,
+                                   is_value ? params.head_dim_v : params.head_dim, policy);
       }
       ptx::cp_async_commit();
     }

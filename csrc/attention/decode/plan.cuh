@@ -61,21 +61,52 @@ __device__ __forceinline__ KeyRange keys_of_entry(const Sequence<MaskKind::kBand
   return KeyRange{band_keys(band, sequence, 0).begin, band_keys(band, sequence, sequence.rows() - 1).end};
 }
 
+// How often keys and values are read, as the second-level cache should know: once, in a batch so small that without them the cache would have room
+// for what other kernels have left there; once; or by many entries.
+enum class Use { kOnceOfFew, kOnce, kOften };
+
 // Unsigned: the signed division takes half as many instructions more.
 __device__ __forceinline__ int quotient(int a, int b) {
   return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
+// What a block waits for before its first keys, lengths and then pages, is asked for at once: of the page table as many lines as a warp has
+// lanes, from where the block's share would begin if all entries were as long.
+__device__ __forceinline__ void prefetch_tables(const ForwardParams& params) {
+  constexpr int kLine = 32;  // elements
+  const Batch& entries = params.entries;
+  const int thread = ptx::thread_index();
+  const int at = thread * kLine;
+  if (at < params.batch) {
+    if (entries.seqused_k != nullptr) ptx::prefetch_global(entries.seqused_k + at);
+    if (entries.cu_seqlens_q != nullptr) ptx::prefetch_global(entries.cu_seqlens_q + at);
+    if (entries.cu_seqlens_k != nullptr) ptx::prefetch_global(entries.cu_seqlens_k + at);
+  }
+  if (entries.block_table == nullptr || thread >= 32) return;
+  const int64_t pages = params.batch * entries.block_table_stride;
+  if (pages > (1 << 30)) return;
+  const int page = ptx::block_index() * quotient(static_cast<int>(pages), ptx::grid_size()) + at;
+  if (page < pages) ptx::prefetch_global(entries.block_table + page);
+}
+
 template <typename Spec>
 struct Plan {
+  // Of what a share counts in, tiles: what an item's start and end cost beside its tiles, where items differ.
+  static constexpr int kLead = 1;
+  // Up to 192 MB of keys and values are read to be evicted first, so that what other kernels have left in the second-level cache need not be
+  // written back for their sake.
+  static constexpr int kSmall = (192 << 20) / (Spec::kNumWarps * Spec::kStageBytes);
+
   const ForwardParams& params;
   const bool is_uniform;  // one look says what all entries ask for
   bool is_whole;          // blocks take whole items
-  int share;              // tiles of a block; unused for whole items
-  int position;           // of the row of all tiles: where the next segment begins; of whole items, the next one
-  int end;                // of the block's share; of all whole items
-  int group;              // entries group to group + 31 are in the lanes
-  int group_tile;         // of the row, the group's first
+  Use use;
+  int lead;        // of the row, in front of each item's tiles: what its start and end cost beside them
+  int share;       // tiles of a block; unused for whole items
+  int position;    // of the row of all tiles: where the next segment begins; of whole items, the next one
+  int end;         // of the block's share; of all whole items
+  int group;       // entries group to group + 31 are in the lanes
+  int group_tile;  // of the row, the group's first
   // Of this lane's entry:
   Extent rows;
   Extent keys;
@@ -108,10 +139,10 @@ struct Plan {
     items = row_blocks_of(rows.length) * params.heads_q;
   }
 
-  __device__ __forceinline__ void load_group(int first) {
+  // The lanes hold the entries from `first` on.
+  __device__ __forceinline__ void set_group(int first) {
     group = first;
-    load_entry(is_uniform ? 0 : first + ptx::lane_index());
-    behind = items * tiles;
+    behind = items * (lead + tiles);
     if (!is_uniform) behind = warp_prefix_sum(behind);
   }
 
@@ -120,6 +151,8 @@ struct Plan {
         is_uniform(params_.batch == 1 ||
                    (params_.entries.cu_seqlens_q == nullptr && params_.entries.cu_seqlens_k == nullptr &&
                     params_.entries.seqused_k == nullptr)),
+        use(Use::kOften),
+        lead(0),
         group_tile(0) {
     share = 0;
     is_whole = params.num_splits == 1;
@@ -131,8 +164,8 @@ struct Plan {
     int most = 0;
     int all_items = 0;
     for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // the first one last
-      load_group(first);
-      total += ptx::shuffle_index(behind, 31);
+      load_entry(is_uniform ? 0 : first + ptx::lane_index());
+      total += items * tiles;
       most = max(most, tiles);
       all_items += items;
     }
@@ -141,18 +174,27 @@ struct Plan {
       all_items *= params.batch;
     } else {
       most = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(most)));
+      total = ptx::shuffle_index(warp_prefix_sum(total), 31);
       all_items = ptx::shuffle_index(warp_prefix_sum(all_items), 31);
     }
+    const bool is_small = total <= kSmall;
     const bool is_equal = static_cast<int64_t>(most) * all_items == total;
-    is_whole = is_equal && fills_rounds(all_items);
+    const bool may_be_whole = is_equal && fills_rounds(all_items);
+    const Witness pages = is_small && !may_be_whole ? Witness{0, 1} : common_page();
+    is_whole = may_be_whole && pages.first != pages.other;
     if (is_whole) {
+      use = is_small ? Use::kOnceOfFew : Use::kOnce;
       take_whole_items();
       return;
     }
+    lead = is_equal ? 0 : kLead;
+    total += lead * all_items;
+    set_group(0);
     // Shares do not begin where items do: an item of num_splits - 1 shares may meet num_splits blocks.
     share = max(quotient(total + ptx::grid_size() - 1, ptx::grid_size()),
                 quotient(most + params.num_splits - 2, params.num_splits - 1));
     if (is_equal) share = aligned(share, most);
+    if (pages.first != pages.other) use = is_small ? Use::kOnceOfFew : Use::kOnce;
     position = min(total, ptx::block_index() * share);
     end = min(total, position + share);
   }
@@ -171,11 +213,33 @@ struct Plan {
     return items >= blocks && 64 * (quotient(2 * blocks, 5) - last_round) <= items;
   }
 
-  // Of equal items, a share up to a sixteenth longer that is one of an item's equal parts, if there is one. Two parts of items in a block
-  // would be two ends.
+  // Pages of two entries, of the same key: where they are one, all entries share theirs, most likely, and read them from the second-level cache.
+  struct Witness {
+    int first;
+    int other;
+  };
+
+  // Of the group in the lanes, for the key in the middle of those that its first entry and its last both see. Asked for here; the wait is
+  // where they are compared.
+  __device__ __forceinline__ Witness common_page() const {
+    const Batch& entries = params.entries;
+    const int other = min(params.batch, 32) - 1;
+    const int begin = max(ptx::shuffle_index(seen.begin, 0), ptx::shuffle_index(seen.begin, other));
+    const int keys_end = min(ptx::shuffle_index(seen.end, 0), ptx::shuffle_index(seen.end, other));
+    if (entries.block_table == nullptr || other == 0 || begin >= keys_end) return Witness{0, 1};
+    const int32_t* page = entries.block_table + quotient(begin + (keys_end - begin) / 2, entries.page_size);
+    return Witness{load_length(page), load_length(page + other * entries.block_table_stride)};
+  }
+
+  // Of equal items, a share up to a sixteenth longer that is whole items, or one of an item's equal parts, if there is one. Two parts of items in
+  // a block would be two ends, and blocks that begin items together read shared pages together.
   __device__ __forceinline__ static int aligned(int share, int item_tiles) {
     constexpr int kLonger = 16;
-    if (share < kLonger || item_tiles < share) return share;
+    if (share < kLonger) return share;
+    if (item_tiles < share) {
+      const int whole = quotient(share + item_tiles - 1, item_tiles) * item_tiles;
+      return whole <= share + share / kLonger ? whole : share;
+    }
     const int parts = quotient(item_tiles, share);
     const int part = quotient(item_tiles, parts);
     return part * parts == item_tiles && part <= share + share / kLonger ? part : share;
@@ -226,18 +290,21 @@ struct Plan {
       uint32_t reached = ptx::vote_ballot(group_tile + behind > position);
       while (reached == 0) {
         group_tile += ptx::shuffle_index(behind, 31);
-        load_group(group + 32);
+        load_entry(group + 32 + ptx::lane_index());
+        set_group(group + 32);
         reached = ptx::vote_ballot(group_tile + behind > position);
       }
       lane = ptx::population_count(~reached & (reached - 1));  // the first that reaches past it
       entry = group + lane;
-      entry_tile = group_tile + ptx::shuffle_index(behind - items * tiles, lane);
+      entry_tile = group_tile + ptx::shuffle_index(behind - items * (lead + tiles), lane);
     }
     const int item_tiles = ptx::shuffle_index(tiles, lane);
-    const int index = quotient(position - entry_tile, item_tiles);
-    set_item(segment, entry, lane, index);
-    segment.item_tile = entry_tile + index * item_tiles;
+    const int index = quotient(position - entry_tile, lead + item_tiles);
+    segment.item_tile = entry_tile + index * (lead + item_tiles) + lead;
     segment.item_end = segment.item_tile + item_tiles;
+    position = max(position, segment.item_tile);
+    if (position >= end) return false;
+    set_item(segment, entry, lane, index);
     segment.position = position;
     segment.tile += position - segment.item_tile;
     const int segment_end = min(segment.item_end, end);

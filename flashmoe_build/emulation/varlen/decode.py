@@ -54,7 +54,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(few, name="rows", rows=(18, 5), keys=(2 * n + 7, n), right=0, left=3 * n // 2),
         replace(few, name="mask", rows=(3, 3), keys=(n + 9, 2 * n), rows_layout=Rows.DENSE, mask=MaskTensor.BOOL),
         replace(one, name="additive mask", rows=(1, 1), keys=(n + 9, 3), keys_layout=Keys.DENSE, page_size=0),
-        replace(few, name="many", rows=many, keys=tuple(3 * rows for rows in many), right=0, heads_q=1),
+        replace(few, name="many", rows=many, keys=(*(3 * rows for rows in many[:-1]), n + 9), right=0, heads_q=1),
     )
     for seed, problem in enumerate(every):
         made = problem

@@ -17,6 +17,21 @@ __device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, 
   emulation::copy_async(smem.address, gmem, 16, 16, site, "cp_async_16");
 }
 
+// What the caches keep is not emulated.
+struct CachePolicy {
+  uint64_t bits;
+};
+
+__device__ __forceinline__ CachePolicy evict_normal() { return CachePolicy{0}; }
+
+__device__ __forceinline__ CachePolicy evict_first() { return CachePolicy{1}; }
+
+__device__ __forceinline__ void cp_async_16(SmemPointer smem, const void* gmem, int source_bytes, CachePolicy policy,
+                                            Site site = Site::here()) {
+  (void)policy;
+  cp_async_16(smem, gmem, source_bytes, site);
+}
+
 __device__ __forceinline__ void cp_async_commit(Site site = Site::here()) {
   emulation::copy_async_commit(site, "cp_async_commit");
 }

@@ -82,6 +82,8 @@ __device__ __forceinline__ void st_shared_128(SmemPointer smem, const uint32_t (
   emulation::store_shared(smem.address, value, 16, site, "st_shared_128");
 }
 
+__device__ __forceinline__ void prefetch_global(const void* gmem) { (void)gmem; }
+
 __device__ __forceinline__ uint32_t ld_global_8(const void* gmem, Site site = Site::here()) {
   uint8_t value;
   emulation::load_global(&value, gmem, 1, site, "ld_global_8");
