@@ -65,7 +65,7 @@ def wheel_file(session: nox.Session) -> Path:
 def newest_wheel(session: nox.Session) -> Path:
     wheels = sorted((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        session.error("dist/ holds no wheel; run `nox -s build`")
+        session.error("dist/ holds no wheel; run ./nox -s build")
     return wheels[-1]
 
 
@@ -335,7 +335,7 @@ def statement(session: nox.Session) -> None:
 
 @nox.session
 def reproduce(session: nox.Session) -> None:
-    """Build HEAD three times under different conditions and compare every byte (-- --archs 90a)."""
+    """Build HEAD three times under different conditions and compare every byte (-- --archs 90a; -- --independent)."""
     program(session, locked(session, "build"), "flashmoe_build.release.reproduce", *session.posargs)
 
 
