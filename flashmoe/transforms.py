@@ -18,6 +18,15 @@ def autocast_dtype(tensor: Tensor, device_type: str, target: torch.dtype) -> tor
     return target if eligible and tensor.device.type == device_type else dtype
 
 
+def autocasted(*tensors: Any) -> tuple[Any, ...]:
+    """``tensors`` as autocast would hand them to an operator on the first one's device; what is no tensor is left alone."""
+    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return tensors
+    target = torch.get_autocast_dtype(device_type)
+    return tuple(t.to(autocast_dtype(t, device_type, target)) if isinstance(t, Tensor) else t for t in tensors)
+
+
 def has_tangent(*tensors: Tensor) -> bool:
     """Whether a forward-mode derivative is being computed through one of the tensors."""
     if forward_ad._current_level < 0:  # no dual level is open; the usual case, decided in 0.1 us

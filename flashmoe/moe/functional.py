@@ -18,7 +18,7 @@ from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.moe import scaled
 from flashmoe.operators.moe import arguments
 from flashmoe.operators.moe.autograd import NO_FORWARD_MODE, layer_under_transforms
-from flashmoe.transforms import has_tangent
+from flashmoe.transforms import autocasted, has_tangent
 
 _extension.load()
 _operators = torch.ops.flashmoe
@@ -168,6 +168,8 @@ def _with_weights_on_input(
 ) -> Tensor:
     """Each slot becomes a token of its own, x times its weight, with one expert and weight 1; then a token's slots are added."""
     words = activation, layout, transposed
+    if out is None:  # what is written to out= is never cast
+        x, w13, w2, b13, b2, shared = autocasted(x, w13, w2, b13, b2, shared)
     if not is_compiling():
         arguments.validate_layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, *words)
     if out is not None:

@@ -321,6 +321,10 @@ def test_autocast(device: str) -> None:
     half = inputs.to(torch.bfloat16)
     half.topk_weights = inputs.topk_weights.detach()
     assert torch.equal(out, call(FULL, half))
+    mixed = replace(inputs, x=half.x)  # what an earlier layer under autocast gives, and the parameters
+    with torch.autocast(device, torch.bfloat16):
+        on_input = call(FULL, mixed, weights_on_input=True)
+    assert torch.equal(on_input, call(FULL, half, weights_on_input=True))
     for leaf, gradient in zip(inputs.leaves(), gradients(out, inputs), strict=True):
         assert gradient.dtype is leaf.dtype
 
@@ -339,8 +343,10 @@ def test_vmap(device: str) -> None:
         found = torch.vmap(one_of, (1, 0, None))(*stacked, first.w2)
     for index, out in enumerate(expected):
         assert torch.equal(found[index], out)
-    mapped = torch.vmap(one_of, (1, 0, 0))(*stacked, first.w2.expand(3, *first.w2.shape))
-    assert torch.equal(mapped, found)
+    for grad in (torch.enable_grad, torch.no_grad):
+        with grad():
+            mapped = torch.vmap(one_of, (1, 0, 0))(*stacked, first.w2.expand(3, *first.w2.shape))
+        assert torch.equal(mapped, found)
 
 
 def test_per_sample_gradients(device: str) -> None:

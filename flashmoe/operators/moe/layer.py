@@ -138,7 +138,7 @@ def vmap_inference(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *argum
     dims = in_dims[1:9]
     call = torch.ops.flashmoe._fused_moe_inference.default
     if any(dims[index] is not None for index in (0, 1, 4, 5, 6)):
-        tensors = zip((x, *arguments[:8]), in_dims, strict=False)
+        tensors = tuple(zip((x, *arguments[:8]), in_dims, strict=False))
         parts = [[t if dim is None else t.select(dim, index) for t, dim in tensors] for index in range(info.batch_size)]
         return torch.stack([call(*part, *words) for part in parts]), 0
     merged = [
