@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.checks import shape_of, translate
+from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, FlashmoeError, ShapeError
 from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
 from flashmoe.transforms import has_tangent

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from flashmoe import _extension, keywords
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.moe import scaled
-from flashmoe.operators.moe import arguments
+from flashmoe.operators.moe import arguments, grouped, routing
 from flashmoe.operators.moe.autograd import NO_FORWARD_MODE, layer_under_transforms
 from flashmoe.transforms import autocasted, has_tangent
 
@@ -277,7 +277,9 @@ def topk_route(
         weights, ids, counts = _operators.topk_route.default(logits, *options)
     else:
         try:
-            weights, ids, counts = _operators.topk_route.default(logits, *options)
+            if has_tangent(*(t for t in (logits, bias) if t is not None)):
+                raise DifferentiationError(routing.NO_FORWARD_MODE)
+            weights, ids, counts = routing.call(logits, *options)
         except Exception as error:
             _raise_cause(error, arguments.validate_route, logits, *options)
             raise
@@ -301,18 +303,17 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         ShapeError, DtypeError, DeviceError: an argument breaks a rule above; the message says which.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
-    is_2d = getattr(b, "ndim", 3) == 2
-    operator = _operators._grouped_mm_2d2d.default if is_2d else _operators.grouped_mm.default
     if is_compiling():
-        compiled: Tensor = operator(a, b, offsets)
-        return compiled
+        return grouped.call(a, b, offsets)
     try:
-        result: Tensor = operator(a, b, offsets)
+        if has_tangent(a, b):
+            raise DifferentiationError(grouped.NO_FORWARD_MODE)
+        return grouped.call(a, b, offsets)
     except Exception as error:
+        is_2d = getattr(b, "ndim", 3) == 2
         validate = arguments.validate_grouped_gradient if is_2d else arguments.validate_grouped
         _raise_cause(error, validate, a, b, offsets)
         raise
-    return result
 
 
 def _raise_cause(error: Exception, validate: Callable[..., None], *values: Any) -> None:

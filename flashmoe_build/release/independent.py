@@ -168,7 +168,8 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
     given, commit = read_wheel(wheel, scratch / "given"), find_commit(ROOT)
     if given.stated.dirty or given.stated.commit != commit.commit or given.machine != platform.machine():
         found = f"{given.stated.commit[:12]}{' with changes' * given.stated.dirty} for {given.machine}"
-        msg = f"{wheel.name} is of commit {found}; rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}; check that commit out, or leave --wheel away"
+        step = "check that commit out, or leave --wheel away"
+        msg = f"{wheel.name} is of commit {found}; rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}; {step}"
         raise BuildError(msg)
     checks, cache = [], None
     data: dict[str, Any] = {"wheel_sha256": given.sha256, "host_compiler": given.stated.cxx, "systems": {}}
@@ -210,7 +211,8 @@ def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
     pattern = f"{WHEEL_PREFIX}{version}-*_{platform.machine()}.whl"
     if not any(dist.glob(pattern)):
         if commit.dirty:
-            msg = f"{dist.name}/ holds no wheel of the commit that is checked out, and files differ from that commit; commit or stash them, or give the wheel (--wheel FILE)"
+            found = f"{dist.name}/ holds no wheel of the commit that is checked out, and files differ from that commit"
+            msg = f"{found}; commit or stash them, or give the wheel (--wheel FILE)"
             raise BuildError(msg)
         command = [sys.executable, "-m", "flashmoe_build", "--archs", archs, "--dist", str(dist)]
         variables = {**os.environ, "MAX_JOBS": str(jobs)}

@@ -249,7 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--independent", action="store_true", help="rebuild a wheel of HEAD in two other systems instead"
     )
-    parser.add_argument("--wheel", type=Path, help="with --independent: which wheel (default: HEAD's in dist/, else built)")
+    parser.add_argument(
+        "--wheel", type=Path, help="with --independent: which wheel (default: HEAD's in dist/, else built)"
+    )
     parser.add_argument(
         "--bases", type=Path, metavar="DIR", help="with --independent: keep and reuse the systems there"
     )

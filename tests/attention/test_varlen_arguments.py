@@ -358,7 +358,9 @@ def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
     assert torch.equal(read, flashmoe.attention_with_kvcache(q, shared.clone(), shared.clone(), cache_seqlens=lengths))
     before = cache.clone()
     for caches in ((shared, shared.clone()), (shared.clone(), shared)):
-        with pytest.raises(ShapeError, match=r"_cache is expanded, so that new keys would overwrite each other.*\.clone"):
+        with pytest.raises(
+            ShapeError, match=r"_cache is expanded, so that new keys would overwrite each other.*\.clone"
+        ):
             flashmoe.attention_with_kvcache(q, *caches, new, new, cache_seqlens=lengths)
         with pytest.raises(ShapeError, match="is expanded"):
             validate_append(*caches, new, new, lengths)

@@ -362,6 +362,56 @@ def test_per_sample_gradients(device: str) -> None:
         assert torch.equal(found[index], torch.autograd.grad(loss(w2, x), w2)[0])
 
 
+def test_the_layers_parts_under_transforms(device: str) -> None:
+    """Per-sample gradients through router and layer, those of grouped_mm, and no tangent that is lost without a word."""
+    module = flashmoe.MoE(32, 24, 4, 2, device=device, dtype=torch.float16, shared_intermediate=8)
+    parameters, xs = dict(module.named_parameters()), torch.randn(3, 32, device=device).half()
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(module, parameters, (x[None],))
+        return out.float().square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, xs)
+    for index, x in enumerate(xs):
+        expected = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
+        for name, gradient in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[name][index], gradient, rtol=1e-2, atol=1e-3)
+    a, b = torch.randn(6, 16, device=device).half(), torch.randn(3, 16, 8, device=device).half()
+    offsets = torch.tensor([2, 2, 6], dtype=torch.int32, device=device)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return flashmoe.grouped_mm(a, b, offsets).float().square().sum()
+
+    mapped = torch.vmap(torch.func.grad(product, (0, 1)), (0, None))(torch.stack([a, a * 2]), b)
+    for index, factor in enumerate((1, 2)):
+        leaves = [(a * factor).requires_grad_(), b.clone().requires_grad_()]
+        for gradient, expected_one in zip(mapped, torch.autograd.grad(product(*leaves), leaves), strict=True):
+            assert torch.equal(gradient[index], expected_one)
+    logits = torch.randn(6, 8, device=device)
+    for function, value in (
+        (lambda a: flashmoe.grouped_mm(a, b, offsets), a),
+        (lambda logits: flashmoe.topk_route(logits, 2)[0], logits),
+    ):
+        with pytest.raises(DifferentiationError, match="no forward-mode derivative"):
+            torch.func.jvp(function, (value,), (value,))
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(DifferentiationError, match="no forward-mode derivative"),
+        ):
+            function(torch.autograd.forward_ad.make_dual(value, value))
+
+
+def test_autocast_under_transforms(device: str) -> None:
+    inputs = make_inputs(replace(SMALL, dtype=torch.float32), device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return call(SMALL, replace(inputs, x=x)).float().square().sum()
+
+    leaf = inputs.x.clone().requires_grad_()
+    assert torch.equal(torch.func.grad(loss)(inputs.x), torch.autograd.grad(loss(leaf), leaf)[0])
+
+
 def test_flops(device: str) -> None:
     """Two operations for a multiply-add of each slot; the backward pass takes two products for each of the forward's."""
     inputs = with_gradients(FULL, device)
