@@ -108,10 +108,7 @@ def attention(
     if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
     if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
-        if not is_compiling() and are_stand_ins(q, k, v):
-            options = {"window": window, "softcap": softcap, "sinks": sinks, "attn_mask": attn_mask}
-            return _record(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
-        return varlen.attend(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
+        return _banded(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
     if is_compiling():
         if _is_unequal(q, v):
             return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
@@ -134,6 +131,24 @@ def attention(
                 raise
             raise cause from error
     return (out, lse) if return_lse else out
+
+
+def _banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: Tensor | None,
+    attn_mask: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if not is_compiling() and are_stand_ins(q, k, v):
+        options = {"window": window, "softcap": softcap, "sinks": sinks, "attn_mask": attn_mask}
+        return _record(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
+    return varlen.attend(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
 
 
 def _record(*tensors: Any, **options: Any) -> Tensor:

@@ -169,7 +169,8 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
     if given.stated.dirty or given.stated.commit != commit.commit or given.machine != platform.machine():
         found = f"{given.stated.commit[:12]}{' with changes' * given.stated.dirty} for {given.machine}"
         step = "check that commit out, or leave --wheel away"
-        msg = f"{wheel.name} is of commit {found}; rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}; {step}"
+        wanted = f"rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}"
+        msg = f"{wheel.name} is of commit {found}; {wanted}; {step}"
         raise BuildError(msg)
     checks, cache = [], None
     data: dict[str, Any] = {"wheel_sha256": given.sha256, "host_compiler": given.stated.cxx, "systems": {}}
