@@ -145,10 +145,16 @@ def _banded(
     attn_mask: Tensor | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if not is_compiling() and are_stand_ins(q, k, v):
+    given = (q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
+    if is_compiling():
+        return varlen.attend(*given)
+    try:
+        return varlen.attend(*given)
+    except Exception:
+        if not are_stand_ins(q, k, v):
+            raise
         options = {"window": window, "softcap": softcap, "sinks": sinks, "attn_mask": attn_mask}
         return _record(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
-    return varlen.attend(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
 
 
 def _record(*tensors: Any, **options: Any) -> Tensor:

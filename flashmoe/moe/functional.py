@@ -277,7 +277,7 @@ def topk_route(
         weights, ids, counts = _operators.topk_route.default(logits, *options)
     else:
         try:
-            if has_tangent(*(t for t in (logits, bias) if t is not None)):
+            if has_tangent(logits) or (bias is not None and has_tangent(bias)):
                 raise DifferentiationError(routing.NO_FORWARD_MODE)
             weights, ids, counts = routing.call(logits, *options)
         except Exception as error:
