@@ -139,7 +139,8 @@ def smoke(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time attention against torch's backends (-- --help)."""
     words: tuple[str | Path, ...] = ("bench", "--json", REPORTS / "bench.json", *session.posargs)
-    if "build-cost" in words:  # times builds of the checkout: the package there, not the installed one
+    # build-cost times builds of the checkout: the package there, not the installed one. Help needs no wheel.
+    if {"build-cost", "-h", "--help"} & set(words):
         program(session, locked(session, "test"), "flashmoe", *words)
         return
     python = installed(session, newest_wheel(session))

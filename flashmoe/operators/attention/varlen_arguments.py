@@ -248,9 +248,8 @@ def validate_append(
             )
             raise ShapeError(msg)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if k_new.shape[2] > 0 and any(
-            size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)
-        ):
+        is_expanded = any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True))
+        if is_expanded and k_new.shape[2] > 0:
             found = f"{shape_of(cache)} with strides {tuple(cache.stride())}"
             msg = f"{name} is expanded, so that new keys would overwrite each other; found {found}; give it memory with .clone()"
             raise ShapeError(msg)
