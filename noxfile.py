@@ -65,7 +65,7 @@ def wheel_file(session: nox.Session) -> Path:
 def newest_wheel(session: nox.Session) -> Path:
     wheels = sorted((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        session.error("dist/ holds no wheel; run `nox -s build`")
+        session.error("dist/ holds no wheel; run ./nox -s build")
     return wheels[-1]
 
 
@@ -139,7 +139,8 @@ def smoke(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time attention against torch's backends (-- --help)."""
     words: tuple[str | Path, ...] = ("bench", "--json", REPORTS / "bench.json", *session.posargs)
-    if "build-cost" in words:  # times builds of the checkout: the package there, not the installed one
+    # build-cost times builds of the checkout: the package there, not the installed one. Help needs no wheel.
+    if {"build-cost", "-h", "--help"} & set(words):
         program(session, locked(session, "test"), "flashmoe", *words)
         return
     python = installed(session, newest_wheel(session))
@@ -335,7 +336,7 @@ def statement(session: nox.Session) -> None:
 
 @nox.session
 def reproduce(session: nox.Session) -> None:
-    """Build HEAD three times under different conditions and compare every byte (-- --archs 90a)."""
+    """Build HEAD three times under different conditions and compare every byte (-- --archs 90a; -- --independent)."""
     program(session, locked(session, "build"), "flashmoe_build.release.reproduce", *session.posargs)
 
 

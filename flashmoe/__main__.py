@@ -19,7 +19,7 @@ COMMANDS = {
     "audit": ("flashmoe.tools.audit.cli", "prove the symbols and resources of an extension or a wheel"),
     "verify": ("flashmoe.tools.verify.cli", "hold a wheel against its provenance, or against a rebuild of its commit"),
     "smem": ("flashmoe.tools.smem.cli", "what a kernel tile costs in shared memory, on which GPU it fits"),
-    "bench": ("flashmoe.tools.bench.cli", "time attention against torch's backends"),
+    "bench": ("flashmoe.tools.bench.cli", "time attention and mixture of experts against torch's own"),
     "gate": ("flashmoe_build.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
     "profile": ("flashmoe.tools.profile.cli", "where the time of a kernel goes, and the rule that says so"),
     "history": ("flashmoe_build.gate.history", "what the gate found for each commit; the last known good"),
@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         module = (error.name or "").partition(".")[0]
         command = arguments[0] if arguments else ""
         if module == CHECKOUT_PACKAGE:
-            print(f"flashmoe {command} works in a checkout of the sources only; there: ./nox -s gate", file=sys.stderr)
+            there = "python -m flashmoe history" if command == "history" else f"./nox -s {command}"
+            print(f"flashmoe {command} works in a checkout of the sources only; there: {there}", file=sys.stderr)
             return ExitCode.FAILED
         if module not in OPTIONAL:
             raise
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
     """The command line; with their options only the commands in ``complete``, whose imports are paid for here."""
-    parser = argparse.ArgumentParser(prog="flashmoe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="flashmoe", description=str(__doc__).replace("``", ""))
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, summary) in COMMANDS.items():

@@ -5,7 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -108,7 +108,7 @@ def attention(
     if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
     if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
-        return varlen.attend(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
+        return _banded(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
     if is_compiling():
         if _is_unequal(q, v):
             return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
@@ -123,10 +123,7 @@ def attention(
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
             if are_stand_ins(q, k, v):
-                traced: Tensor = handle_torch_function(
-                    attention, (q, k, v), q, k, v, causal=causal, scale=scale, return_lse=return_lse
-                )
-                return traced
+                return _record(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
             if _is_unequal(q, v):  # whose rules are the other operators'
                 return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
             cause = arguments.explain(error, q, k, v, scale, causal)
@@ -134,6 +131,36 @@ def attention(
                 raise
             raise cause from error
     return (out, lse) if return_lse else out
+
+
+def _banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: Tensor | None,
+    attn_mask: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    given = (q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
+    if is_compiling():
+        return varlen.attend(*given)
+    try:
+        return varlen.attend(*given)
+    except Exception:
+        if not are_stand_ins(q, k, v):
+            raise
+        options = {"window": window, "softcap": softcap, "sinks": sinks, "attn_mask": attn_mask}
+        return _record(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
+
+
+def _record(*tensors: Any, **options: Any) -> Tensor:
+    """The call as one node of the graph that the stand-ins among ``tensors`` are of."""
+    traced: Tensor = handle_torch_function(attention, tensors, *tensors, **options)
+    return traced
 
 
 def _is_unequal(q: Tensor, v: Tensor) -> bool:

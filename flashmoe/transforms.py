@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from flashmoe.errors import DifferentiationError
 
 
 def autocast_dtype(tensor: Tensor, device_type: str, target: torch.dtype) -> torch.dtype:
@@ -18,11 +20,39 @@ def autocast_dtype(tensor: Tensor, device_type: str, target: torch.dtype) -> tor
     return target if eligible and tensor.device.type == device_type else dtype
 
 
+def autocasted(*tensors: Any) -> tuple[Any, ...]:
+    """``tensors`` as autocast would hand them to an operator on the first one's device; what is no tensor is left alone."""
+    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return tensors
+    target = torch.get_autocast_dtype(device_type)
+    return tuple(t.to(autocast_dtype(t, device_type, target)) if isinstance(t, Tensor) else t for t in tensors)
+
+
 def has_tangent(*tensors: Tensor) -> bool:
     """Whether a forward-mode derivative is being computed through one of the tensors."""
     if forward_ad._current_level < 0:  # no dual level is open; the usual case, decided in 0.1 us
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def function_under_transforms(
+    call: Callable[..., Any],
+    setup_context: Callable[..., None],
+    gradient: Callable[..., Any],
+    vmap: Callable[..., Any],
+    no_forward_mode: str,
+) -> Callable[..., Any]:
+    """``call`` with a gradient that torch.func can use, which it cannot that of ``torch.library.register_autograd``; nor does
+    that one refuse forward mode: tangents would be lost without a word. The arguments are those of an ``Operator``."""
+
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise DifferentiationError(no_forward_mode)
+
+    rules = {"forward": call, "setup_context": setup_context, "backward": gradient, "vmap": vmap, "jvp": jvp}
+    members = {name: staticmethod(rule) for name, rule in rules.items()}
+    apply: Callable[..., Any] = type("UnderTransforms", (torch.autograd.Function,), members).apply  # type: ignore[attr-defined]
+    return apply
 
 
 def merge_batches(tensors: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.checks import shape_of, translate
+from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, FlashmoeError, ShapeError
 from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
 from flashmoe.transforms import has_tangent
@@ -238,13 +238,13 @@ def attention_with_kvcache(
         msg = "k_new and v_new belong together; one of them is None"
         raise ArgumentError(msg)
     used = cache_seqlens
-    if k_new is not None and v_new is not None:
-        _append_checked(k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
-        used = cache_seqlens + k_new.shape[2]
     room = 0 if block_table is None else _room(k_cache, block_table)
-    lengths = (None, None, used, block_table)
     numbers = (0, room, scale, causal, window, softcap, num_splits)
     try:
+        if k_new is not None and v_new is not None:
+            _append_checked(k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
+            used = cache_seqlens + k_new.shape[2]
+        lengths = (None, None, used, block_table)
         return call(q, k_cache, v_cache, lengths, sinks, None, *numbers, return_lse=return_lse)
     except FlashmoeError as error:
         if is_compiling() or "seqused_k" not in str(error):
@@ -291,8 +291,7 @@ def attend(
         try:
             mask = attn_mask.expand(sizes)
         except RuntimeError as error:
-            msg = f"attn_mask must broadcast to [batch, query heads, queries, keys] = {list(sizes)}; found {shape_of(attn_mask)}"
-            raise ShapeError(msg) from error
+            raise ShapeError(varlen_arguments.wrong_mask(attn_mask, sizes)) from error
         if is_grad_enabled() and attn_mask.requires_grad:
             msg = (
                 "attention has no gradient for attn_mask; detach it, or use flashmoe.scaled_dot_product_attention, which hands a "

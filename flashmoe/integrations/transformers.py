@@ -10,6 +10,7 @@ so the name here is "fmoe". Which of its registries take foreign names differs f
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,6 +28,9 @@ from flashmoe.operators.attention.arguments import DTYPES
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
+NO_WEIGHTS = (
+    f"{NAME!r} attention has no weights for output_attentions=True to return; for them use attn_implementation='eager'"
+)
 
 # Models that hand their sliding window to the attention function, so that no mask tensor is needed for it. Other models get
 # the window as a mask: right, but of size [B, 1, Sq, Sk].
@@ -170,6 +174,8 @@ def attention_forward(
     else:
         obstacle = None
     if obstacle is None:
+        if options.get("output_attentions") and not is_compiling():
+            warnings.warn(NO_WEIGHTS, stacklevel=2)
         causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
         extras: dict[str, Any] = {}
         if softcap:

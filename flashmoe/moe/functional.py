@@ -16,9 +16,9 @@ from torch.compiler import is_compiling
 from flashmoe import _extension, keywords
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.moe import scaled
-from flashmoe.operators.moe import arguments
+from flashmoe.operators.moe import arguments, grouped, routing
 from flashmoe.operators.moe.autograd import NO_FORWARD_MODE, layer_under_transforms
-from flashmoe.transforms import has_tangent
+from flashmoe.transforms import autocasted, has_tangent
 
 _extension.load()
 _operators = torch.ops.flashmoe
@@ -168,6 +168,8 @@ def _with_weights_on_input(
 ) -> Tensor:
     """Each slot becomes a token of its own, x times its weight, with one expert and weight 1; then a token's slots are added."""
     words = activation, layout, transposed
+    if out is None:  # what is written to out= is never cast
+        x, w13, w2, b13, b2, shared = autocasted(x, w13, w2, b13, b2, shared)
     if not is_compiling():
         arguments.validate_layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, *words)
     if out is not None:
@@ -275,7 +277,9 @@ def topk_route(
         weights, ids, counts = _operators.topk_route.default(logits, *options)
     else:
         try:
-            weights, ids, counts = _operators.topk_route.default(logits, *options)
+            if has_tangent(logits) or (bias is not None and has_tangent(bias)):
+                raise DifferentiationError(routing.NO_FORWARD_MODE)
+            weights, ids, counts = routing.call(logits, *options)
         except Exception as error:
             _raise_cause(error, arguments.validate_route, logits, *options)
             raise
@@ -299,18 +303,17 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         ShapeError, DtypeError, DeviceError: an argument breaks a rule above; the message says which.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
-    is_2d = getattr(b, "ndim", 3) == 2
-    operator = _operators._grouped_mm_2d2d.default if is_2d else _operators.grouped_mm.default
     if is_compiling():
-        compiled: Tensor = operator(a, b, offsets)
-        return compiled
+        return grouped.call(a, b, offsets)
     try:
-        result: Tensor = operator(a, b, offsets)
+        if has_tangent(a, b):
+            raise DifferentiationError(grouped.NO_FORWARD_MODE)
+        return grouped.call(a, b, offsets)
     except Exception as error:
+        is_2d = getattr(b, "ndim", 3) == 2
         validate = arguments.validate_grouped_gradient if is_2d else arguments.validate_grouped
         _raise_cause(error, validate, a, b, offsets)
         raise
-    return result
 
 
 def _raise_cause(error: Exception, validate: Callable[..., None], *values: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
-from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.operators.moe import arguments, scaled
 from flashmoe.routing import note_fallback
 
@@ -50,7 +50,7 @@ def layer(
     _refuse_gradients((*values, out))
     if out is not None:
         scaled.validate_scaled(*values)
-        _check_out(out, x)
+        arguments.check_out(out, x, scaled.output_dtype(x))
     result = _call(values)
     return result if out is None else out.copy_(result)
 
@@ -102,13 +102,3 @@ def _refuse_gradients(values: tuple[Any, ...]) -> None:
             "give bfloat16 weights"
         )
         raise DifferentiationError(msg)
-
-
-def _check_out(out: Tensor, x: Tensor) -> None:
-    dtype = scaled.output_dtype(x)
-    if out.dtype is not dtype:
-        msg = f"out is {out.dtype}; {dtype} is needed; make it with torch.empty"
-        raise DtypeError(msg)
-    if out.shape != x.shape or out.device != x.device:
-        msg = f"out has shape {list(out.shape)} on {out.device}; {list(x.shape)} on {x.device} is needed"
-        raise ShapeError(msg)

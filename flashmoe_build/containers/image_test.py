@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashmoe.errors import ExitCode, FlashmoeError
+from flashmoe.errors import BuildError, ExitCode, FlashmoeError
 from flashmoe.tools.progress import Progress
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.compile.archs import VARIABLES
@@ -51,6 +51,15 @@ class Images:
 
     def shell(self, image: str, script: str, **options: Any) -> tuple[int, str]:
         return self.run(image, ["-c", script], what="looking inside", entrypoint="/bin/sh", **options)
+
+
+def require_images(client: Any) -> None:
+    """Raises BuildError where the engine does not have both images."""
+    there = {tag for image in client.images.list() for tag in image.tags}
+    missing = [name for name in (TEST, BENCH) if name not in there]
+    if missing:
+        msg = f"no image {' and no image '.join(missing)} on this machine; build them with ./nox -s image -- test bench"
+        raise BuildError(msg)
 
 
 def wheel_inside(images: Images) -> tuple[str, dict[str, Any]]:
@@ -221,6 +230,7 @@ def test_images(arguments: Sequence[str], build_python: Path) -> Report:
     started, clock = utc_now(), time.monotonic()
     with engine(ROOT / "build" / "docker"), tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
         images = Images(docker.from_env(timeout=RUN_LIMIT))
+        require_images(images.client)
 
         def wheels() -> list[Check]:
             inside = wheel_inside(images)

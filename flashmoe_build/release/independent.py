@@ -27,13 +27,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
 from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe.tools.verify.content import LIBRARY, RECORD, Content, read_wheel
+from flashmoe.tools.versions import version_of
 from flashmoe_build.containers.base import PINS, bootstrap, differences, installed, parse_pins
 from flashmoe_build.containers.engine import OutOfReachError, run
 from flashmoe_build.release.reproduce import OTHER_USER, ROOT, World, check_out
-from flashmoe_build.release.version import find_commit
+from flashmoe_build.release.version import base_version, find_commit
 
 OTHER_SUITE, PINNED_SUITE = "trixie", "bookworm"
 TIME_LIMIT = 7200  # seconds of one build
@@ -166,9 +168,10 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
     given, commit = read_wheel(wheel, scratch / "given"), find_commit(ROOT)
     if given.stated.dirty or given.stated.commit != commit.commit or given.machine != platform.machine():
         found = f"{given.stated.commit[:12]}{' with changes' * given.stated.dirty} for {given.machine}"
-        msg = f"{wheel.name} is of commit {found}; rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}"
+        step = "check that commit out, or leave --wheel away"
+        wanted = f"rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}"
+        msg = f"{wheel.name} is of commit {found}; {wanted}; {step}"
         raise BuildError(msg)
-    python_folder()
     checks, cache = [], None
     data: dict[str, Any] = {"wheel_sha256": given.sha256, "host_compiler": given.stated.cxx, "systems": {}}
     for suite in (OTHER_SUITE, PINNED_SUITE):
@@ -202,13 +205,26 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
     return Report("independent", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, spent)
 
 
-def main(wheel: Path | None, jobs: int, bases: Path | None, keep: Path | None) -> int:
-    newest = sorted((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
-    chosen = wheel or (newest[-1] if newest else None)
-    try:
-        if chosen is None:
-            msg = "dist/ holds no wheel; ./nox -s build"
+def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
+    """The newest wheel of the commit that is checked out in ``dist``, built now if there is none."""
+    commit = find_commit(ROOT)
+    version = version_of(base_version(), commit.commit, dirty=False, tags=commit.tags)
+    pattern = f"{WHEEL_PREFIX}{version}-*_{platform.machine()}.whl"
+    if not any(dist.glob(pattern)):
+        if commit.dirty:
+            found = f"{dist.name}/ holds no wheel of the commit that is checked out, and files differ from that commit"
+            msg = f"{found}; commit or stash them, or give the wheel (--wheel FILE)"
             raise BuildError(msg)
+        command = [sys.executable, "-m", "flashmoe_build", "--archs", archs, "--dist", str(dist)]
+        variables = {**os.environ, "MAX_JOBS": str(jobs)}
+        run(command, "building the wheel of HEAD", time_limit=TIME_LIMIT, cwd=ROOT, environment=variables)
+    return max(dist.glob(pattern), key=lambda path: path.stat().st_mtime)
+
+
+def main(wheel: Path | None, archs: str, jobs: int, bases: Path | None, keep: Path | None) -> int:
+    try:
+        python_folder()  # before anything is built
+        chosen = wheel or wheel_of_head(ROOT / "dist", archs, jobs)
         with tempfile.TemporaryDirectory(prefix="flashmoe-independent-") as temporary:
             scratch = Path(temporary)
             scratch.chmod(0o755)

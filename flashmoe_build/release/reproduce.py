@@ -242,25 +242,32 @@ def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.release.reproduce", description=__doc__)
-    parser.add_argument("--archs", default="all", help="targets to build (default: all)")
+    parser.add_argument("--archs", help="targets to build (default: all)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, help="compilers at once in the first world")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each world's wheel there")
     parser.add_argument(
         "--independent", action="store_true", help="rebuild a wheel of HEAD in two other systems instead"
     )
-    parser.add_argument("--wheel", type=Path, help="with --independent: which wheel (default: the newest in dist/)")
+    parser.add_argument(
+        "--wheel", type=Path, help="with --independent: which wheel (default: HEAD's in dist/, else built)"
+    )
     parser.add_argument(
         "--bases", type=Path, metavar="DIR", help="with --independent: keep and reuse the systems there"
     )
     options = parser.parse_args(arguments)
+    if options.wheel is not None and options.archs is not None:
+        parser.error("--archs says what to build; the wheel of --wheel has its targets")
+    if not options.independent and (options.wheel is not None or options.bases is not None):
+        parser.error("--wheel and --bases go with --independent")
+    archs = options.archs or "all"
     if options.independent:
         from flashmoe_build.release import independent
 
-        return independent.main(options.wheel, options.jobs, options.bases, options.keep)
+        return independent.main(options.wheel, archs, options.jobs, options.bases, options.keep)
     try:
         with stop_signals(), tempfile.TemporaryDirectory(prefix="flashmoe-reproduce-") as scratch:
-            report = reproduce(options.archs, options.jobs, Path(scratch), keep=options.keep)
+            report = reproduce(archs, options.jobs, Path(scratch), keep=options.keep)
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED

@@ -267,6 +267,9 @@ def test_torch_fx_traces() -> None:
     q, k, v = _inputs()
     graph = torch.fx.symbolic_trace(lambda q, k, v: flashmoe.attention(q, k, v, causal=True))
     assert torch.equal(graph(q, k, v), flashmoe.attention(q, k, v, causal=True))
+    mask = torch.rand(q.shape[2], k.shape[2]) < 0.8
+    graph = torch.fx.symbolic_trace(lambda q, k, v, mask: flashmoe.attention(q, k, v, window=(2, 1), attn_mask=mask))
+    assert torch.equal(graph(q, k, v, mask), flashmoe.attention(q, k, v, window=(2, 1), attn_mask=mask))
     graph = torch.fx.symbolic_trace(lambda q: flashmoe.scaled_dot_product_attention(q, q, q, is_causal=True))
     assert flashmoe.scaled_dot_product_attention in {node.target for node in graph.graph.nodes}
     assert torch.equal(graph(q), flashmoe.scaled_dot_product_attention(q, q, q, is_causal=True))

@@ -157,7 +157,7 @@ def test_errors_under_transforms_speak_of_the_callers_tensors(tensors: tuple[Ten
         lambda: vmap(flashmoe.attention, (0, None, None))(torch.stack([q, q]), k[..., :8], v),
         lambda: grad(lambda q: flashmoe.attention(q, k[..., :8], v).sum())(q),
     ):
-        with pytest.raises(ShapeError, match=r"one shape.*\[2, 4, 30, 8\] and v \[2, 4, 30, 16\]"):
+        with pytest.raises(ShapeError, match="share head_dim; found 16 in q and 8 in k"):
             call()
     with pytest.raises(ShapeError, match=r"found \[4, 20, 16\], 3 dimensions"):  # vmap took the batch away
         vmap(flashmoe.attention)(q, k, v)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashmoe
 from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
-from flashmoe.operators.attention.varlen_arguments import explain, validate
+from flashmoe.operators.attention.varlen_arguments import explain, validate, validate_append
 
 from .varlen_reference import Ragged, to_pages
 
@@ -303,6 +303,11 @@ def test_functions_raise_typed_errors(device: str) -> None:
         (lambda: cached(q, k, v, cache_seqlens=7), ArgumentTypeError, "cache_seqlens"),
         (lambda: cached(*_dense(a), k, cache_seqlens=cu_q), ArgumentError, "belong together"),
         (lambda: cached(*_dense(a), cache_seqlens=cu_k[:1].long()), DtypeError, "cache_seqlens must be torch.int32"),
+        (
+            lambda: cached(*_dense(a), *_dense(a)[1:], cache_seqlens=cu_k[:1].long()),
+            DtypeError,
+            "cache_seqlens must be torch.int32",
+        ),
         (lambda: cached(*_dense(a), cache_seqlens=cu_k), ShapeError, "cache_seqlens must have 1 elements"),
         (
             lambda: cached(*_dense(a), *_dense(a)[1:], cache_seqlens=cu_k),
@@ -336,6 +341,30 @@ def test_parts_that_do_not_belong_together(device: str) -> None:
     for words, (kind, parts) in wrong.items():
         with pytest.raises(kind, match=words):
             flashmoe.merge_attention(*parts)
+
+
+def test_a_padding_mask_is_told_how_to_broadcast(device: str) -> None:
+    q, k = (torch.randn(2, h, s, 16, device=device).half() for h, s in ((4, 5), (2, 7)))
+    with pytest.raises(ShapeError, match=r"of a padding mask \[batch, keys\] give mask\[:, None, None\]"):
+        flashmoe.attention(q, k, k, attn_mask=torch.ones(2, 7, dtype=torch.bool, device=device))
+
+
+def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
+    """Two sequences would write to the same rows."""
+    cache = torch.randn(1, 2, 9, 16, device=device).half()
+    q, new = (torch.randn(2, h, 1, 16, device=device).half() for h in (4, 2))
+    shared, lengths = cache.expand(2, -1, -1, -1), _ints(device, 6, 7)
+    read = flashmoe.attention_with_kvcache(q, shared, shared, cache_seqlens=lengths)
+    assert torch.equal(read, flashmoe.attention_with_kvcache(q, shared.clone(), shared.clone(), cache_seqlens=lengths))
+    before = cache.clone()
+    for caches in ((shared, shared.clone()), (shared.clone(), shared)):
+        with pytest.raises(
+            ShapeError, match=r"_cache is expanded, so that new keys would overwrite each other.*\.clone"
+        ):
+            flashmoe.attention_with_kvcache(q, *caches, new, new, cache_seqlens=lengths)
+        with pytest.raises(ShapeError, match="is expanded"):
+            validate_append(*caches, new, new, lengths)
+    assert torch.equal(cache, before)
 
 
 def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

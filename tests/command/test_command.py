@@ -64,4 +64,19 @@ def test_the_readme_lists_the_commands() -> None:
 def test_the_usage_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert capsys.readouterr().out.startswith("usage: flashmoe [-h]")
+    told = capsys.readouterr().out
+    assert told.startswith("usage: flashmoe [-h]")
+    assert "``" not in told
+
+
+def test_a_command_of_the_checkout_says_how_to_run_it_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name="flashmoe_build.gate")
+
+    monkeypatch.setattr("flashmoe.__main__.import_module", missing)
+    steps = {"bisect": "./nox -s bisect", "gate": "./nox -s gate", "history": "python -m flashmoe history"}
+    for name, step in steps.items():
+        assert main([name]) == 1
+        assert capsys.readouterr().err.endswith(f"there: {step}\n")

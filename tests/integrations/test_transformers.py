@@ -237,6 +237,13 @@ def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatc
     assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
 
 
+def test_weights_that_are_asked_for_are_told_to_be_lacking() -> None:
+    model: Any = build("Llama", "cpu", layers=1)
+    use(model, ours=True)
+    with pytest.warns(UserWarning, match="no weights for output_attentions=True"):
+        model(torch.randint(3, 64, (1, 4)), output_attentions=True)
+
+
 class _Experts(nn.Module):
     is_concatenated = True
     has_gate = True

@@ -67,6 +67,15 @@ WRONG: dict[str, tuple[type[Exception], Change]] = {
 }
 
 
+def test_a_transposed_weight_is_named(device: str) -> None:
+    """w2 itself, not w13, whose size would follow from it."""
+    inputs = make_inputs(SMALL, device=device)
+    for name in ("w13", "w2"):
+        wrong = replace(inputs, **{name: getattr(inputs, name).mT.contiguous()})
+        with pytest.raises(ShapeError, match=rf"{name} has shape .*; give {name}\.mT"):
+            call(SMALL, wrong)
+
+
 def wrong_call(inputs: Inputs, changes: dict[str, Any]) -> Tensor:
     names = {name for name in vars(inputs) if name in changes}
     changed = replace(inputs, **{name: changes[name] for name in names})

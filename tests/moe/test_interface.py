@@ -321,6 +321,10 @@ def test_autocast(device: str) -> None:
     half = inputs.to(torch.bfloat16)
     half.topk_weights = inputs.topk_weights.detach()
     assert torch.equal(out, call(FULL, half))
+    mixed = replace(inputs, x=half.x)  # what an earlier layer under autocast gives, and the parameters
+    with torch.autocast(device, torch.bfloat16):
+        on_input = call(FULL, mixed, weights_on_input=True)
+    assert torch.equal(on_input, call(FULL, half, weights_on_input=True))
     for leaf, gradient in zip(inputs.leaves(), gradients(out, inputs), strict=True):
         assert gradient.dtype is leaf.dtype
 
@@ -339,8 +343,10 @@ def test_vmap(device: str) -> None:
         found = torch.vmap(one_of, (1, 0, None))(*stacked, first.w2)
     for index, out in enumerate(expected):
         assert torch.equal(found[index], out)
-    mapped = torch.vmap(one_of, (1, 0, 0))(*stacked, first.w2.expand(3, *first.w2.shape))
-    assert torch.equal(mapped, found)
+    for grad in (torch.enable_grad, torch.no_grad):
+        with grad():
+            mapped = torch.vmap(one_of, (1, 0, 0))(*stacked, first.w2.expand(3, *first.w2.shape))
+        assert torch.equal(mapped, found)
 
 
 def test_per_sample_gradients(device: str) -> None:
@@ -354,6 +360,56 @@ def test_per_sample_gradients(device: str) -> None:
     for index, x in enumerate(xs):
         w2 = inputs.w2.clone().requires_grad_()
         assert torch.equal(found[index], torch.autograd.grad(loss(w2, x), w2)[0])
+
+
+def test_the_layers_parts_under_transforms(device: str) -> None:
+    """Per-sample gradients through router and layer, those of grouped_mm, and no tangent that is lost without a word."""
+    module = flashmoe.MoE(32, 24, 4, 2, device=device, dtype=torch.float16, shared_intermediate=8)
+    parameters, xs = dict(module.named_parameters()), torch.randn(3, 32, device=device).half()
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(module, parameters, (x[None],))
+        return out.float().square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, xs)
+    for index, x in enumerate(xs):
+        expected = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
+        for name, gradient in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[name][index], gradient, rtol=1e-2, atol=1e-3)
+    a, b = torch.randn(6, 16, device=device).half(), torch.randn(3, 16, 8, device=device).half()
+    offsets = torch.tensor([2, 2, 6], dtype=torch.int32, device=device)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return flashmoe.grouped_mm(a, b, offsets).float().square().sum()
+
+    mapped = torch.vmap(torch.func.grad(product, (0, 1)), (0, None))(torch.stack([a, a * 2]), b)
+    for index, factor in enumerate((1, 2)):
+        leaves = [(a * factor).requires_grad_(), b.clone().requires_grad_()]
+        for gradient, expected_one in zip(mapped, torch.autograd.grad(product(*leaves), leaves), strict=True):
+            assert torch.equal(gradient[index], expected_one)
+    logits = torch.randn(6, 8, device=device)
+    for function, value in (
+        (lambda a: flashmoe.grouped_mm(a, b, offsets), a),
+        (lambda logits: flashmoe.topk_route(logits, 2)[0], logits),
+    ):
+        with pytest.raises(DifferentiationError, match="no forward-mode derivative"):
+            torch.func.jvp(function, (value,), (value,))
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(DifferentiationError, match="no forward-mode derivative"),
+        ):
+            function(torch.autograd.forward_ad.make_dual(value, value))
+
+
+def test_autocast_under_transforms(device: str) -> None:
+    inputs = make_inputs(replace(SMALL, dtype=torch.float32), device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return call(SMALL, replace(inputs, x=x)).float().square().sum()
+
+    leaf = inputs.x.clone().requires_grad_()
+    assert torch.equal(torch.func.grad(loss)(inputs.x), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
 def test_flops(device: str) -> None:

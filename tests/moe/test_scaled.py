@@ -288,6 +288,15 @@ def test_refusals(device: str, changes: dict[str, Any], error: type[FlashmoeErro
         layer(**made)
 
 
+def test_an_out_that_cannot_take_the_result_is_refused(device: str) -> None:
+    layer = make(device)
+    row = torch.empty_like(layer.x[:1])
+    with pytest.raises(ShapeError, match="rows that are contiguous and apart are needed"):
+        layer(out=row.expand(layer.x.shape))
+    with pytest.raises(DtypeError, match="out is float32; bfloat16 is needed"):
+        layer(out=torch.empty_like(layer.x, dtype=torch.float32))
+
+
 @pytest.mark.gpu
 def test_a_gpu_needs_whole_blocks() -> None:
     with pytest.raises(ShapeError, match=r"the hidden size is 200; .* multiple of 128"):

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NOXFILE = ROOT / "noxfile.py"
 
 
-def noxfile_function(name: str) -> object:
+def noxfile_function(name: str, **others: object) -> Any:
     """One plain function of the noxfile, without running nox."""
     tree = ast.parse(NOXFILE.read_text(encoding="utf-8"))
     wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     module = ast.Module(body=[*wanted], type_ignores=[])
-    space: dict[str, object] = {"ROOT": ROOT, "Sequence": list, "Path": Path}
+    space: dict[str, object] = {"ROOT": ROOT, "Sequence": list, "Path": Path, **others}
     exec(compile(module, "noxfile", "exec"), space)
     return space[name]
 
@@ -45,7 +47,20 @@ def test_test_paths_do_not_depend_on_the_folder() -> None:
     expected = [*given]
     expected[1] = str(ROOT / "tests")
     expected[2] = str(ROOT / "tests/lock/test_pins.py::test_x")
-    assert absolute(given) == expected  # type: ignore[operator]
+    assert absolute(given) == expected
+
+
+def test_the_help_of_bench_needs_no_wheel() -> None:
+    said: list[tuple[object, ...]] = []
+    given = {
+        "nox": SimpleNamespace(session=lambda function: function),
+        "REPORTS": Path(),
+        "locked": lambda *_: "python",
+        "newest_wheel": lambda _: pytest.fail("a clean clone has none"),
+        "program": lambda _, *words: said.append(words),
+    }
+    noxfile_function("bench", **given)(SimpleNamespace(posargs=["--help"]))
+    assert [words[-1] for words in said] == ["--help"]
 
 
 def test_main_climbs_rungs_of_the_ladder() -> None:

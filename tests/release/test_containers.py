@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from flashmoe.tools.report import Verdict
 from flashmoe.tools.tables import load_tables
 from flashmoe_build.containers import base, engine, gpu, image, pins
 from flashmoe_build.containers.engine import OutOfReachError
-from flashmoe_build.containers.image_test import compare_wheels
+from flashmoe_build.containers.image_test import BENCH, TEST, compare_wheels, require_images
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -76,6 +77,15 @@ def test_the_build_command_carries_secrets_as_secrets(tmp_path: Path) -> None:
     assert "ENVIRONMENTS=build test bench" in arguments
     assert not [word for word in arguments if "INDEX" in word or "PROXY" in word]
     assert command[-4:] == [f"id=index,src={tmp_path / 'index'}", "--network", "host", str(tmp_path)]
+
+
+def test_images_are_there_before_they_are_run() -> None:
+    def client(*tags: str) -> SimpleNamespace:
+        return SimpleNamespace(images=SimpleNamespace(list=lambda: [SimpleNamespace(tags=[tag]) for tag in tags]))
+
+    require_images(client(TEST, BENCH))
+    with pytest.raises(BuildError, match=rf"no image {BENCH} on this machine; build them with \./nox -s image"):
+        require_images(client(TEST, "other:latest"))
 
 
 def test_what_a_build_needs_of_the_network() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from flashmoe.errors import BuildError, ExitCode
 from flashmoe.tools.report import Verdict
 from flashmoe.tools.verify.content import read_wheel
+from flashmoe_build.release import independent, reproduce
 from flashmoe_build.release.independent import judge
+from flashmoe_build.release.version import Commit
 
 WheelMaker = Callable[..., Path]
 OTHER = {"cxx": "g++ 14.2.0", **dict.fromkeys(("nvrtc_sha256", "ptxas_sha256"), "ab" * 32)}
@@ -44,3 +48,30 @@ def test_judge(
     stated = {"compilers": {**OTHER, "cxx": "g++ 12.2.0"}, **changes, "content": content}
     right = dict.fromkeys(("device binaries", "files", "provenance", "host part"), PASS)
     assert judged(given, make_wheel(**stated), tmp_path) == {**right, **wrong}
+
+
+def test_a_wheel_of_head_is_built_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, built = "0123456789ab" * 3 + "cdef", list[Sequence[str]]()
+    name = f"flashmoe_kernels-0.1.0.dev0+g{head[:12]}-py3-none-manylinux_2_28_{platform.machine()}.whl"
+    (tmp_path / name.replace(head[:12], "0" * 12)).touch()  # another commit's
+
+    def build(command: Sequence[str], what: str, **_: object) -> None:
+        built.append(command)
+        (tmp_path / name).touch()
+
+    monkeypatch.setattr(independent, "run", build)
+    monkeypatch.setattr(independent, "base_version", lambda: "0.1.0")
+    monkeypatch.setattr(independent, "find_commit", lambda _: Commit(head, dirty=True, source_date_epoch=0))
+    with pytest.raises(BuildError, match="commit or stash"):
+        independent.wheel_of_head(tmp_path, "none", 1)
+    monkeypatch.setattr(independent, "find_commit", lambda _: Commit(head, dirty=False, source_date_epoch=0))
+    assert [independent.wheel_of_head(tmp_path, "none", 1).name for _ in "ab"] == [name, name]
+    assert [command[3:5] for command in built] == [["--archs", "none"]]  # once
+
+
+@pytest.mark.parametrize("words", ["--wheel x.whl", "--bases x", "--independent --wheel x.whl --archs none"])
+def test_an_option_without_effect_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        reproduce.main(words.split())
+    assert stopped.value.code == ExitCode.USAGE
+    assert "--wheel" in capsys.readouterr().err

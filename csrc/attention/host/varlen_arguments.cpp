@@ -238,6 +238,16 @@ void check_scores(const VarlenArguments& arguments) {
   }
 }
 
+// New keys of two sequences or heads would lie on each other.
+void check_not_expanded(const Tensor& cache, const char* name) {
+  for (int64_t axis = 0; axis < cache.dim(); ++axis) {
+    if (cache.sizes()[axis] > 1 && cache.strides()[axis] == 0) {
+      fail(ErrorCode::kShape, name, " is expanded, so that new keys would overwrite each other; it has shape ",
+           describe(cache), "; give it memory with .clone()");
+    }
+  }
+}
+
 }  // namespace
 
 void check_varlen_arguments(VarlenArguments& arguments) {
@@ -308,6 +318,10 @@ void check_append_arguments(AppendArguments& arguments) {
          " and ", describe(arguments.v_cache));
   }
   check_memory(v_new, "v_new");
+  if (k_new.sizes()[2] > 0) {
+    check_not_expanded(arguments.k_cache, "k_cache");
+    check_not_expanded(arguments.v_cache, "v_cache");
+  }
   arguments.dtype = cache.dtype;
   arguments.torch_dtype = cache.torch_dtype;
   arguments.device_type = cache.device_type;

@@ -98,6 +98,10 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    head_dim = q.shape[3]
+    if head_dim != k.shape[3]:
+        msg = f"q and k must share head_dim; found {head_dim} in q and {k.shape[3]} in k; check the projections"
+        raise ShapeError(msg)
     if k.shape != v.shape:
         msg = (
             f"k and v must have one shape [batch, kv_heads, keys, head_dim]; found k {shape_of(k)} and v {shape_of(v)}"
@@ -105,10 +109,6 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(msg)
     if q.shape[0] != k.shape[0]:
         msg = f"q, k and v must share the batch size; found {q.shape[0]} in q and {k.shape[0]} in k; expand one of them"
-        raise ShapeError(msg)
-    head_dim = q.shape[3]
-    if head_dim != k.shape[3]:
-        msg = f"q and k must share head_dim; found {head_dim} in q and {k.shape[3]} in k; check the projections"
         raise ShapeError(msg)
     if head_dim < 1 or head_dim > MAX_HEAD_DIM:
         msg = (
@@ -120,7 +120,7 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if (heads_q != 0) if heads_kv == 0 else (heads_q % heads_kv != 0):
         msg = (
             f"the number of query heads must be a multiple of the number of key heads; found {heads_q} and {heads_kv}; "
-            "repeat or drop key heads so that it is"
+            f"repeat or drop key heads so that it is; the layout is {LAYOUT}"
         )
         raise ShapeError(msg)
 
@@ -152,7 +152,7 @@ def check_scalars(scale: Any, causal: Any) -> None:
     if isinstance(causal, Tensor):
         msg = (
             f"causal must be True or False; found a {type(causal).__name__} of shape {shape_of(causal)}; use bool(causal); "
-            "flashmoe.scaled_dot_product_attention takes a mask, as attn_mask, and hands it to torch"
+            "a mask is attn_mask"
         )
         raise ArgumentTypeError(msg)
     if not hasattr(type(causal), "__bool__"):  # torch takes numbers and None by their truth value, but no text

@@ -166,8 +166,13 @@ def check_mask(mask: Any, q: Tensor, sizes: tuple[int, ...]) -> None:
         msg = f"attn_mask must be torch.bool or q's {q.dtype}; found {mask.dtype}; convert it with .to(q.dtype)"
         raise DtypeError(msg)
     if tuple(mask.shape) != tuple(sizes):
-        msg = f"attn_mask must broadcast to [batch, query heads, queries, keys] = {list(sizes)}; found {shape_of(mask)}"
-        raise ShapeError(msg)
+        raise ShapeError(wrong_mask(mask, sizes))
+
+
+def wrong_mask(mask: Tensor, sizes: tuple[int, ...]) -> str:
+    msg = f"attn_mask must broadcast to [batch, query heads, queries, keys] = {list(sizes)}; found {shape_of(mask)}"
+    is_padding = tuple(mask.shape) == (sizes[0], sizes[3])
+    return f"{msg}; " + ("of a padding mask [batch, keys] give mask[:, None, None]" if is_padding else "reshape it")
 
 
 def check_numbers(
@@ -241,6 +246,12 @@ def validate_append(
                 f"{name} must be [batch, heads, new keys, head_dim] of the cache's heads; found {shape_of(new)} for a cache of "
                 f"{shape_of(cache)}"
             )
+            raise ShapeError(msg)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        is_expanded = any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True))
+        if is_expanded and k_new.shape[2] > 0:
+            found = f"{shape_of(cache)} with strides {tuple(cache.stride())}"
+            msg = f"{name} is expanded, so that new keys would overwrite each other; found {found}; give it memory with .clone()"
             raise ShapeError(msg)
     given = (k_new, k_cache, v_cache, None, None, cache_seqlens, block_table, None, None)
     validate(*given, 0, 0, 1.0, -1, -1, 0.0, 0)

@@ -107,8 +107,12 @@ def _layer_sizes(x: Tensor, w13: Tensor, w2: Tensor, transposed: bool) -> tuple[
     _check_between("the hidden size", hidden, MAX_SIZE, "check x")
     _check_between("the intermediate size", intermediate, MAX_SIZE // 2, "check w2")
     sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "2 * intermediate": 2 * intermediate}
-    for name, tensor in (("w13", w13), ("w2", w2)):
-        _check_shape({name: tensor}, name, tuple(sizes[axis] for axis in names[name]), axes[name])
+    for name, tensor in (("w2", w2), ("w13", w13)):
+        wanted, axis = tuple(sizes[axis] for axis in names[name]), names[name].index("hidden")
+        if tensor.shape[axis] != hidden and tensor.shape[3 - axis] == hidden:
+            msg = f"{name} has shape {shape_of(tensor)}; {list(wanted)} {axes[name]} is needed; give {name}.mT"
+            raise ShapeError(msg)
+        _check_shape({name: tensor}, name, wanted, axes[name])
     _check_gpu_multiples(x, {"the hidden size": hidden, "the intermediate size": intermediate})
     return tokens, hidden, intermediate, experts
 
@@ -184,14 +188,15 @@ def check_scale(scale: Any) -> None:
         raise ArgumentError(msg)
 
 
-def check_out(out: Any, x: Tensor) -> None:
-    """``out`` can take the result for ``x`` [T, H]: of its shape, dtype and device, rows contiguous and apart."""
+def check_out(out: Any, x: Tensor, dtype: torch.dtype | None = None) -> None:
+    """``out`` can take the result for ``x`` [T, H]: of its shape and device, of ``dtype`` or its own, rows contiguous and apart."""
     if not isinstance(out, Tensor):
         msg = f"out must be a torch.Tensor or None; found {type(out).__name__}; pass torch.empty_like(x)"
         raise ArgumentTypeError(msg)
     _check_devices("x", _dense_tensors({"x": x, "out": out}, {}))
-    if out.dtype != x.dtype:
-        msg = f"out is {_word(out.dtype)}; x's {_word(x.dtype)} is needed; convert it with .to(x.dtype)"
+    dtype = x.dtype if dtype is None else dtype
+    if out.dtype != dtype:
+        msg = f"out is {_word(out.dtype)}; {_word(dtype)} is needed; make it with torch.empty"
         raise DtypeError(msg)
     _check_shape({"out": out}, "out", tuple(x.shape), "[tokens, hidden]")
     rows_overlap = out.shape[0] > 1 and out.stride(0) < out.shape[1]

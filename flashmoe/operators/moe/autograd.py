@@ -10,6 +10,7 @@ from torch import Tensor
 from flashmoe.errors import DifferentiationError
 from flashmoe.operators._operator import keep_nothing
 from flashmoe.operators.moe import layer
+from flashmoe.transforms import autocasted
 
 NO_FORWARD_MODE = (
     "flashmoe.fused_moe has no forward-mode derivative; use reverse mode, or compose the layer of torch's operators"
@@ -21,7 +22,10 @@ def layer_under_transforms(*arguments: Any) -> Tensor:
     if not torch.is_grad_enabled():  # torch.func.grad enables it
         only: Tensor = torch.ops.flashmoe._fused_moe_inference.default(*arguments)
         return only
-    result: Tensor = TransformedLayer.apply(*arguments, True)[0]  # type: ignore[no-untyped-call]
+    given = list(arguments)  # cast here, so that what is kept for the backward pass has one dtype
+    for place, tensor in zip(layer.CAST, autocasted(*(given[place] for place in layer.CAST)), strict=True):
+        given[place] = tensor
+    result: Tensor = TransformedLayer.apply(*given, True)[0]  # type: ignore[no-untyped-call]
     return result
 
 

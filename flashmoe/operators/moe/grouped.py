@@ -12,9 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.compiler import is_compiling
 
 from flashmoe.operators._operator import Operator
 from flashmoe.operators.moe.arguments import validate_grouped, validate_grouped_gradient
+from flashmoe.transforms import autocasted, function_under_transforms
+
+NO_FORWARD_MODE = (
+    "flashmoe.grouped_mm has no forward-mode derivative; use reverse mode, or compose it of torch's operators"
+)
 
 
 def grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -33,19 +40,41 @@ def keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Non
 
 def grouped_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     a, b, offsets = ctx.saved_tensors
-    operators = torch.ops.flashmoe
-    da = operators.grouped_mm.default(grad, b.mT, offsets) if ctx.needs_input_grad[0] else None
-    db = operators._grouped_mm_2d2d.default(a.mT, grad, offsets) if ctx.needs_input_grad[1] else None
+    da = call(grad, b.mT, offsets) if ctx.needs_input_grad[0] else None
+    db = call(a.mT, grad, offsets) if ctx.needs_input_grad[1] else None
     return da, db, None
 
 
 def grouped_2d2d_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     """grad [E, N, K]: a's columns of e have the gradient grad[e] b[row], b's rows a[:, row] grad[e]."""
     a, b, offsets = ctx.saved_tensors
-    call = torch.ops.flashmoe.grouped_mm.default
     da = call(b, grad.mT, offsets).mT if ctx.needs_input_grad[0] else None
     db = call(a.mT, grad, offsets) if ctx.needs_input_grad[1] else None
     return da, db, None
+
+
+def call(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """The operator for b's rank, under torch.func's transforms too."""
+    is_2d = getattr(b, "ndim", 3) == 2
+    if not is_compiling() and transforms_are_active():
+        result: Tensor = (_2d2d_under_transforms if is_2d else _under_transforms)(*autocasted(a, b), offsets)
+        return result
+    operators = torch.ops.flashmoe
+    result = (operators._grouped_mm_2d2d if is_2d else operators.grouped_mm).default(a, b, offsets)
+    return result
+
+
+def vmap_grouped(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
+    """One call for each."""
+    parts = [
+        call(*(t if dim is None else t.select(dim, index) for t, dim in zip(tensors, in_dims, strict=True)))
+        for index in range(info.batch_size)
+    ]
+    return torch.stack(parts), 0
+
+
+_under_transforms = function_under_transforms(call, keep, grouped_gradient, vmap_grouped, NO_FORWARD_MODE)
+_2d2d_under_transforms = function_under_transforms(call, keep, grouped_2d2d_gradient, vmap_grouped, NO_FORWARD_MODE)
 
 
 def grouped_flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
@@ -55,7 +84,13 @@ def grouped_flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int
 
 OPERATORS = (
     Operator(
-        "grouped_mm", fake=grouped, flops=grouped_flops, autocast=2, gradient=grouped_gradient, setup_context=keep
+        "grouped_mm",
+        fake=grouped,
+        flops=grouped_flops,
+        autocast=2,
+        gradient=grouped_gradient,
+        setup_context=keep,
+        vmap=vmap_grouped,
     ),
     Operator(
         "_grouped_mm_2d2d",
@@ -64,5 +99,6 @@ OPERATORS = (
         autocast=2,
         gradient=grouped_2d2d_gradient,
         setup_context=keep,
+        vmap=vmap_grouped,
     ),
 )

@@ -138,7 +138,7 @@ def vmap_inference(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *argum
     dims = in_dims[1:9]
     call = torch.ops.flashmoe._fused_moe_inference.default
     if any(dims[index] is not None for index in (0, 1, 4, 5, 6)):
-        tensors = zip((x, *arguments[:8]), in_dims, strict=False)
+        tensors = tuple(zip((x, *arguments[:8]), in_dims, strict=False))
         parts = [[t if dim is None else t.select(dim, index) for t, dim in tensors] for index in range(info.batch_size)]
         return torch.stack([call(*part, *words) for part in parts]), 0
     merged = [
@@ -180,18 +180,18 @@ def backward_flops(grad_out: Any, x: Any, w13: Any, w2: Sequence[int], *argument
 
 
 # x, w13, w2, b13, b2 and shared: one dtype. topk_weights may stay float32.
-_CAST = (0, 1, 2, 5, 6, 8)
+CAST = (0, 1, 2, 5, 6, 8)
 
 OPERATORS = (
     Operator(
         "_fused_moe",
         fake=forward,
         flops=forward_flops,
-        autocast=_CAST,
+        autocast=CAST,
         gradient=gradient,
         setup_context=keep_for_backward,
     ),
-    Operator("_fused_moe_inference", fake=inference, flops=forward_flops, autocast=_CAST, vmap=vmap_inference),
+    Operator("_fused_moe_inference", fake=inference, flops=forward_flops, autocast=CAST, vmap=vmap_inference),
     Operator("_fused_moe_out", fake=into, flops=into_flops),
     Operator("_fused_moe_backward", fake=backward, flops=backward_flops, gradient=refuse_double_backward),
     Operator("_fused_moe_backward_consuming", fake=backward, flops=backward_flops),

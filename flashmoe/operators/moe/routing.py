@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.compiler import is_compiling
 
 from flashmoe.operators._operator import Operator
 from flashmoe.operators.moe.arguments import validate_route, validate_sort
+from flashmoe.transforms import function_under_transforms
+
+NO_FORWARD_MODE = (
+    "flashmoe.topk_route has no forward-mode derivative; use reverse mode, or compose it of torch's operators"
+)
 
 
 def route(logits: Tensor, k: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +90,6 @@ def vmap_route(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The mapped dimension becomes more tokens; the tokens of each part are counted again. A mapped bias: one call for each."""
     size = info.batch_size
-    call = torch.ops.flashmoe.topk_route.default
     if in_dims[3] is not None and bias is not None:
         parts = [
             call(
@@ -104,6 +110,18 @@ def vmap_route(
         1, chosen, torch.ones_like(chosen, dtype=counts.dtype)
     )
     return (weights.unflatten(0, (size, -1)), ids, counts), (0, 0, 0)
+
+
+def call(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``topk_route``, under torch.func's transforms too."""
+    if not is_compiling() and transforms_are_active():
+        result: tuple[Tensor, Tensor, Tensor] = _under_transforms(logits, *options)
+        return result
+    result = torch.ops.flashmoe.topk_route.default(logits, *options)
+    return result
+
+
+_under_transforms = function_under_transforms(call, keep_for_gradient, gradient, vmap_route, NO_FORWARD_MODE)
 
 
 def no_flops(*_: Sequence[int], **__: Any) -> int:

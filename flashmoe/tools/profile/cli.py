@@ -125,7 +125,9 @@ def make_report(
     findings = diagnose({**values, "on_gpu": float(not on_cpu)})
     checks = [_source_check(source, reason)]
     if not values:
-        checks.append(Check("numbers", Verdict.FAIL, "none", "a profile, a bench report or a build report"))
+        expected = "a profile, a bench report or a build report"
+        step = f"name one (--csv, --bench or --build FILE); in a clone ./nox -s build writes {REPORTS / 'build.json'}"
+        checks.append(Check("numbers", Verdict.FAIL, "none", expected, next_step=step))
     checks += [_finding_check(finding) for finding in findings]
     if values and not findings:
         checks.append(Check("diagnosis", Verdict.PASS, "no rule fired on these numbers"))
@@ -200,7 +202,8 @@ def render(report: Report) -> str:
             f"{'diagnosis' if number == 0 else 'also'}: {finding['says']} [{finding['rule']}: {finding['evidence']}]"
         )
         lines.append(f"  do: {finding['do']}")
-    lines += [
-        f"{check.verdict} {check.name}: {check.found}" for check in report.checks if check.verdict is not Verdict.PASS
-    ]
+    for check in report.checks:
+        if check.verdict is not Verdict.PASS:
+            lines.append(f"{check.verdict} {check.name}: {check.found}")
+            lines += [f"  next: {check.next_step}"] if check.next_step else []
     return runnable("\n".join(lines))
