@@ -1,0 +1,153 @@
+// Products of e4m3 operands with scales, for few rows an expert. To loads and layouts two values are one element of 16 bits, so only
+// the product of a stage, its scales and gated's results are other than those of 16-bit operands.
+#pragma once
+
+#include "moe/grouped_gemm/few_rows/grouped_gemm.cuh"
+#include "moe/params/scaled.h"
+#include "ptx/e4m3.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace few_rows {
+
+// The scales that a lane needs for one stage after the other: of its two rows of a, neighbours, and of the weights' rows lane / 4
+// and that + 8, which in gated are of gate and up.
+template <typename Spec, bool kIsGated>
+struct StageScales {
+  static constexpr int kBlocks = 2 * Spec::kBlockK / kScaleBlock;  // of a stage
+  static_assert(Spec::kGroups == 1, "two rows a lane");
+  static_assert(kScaleBlock % Spec::kBlockN == 0, "a tile's weight rows are of one block, or one of gate and one of up");
+
+  const float* row_gmem[2];
+  const float* weight_gmem[2];
+  int blocks;  // of k
+  float row[kBlocks][2];
+  float weight[kBlocks][2];
+
+  __device__ __forceinline__ StageScales(const ScaledGemmParams& params, const Tile& tile)
+      : blocks(2 * params.gemm.k / kScaleBlock) {
+    const GemmParams& gemm = params.gemm;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int within = ptx::lane_index() % 4 * 2 + r;
+      int at = tile.row + (within < tile.rows ? within : 0);
+      if constexpr (kIsGated) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
+      row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
+    }
+    const int count = ceil_div(gemm.n, kScaleBlock);
+    const int first = (kIsGated ? tile.column / 2 : tile.column) / kScaleBlock;
+    const float* of_expert = params.b_scale + static_cast<int64_t>(tile.expert) * count * blocks;
+    weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
+    weight_gmem[1] = weight_gmem[0] + (kIsGated ? static_cast<int64_t>(count / 2) * blocks : 0);
+  }
+
+  // Past the last block of k, where the operands are zeros, those of the last.
+  __device__ __forceinline__ void load(int stage) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int at = minimum(stage * kBlocks + block, blocks - 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        row[block][i] = ptx::ld_global_float(row_gmem[i] + at);
+        weight[block][i] = kIsGated || i == 0 ? ptx::ld_global_float(weight_gmem[i] + at) : weight[block][0];
+      }
+    }
+  }
+};
+
+// One block of k: 128 values of each operand, from pair `first` of 64 values on. Sums go up k in steps of 32, from zero.
+template <typename Spec>
+__device__ __forceinline__ void multiply_block(Accumulator<Spec>& partial, ptx::SmemPointer stage_smem, int first) {
+  const int lane = ptx::lane_index();
+  const ptx::SmemPointer rows_smem = stage_smem + Spec::kWeightBytes;
+#pragma unroll
+  for (int pair = first; pair < first + 2; ++pair) {
+    uint32_t b[4];  // as in multiply_groups
+    ptx::ldmatrix_x4(b, rows_smem + swizzled_offset<Spec::kBlockK>(lane % 8, 4 * pair + lane / 8));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < Spec::kFragments; ++i) {
+        uint32_t a[4];
+        load_fragment<Spec, Weights::kNk>(a, stage_smem, ptx::warp_index() * Spec::kFragments + i, 2 * pair + half);
+        ptx::mma_m16n8k32_e4m3(partial[i][0], a, b[2 * half], b[2 * half + 1]);
+      }
+    }
+  }
+}
+
+// Eight columns of h in float32: their scale needs all 128 of a block, which several tiles have.
+template <typename Spec, typename Act>
+__device__ __forceinline__ void store_activation(const GemmParams& params, const Tile& tile,
+                                                 const WarpSums<Spec>& warp_sums, Act) {
+  for (int item = ptx::lane_index(); item < tile.rows * Spec::kFragments; item += 32) {
+    const int fragment = item % Spec::kFragments, row = item / Spec::kFragments;
+    const int column = tile.column / 2 + (ptx::warp_index() * Spec::kFragments + fragment) * 8;
+    if (column >= params.n / 2) continue;
+    float gate[8], up[8];
+    warp_sums.get(gate, row, 16 * fragment);
+    warp_sums.get(up, row, 16 * fragment + 8);
+    float* h_gmem = static_cast<float*>(params.d) + (tile.row + row) * params.d_stride + column;
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = ptx::float_bits(Act::forward(gate[i + j], up[i + j]));
+      ptx::st_global_128(h_gmem + i, words);
+    }
+  }
+}
+
+template <typename Spec, bool kIsGated>
+struct ScaledProducts {
+  using Params = ScaledGemmParams;
+
+  static __device__ __forceinline__ const GemmParams& gemm(const ScaledGemmParams& params) { return params.gemm; }
+
+  static __device__ __forceinline__ void accumulate(const ScaledGemmParams& params,
+                                                    Stream<Spec, Weights::kNk, kIsGated>& stream, const Tile& tile,
+                                                    Accumulator<Spec>& accumulator) {
+    StageScales<Spec, kIsGated> scales(params, tile);
+    scales.load(0);
+    stream.accumulate(params.gemm, tile, accumulator, [&](auto& sums, ptx::SmemPointer stage_smem, int step, int) {
+      const StageScales<Spec, kIsGated> now = scales;
+      if (step + 1 < stream.stages) scales.load(step + 1);
+#pragma unroll
+      for (int block = 0; block < scales.kBlocks; ++block) {
+        Accumulator<Spec> partial = {};
+        multiply_block<Spec>(partial, stage_smem, 2 * block);
+#pragma unroll
+        for (int i = 0; i < Spec::kFragments; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float factor = now.row[block][j % 2] * now.weight[block][j / 2];
+            sums[i][0][j] = ptx::fma_rn(partial[i][0][j], factor, sums[i][0][j]);
+          }
+      }
+    });
+  }
+
+  static __device__ __forceinline__ void store(const ScaledGemmParams& params, const Tile& tile,
+                                               const WarpSums<Spec>& sums) {
+    if constexpr (kIsGated) {
+      with_activation(params.gemm.activation,
+                      [&](auto activation) { store_activation<Spec>(params.gemm, tile, sums, activation); });
+    } else {
+      store_plain<Spec>(params.gemm, tile, sums);
+    }
+  }
+};
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_scaled(const ScaledGemmParams& params) {
+  multiply_tiles<Spec, Weights::kNk, false, ScaledProducts<Spec, false>>(params);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params) {
+  multiply_tiles<Spec, Weights::kNk, true, ScaledProducts<Spec, true>>(params);
+}
+
+}  // namespace few_rows
+}  // namespace moe
+}  // namespace flashmoe
