@@ -22,7 +22,8 @@ struct ScaledGemmParams {
   GemmParams gemm;
   const float* a_scale;  // [slots or tokens, k blocks]
   const float* b_scale;  // [experts, ceil(n / 128), k blocks]
-  float* d_scale;        // gated, not for few rows: [slots, n / 2 / 128]; a row without numbers other than 0 has a scale all the same
+  float*
+      d_scale;  // gated, not for few rows: [slots, n / 2 / 128]; a row without numbers other than 0 has a scale all the same
 };
 
 // moe_quantize: values[row] and scales[row] of x[row]; scale = the largest magnitude / 448, of at least 2^-100. Grid: a warp takes two

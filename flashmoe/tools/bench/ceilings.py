@@ -98,7 +98,9 @@ def _scaled_product(device: str, shape: tuple[int, int]) -> list[int]:
     """With one scale for each operand, into bfloat16; nothing that torch has of e4m3 is faster."""
     a, b = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
-    product = partial(torch._scaled_mm, a, b.mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    product = partial(
+        torch._scaled_mm, a, b.mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
     return _times(device, product)
 
 

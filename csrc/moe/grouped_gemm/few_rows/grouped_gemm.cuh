@@ -46,8 +46,8 @@ struct Stream {
 
   // multiply(sums, stage in shared memory, its number, rows): the products of a whole stage.
   template <typename Multiply>
-  __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile,
-                                             Accumulator<Spec>& accumulator, Multiply multiply) {
+  __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile, Accumulator<Spec>& accumulator,
+                                             Multiply multiply) {
     RowLoader<Spec> rows(params, tile);
 #pragma unroll
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
@@ -85,8 +85,7 @@ struct Products {
     });
   }
 
-  static __device__ __forceinline__ void store(const GemmParams& params, const Tile& tile,
-                                               const WarpSums<Spec>& sums) {
+  static __device__ __forceinline__ void store(const GemmParams& params, const Tile& tile, const WarpSums<Spec>& sums) {
     if constexpr (kIsGated) {
       with_activation(params.activation,
                       [&](auto activation) { store_gated<Spec, kWeights>(params, tile, sums, activation); });

@@ -16,7 +16,8 @@ template <typename Spec, bool kIsGated>
 struct StageScales {
   static constexpr int kBlocks = 2 * Spec::kBlockK / kScaleBlock;  // of a stage
   static_assert(Spec::kGroups == 1, "two rows a lane");
-  static_assert(kScaleBlock % Spec::kBlockN == 0, "a tile's weight rows are of one block, or one of gate and one of up");
+  static_assert(kScaleBlock % Spec::kBlockN == 0,
+                "a tile's weight rows are of one block, or one of gate and one of up");
 
   const float* row_gmem[2];
   const float* weight_gmem[2];
