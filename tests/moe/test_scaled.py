@@ -186,7 +186,9 @@ def test_nan_and_zeros_stay_in_their_rows(device: str) -> None:
     assert torch.equal(out[3], torch.zeros_like(out[3]))
 
 
-@pytest.mark.parametrize(("tokens", "experts", "family"), [(40, 4, "sm90"), (9, 40, "")], ids=["one family", "few rows"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "family"), [(40, 4, "sm90"), (9, 40, "")], ids=["one family", "few rows"]
+)
 def test_a_token_has_its_bits_whatever_else_is_there(
     device: str, tokens: int, experts: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from flashmoe.tools.bench.contenders import Contender, Prepared, always, flashmo
 from flashmoe.tools.bench.contenders.moe import BOTH, flashmoe_layer, grouped
 from flashmoe.tools.problems.moe_scaled.tensors import ScaledInputs, SixteenBits, dequantize
 
-Layer = Callable[..., Any]  # of ScaledInputs and ids
+Dequantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of weights and their scales
 
 
 def _ours(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
@@ -30,28 +30,19 @@ def _ours_in_sixteen_bits(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]
     return lambda ids: SixteenBits(layer(inputs.x, w13, w2, inputs.topk_weights, ids))
 
 
-def _dequantized(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-) -> torch.Tensor:
-    return grouped(x, dequantize(w13, w13_scale), dequantize(w2, w2_scale), weights, ids)
+def _torch(function: Dequantize, inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
+    x, weights = inputs.x, inputs.topk_weights
 
+    def call(ids: torch.Tensor) -> SixteenBits:
+        w13, w2 = function(inputs.w13, inputs.w13_scale), function(inputs.w2, inputs.w2_scale)
+        return SixteenBits(grouped(x, w13, w2, weights, ids))
 
-def _torch(function: Layer, inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
-    tensors = (inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale, inputs.topk_weights)
-    return lambda ids: SixteenBits(function(inputs.x, *tensors, ids))
+    return call
 
 
 def _compiled(inputs: ScaledInputs) -> Callable[[torch.Tensor], Any]:
-    """Compiled once for all numbers of tokens above one: dequantising, which has none, takes nearly all of the time."""
-    for tensor in (inputs.x, inputs.topk_weights, *inputs.routings) if inputs.problem.tokens > 1 else ():
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return _torch(torch.compile(_dequantized, fullgraph=True, dynamic=False), inputs)
+    """What takes nearly all of the time is compiled, for each layer once: it has no tokens."""
+    return _torch(torch.compile(dequantize, fullgraph=True, dynamic=False), inputs)
 
 
 def _in_turn(bind: Callable[[ScaledInputs], Callable[[torch.Tensor], Any]]) -> Callable[[ScaledInputs], Prepared]:
@@ -71,10 +62,11 @@ def _has_kernels(device: str) -> str:
 
 
 def contenders() -> tuple[Contender, ...]:
-    torch_title = "torch: dequantise, grouped_mm"
     return (
         Contender("flashmoe", "flashmoe", BOTH, _has_kernels, _in_turn(_ours), ours=True),
         Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, _in_turn(_ours_in_sixteen_bits)),
-        Contender("torch-grouped", torch_title, BOTH, always, _in_turn(partial(_torch, _dequantized))),
-        Contender("torch-grouped-compiled", f"{torch_title}, compiled", BOTH, always, _in_turn(_compiled)),
+        Contender(
+            "torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, _in_turn(partial(_torch, dequantize))
+        ),
+        Contender("torch-grouped-compiled", "the same, compiled", BOTH, always, _in_turn(_compiled)),
     )
