@@ -232,8 +232,7 @@ void matrix_product(float* d, const uint32_t* a, const uint32_t* b, int k, Forma
     const ProductArguments common = argument_of<ProductArguments>(warp, 0);
     float d_tile[16 * 8], a_tile[16 * 32], b_tile[32 * 8];
     const int depth = common.k;
-    const bool is_8_bit = common.format == Format::kE4M3;
-    const int values = is_8_bit ? 4 : 2;  // of a register
+    const int values = common.format == Format::kE4M3 ? 4 : 2;  // of a register
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const ProductArguments& mine = argument_of<ProductArguments>(warp, lane);
       const int g = lane / 4, t = lane % 4;
@@ -249,8 +248,8 @@ void matrix_product(float* d, const uint32_t* a, const uint32_t* b, int k, Forma
         }
       }
     }
-    const TensorCore core{machine.launch.tensor_core_block, machine.launch.tensor_core_extra_bits};
-    tensor_core_product(is_8_bit ? kHopperE4M3 : core, 16, 8, depth, d_tile, a_tile, b_tile);
+    tensor_core_product({machine.launch.tensor_core_block, machine.launch.tensor_core_extra_bits}, 16, 8, depth, d_tile,
+                        a_tile, b_tile);
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const ProductArguments& mine = argument_of<ProductArguments>(warp, lane);
       const int g = lane / 4, t = lane % 4;

@@ -45,8 +45,8 @@ ScaledGemmParams, QuantizeParams = (
 )
 EARLY_SLOTS = 32  # up to which the host gives a gated product for few rows the choices themselves
 PADDING = 16  # values after each row, which strides skip
-# The tensor cores' sums over 128 of k keep 13 bits behind the leading one of the largest product.
-SUM_ROUNDOFF = 2.0**-12
+# wgmma's sums over 128 of k keep 13 bits behind the leading one of the largest product; those of mma.sync are float32's.
+SUM_ROUNDOFF, MMA_ROUNDOFF = 2.0**-12, 1e-5
 FEW_ROWS = ("grouped_gemm_scaled_few_rows", "grouped_gemm_gated_scaled_few_rows")
 PRODUCTS = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled", *FEW_ROWS)
 
@@ -151,7 +151,7 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-def _sums(problem: GemmProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(problem: GemmProblem, inputs: Inputs, roundoff: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every row, in fp64, and how far the kernel's may be from them."""
     a, weights = inputs.a.numbers()[: problem.slots], inputs.weights.numbers()
     count = sum(problem.rows)
@@ -162,7 +162,7 @@ def _sums(problem: GemmProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
         if begin < end:
             sums[begin:end] = a[begin:end] @ weights[expert].mT
             error[begin:end] = a[begin:end].abs() @ weights[expert].abs().mT
-    return sums, SUM_ROUNDOFF * error
+    return sums, roundoff * error
 
 
 def _choices(problem: GemmProblem, routing: Routing) -> torch.Tensor:
@@ -241,7 +241,7 @@ def run(unit: Unit, problem: GemmProblem | QuantizeProblem, settings: Settings, 
         del keep
     wrong: list[str] = []
     if not report.failure:
-        sums, error = _sums(problem, inputs)
+        sums, error = _sums(problem, inputs, MMA_ROUNDOFF if has_few_rows else SUM_ROUNDOFF)
         found = out[:count, : problem.n]
         if makes_e4m3:
             wrong += _check_quantised(*activated(problem, sums, error), Scaled(found.view(E4M3), out_scale[:count]))
