@@ -161,7 +161,7 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
                 found.add(select.step(capability, step, bf16=bf16, forced=forced))
     for bf16 in (False, True):
         names = [name for name in SCALED if bf16 or "gated" not in name]
-        found |= {select.product(90, name, rows, bf16=bf16) for name in names for rows in (ROWS[0], ROWS[-1])}
+        found |= {select.product(90, name, rows, bf16=bf16) for name in names for rows in (ROWS[0], 1, ROWS[-1])}
         found |= {select.step(90, step, bf16=bf16) for step in QUANTIZE}
     return found
 
