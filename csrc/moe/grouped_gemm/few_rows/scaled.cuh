@@ -213,8 +213,8 @@ __device__ __forceinline__ void multiply_scaled_tiles(const ScaledGemmParams& al
     if (ptx::thread_index() == 0)  // the tile after this one; the other word may still be read
       ptx::st_shared_32(next_smem + 4 * word, next_tile_index(params.tile_counter, tiles.count, number));
     wait_for_copies<kAhead - 1>(started - 1);
-    ptx::
-        barrier_sync_block();  // the first stage is whole; all warps are done with the one before; the next number is there
+    // The first stage is whole; all warps are done with the one before; the next number is there.
+    ptx::barrier_sync_block();
     number = ptx::ld_shared_32(next_smem + 4 * word);
     word ^= 1;
     const bool has_next = number < tiles.count;
