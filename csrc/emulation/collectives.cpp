@@ -144,6 +144,12 @@ constexpr int kRows = 8;
 
 uint16_t half_of(uint32_t word, int index) { return static_cast<uint16_t>(word >> 16 * index); }
 
+// Value `index` of a word: of two, or of four that have 8 bits.
+float value_of(Format format, uint32_t word, int index) {
+  if (format == Format::kE4M3) return e4m3_to_float(static_cast<uint8_t>(word >> 8 * index));
+  return element_to_float(format, half_of(word, index));
+}
+
 // Where element (row, column) of an 8x8 matrix lies in the registers: lane and half.
 void register_place(bool transposed, int row, int column, int& lane, int& half) {
   const int major = transposed ? column : row, minor = transposed ? row : column;
@@ -224,21 +230,21 @@ void matrix_product(float* d, const uint32_t* a, const uint32_t* b, int k, Forma
   ProductArguments arguments{d, a, b, k, format};
   gather(what, site, &arguments, [](Warp& warp) {
     const ProductArguments common = argument_of<ProductArguments>(warp, 0);
-    float d_tile[16 * 8], a_tile[16 * 16], b_tile[16 * 8];
+    float d_tile[16 * 8], a_tile[16 * 32], b_tile[32 * 8];
     const int depth = common.k;
+    const int values = common.format == Format::kE4M3 ? 4 : 2;  // of a register
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const ProductArguments& mine = argument_of<ProductArguments>(warp, lane);
       const int g = lane / 4, t = lane % 4;
       for (int i = 0; i < 4; ++i) d_tile[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = mine.d[i];
-      for (int i = 0; i < depth / 4; ++i) {  // a[0], a[1]: rows g, g + 8; a[2], a[3]: k + 8
-        for (int half = 0; half < 2; ++half) {
-          a_tile[(g + 8 * (i % 2)) * depth + 2 * t + 8 * (i / 2) + half] =
-              element_to_float(common.format, half_of(mine.a[i], half));
+      for (int i = 0; i < depth / (2 * values); ++i) {  // a[0], a[1]: rows g, g + 8; a[2], a[3]: the next 4 lanes' k
+        for (int j = 0; j < values; ++j) {
+          a_tile[(g + 8 * (i % 2)) * depth + values * (t + 4 * (i / 2)) + j] = value_of(common.format, mine.a[i], j);
         }
       }
-      for (int i = 0; i < depth / 8; ++i) {
-        for (int half = 0; half < 2; ++half) {
-          b_tile[(2 * t + 8 * i + half) * 8 + g] = element_to_float(common.format, half_of(mine.b[i], half));
+      for (int i = 0; i < depth / (4 * values); ++i) {
+        for (int j = 0; j < values; ++j) {
+          b_tile[(values * (t + 4 * i) + j) * 8 + g] = value_of(common.format, mine.b[i], j);
         }
       }
     }

@@ -1,5 +1,5 @@
 // 8-bit floats with 4 bits of exponent and 3 of fraction (e4m3fn: no infinity, largest 448, NaN 0x7f and 0xff): conversion and
-// products (sm_90a). wgmma.cuh says how the 64xN accumulator lies in registers, and what stands around the products.
+// products (sm_90a; mma from sm_89 on). wgmma.cuh says how the 64xN accumulator lies in registers, and what stands around the products.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -12,6 +12,14 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
+}
+
+// d += a * b, 16x32 by 32x8. Registers as in mma.cuh's m16n8k16, each with four values where there it has two.
+__device__ __forceinline__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // d = a * b (scale_d == 0) or d += a * b (scale_d == 1): A 64 rows, B 128 rows of 32 k each in shared memory, 128-byte swizzle.

@@ -50,6 +50,7 @@ def test_the_expected_suites_exist() -> None:
         "cpu",
         "cpu-train",
         "moe-decode",
+        "moe-fp8",
         "moe-prefill",
         "moe-train",
         "moe-cpu",

@@ -23,7 +23,7 @@ CAPABILITIES = {10 * gpu.compute_capability[0] + gpu.compute_capability[1]: gpu 
 PRODUCTS = ("grouped_gemm", "grouped_gemm_gated", "grouped_gemm_gated_backward", "grouped_gemm_weight_gradient")
 SCALED = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")  # for compute capability 9.0; gated as bf16 alone
 MEMORIES = ("nk", "kn", "kn_pairs")
-STEPS, QUANTIZE = 8, 8  # the last for compute capability 9.0
+STEPS, QUANTIZE = 8, (8, 9)  # the latter for compute capability 9.0
 SHORT, LONG = 2048, 4096  # k
 SIZES = ((SHORT, SHORT), (SHORT, LONG), (2880, 2880))  # (n, k)
 EXPERTS = 128
@@ -160,8 +160,9 @@ def all_chosen(select: Selector) -> set[tuple[str, str]]:
             for step in range(STEPS):
                 found.add(select.step(capability, step, bf16=bf16, forced=forced))
     for bf16 in (False, True):
-        found |= {select.product(90, name, bf16=bf16) for name in SCALED if bf16 or "gated" not in name}
-        found.add(select.step(90, QUANTIZE, bf16=bf16))
+        names = [name for name in SCALED if bf16 or "gated" not in name]
+        found |= {select.product(90, name, rows, bf16=bf16) for name in names for rows in (ROWS[0], 1, ROWS[-1])}
+        found |= {select.step(90, step, bf16=bf16) for step in QUANTIZE}
     return found
 
 
@@ -197,6 +198,9 @@ def test_few_rows_have_kernels_of_their_own(select: Selector) -> None:
         assert f"_{name}_few_rows_" in select.product(90, name, 1)[0]
         assert f"_{name}_sm90_" in select.product(90, name, 2048)[0]
         assert f"_{name}_sm90_" in select.product(90, name, 1, forced="sm90")[0], "the family holds one kernel"
+    for name in SCALED:
+        assert f"_{name}_few_rows_" in select.product(90, name, 0.5, bf16=True)[0]
+        assert f"_{name}_sm90_" in select.product(90, name, 0.5, bf16=True, forced="sm90")[0]
 
 
 def test_few_rows_end_where_a_large_tile_is_as_fast(select: Selector) -> None:

@@ -164,7 +164,9 @@ class ScaledPart {
     params.a_scale = scales;
   }
 
-  void add(host::LaunchList& list, const host::CudaCall& call, std::optional<host::TileCounter>& counter) {
+  // Not dependent: the kernel waits for all that is in front of it.
+  void add(host::LaunchList& list, bool is_dependent, const host::CudaCall& call,
+           std::optional<host::TileCounter>& counter) {
     const GemmParams& gemm = params.gemm;
     const int64_t row_tiles = ceil_div(gemm.slots, kernel_->block_m) + std::min(gemm.experts, gemm.slots);
     const int64_t tiles = row_tiles * ceil_div(gemm.n, kernel_->block_n);
@@ -173,8 +175,8 @@ class ScaledPart {
       if (!counter.has_value()) counter = host::tile_counter(call);
       params.gemm.tile_counter = counter->address;
     }
-    make_tensor_maps(product_, params, *kernel_, maps_.data());
-    list.add({kernel_, grid, &params, maps_.data(), /*is_dependent=*/true});
+    if (kernel_->num_tensor_maps > 0) make_tensor_maps(product_, params, *kernel_, maps_.data());
+    list.add({kernel_, grid, &params, maps_.data(), is_dependent});
   }
 
  private:
@@ -182,6 +184,47 @@ class ScaledPart {
   const Kernel* kernel_;
   std::array<CUtensorMap, 3> maps_{};
 };
+
+// One conversion of rows to e4m3 with scales.
+class QuantizePart {
+ public:
+  QuantizePart(const Kernel& kernel, int64_t rows, int64_t columns, host::Workspace& workspace)
+      : kernel_(kernel),
+        values_(workspace.add<uint8_t>(rows * columns)),
+        scales_(workspace.add<float>(rows * columns / kScaleBlock)) {
+    params_.rows = static_cast<int32_t>(rows);
+    params_.columns = static_cast<int32_t>(columns);
+  }
+
+  // is_early: what is in front in the list does not write x.
+  void add(host::LaunchList& list, const host::Workspace& workspace, const void* x, int64_t stride, bool is_early) {
+    params_.x = x;
+    params_.x_stride = stride;
+    params_.values = workspace.address<void>(values_);
+    params_.scales = workspace.address<float>(scales_);
+    params_.is_early = is_early ? 1 : 0;
+    const int64_t blocks = int64_t{params_.rows} * params_.columns / kScaleBlock;
+    list.add({&kernel_, ceil_div(blocks, kernel_.threads / 16), &params_, nullptr, /*is_dependent=*/true});
+  }
+
+  // After add.
+  const void* values() const { return params_.values; }
+  const float* scales() const { return params_.scales; }
+
+ private:
+  const Kernel& kernel_;
+  int64_t values_;
+  int64_t scales_;
+  QuantizeParams params_{};
+};
+
+// The choices of at most so many slots, as in set_gated: the weights of few rows are requested by them.
+void set_choices(GemmParams& gemm, const SortArguments& routing, int64_t slots) {
+  constexpr int64_t kMostEarlySlots = 32;
+  if (slots > kMostEarlySlots || routing.expert_map.get() != nullptr) return;
+  gemm.ids = routing.ids.data();
+  gemm.id_bytes = scalar_of(routing.ids) == Scalar::kInt64 ? 8 : 4;
+}
 
 void run(const ScaledArguments& arguments, const Tensor& out) {
   const host::Device& gpu = host::device(out.device_index());
@@ -199,15 +242,18 @@ void run(const ScaledArguments& arguments, const Tensor& out) {
   ScaledPart gated(Product::kScaledGated, request, shape, w13, w13_scale);
   ScaledPart down(Product::kScaled, request, shape, w2, w2_scale);
   const Kernel& combine = select_step(request, Step::kCombine);
-  const Kernel* quantize = quantizes ? &select_step(request, Step::kQuantize) : nullptr;
+  const bool has_few_rows = is_for_few_rows(gated.kernel());  // then h comes as float32
 
   const host::CudaCall call(gpu);
   const SortedRoom room(workspace, shape.slots, shape.experts);
-  const int64_t hidden_blocks = shape.hidden / kScaleBlock, blocks = shape.intermediate / kScaleBlock;
-  const int64_t x_values = workspace.add<uint8_t>(quantizes ? shape.tokens * shape.hidden : 0);
-  const int64_t x_scales = workspace.add<float>(quantizes ? shape.tokens * hidden_blocks : 0);
-  const int64_t h_values = workspace.add<uint8_t>(shape.slots * shape.intermediate);
-  const int64_t h_scales = workspace.add<float>(shape.slots * blocks);
+  std::optional<QuantizePart> of_x, of_h;
+  if (quantizes) of_x.emplace(select_step(request, Step::kQuantize), shape.tokens, shape.hidden, workspace);
+  if (has_few_rows) {
+    of_h.emplace(select_step(request, Step::kQuantizeFloat), shape.slots, shape.intermediate, workspace);
+  }
+  const int64_t h_numbers = shape.slots * shape.intermediate;
+  const int64_t h = has_few_rows ? workspace.add<float>(h_numbers) : workspace.add<uint8_t>(h_numbers);
+  const int64_t h_scales = workspace.add<float>(has_few_rows ? 0 : h_numbers / kScaleBlock);
   const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);
   workspace.allocate(call);
   const Sorted sorted = room.pointers(workspace);
@@ -216,31 +262,29 @@ void run(const ScaledArguments& arguments, const Tensor& out) {
   std::optional<host::TileCounter> counter;
   sort.add(list, sorted, workspace);
 
-  QuantizeParams quantized{};
-  if (quantizes) {
-    quantized.x = x.data();
-    quantized.values = workspace.address<void>(x_values);
-    quantized.scales = workspace.address<float>(x_scales);
-    quantized.x_stride = x.strides()[0];
-    quantized.rows = static_cast<int32_t>(shape.tokens);
-    quantized.columns = static_cast<int32_t>(shape.hidden);
-    const int64_t blocks_at_once = quantize->threads / 16;
-    list.add({quantize, ceil_div(shape.tokens * hidden_blocks, blocks_at_once), &quantized, nullptr,
-              /*is_dependent=*/true});
-    gated.set_rows(quantized.values, shape.hidden, quantized.scales, sorted);
+  if (of_x.has_value()) {
+    of_x->add(list, workspace, x.data(), x.strides()[0], /*is_early=*/true);
+    gated.set_rows(of_x->values(), shape.hidden, of_x->scales(), sorted);
   } else {
     gated.set_rows(x.data(), x.strides()[0], static_cast<const float*>(x_scale.data()), sorted);
   }
   gated.params.gemm.a_slots = sorted.row_slots;
-  gated.params.gemm.d = workspace.address<void>(h_values);
-  gated.params.gemm.d_stride = shape.intermediate / 2;
+  gated.params.gemm.d = workspace.address<void>(h);
+  gated.params.gemm.d_stride = has_few_rows ? shape.intermediate : shape.intermediate / 2;
   gated.params.d_scale = workspace.address<float>(h_scales);
-  gated.add(list, call, counter);
+  if (has_few_rows) set_choices(gated.params.gemm, arguments.routing, shape.slots);
+  gated.add(list, /*is_dependent=*/true, call, counter);
 
-  down.set_rows(gated.params.gemm.d, shape.intermediate, gated.params.d_scale, sorted);
+  if (of_h.has_value()) {
+    of_h->add(list, workspace, gated.params.gemm.d, shape.intermediate, /*is_early=*/false);
+    down.set_rows(of_h->values(), shape.intermediate, of_h->scales(), sorted);
+  } else {
+    down.set_rows(gated.params.gemm.d, shape.intermediate, gated.params.d_scale, sorted);
+  }
   down.params.gemm.d = workspace.address<void>(down_rows);
   down.params.gemm.d_stride = shape.hidden;
-  down.add(list, call, counter);
+  // As ProductPart::may_follow: few rows read the sort's results before they wait.
+  down.add(list, /*is_dependent=*/has_few_rows || !is_for_few_rows(down.kernel()), call, counter);
 
   const CombineParams combined = combine_params(shape, sorted, shared, out, down.params.gemm.d);
   const int64_t grid = combine_grid(combine, shape.tokens, shape.hidden, gpu.num_multiprocessors);

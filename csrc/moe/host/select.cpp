@@ -15,7 +15,7 @@ using host::KernelRequest;
 
 constexpr int32_t kNumProducts = 6;
 constexpr int32_t kNumMemories = 3;
-constexpr int32_t kNumSteps = 9;
+constexpr int32_t kNumSteps = 10;
 
 // By Product.
 struct ProductName {
@@ -29,8 +29,9 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
      {"grouped_gemm_gated", "grouped_gemm_gated_few_rows", true, "a gated grouped matrix product"},
      {"grouped_gemm_gated_backward", nullptr, true, "the gradient of a gated grouped matrix product"},
      {"grouped_gemm_weight_gradient", nullptr, false, "the gradient of experts' weights"},
-     {"grouped_gemm_scaled", nullptr, false, "a grouped matrix product of float8_e4m3fn"},
-     {"grouped_gemm_gated_scaled", nullptr, false, "a gated grouped matrix product of float8_e4m3fn"}}};
+     {"grouped_gemm_scaled", "grouped_gemm_scaled_few_rows", false, "a grouped matrix product of float8_e4m3fn"},
+     {"grouped_gemm_gated_scaled", "grouped_gemm_gated_scaled_few_rows", false,
+      "a gated grouped matrix product of float8_e4m3fn"}}};
 
 // By Step.
 struct StepName {
@@ -48,7 +49,8 @@ constexpr std::array<StepName, kNumSteps> kSteps{
      {"moe_combine_backward", host::kNoAxis, true, "combining gradients"},
      {"moe_bias_gradient", host::kNoAxis, true, "the gradient of biases"},
      {"moe_gather", host::kNoAxis, true, "gathering experts' rows"},
-     {"moe_quantize", host::kNoAxis, true, "conversion to float8_e4m3fn"}}};
+     {"moe_quantize", host::kNoAxis, true, "conversion to float8_e4m3fn"},
+     {"moe_quantize", host::kNoAxis, false, "conversion of float32 to float8_e4m3fn"}}};
 
 bool equal(const char* left, const char* right) { return std::strcmp(left, right) == 0; }
 

@@ -48,7 +48,8 @@ enum class Step : int32_t {
   kCombineBackward,
   kBiasGradient,
   kGather,
-  kQuantize
+  kQuantize,
+  kQuantizeFloat  // float32 numbers
 };
 
 // Throws as host::refuse() says.

@@ -17,22 +17,25 @@ constexpr int kScaleBlock = 128;
 //
 //   grouped_gemm_scaled         d[row] = a[row] B_e: a [slots], d [slots, n] in 16 bits
 //   grouped_gemm_gated_scaled   d[row] = activation(a[token(row)] B_e): a [tokens], d [slots, n / 2] e4m3 with d_scale
+//   for few rows                the same, but the gated product's d is float32, without scales, and d_stride counts its numbers
 struct ScaledGemmParams {
   GemmParams gemm;
   const float* a_scale;  // [slots or tokens, k blocks]
   const float* b_scale;  // [experts, ceil(n / 128), k blocks]
-  float* d_scale;        // gated: [slots, n / 2 / 128]; a row without numbers other than 0 has a scale all the same
+  float*
+      d_scale;  // gated, not for few rows: [slots, n / 2 / 128]; a row without numbers other than 0 has a scale all the same
 };
 
 // moe_quantize: values[row] and scales[row] of x[row]; scale = the largest magnitude / 448, of at least 2^-100. Grid: a warp takes two
 // blocks of a row.
 struct QuantizeParams {
-  const void* x;     // [rows, columns], 16 bits
+  const void* x;     // [rows, columns], 16 bits or float32
   void* values;      // [rows, columns] e4m3
   float* scales;     // [rows, columns / 128]
   int64_t x_stride;  // elements
   int32_t rows;
   int32_t columns;
+  int32_t is_early;  // the grid in front neither writes x nor uses the results' memory: it is waited for at the end
 };
 
 }  // namespace moe

@@ -1,4 +1,4 @@
-// e4m3 values and scales of 16-bit rows: 16 lanes take a block of 128 values, eight each.
+// e4m3 values and scales of rows of 16-bit or float32 numbers: 16 lanes take a block of 128 values, eight each.
 #pragma once
 
 #include "device/convert.cuh"
@@ -21,12 +21,36 @@ struct QuantizeSpec {
   static constexpr int kSharedBytes = 0;
 };
 
+template <typename Element>
+__device__ __forceinline__ void load_eight(float (&values)[8], const Element* gmem) {
+  uint32_t words[4];
+  ptx::ld_global_128(words, gmem);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack<Element>(words[i]);
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
+  }
+}
+
+template <>
+__device__ __forceinline__ void load_eight(float (&values)[8], const float* gmem) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float4 four = ptx::ld_global_float4(gmem + 4 * half);
+    values[4 * half] = four.x;
+    values[4 * half + 1] = four.y;
+    values[4 * half + 2] = four.z;
+    values[4 * half + 3] = four.w;
+  }
+}
+
 template <typename Spec>
 __device__ __forceinline__ void quantize(const QuantizeParams& params) {
   using Element = typename Spec::Element;
-  // Hazard: the grid in front may still write x, or read what the results held before.
-  ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
+  // Hazard: the grid in front may still write x.
+  if (params.is_early == 0) ptx::grid_dependency_wait();
   const int blocks = params.columns / kScaleBlock;  // of a row
   const int64_t count = static_cast<int64_t>(params.rows) * blocks;
   const int lane = ptx::lane_index();
@@ -35,30 +59,26 @@ __device__ __forceinline__ void quantize(const QuantizeParams& params) {
   const bool is_valid = block < count;  // the other half of the warp may have a block: shuffles are for all
   const int64_t row = is_valid ? block / blocks : 0;
   const int column = (is_valid ? static_cast<int>(block - row * blocks) : 0) * kScaleBlock + lane % 16 * 8;
-  uint32_t words[4];
-  ptx::ld_global_128(words, static_cast<const Element*>(params.x) + row * params.x_stride + column);
   float values[8];
+  load_eight(values, static_cast<const Element*>(params.x) + row * params.x_stride + column);
   float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack<Element>(words[i]);
-    values[2 * i] = pair.x;
-    values[2 * i + 1] = pair.y;
-    largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-  }
+  for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(values[i]));
 #pragma unroll
   for (int lanes = 8; lanes > 0; lanes /= 2) largest = fmaxf(largest, ptx::shuffle_xor(largest, lanes));
   const BlockScale scale(largest);
-  if (!is_valid) return;
-  uint32_t packed[2];
+  if (is_valid) {
+    uint32_t packed[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* v = values + 4 * i;
-    packed[i] = ptx::pack_e4m3(v[0] * scale.inverse, v[1] * scale.inverse) |
-                ptx::pack_e4m3(v[2] * scale.inverse, v[3] * scale.inverse) << 16;
+    for (int i = 0; i < 2; ++i) {
+      const float* v = values + 4 * i;
+      packed[i] = ptx::pack_e4m3(v[0] * scale.inverse, v[1] * scale.inverse) |
+                  ptx::pack_e4m3(v[2] * scale.inverse, v[3] * scale.inverse) << 16;
+    }
+    ptx::st_global_64(static_cast<unsigned char*>(params.values) + row * params.columns + column, packed);
+    if (lane % 16 == 0) ptx::st_global_float(params.scales + block, scale.scale);
   }
-  ptx::st_global_64(static_cast<unsigned char*>(params.values) + row * params.columns + column, packed);
-  if (lane % 16 == 0) ptx::st_global_float(params.scales + block, scale.scale);
+  if (params.is_early != 0) ptx::grid_dependency_wait();  // the next kernel relies on the end of the grid in front, too
 }
 
 }  // namespace moe

@@ -21,6 +21,7 @@ HEAVIEST: Mapping[str, str] = MappingProxyType(
         "attention_training": "attention_backward_dkv",
         "moe": "grouped_gemm_gated",
         "moe_backward": "grouped_gemm_weight_gradient",
+        "moe_scaled": "grouped_gemm_gated_scaled",
     }
 )
 SYMBOL = re.compile(r"flashmoe_(?P<operation>\w+?)_(?P<family>sm\d+)_(?P<dtype>f16|bf16)(?P<rest>(_\w+)?)")
@@ -88,7 +89,7 @@ def _serves(symbol: str, case: Problem) -> int | None:
     parts = SYMBOL.fullmatch(symbol)
     if parts is None or parts["operation"] != HEAVIEST.get(case.operation):
         return None
-    if parts["dtype"] != {"f32": "f16"}.get(case.dtype, case.dtype):
+    if parts["dtype"] != {"f32": "f16", "e4m3": "bf16"}.get(case.dtype, case.dtype):
         return None
     words = parts["rest"].split("_")
     mask, head_dim = getattr(case, "mask", ""), getattr(case, "head_dim", 0)

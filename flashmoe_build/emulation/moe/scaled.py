@@ -13,6 +13,7 @@ import torch
 
 from flashmoe.operators.moe.quantize import BLOCK, E4M3, quantize
 from flashmoe.tools.operations import Header
+from flashmoe.tools.problems.dtypes import TORCH_DTYPES
 from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
@@ -42,10 +43,12 @@ from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
 ScaledGemmParams, QuantizeParams = (
     structure(Header(name, "moe/params/scaled.h"), (CSRC,)) for name in ("ScaledGemmParams", "QuantizeParams")
 )
+EARLY_SLOTS = 32  # up to which the host gives a gated product for few rows the choices themselves
 PADDING = 16  # values after each row, which strides skip
-# The tensor cores' sums over 128 of k keep 13 bits behind the leading one of the largest product.
-SUM_ROUNDOFF = 2.0**-12
-PRODUCTS = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled")
+# wgmma's sums over 128 of k keep 13 bits behind the leading one of the largest product; those of mma.sync are float32's.
+SUM_ROUNDOFF, MMA_ROUNDOFF = 2.0**-12, 1e-5
+FEW_ROWS = ("grouped_gemm_scaled_few_rows", "grouped_gemm_gated_scaled_few_rows")
+PRODUCTS = ("grouped_gemm_scaled", "grouped_gemm_gated_scaled", *FEW_ROWS)
 
 
 @dataclass(frozen=True)
@@ -53,26 +56,34 @@ class QuantizeProblem:
     rows: int
     columns: int
     dtype: str
+    is_early: bool = False
     causal: bool = False
     huge: bool = False
 
     def __str__(self) -> str:
-        return f"r{self.rows}-c{self.columns}"
+        return f"r{self.rows}-c{self.columns}{'-early' if self.is_early else ''}"
 
 
 def problems(unit: Unit) -> Iterator[GemmProblem | QuantizeProblem]:
     """Tails in rows and columns; experts without rows and with most of them; NaN next door; a ring that comes round."""
     if unit.row.operation == "moe_quantize":
-        for rows, columns in ((5, 384), (1, 128), (9, 256)):
-            yield QuantizeProblem(rows, columns, unit.dtype)
+        for rows, columns, is_early in ((5, 384, False), (1, 128, True), (9, 256, True)):
+            yield QuantizeProblem(rows, columns, unit.dtype, is_early)
         return
     m = unit.row.block_m
-    is_gated = unit.row.operation == "grouped_gemm_gated_scaled"
+    is_gated = "gated" in unit.row.operation
 
     def make(rows: tuple[int, ...], n: int, k: int, seed: int, activation: str, **changes: object) -> GemmProblem:
         words = activation if is_gated else ""
         return GemmProblem(rows, n, k, "nk", unit.dtype, words, data_seed=seed, **changes)  # type: ignore[arg-type]
 
+    if unit.row.operation in FEW_ROWS:
+        # Tails of rows and of the last stage, the choices known early; the ring more than once round; experts in each other's way.
+        yield make((m + 2, 0, 3), 256, 384, 1, "swiglu", has_nan=True, unrouted=5)
+        yield make((0, 5, 3 * m + 1), 128, 1664, 2, "geglu", has_nan=True, has_counter=False)
+        yield make((2, 1), 384, 128, 3, "clamped_swiglu", top_k=1)
+        yield make((0, 0), 128, 128, 4, "reglu", unrouted=4)
+        return
     yield make((m + 2, 0, 3), 384, 256, 1, "swiglu", has_nan=True, unrouted=5)
     yield make((0, 70, m + 64, 9), 256, 640, 2, "geglu", has_nan=True, has_counter=False)
     yield make((2 * m + 66, 1), 128, 128, 3, "clamped_swiglu", top_k=1)
@@ -140,7 +151,7 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
     return wide
 
 
-def _sums(problem: GemmProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(problem: GemmProblem, inputs: Inputs, roundoff: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every row, in fp64, and how far the kernel's may be from them."""
     a, weights = inputs.a.numbers()[: problem.slots], inputs.weights.numbers()
     count = sum(problem.rows)
@@ -151,7 +162,15 @@ def _sums(problem: GemmProblem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
         if begin < end:
             sums[begin:end] = a[begin:end] @ weights[expert].mT
             error[begin:end] = a[begin:end].abs() @ weights[expert].abs().mT
-    return sums, SUM_ROUNDOFF * error
+    return sums, roundoff * error
+
+
+def _choices(problem: GemmProblem, routing: Routing) -> torch.Tensor:
+    """The expert of each slot, of those without a row none of the layer's; of one type or the other."""
+    experts, count = len(problem.rows), sum(problem.rows)
+    ids = torch.full((problem.slots,), -1 if problem.data_seed % 2 else experts)
+    ids[routing.row_slots[:count].long()] = torch.repeat_interleave(torch.arange(experts), torch.tensor(problem.rows))
+    return ids if problem.data_seed % 2 else ids.int()
 
 
 def _check_quantised(value: torch.Tensor, bound: torch.Tensor, found: Scaled) -> list[str]:
@@ -172,29 +191,33 @@ def run(unit: Unit, problem: GemmProblem | QuantizeProblem, settings: Settings, 
         return _run_quantize(unit, problem, settings, options)
     library = load(kernel_library(unit, options))
     inputs, count, is_gated = _make_inputs(problem), sum(problem.rows), bool(problem.activation)
-    width = problem.n + (PADDING if is_gated else 8)
-    out = (
-        torch.full((problem.slots, width), int(UNTOUCHED), dtype=torch.uint8)
-        if is_gated
-        else torch.full((problem.slots, width), UNTOUCHED, dtype=DTYPES[problem.dtype])
-    )
+    has_few_rows = unit.row.operation in FEW_ROWS
+    makes_e4m3 = is_gated and not has_few_rows
+    width = problem.n + (PADDING if makes_e4m3 else 8)
+    dtype = torch.uint8 if makes_e4m3 else torch.float32 if is_gated else DTYPES[problem.dtype]
+    out = torch.full((problem.slots, width), int(UNTOUCHED) if makes_e4m3 else UNTOUCHED, dtype=dtype)
     out_scale = torch.full((problem.slots, problem.n // BLOCK), UNTOUCHED)
     counter = torch.zeros(1, dtype=torch.int32)
     a, weights = _padded(inputs.a.values), _padded(inputs.weights.values)
     n = problem.n * (2 if is_gated else 1)
+    ids = _choices(problem, inputs.routing)
     with mapped(library):
         buffers = Buffers(library)
         gemm = GemmParams(
             a=buffers.add("a", a, from_grid_in_front=True),
             b=buffers.add("weights", weights),
             d=buffers.add("d", out, writable=True, readable=False),
-            expert_offsets=buffers.add("expert_offsets", inputs.routing.offsets, from_grid_in_front=True),
+            expert_offsets=buffers.add(
+                "expert_offsets", inputs.routing.offsets, from_grid_in_front=is_gated or not has_few_rows
+            ),
             a_slots=buffers.add("row_slots", inputs.routing.row_slots, from_grid_in_front=True) if is_gated else 0,
+            ids=buffers.add("ids", ids) if is_gated and has_few_rows and problem.slots <= EARLY_SLOTS else 0,
+            id_bytes=ids.element_size(),
             tile_counter=buffers.add("tile_counter", counter, writable=True) if problem.has_counter else 0,
             a_stride=a.stride(0) // 2,
             b_stride=weights.stride(1) // 2,
             b_expert_stride=weights.stride(0) // 2,
-            d_stride=width // 2 if is_gated else width,
+            d_stride=width // 2 if makes_e4m3 else width,
             experts=len(problem.rows),
             slots=problem.slots,
             tokens=problem.slots // problem.top_k,
@@ -207,7 +230,7 @@ def run(unit: Unit, problem: GemmProblem | QuantizeProblem, settings: Settings, 
             gemm=gemm,
             a_scale=buffers.add("a_scale", inputs.a.scales, from_grid_in_front=True),
             b_scale=buffers.add("b_scale", inputs.weights.scales),
-            d_scale=buffers.add("d_scale", out_scale, writable=True, readable=False) if is_gated else 0,
+            d_scale=buffers.add("d_scale", out_scale, writable=True, readable=False) if makes_e4m3 else 0,
         )
         maps, keep = tensor_map_arguments(unit, library, params)
         columns = unit.row.block_n // (2 if is_gated else 1)
@@ -218,11 +241,13 @@ def run(unit: Unit, problem: GemmProblem | QuantizeProblem, settings: Settings, 
         del keep
     wrong: list[str] = []
     if not report.failure:
-        sums, error = _sums(problem, inputs)
+        sums, error = _sums(problem, inputs, MMA_ROUNDOFF if has_few_rows else SUM_ROUNDOFF)
         found = out[:count, : problem.n]
-        if is_gated:
+        if makes_e4m3:
             wrong += _check_quantised(*activated(problem, sums, error), Scaled(found.view(E4M3), out_scale[:count]))
             wrong += left_alone("d_scale's rows", out_scale[count:])
+        elif is_gated:
+            wrong += worst_place("d", found, *activated(problem, sums, error))
         else:
             wrong += worst_place("d", found, sums, error + UNIT_ROUNDOFF[problem.dtype] * sums.abs())
         wrong += left_alone("d's columns", out[:, problem.n :]) + left_alone("d's rows", out[count:])
@@ -233,7 +258,7 @@ def run(unit: Unit, problem: GemmProblem | QuantizeProblem, settings: Settings, 
 def _run_quantize(unit: Unit, problem: QuantizeProblem, settings: Settings, options: Options) -> Outcome:
     library = load(kernel_library(unit, options))
     generator = torch.Generator().manual_seed(problem.rows)
-    x = torch.randn((problem.rows, problem.columns + 8), generator=generator).to(DTYPES[problem.dtype])
+    x = torch.randn((problem.rows, problem.columns + 8), generator=generator).to(TORCH_DTYPES[problem.dtype])
     x[:, problem.columns :] = float("nan")
     x[0, :BLOCK] = 0.0
     x[-1, 5] = 1000.0
@@ -243,12 +268,13 @@ def _run_quantize(unit: Unit, problem: QuantizeProblem, settings: Settings, opti
     with mapped(library):
         buffers = Buffers(library)
         params = QuantizeParams(
-            x=buffers.add("x", x, from_grid_in_front=True),
+            x=buffers.add("x", x, from_grid_in_front=not problem.is_early),
             values=buffers.add("values", values, writable=True, readable=False),
             scales=buffers.add("scales", scales, writable=True, readable=False),
             x_stride=x.stride(0),
             rows=problem.rows,
             columns=problem.columns,
+            is_early=int(problem.is_early),
         )
         grid = math.ceil(problem.rows * problem.columns / BLOCK / (2 * unit.row.warps))
         geometry = Geometry(grid, unit.row.threads, 0, launch_registers(unit))

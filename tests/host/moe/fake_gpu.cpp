@@ -196,11 +196,13 @@ float store_e4m3(void* address, int64_t index, const std::vector<float>& block) 
   return scale;
 }
 
-void quantize(const QuantizeParams& p) {
+void quantize(const QuantizeParams& p, bool is_float) {
   for (int64_t row = 0; row < p.rows; ++row) {
     for (int64_t column = 0; column < p.columns; column += kScaleBlock) {
       std::vector<float> block;
-      for (int64_t i = 0; i < kScaleBlock; ++i) block.push_back(load(p.x, row * p.x_stride + column + i));
+      for (int64_t at = row * p.x_stride + column, i = 0; i < kScaleBlock; ++i, ++at) {
+        block.push_back(is_float ? static_cast<const float*>(p.x)[at] : load(p.x, at));
+      }
       p.scales[(row * p.columns + column) / kScaleBlock] = store_e4m3(p.values, row * p.columns + column, block);
     }
   }
@@ -208,7 +210,9 @@ void quantize(const QuantizeParams& p) {
 
 std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& params, int64_t grid) {
   const GemmParams& p = params.gemm;
-  const bool is_gated = std::string(kernel.operation) == "grouped_gemm_gated_scaled";
+  const std::string operation = kernel.operation;
+  const bool is_gated = operation.find("gated") != std::string::npos;
+  const bool has_few_rows = operation.find("few_rows") != std::string::npos;
   const int64_t blocks = 2 * p.k / kScaleBlock, columns = is_gated ? p.n / 2 : p.n;
   if (p.tile_counter != nullptr && *p.tile_counter != 0) return "the tile counter is not zero";
   int64_t row_tiles = 0;
@@ -232,7 +236,12 @@ std::string multiply_scaled(const host::Kernel& kernel, const ScaledGemmParams& 
           store(p.d, row * p.d_stride + column, product(column));
           continue;
         }
-        block.push_back(activate(product(column), product(columns + column)).value);
+        const float h = activate(product(column), product(columns + column)).value;
+        if (has_few_rows) {
+          static_cast<float*>(p.d)[row * p.d_stride + column] = h;
+          continue;
+        }
+        block.push_back(h);
         if ((column + 1) % kScaleBlock != 0) continue;
         const int64_t first = column + 1 - kScaleBlock;
         params.d_scale[(row * columns + first) / kScaleBlock] = store_e4m3(p.d, 2 * row * p.d_stride + first, block);
@@ -329,7 +338,7 @@ const Params& params_of(void** arguments) {
 // What the kernel would do; the text of what is wrong, or an empty one.
 std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** arguments) {
   const std::string operation = kernel.operation;
-  if (operation == "grouped_gemm_scaled" || operation == "grouped_gemm_gated_scaled") {
+  if (operation.rfind("grouped_gemm", 0) == 0 && operation.find("_scaled") != std::string::npos) {
     return multiply_scaled(kernel, params_of<ScaledGemmParams>(arguments), grid);
   }
   if (operation.rfind("grouped_gemm", 0) == 0) return multiply(kernel, params_of<GemmParams>(arguments), grid);
@@ -348,7 +357,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   } else if (operation == "moe_gather") {
     gather(params_of<GatherParams>(arguments));
   } else if (operation == "moe_quantize") {
-    quantize(params_of<QuantizeParams>(arguments));
+    quantize(params_of<QuantizeParams>(arguments), kernel.dtype == Dtype::kFloat32);
   } else if (operation != "moe_route") {
     return "no loops for it";
   }

@@ -248,19 +248,22 @@ def test_routing_is_one_kernel() -> None:
     assert launches()[0]["grid"] == 8 * MULTIPROCESSORS
 
 
+@pytest.mark.parametrize("tokens", [1, 7], ids=["few rows", "more"])
 @pytest.mark.parametrize("x_is_quantised", [False, True])
-def test_the_layer_with_scaled_weights(x_is_quantised: bool) -> None:
+def test_the_layer_with_scaled_weights(x_is_quantised: bool, tokens: int) -> None:
     """By the kernels' loops and by torch; weights lie as a view, an id and x's rows out of the way."""
-    x, w13, w2 = torch.randn(5, 256).bfloat16(), torch.randn(3, 512, 256) * 80, torch.randn(3, 256, 256) * 80
+    x, w13, w2 = torch.randn(tokens, 256).bfloat16(), torch.randn(3, 512, 256) * 80, torch.randn(3, 256, 256) * 80
     w13, w2 = (torch.nn.functional.pad(w, (0, 16)).to(torch.float8_e4m3fn)[..., :256] for w in (w13, w2))
     scales = torch.rand(3, 4, 2) * 1e-3, torch.rand(3, 2, 2).mT * 1e-3
-    ids = torch.tensor([[0, 2], [2, 0], [9, 2], [0, 2], [2, 9]])
-    weights, shared = torch.rand(5, 2), torch.randn(10, 256).bfloat16()[::2]
+    ids = torch.tensor([[0, 2], [2, 0], [9, 2], [0, 2], [2, 9], [1, 2], [0, 1]])[:tokens]
+    weights, shared = torch.rand(tokens, 2), torch.randn(2 * tokens, 256).bfloat16()[::2]
     rows, x_scale = quantize(x) if x_is_quantised else (x.mT.contiguous().mT, None)
     values = (rows, w13, w2, *scales, weights, ids, x_scale, None, shared, "swiglu")
     out = torch.ops.flashmoe._fused_moe_scaled(*values)
-    order = ["moe_sort", "moe_quantize", "grouped_gemm_gated_scaled", "grouped_gemm_scaled", "moe_combine"]
-    assert operations() == [name for name in order if not x_is_quantised or name != "moe_quantize"]
+    order = ["moe_quantize", "grouped_gemm_gated_scaled", "grouped_gemm_scaled", "moe_combine"]
+    if tokens == 1:
+        order[1:3] = "grouped_gemm_gated_scaled_few_rows", "moe_quantize", "grouped_gemm_scaled_few_rows"
+    assert operations() == ["moe_sort", *order[x_is_quantised:]]
     assert all(launch["is_dependent"] for launch in launches())
     expected = torch.ops.flashmoe._fused_moe_scaled_torch(*values)
     assert (out - expected).norm() < 0.05 * expected.norm()

@@ -44,8 +44,10 @@ struct Stream {
       if (ahead < stages) weights.advance();
   }
 
-  __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile,
-                                             Accumulator<Spec>& accumulator) {
+  // multiply(sums, stage in shared memory, its number, rows): the products of a whole stage.
+  template <typename Multiply>
+  __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile, Accumulator<Spec>& accumulator,
+                                             Multiply multiply) {
     RowLoader<Spec> rows(params, tile);
 #pragma unroll
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
@@ -62,15 +64,40 @@ struct Stream {
         rows.load(at(refilled) + Spec::kWeightBytes);
       }
       ptx::cp_async_commit();
-      multiply_stage<Spec, kWeights>(accumulator, at(current), tile.rows);
+      multiply(accumulator, at(current), step, tile.rows);
       refilled = current;
       current = current == Spec::kNumStages - 1 ? 0 : current + 1;
     }
   }
 };
 
+// The products and results of 16-bit operands.
 template <typename Spec, Weights kWeights, bool kIsGated>
-__device__ __forceinline__ void multiply_tiles(const GemmParams& params) {
+struct Products {
+  using Params = GemmParams;
+
+  static __device__ __forceinline__ const GemmParams& gemm(const GemmParams& params) { return params; }
+
+  static __device__ __forceinline__ void accumulate(const GemmParams& params, Stream<Spec, kWeights, kIsGated>& stream,
+                                                    const Tile& tile, Accumulator<Spec>& accumulator) {
+    stream.accumulate(params, tile, accumulator, [](auto& sums, ptx::SmemPointer stage_smem, int, int rows) {
+      multiply_stage<Spec, kWeights>(sums, stage_smem, rows);
+    });
+  }
+
+  static __device__ __forceinline__ void store(const GemmParams& params, const Tile& tile, const WarpSums<Spec>& sums) {
+    if constexpr (kIsGated) {
+      with_activation(params.activation,
+                      [&](auto activation) { store_gated<Spec, kWeights>(params, tile, sums, activation); });
+    } else {
+      store_plain<Spec>(params, tile, sums);
+    }
+  }
+};
+
+template <typename Spec, Weights kWeights, bool kIsGated, typename Product = Products<Spec, kWeights, kIsGated>>
+__device__ __forceinline__ void multiply_tiles(const typename Product::Params& all) {
+  const GemmParams& params = Product::gemm(all);
   const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
   const ptx::SmemPointer list_smem = ring_smem + Spec::kNumStages * Spec::kStageBytes;
   const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
@@ -107,16 +134,11 @@ __device__ __forceinline__ void multiply_tiles(const GemmParams& params) {
       ptx::st_shared_32(next_smem, next_tile_index(params.tile_counter, tiles.count, number));
 
     Accumulator<Spec> accumulator = {};
-    stream.accumulate(params, tile, accumulator);
+    Product::accumulate(all, stream, tile, accumulator);
     ptx::barrier_sync_block();  // all warps are done with the ring; the next number is there
     number = ptx::ld_shared_32(next_smem);
     const WarpSums<Spec> sums(ring_smem, accumulator);
-    if constexpr (kIsGated) {
-      with_activation(params.activation,
-                      [&](auto activation) { store_gated<Spec, kWeights>(params, tile, sums, activation); });
-    } else {
-      store_plain<Spec>(params, tile, sums);
-    }
+    Product::store(all, tile, sums);
     ptx::barrier_sync_block();  // the ring refills; the next number may be replaced
   }
   if (!has_waited) ptx::grid_dependency_wait();  // a block without tiles: the next kernel relies on its end

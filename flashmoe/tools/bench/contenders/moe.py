@@ -19,7 +19,7 @@ FAMILIES = ("sm75", "sm80", "sm90")
 Layer = Callable[..., torch.Tensor]  # of x, w13, w2, topk_weights, topk_ids
 
 
-def _grouped(
+def grouped(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """What torch has for it: argsort, F.grouped_mm, index_add in float32."""
@@ -74,8 +74,8 @@ def _prepared(make_layer: Callable[[], Layer]) -> Callable[[Inputs], Prepared]:
 
 BOTH = ("cpu", "cuda")
 LAYERS: tuple[tuple[str, str, tuple[str, ...], Callable[[str], str], Callable[[], Layer]], ...] = (
-    ("torch-grouped", "torch grouped_mm", BOTH, always, lambda: _grouped),
-    ("torch-grouped-compiled", "torch grouped_mm, compiled", BOTH, always, lambda: _compiled(_grouped)),
+    ("torch-grouped", "torch grouped_mm", BOTH, always, lambda: grouped),
+    ("torch-grouped-compiled", "torch grouped_mm, compiled", BOTH, always, lambda: _compiled(grouped)),
     ("torch-loop", "torch, a loop over experts", BOTH, always, lambda: _loop),
 )
 

@@ -47,21 +47,27 @@ def make_inputs(problem: MoeProblem, device: str, seed: int) -> Inputs:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
 
     p = problem
-    logits = torch.zeros(p.tokens, p.experts, device=device)
-    if p.routing == "zipf":
-        logits -= torch.arange(1.0, p.experts + 1, device=device).log()
-    elif p.routing == "hot":
-        logits += 100.0 * torch.arange(p.experts, device=device)
-    noise = torch.rand(logits.shape, generator=generator, device=device).clamp_min_(1e-20)
-    weights, ids = (logits - (-noise.log()).log()).topk(p.top_k, dim=1)
+    weights, ids = choices(p, device, generator)
     return Inputs(
         problem,
         normal(p.tokens, p.hidden),
         normal(p.experts, 2 * p.intermediate, p.hidden, scale=p.hidden**-0.5),
         normal(p.experts, p.hidden, p.intermediate, scale=p.intermediate**-0.5),
-        torch.softmax(weights, dim=1),
-        ids.int(),
+        weights,
+        ids,
     )
+
+
+def choices(problem: MoeProblem, device: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights float32, ids int32) [T, k] of the problem's routing."""
+    logits = torch.zeros(problem.tokens, problem.experts, device=device)
+    if problem.routing == "zipf":
+        logits -= torch.arange(1.0, problem.experts + 1, device=device).log()
+    elif problem.routing == "hot":
+        logits += 100.0 * torch.arange(problem.experts, device=device)
+    noise = torch.rand(logits.shape, generator=generator, device=device).clamp_min_(1e-20)
+    weights, ids = (logits - (-noise.log()).log()).topk(problem.top_k, dim=1)
+    return torch.softmax(weights, dim=1), ids.int()
 
 
 def compose(
@@ -108,14 +114,19 @@ def high_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
+def checked_tokens(problem: MoeProblem, device: torch.device) -> torch.Tensor:
+    """At most MAX_TOKENS, evenly over the batch."""
+    count = min(problem.tokens, MAX_TOKENS[device.type])
+    return torch.linspace(0, problem.tokens - 1, count, device=device).round().long()
+
+
 def make_reference(inputs: Inputs) -> Reference:
     problem = inputs.problem
-    count = min(problem.tokens, MAX_TOKENS[inputs.x.device.type])
-    tokens = torch.linspace(0, problem.tokens - 1, count, device=inputs.x.device).round().long()
+    tokens = checked_tokens(problem, inputs.x.device)
     chosen = (inputs.x[tokens], inputs.w13, inputs.w2, inputs.topk_weights[tokens], inputs.topk_ids[tokens])
     out = compose(*chosen, high_dtype(inputs.x.device))
     plain = compose(*chosen, inputs.x.dtype)
-    return Reference(problem, tokens, out, allowed(out, plain), count / problem.tokens)
+    return Reference(problem, tokens, out, allowed(out, plain), tokens.numel() / problem.tokens)
 
 
 def allowed(exact: torch.Tensor, plain: torch.Tensor) -> float:

@@ -1,0 +1,272 @@
+// Products of e4m3 operands with scales, for few rows an expert. To loads and layouts two values are one element of 16 bits, so only
+// the product of a stage, its scales and gated's results are other than those of 16-bit operands.
+#pragma once
+
+#include "moe/grouped_gemm/few_rows/grouped_gemm.cuh"
+#include "moe/params/scaled.h"
+#include "ptx/e4m3.cuh"
+
+namespace flashmoe {
+namespace moe {
+namespace few_rows {
+
+template <typename Element, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kBlockK>
+struct ScaledSpec : Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kBlockK> {
+  using Tiles = Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kBlockK>;
+  static constexpr int kSharedBytes = Tiles::kSharedBytes + kNumWarps * WarpSums<Tiles>::kBytes;
+};
+
+// The scales that a lane needs for one stage after the other: of its two rows of a, neighbours, and of the weights' rows lane / 4
+// and that + 8, which in gated are of gate and up.
+template <typename Spec, bool kIsGated>
+struct StageScales {
+  static constexpr int kBlocks = 2 * Spec::kBlockK / kScaleBlock;  // of a stage
+  static_assert(Spec::kGroups == 1, "two rows a lane");
+  static_assert(kScaleBlock % Spec::kBlockN == 0,
+                "a tile's weight rows are of one block, or one of gate and one of up");
+
+  const float* row_gmem[2];
+  const float* weight_gmem[2];
+  int blocks;  // of k
+  float row[kBlocks][2];
+  float weight[kBlocks][2];
+
+  __device__ __forceinline__ StageScales(const ScaledGemmParams& params, const Tile& tile)
+      : blocks(2 * params.gemm.k / kScaleBlock) {
+    const GemmParams& gemm = params.gemm;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int within = ptx::lane_index() % 4 * 2 + r;
+      int at = tile.row + (within < tile.rows ? within : 0);
+      if constexpr (kIsGated) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
+      row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
+    }
+    const int count = ceil_div(gemm.n, kScaleBlock);
+    const int first = (kIsGated ? tile.column / 2 : tile.column) / kScaleBlock;
+    const float* of_expert = params.b_scale + static_cast<int64_t>(tile.expert) * count * blocks;
+    weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
+    weight_gmem[1] = weight_gmem[0] + (kIsGated ? static_cast<int64_t>(count / 2) * blocks : 0);
+  }
+
+  // Past the last block of k, where the operands are zeros, those of the last.
+  __device__ __forceinline__ void load(int stage) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int at = minimum(stage * kBlocks + block, blocks - 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        row[block][i] = ptx::ld_global_float(row_gmem[i] + at);
+        weight[block][i] = kIsGated || i == 0 ? ptx::ld_global_float(weight_gmem[i] + at) : weight[block][0];
+      }
+    }
+  }
+};
+
+// One block of k: 128 values of each operand, from pair `first` of 64 values on. Sums go up k in steps of 32, from zero.
+template <typename Spec>
+__device__ __forceinline__ void multiply_block(Accumulator<Spec>& partial, ptx::SmemPointer stage_smem, int first) {
+  const int lane = ptx::lane_index();
+  const ptx::SmemPointer rows_smem = stage_smem + Spec::kWeightBytes;
+#pragma unroll
+  for (int pair = first; pair < first + 2; ++pair) {
+    uint32_t b[4];  // as in multiply_groups
+    ptx::ldmatrix_x4(b, rows_smem + swizzled_offset<Spec::kBlockK>(lane % 8, 4 * pair + lane / 8));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < Spec::kFragments; ++i) {
+        uint32_t a[4];
+        load_fragment<Spec, Weights::kNk>(a, stage_smem, ptx::warp_index() * Spec::kFragments + i, 2 * pair + half);
+        ptx::mma_m16n8k32_e4m3(partial[i][0], a, b[2 * half], b[2 * half + 1]);
+      }
+    }
+  }
+}
+
+// Eight columns of h in float32: their scale needs all 128 of a block, which several tiles have.
+template <typename Spec, typename Act>
+__device__ __forceinline__ void store_activation(const GemmParams& params, const Tile& tile,
+                                                 const WarpSums<Spec>& warp_sums, Act) {
+  for (int item = ptx::lane_index(); item < tile.rows * Spec::kFragments; item += 32) {
+    const int fragment = item % Spec::kFragments, row = item / Spec::kFragments;
+    const int column = tile.column / 2 + (ptx::warp_index() * Spec::kFragments + fragment) * 8;
+    if (column >= params.n / 2) continue;
+    float gate[8], up[8];
+    warp_sums.get(gate, row, 16 * fragment);
+    warp_sums.get(up, row, 16 * fragment + 8);
+    float* h_gmem = static_cast<float*>(params.d) + (tile.row + row) * params.d_stride + column;
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = ptx::float_bits(Act::forward(gate[i + j], up[i + j]));
+      ptx::st_global_128(h_gmem + i, words);
+    }
+  }
+}
+
+// A tile on its way: what is still to be loaded of it, and its scales.
+template <typename Spec, bool kIsGated>
+struct Work {
+  Tile tile;
+  WeightLoader<Spec, Weights::kNk, kIsGated> weights;
+  RowLoader<Spec> rows;
+  StageScales<Spec, kIsGated> scales;
+  int issued = 0;  // stages
+
+  __device__ __forceinline__ Work(const ScaledGemmParams& params, const Tile& tile_)
+      : tile(tile_), weights(params.gemm, tile_), rows(params.gemm, tile_), scales(params, tile_) {}
+
+  __device__ __forceinline__ void load(ptx::SmemPointer stage_smem) {
+    weights.load(stage_smem);
+    rows.load(stage_smem + Spec::kWeightBytes);
+    ++issued;
+  }
+
+  __device__ __forceinline__ void multiply(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem, int step,
+                                           int stages) {
+    const StageScales<Spec, kIsGated> now = scales;
+    if (step + 1 < stages) scales.load(step + 1);
+#pragma unroll
+    for (int block = 0; block < scales.kBlocks; ++block) {
+      Accumulator<Spec> partial = {};
+      multiply_block<Spec>(partial, stage_smem, 2 * block);
+#pragma unroll
+      for (int i = 0; i < Spec::kFragments; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float factor = now.row[block][j % 2] * now.weight[block][j / 2];
+          accumulator[i][0][j] = ptx::fma_rn(partial[i][0][j], factor, accumulator[i][0][j]);
+        }
+    }
+  }
+};
+
+// Waits until at most `pending` groups of copies are on their way, kMost at most.
+template <int kMost>
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  if constexpr (kMost == 0) {
+    ptx::cp_async_wait<0>();
+  } else {
+    if (pending >= kMost) return ptx::cp_async_wait<kMost>();
+    wait_for_copies<kMost - 1>(pending);
+  }
+}
+
+// As multiply_tiles, but the stages of a block's tiles are one stream: half as many bytes as 16-bit tiles have would leave the ring
+// empty between them too often. While one tile's last stages are multiplied the next one's first are on their way, and sums have
+// memory of their own.
+template <typename Spec, bool kIsGated>
+__device__ __forceinline__ void multiply_scaled_tiles(const ScaledGemmParams& all) {
+  constexpr int kAhead = Spec::kNumStages - 1;
+  const GemmParams& params = all.gemm;
+  const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
+  const ptx::SmemPointer list_smem = ring_smem + Spec::kNumStages * Spec::kStageBytes;
+  const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
+  const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;  // two words
+  const ptx::SmemPointer sums_smem = words_smem + Spec::kWordBytes;
+  const int stages = ceil_div(params.k, Spec::kBlockK);
+  const auto stage_at = [ring_smem](int stage) { return ring_smem + stage * Spec::kStageBytes; };
+
+  // What may begin early, and why: as in multiply_tiles.
+  int number = ptx::block_index();
+  bool has_started = false;
+  if constexpr (kIsGated) {
+    if (params.ids != nullptr) {
+      const Tile tile = find_early<Spec>(params, number);
+      has_started = tile.expert >= 0;
+      WeightLoader<Spec, Weights::kNk, kIsGated> weights(params, tile);
+      for (int ahead = 0; ahead < kAhead; ++ahead)
+        if (has_started && ahead < stages) weights.load(stage_at(ahead));
+    }
+    ptx::grid_dependency_wait();
+  }
+  const TileList<Spec> tiles(params, list_smem, words_smem);
+  if (number >= tiles.count) {
+    if constexpr (!kIsGated) ptx::grid_dependency_wait();  // the next kernel relies on this one's end
+    ptx::cp_async_wait<0>();
+    return;
+  }
+  Work<Spec, kIsGated> work(all, tiles.find(number));
+  const int started = minimum(kAhead, stages);
+  work.issued = started;
+  for (int ahead = 0; ahead < started; ++ahead) {
+    if (has_started) {
+      work.weights.advance();
+    } else {
+      work.weights.load(stage_at(ahead));
+    }
+  }
+  if constexpr (!kIsGated) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  for (int ahead = 0; ahead < started; ++ahead) {
+    work.rows.load(stage_at(ahead) + Spec::kWeightBytes);
+    ptx::cp_async_commit();
+  }
+  work.scales.load(0);
+
+  // Each step commits one group, so the stage that is multiplied is whole once started - 1 groups are left: of a tile with fewer
+  // stages than the ring has, the next tile's first stage comes with this one's first step.
+  const auto after = [](int stage) { return stage == Spec::kNumStages - 1 ? 0 : stage + 1; };
+  int current = 0, filled = started % Spec::kNumStages, held = started, word = 0;  // held: stages in the ring
+  while (true) {
+    if (ptx::thread_index() == 0)  // the tile after this one; the other word may still be read
+      ptx::st_shared_32(next_smem + 4 * word, next_tile_index(params.tile_counter, tiles.count, number));
+    wait_for_copies<kAhead - 1>(started - 1);
+    // The first stage is whole; all warps are done with the one before; the next number is there.
+    ptx::barrier_sync_block();
+    number = ptx::ld_shared_32(next_smem + 4 * word);
+    word ^= 1;
+    const bool has_next = number < tiles.count;
+    Work<Spec, kIsGated> next = work;
+    if (has_next) {
+      next = Work<Spec, kIsGated>(all, tiles.find(number));
+      next.scales.load(0);
+    }
+    Accumulator<Spec> accumulator = {};
+    for (int step = 0; step < stages; ++step) {
+      if (step > 0) {
+        wait_for_copies<kAhead - 1>(started - 1);
+        ptx::barrier_sync_block();  // this stage is whole; all warps are done with the one before, which refills
+      }
+      for (; held < Spec::kNumStages; ++held) {
+        if (work.issued < stages) {
+          work.load(stage_at(filled));
+        } else if (has_next && next.issued < stages) {
+          next.load(stage_at(filled));
+        } else {
+          break;
+        }
+        filled = after(filled);
+      }
+      ptx::cp_async_commit();
+      work.multiply(accumulator, stage_at(current), step, stages);
+      current = after(current);
+      --held;
+    }
+    const WarpSums<Spec> sums(sums_smem, accumulator);
+    if constexpr (kIsGated) {
+      with_activation(params.activation,
+                      [&](auto activation) { store_activation<Spec>(params, work.tile, sums, activation); });
+    } else {
+      store_plain<Spec>(params, work.tile, sums);
+    }
+    if (!has_next) break;
+    work = next;
+  }
+  ptx::cp_async_wait<0>();
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_scaled(const ScaledGemmParams& params) {
+  multiply_scaled_tiles<Spec, false>(params);
+}
+
+template <typename Spec>
+__device__ __forceinline__ void grouped_gemm_gated_scaled(const ScaledGemmParams& params) {
+  multiply_scaled_tiles<Spec, true>(params);
+}
+
+}  // namespace few_rows
+}  // namespace moe
+}  // namespace flashmoe
