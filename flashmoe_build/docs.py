@@ -39,7 +39,7 @@ def gpu_row(tables: Tables, gpu: Gpu) -> tuple[str, ...]:
     units = [unit for unit in tables.units() if unit.row.operation == OPERATION and gpu.name in unit.target.gpus]
     families = [name for name in gpu.families if any(unit.row.family == name for unit in units)]
     binaries = {unit.target for unit in units if not unit.target.is_ptx}
-    own = max(binaries, key=lambda target: target.capability, default=None)
+    own = sorted(binaries, key=lambda target: target.capability, reverse=True)
     dims = {
         dtype: sorted(
             {unit.row.axes["head_dim"] for unit in units if unit.dtype == dtype and unit.row.family in families}
@@ -50,7 +50,7 @@ def gpu_row(tables: Tables, gpu: Gpu) -> tuple[str, ...]:
         gpu.products,
         ".".join(map(str, gpu.compute_capability)),
         ", ".join(families) or "none",
-        own.name if own else ("PTX only" if units else "none"),
+        ", ".join(target.name for target in own) or ("PTX only" if units else "none"),
         ", ".join(map(str, dims["f16"])) or "none",
         ", ".join(map(str, dims["bf16"])) or ("not on this GPU" if not gpu.bf16 else "none"),
     )

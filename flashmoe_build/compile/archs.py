@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from flashmoe.errors import BuildError
 from flashmoe.tools.tables import Tables, Target
@@ -31,10 +31,10 @@ def resolve(request: str, tables: Tables) -> tuple[Target, ...]:
     if words == ["none"]:
         return ()
     if words == ["native"]:
-        words = [f"{major}{minor}" for major, minor in native_capabilities()]
-        chosen = {_best_for(word, tables).name for word in words}
+        chosen = {name for capability in native_capabilities() for name in _serving(capability, tables)}
     else:
         chosen = {_named(word, tables).name for word in words}
+        chosen |= {name for word in words for name in _serving_gpu(word, tables)}
     if not chosen:
         msg = f"FLASHMOE_ARCHS={request!r} names no target; use all, native, none, or a list of {_names(tables)}"
         raise BuildError(msg)
@@ -64,20 +64,48 @@ def _named(word: str, tables: Tables) -> Target:
     raise BuildError(msg)
 
 
+def _serving_gpu(word: str, tables: Tables) -> set[str]:
+    """What a GPU needs whose compute capability ``word`` states; nothing for the name of a target."""
+    plain = word.removeprefix("sm_").removeprefix("sm").replace(".", "")
+    known = (gpu.compute_capability for gpu in tables.gpus)
+    return next((_serving(capability, tables) for capability in known if plain == "{}{}".format(*capability)), set())
+
+
+def _serving(capability: tuple[int, int], tables: Tables) -> set[str]:
+    """The best target for a GPU, and the best other one for each kernel that the table does not have for that."""
+    best = _best_for("{}{}".format(*capability), tables)
+    targets: dict[tuple[str, str, tuple[int, ...]], set[Target]] = {}
+    for unit in tables.units():
+        kernel = (unit.row.operation, unit.dtype, tuple(unit.row.axes.values()))
+        targets.setdefault(kernel, set()).add(unit.target)
+    lacking = [others for others in targets.values() if best not in others]
+    served = (_loadable(others, capability) for others in lacking)
+    return {best.name, *(target.name for target in served if target is not None)}
+
+
 def _best_for(word: str, tables: Tables) -> Target:
     capability = (int(word[:-1]), int(word[-1]))
-    exact = [t for t in tables.targets if not t.is_ptx and t.capability == capability]
+    best = _loadable(tables.targets, capability)
+    if best is None:
+        msg = f"no target serves compute capability {capability[0]}.{capability[1]}; known: {_names(tables)}"
+        raise BuildError(msg)
+    return best
+
+
+def _loadable(targets: Iterable[Target], capability: tuple[int, int]) -> Target | None:
+    """Of those that a GPU can load the best: its own machine code, that of an older one of its major version, PTX."""
+    known = tuple(targets)
+    exact = [t for t in known if not t.is_ptx and t.capability == capability]
     same_major = [
         t
-        for t in tables.targets
+        for t in known
         if not t.is_ptx and not t.is_arch_specific and t.capability[0] == capability[0] and t.capability <= capability
     ]
-    ptx = [t for t in tables.targets if t.is_ptx and t.capability <= capability]
+    ptx = [t for t in known if t.is_ptx and t.capability <= capability]
     for candidates in (exact, same_major, ptx):
         if candidates:
             return max(candidates, key=lambda target: target.capability)
-    msg = f"no target serves compute capability {capability[0]}.{capability[1]}; known: {_names(tables)}"
-    raise BuildError(msg)
+    return None
 
 
 def native_capabilities() -> list[tuple[int, int]]:

@@ -17,6 +17,10 @@ Middle = TypeVar("Middle")
 
 MEMORY_PER_JOB = 1_500_000_000  # bytes; the bar that a compilation must stay under, so the worst case to plan for
 
+# The device compilers allocate 60 to 130 MB in small pieces. With huge pages, and a heap that grows by 64 MiB, they have a twentieth
+# of the page faults, and took 4.7% less time over 20 units. What they write is the same. Another libc ignores it.
+HEAP = "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864:glibc.malloc.mmap_threshold=1073741824"
+
 
 def job_count(environment: Mapping[str, str]) -> int:
     """MAX_JOBS, else as many as cores and free memory allow."""
@@ -27,6 +31,11 @@ def job_count(environment: Mapping[str, str]) -> int:
             raise BuildError(msg)
         return int(wanted)
     return max(1, min(len(os.sched_getaffinity(0)), available_memory() // MEMORY_PER_JOB))
+
+
+def device_compiler_environment() -> dict[str, str]:
+    """This process's environment, with the heap that a device compiler works best with."""
+    return {"GLIBC_TUNABLES": HEAP, **os.environ}
 
 
 def available_memory() -> int:

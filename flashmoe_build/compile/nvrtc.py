@@ -12,6 +12,7 @@ from typing import Any
 
 from flashmoe.errors import BuildError
 from flashmoe_build.compile.cache import Cache, content_key, include_closure
+from flashmoe_build.compile.jobs import device_compiler_environment
 from flashmoe_build.compile.toolchain import Toolchain
 
 TIME_LIMIT = 600  # seconds
@@ -67,7 +68,13 @@ def _run_worker(source: str, name: str, options: Sequence[str], toolchain: Toolc
     command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("nvrtc_worker.py"))]
     try:
         run = subprocess.run(
-            command, input=json.dumps(job), capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+            command,
+            input=json.dumps(job),
+            env=device_compiler_environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         msg = f"{name}: NVRTC did not finish within {TIME_LIMIT} s"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import BuildError
+from flashmoe_build.compile.jobs import device_compiler_environment
 from flashmoe_build.compile.toolchain import Toolchain
 
 TIME_LIMIT = 600  # seconds
@@ -48,7 +49,13 @@ def assemble(ptx: bytes, name: str, target: str, toolchain: Toolchain) -> Assemb
 def _run(command: Sequence[str], folder: str) -> tuple[int, str, int]:
     """(exit status, what it printed, its peak resident bytes); a process that takes too long is killed."""
     with tempfile.TemporaryFile(dir=folder) as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            env=device_compiler_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         watch = threading.Timer(TIME_LIMIT, process.kill)
         watch.start()
         try:

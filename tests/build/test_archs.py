@@ -28,7 +28,23 @@ def test_spellings_of_one_target(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["89", "sm_89", "8.9"])
 def test_a_gpu_without_a_target_of_its_own_gets_what_serves_it(word: str) -> None:
-    assert names(word) == ["sm_86"]
+    assert names(word) == ["sm_80", "sm_86"]
+
+
+@pytest.mark.parametrize(
+    ("word", "targets"),
+    [
+        ("75", ["sm_75"]),
+        ("80", ["sm_80"]),
+        ("86", ["sm_80", "sm_86"]),
+        ("sm_86", ["sm_80", "sm_86"]),
+        ("120", ["sm_120a", "compute_80"]),
+        ("120a", ["sm_120a"]),
+    ],
+)
+def test_a_gpu_gets_every_kernel(word: str, targets: list[str]) -> None:
+    """Where the table has none for its own target, by the code of an older GPU or PTX; a target by name is that alone."""
+    assert names(word) == targets
 
 
 def test_list_is_in_table_order_without_repeats() -> None:
@@ -53,17 +69,18 @@ def test_nothing_named() -> None:
 
 def test_native_serves_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archs, "native_capabilities", lambda: [(8, 6), (9, 0)])
-    assert names("native") == ["sm_86", "sm_90a"]
+    assert names("native") == ["sm_80", "sm_86", "sm_90a"]
 
 
 @pytest.mark.parametrize(
-    ("capability", "target"), [((8, 7), "sm_86"), ((10, 3), "compute_80"), ((13, 0), "compute_80")]
+    ("capability", "targets"),
+    [((8, 7), ["sm_80", "sm_86"]), ((10, 3), ["compute_80"]), ((13, 0), ["compute_80"])],
 )
 def test_native_on_a_gpu_that_the_table_lacks(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], target: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], targets: list[str]
 ) -> None:
     monkeypatch.setattr(archs, "native_capabilities", lambda: [capability])
-    assert names("native") == [target]
+    assert names("native") == targets
 
 
 def test_native_below_everything(monkeypatch: pytest.MonkeyPatch) -> None:

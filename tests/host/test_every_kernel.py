@@ -107,7 +107,7 @@ def test_backward_kernels_are_found_where_they_exist(choose: Chooser) -> None:
         (90, 72, False, "sm75", "sm75", "sm_90a"),
         (75, 72, False, None, "sm75", "sm_75"),
         (80, 72, True, None, "sm80", "sm_80"),
-        (89, 72, True, None, "sm80", "sm_86"),
+        (89, 72, True, None, "sm80", "sm_80"),
         (120, 72, True, None, "sm80", "sm_120a"),
         (BEYOND_THE_TABLE, 72, True, None, "sm80", "compute_80"),
     )

@@ -29,12 +29,13 @@ OWN_TARGET = {
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_gpu_gets_its_own_machine_code_and_best_family(choose: Chooser, gpu: str, causal: bool) -> None:
+    """8.6 and 8.9 run sm_80's code where they have no tile of their own."""
     tables = load_tables()
     for head_dim, bf16 in product((8, 64, 72, 128, 136, 256), (False, True)):
         if bf16 and not tables.gpu(gpu).bf16:
             continue
         choice = choose(GPUS[gpu], head_dim=head_dim, causal=causal, bf16=bf16)
-        assert choice.target == OWN_TARGET[gpu]
+        assert choice.target == (OWN_TARGET[gpu] if OWN_TARGET[gpu] != "sm_86" or 64 < head_dim <= 128 else "sm_80")
         assert f"_{tables.gpu(gpu).families[0]}_{'bf16' if bf16 else 'f16'}_" in choice.symbol
         assert choice.symbol.endswith("_causal" if causal else "_full")
         held = int(choice.symbol.split("_d")[1].split("_")[0])

@@ -1,5 +1,5 @@
 // The amx kernel: bf16 and fp16 on the tile unit; fp32, few rows, bands, unequal head dims and what amx_forward.h gives up
-// with vectors, as avx512. docs/kernels/cpu.md has the measurements.
+// by avx512's kernel, with vectors. docs/kernels/cpu.md has the measurements.
 //
 // The target is set here, not by compiler flags, so that all host files are compiled alike; it must come before the
 // intrinsics' header. Nothing but this kernel's table entry may leave the translation unit.
@@ -8,7 +8,7 @@
 #include "cpu/vector_avx512.h"
 
 #include "attention/cpu/amx_forward.h"
-#include "attention/cpu/run_simd.h"
+#include "attention/cpu/forward_few_rows.h"
 
 namespace flashmoe {
 namespace cpu {
@@ -24,19 +24,21 @@ void forward_amx(const Task& task, void* memory) {
     Task block = task;
     block.row_begin = row;
     block.row_end = clamp(int64_t{row} + kBlockRows, 0, task.row_end);
-    forward_simd<T>(block, memory);
+    kAvx512Kernel.run(block, memory);
   }
 }
 
 void run_amx(const Task& task, void* memory) {
   const bool is_plain = !task.is_band && task.head_dim_v == task.params->head_dim;
-  if (task.type == ScalarType::kFloat32 || task.params->seq_q <= kFewRows || !is_plain) return run_simd(task, memory);
+  if (task.type == ScalarType::kFloat32 || task.params->seq_q <= kFewRows || !is_plain) {
+    return kAvx512Kernel.run(task, memory);
+  }
   return task.type == ScalarType::kFloat16 ? forward_amx<Half>(task, memory) : forward_amx<BFloat16>(task, memory);
 }
 
 size_t amx_scratch_bytes(ScalarType type, int32_t head_dim, int32_t rows) {
   const int32_t row_blocks = row_block_count(rows), padded_dim = round_up(head_dim, kStep);
-  const size_t simd_bytes = simd_scratch_bytes(type, head_dim, rows);
+  const size_t simd_bytes = kAvx512Kernel.scratch_bytes(type, head_dim, rows);
   if (type == ScalarType::kFloat32) return simd_bytes;
   const size_t bytes = type == ScalarType::kFloat16 ? AmxScratch<Half>(nullptr, row_blocks, padded_dim).bytes
                                                     : AmxScratch<BFloat16>(nullptr, row_blocks, padded_dim).bytes;

@@ -6,12 +6,30 @@
 
 #include "cpu/bf16_pairs.h"
 
-#include "moe/cpu/combine.h"
+#include "moe/cpu/grouped_gemm.h"
 
 namespace flashmoe {
 namespace cpu {
+namespace {
 
-extern const MoeKernel kMoeAvx512Bf16Kernel = {kPanelColumns, gemm_scratch_bytes, multiply,
+// Only the product of bf16 has something to gain here; the rest would be compiled a second time.
+void multiply_bf16(const GemmTask& task, void* memory) {
+  if (task.type != ScalarType::kBFloat16) return kMoeAvx512Kernel.multiply(task, memory);
+  multiply_as<BFloat16>(task, memory);
+}
+void combine(const moe::CombineParams& params, ScalarType type, int64_t begin, int64_t end) {
+  kMoeAvx512Kernel.combine(params, type, begin, end);
+}
+void weight_gradients(const moe::CombineParams& params, ScalarType type, int64_t begin, int64_t end) {
+  kMoeAvx512Kernel.weight_gradients(params, type, begin, end);
+}
+void bias_gradient(const moe::BiasGradientParams& params, ScalarType type, int64_t begin, int64_t end) {
+  kMoeAvx512Kernel.bias_gradient(params, type, begin, end);
+}
+
+}  // namespace
+
+extern const MoeKernel kMoeAvx512Bf16Kernel = {kPanelColumns, gemm_scratch_bytes, multiply_bf16,
                                                combine,       weight_gradients,   bias_gradient};
 
 }  // namespace cpu
