@@ -23,8 +23,8 @@ namespace sm90 {
 // Joins the 128 threads of one consumer warpgroup. Named barrier 0 is the block's.
 __device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier_sync(1 + consumer, 128); }
 
-// Slabs first_slab to first_slab + kNumOutputSlabs - 1 of the accumulator, as 16-bit elements, into
-// [kNumOutputSlabs][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
+// Slabs first_slab to first_slab + kSlabsOfPass - 1 of the accumulator, as 16-bit elements, into
+// [kSlabsOfPass][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
 // stmatrix stores the 16 rows of the warp and 16 columns.
 template <typename Spec>
 __device__ __forceinline__ void store_output_shared(unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_output_shared(unsigned char* smem, const f
   const int row = thread / 32 % 4 * 16 + lane % 16;
   unsigned char* row_smem = smem + row * 128;
 #pragma unroll
-  for (int step = 0; step < Spec::kNumOutputSlabs * 4; ++step) {
+  for (int step = 0; step < Spec::kSlabsOfPass * 4; ++step) {
     const float* d = &output[32 * first_slab + 8 * step];
     const uint32_t words[4] = {
         pack<typename Spec::Element>(d[0] * inverse_sum[0], d[1] * inverse_sum[0]),

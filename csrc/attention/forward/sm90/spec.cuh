@@ -11,7 +11,8 @@ namespace sm90 {
 // Warpgroup 0 produces (it feeds the copy engine), warpgroups 1 to kBlockM / 64 consume, 64 rows of Q each.
 //   kNumStages         K tiles, and V tiles, in shared memory
 //   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is there before this tile ends
-//   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes
+//   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes. 0: the
+//                      output takes the place of the tile's Q, and the next tile's Q has the other stage (varlen kernels)
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
 //   kTileBytes         what the producer tells the consumers of a tile
@@ -39,8 +40,12 @@ struct ForwardSpec {
   static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 4, "a warpgroup owns 64 rows of Q");
   static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
-  static_assert(kIsSplit == (kNumOutputSlabs == 0), "partial results do not pass through shared memory");
-  static_assert(kIsSplit || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
+  static_assert(!kIsSplit || kNumOutputSlabs == 0, "partial results do not pass through shared memory");
+  static_assert(kNumOutputSlabs == 0 || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
+  static constexpr bool kHasOutputInQuery = !kIsSplit && kNumOutputSlabs == 0;
+  static_assert(!kHasOutputInQuery || kNumQueryStages == 2,
+                "the next tile's Q is asked for while this one's place is taken");
+  static constexpr int kSlabsOfPass = kHasOutputInQuery ? kNumSlabs : kNumOutputSlabs;
 
   // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
   static constexpr int kProducerRegisters = kNumConsumers >= 3 ? 32 : 24;

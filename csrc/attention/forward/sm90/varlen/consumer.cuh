@@ -24,6 +24,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 
   const bool has_functions;  // scores pass through a mask tensor, and a softcap before it
   const bool is_capped;      // a softcap alone, which is the softmax's
+  bool has_output = false;   // a tile went before this one (release_output)
   const float scale_log2;    // of what leaves the functions: with an additive mask the scores have it already
 
   __device__ __forceinline__ VarlenConsumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
@@ -106,6 +107,15 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     this->pack_probabilities(probabilities, scores);
   }
 
+  // The buffer of the tile before, where the output took the place of Q: once its store has read it.
+  __device__ __forceinline__ void release_output() {
+    if constexpr (Spec::kHasOutputInQuery) {
+      if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+      if (has_output) this->release(shared.query_empty(query.stage ^ 1, consumer));
+      has_output = true;
+    }
+  }
+
   // Blocks of the tile that this warpgroup's rows see, at least one of its range.
   __device__ __forceinline__ KeyRange own_blocks(const BandSequence& sequence, int first_row,
                                                  const KeyRange& range) const {
@@ -115,10 +125,10 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   }
 
   // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin.
-  __device__ __forceinline__ void attend(const VarlenTile& tile, const KeyRange& range, int first_row,
-                                         float (&output)[kOutputs], RowState& rows, float (&sink_log2)[2]) {
+  __device__ __forceinline__ void attend(const VarlenTile& tile, const KeyRange& range, const KeyRange& own,
+                                         int first_row, float (&output)[kOutputs], RowState& rows,
+                                         float (&sink_log2)[2]) {
     const BandSequence sequence = tile.sequence(params);
-    const KeyRange own = own_blocks(sequence, first_row, range);
     for (int block = range.end; block > own.end; --block) this->skip_block();
 
     // Every row of the warpgroup sees all keys of the blocks from full.begin to full.end - 1.
@@ -136,6 +146,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
       this->release_key();
+      release_output();
       if (has_functions) change_scores(scores, tile, block);
       if (is_masked(block)) mask_block(scores, tile, block);
       if (is_capped) {
@@ -170,13 +181,12 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
         step<Step::kFunctions>(output, probabilities, rows, tile, block, is_masked(block));
     }
     load_sinks(params, tile, thread_row(tile), sink_log2);
-    this->release_query();
+    if constexpr (!Spec::kHasOutputInQuery) this->release_query();
     this->wait_value();
     this->issue_output(output, probabilities, this->value_descriptor());
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
     this->release_value();
-    for (int left = own.begin; left > range.begin; --left) this->skip_block();
   }
 
   // Rows of Q past the end of a ragged entry are the next one's: they become zeros, so that no result depends on them (the maximum
@@ -208,7 +218,12 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       const KeyRange range = tile.blocks;
       if (first_row >= tile.rows) {
         // Rows past the end: nothing to compute or to store.
-        this->release_query();
+        if constexpr (Spec::kHasOutputInQuery) {
+          release_output();
+          query.advance();
+        } else {
+          this->release_query();
+        }
         for (int block = range.end; block > range.begin; --block) this->skip_block();
         continue;
       }
@@ -218,7 +233,8 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
       float sink_log2[2];
-      attend(tile, range, first_row, output, rows, sink_log2);
+      const KeyRange own = own_blocks(tile.sequence(params), first_row, range);
+      attend(tile, range, own, first_row, output, rows, sink_log2);
       const int row = thread_row(tile);
       float inverse_sum[2];
       float lse[2];
@@ -228,7 +244,10 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       }
       finish_rows(params, rows, is_capped ? 1.0f : scale_log2, sink_log2, inverse_sum, lse);
       store_varlen_lse(params, tile, row, lse);
-      store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output, inverse_sum);
+      unsigned char* smem = Spec::kHasOutputInQuery ? shared.query(query.stage, consumer) : shared.output(consumer);
+      store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, smem, output, inverse_sum);
+      if constexpr (Spec::kHasOutputInQuery) query.advance();
+      for (int left = own.begin; left > range.begin; --left) this->skip_block();
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();

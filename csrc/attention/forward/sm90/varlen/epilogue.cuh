@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
       static_cast<Element*>(params.out) + tile.sequence(params).row_offset(stride, tile.head) + first_row * stride.row;
   const int chunk = ptx::lane_index() % 8;
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumOutputSlabs; ++slab) {
+  for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
     const int column = (first_slab + slab) * 64 + chunk * 8;
     for (int row = ptx::thread_index() % 128 / 8; row < tile.rows - first_row; row += 16) {
       if (column >= params.head_dim_v) continue;
@@ -67,17 +67,17 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
 template <typename Spec>
 __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                                   const ptx::TensorMap& out_map, const VarlenTile& tile, int consumer,
-                                                  const float (&output)[Spec::kHeadDim / 2],
+                                                  unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
                                                   const float (&inverse_sum)[2]) {
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
   const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
   const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
   const bool has_tail = is_ragged && first_row + 64 > tile.rows;
-  unsigned char* smem = shared.output(consumer);
 #pragma unroll
-  for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kNumOutputSlabs) {
-    // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it.
-    if (is_storing_thread) ptx::tma_store_wait_read<0>();
+  for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kSlabsOfPass) {
+    // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it. Or: the tensor cores still
+    // read Q for another warp of the warpgroup.
+    if (!Spec::kHasOutputInQuery && is_storing_thread) ptx::tma_store_wait_read<0>();
     sync_consumer(consumer);
     store_output_shared<Spec>(smem, output, inverse_sum, first_slab, ptx::recompute(ptx::thread_index()));
     // Hazard: the copy engine, or another thread, reads before all 64 rows are written and visible to it.
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, c
       store_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
     } else if (is_storing_thread) {
 #pragma unroll
-      for (int slab = 0; slab < Spec::kNumOutputSlabs; ++slab) {
+      for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
         ptx::tma_store_4d(&out_map, smem + slab * Spec::kQuerySlabBytes, (first_slab + slab) * 64,
                           tile.first_row + first_row, tile.head, is_ragged ? 0 : tile.batch);
       }

@@ -112,15 +112,18 @@ class EntryWalk {
 };
 
 // Heads of an entry that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
-// one time.
+// one time. With a window those are few, and all heads go together: their short tiles then come last of all, and fill the end.
 template <typename Spec>
 __device__ __forceinline__ int heads_per_section(const ForwardParams& params, const BandSequence& sequence) {
   constexpr int kSectionKeys = (32 << 20) / (4 * Spec::kHeadDim);
+  const Band& band = params.band;
+  int keys = sequence.keys();
+  if (band.left < keys / 4 && band.right < keys / 4) keys = 2 * (band.left + band.right + 1);
   int kv_heads = params.heads_kv;
   if (sequence.keys() / 4 >= sequence.rows()) {
     kv_heads = 1;
-  } else if (params.heads_kv > 1 && static_cast<int64_t>(params.heads_kv) * sequence.keys() > kSectionKeys) {
-    kv_heads = maximum(1, kSectionKeys / sequence.keys());
+  } else if (params.heads_kv > 1 && static_cast<int64_t>(params.heads_kv) * keys > kSectionKeys) {
+    kv_heads = maximum(1, kSectionKeys / keys);
   }
   return kv_heads * heads_per_key_head(params);
 }
