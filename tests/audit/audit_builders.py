@@ -297,9 +297,9 @@ class Workshop:
         content = {key: value.encode() if isinstance(value, str) else value for key, value in files.items()}
         rows = [f"{key},sha256={_digest(value)},{len(value)}" for key, value in content.items()]
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            for key, value in content.items():
-                archive.writestr(key, value)
-            archive.writestr(f"{info}/RECORD", "\n".join([*rows, f"{info}/RECORD,,"]) + "\n")
+            record = "\n".join([*rows, f"{info}/RECORD,,"]) + "\n"
+            for key, value in [*content.items(), (f"{info}/RECORD", record.encode())]:
+                archive.writestr(zipfile.ZipInfo(key), value, zipfile.ZIP_DEFLATED)  # dated 1980, not by the clock
         return path
 
 
