@@ -21,10 +21,14 @@ KERNEL_VARIABLE = "FLASHMOE_KERNEL"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours alone) attention's log-sum-exp, checked too."""
+    """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours alone) attention's log-sum-exp, checked too.
+
+    ``own``: the inputs of the problem that a yardstick computes where that is not the case itself (a kernel without the window).
+    """
 
     call: Call
     lse: Call | None = None
+    own: Any = None
 
 
 @dataclass(frozen=True)
