@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe.tools.bench.contenders import Contender, Prepared, attention, flashmoe_available, installed
+from flashmoe.tools.bench.contenders import Contender, Prepared, attention, flashmoe_available, installed, setting
 from flashmoe.tools.problems.attention.tensors import Inputs
 from flashmoe.tools.problems.attention_backward.tensors import BackwardInputs
 
@@ -67,13 +67,17 @@ def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs
 def contenders() -> tuple[Contender, ...]:
     """Ours, and the others of the forward pass under the same names."""
     others = (replace(one, prepare=_recorded(one.prepare)) for one in attention.contenders() if not one.ours)
+    split = setting("FLASHMOE_SPLIT_BACKWARD", "1")
     both, fa3 = ("cpu", "cuda"), "flash_attn_interface"
     deterministic = _recorded(attention.flash_attn(fa3, deterministic=True))
     return (
         Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
-        # A yardstick of the ragged kernels.
+        # Yardsticks of the ragged kernels: what a dense call takes, and the dense kernels of the same form.
         Contender("flashmoe-dense", "flashmoe, dense rows", both, flashmoe_available, _flashmoe),
+        Contender(
+            "flashmoe-dense-split", "flashmoe, dense rows, split form", ("cuda",), flashmoe_available, _flashmoe, split
+        ),
         *others,
         Contender("flash-attn-3-deterministic", "FA3 deterministic", ("cuda",), installed(fa3), deterministic),
     )

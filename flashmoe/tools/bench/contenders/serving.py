@@ -181,6 +181,9 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
     """Its own package; pages, of equal rows or ragged ones, are a cache's."""
     problem, module = inputs.problem, import_module(FLASH_ATTN_3)
     options = _flash_options(inputs)
+    if problem.window and problem.head_dim > 128:
+        msg = f"{problem.key}: wrong in vLLM 0.33's build, by 0.14 with 1024 of 16384 keys at head dim 256"
+        raise ArgumentError(msg)
     rows: dict[str, Any] = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
     keys: dict[str, Any] = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max(problem.lengths_k)}
     if problem.page_size:
