@@ -131,8 +131,12 @@ def test_a_case_that_cannot_be_is_refused(changes: dict[str, object], word: str)
 
 
 def test_who_cannot_say_a_case_refuses_it() -> None:
-    for problem, name in ((WINDOW, "sdpa"), (DECODE, "flashmoe-plain"), (RAGGED, "flashmoe-dense")):
-        with pytest.raises(ArgumentError, match=problem.key):
+    for problem, name, word in (
+        (WINDOW, "sdpa", "window 7, sinks"),
+        (DECODE, "flashmoe-plain", DECODE.key),
+        (RAGGED, "flashmoe-dense", RAGGED.key),
+    ):
+        with pytest.raises(ArgumentError, match=word):
             default_registry("serving")[name].prepare(problem.make_inputs("cpu", 0))
 
 

@@ -120,7 +120,7 @@ def _sdpa(inputs: Inputs) -> Prepared:
     problem = inputs.problem
     q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
     if problem != replace(problem.plain, mask=problem.mask):
-        msg = f"{problem.key}: torch's backends take a mask, no window, softcap or sinks"
+        msg = f"{problem.describe_scores()[2:]}: torch's backends take a mask alone"
         raise ArgumentError(msg)
     mask = inputs.mask
     is_causal = problem.causal and problem.seq_q > 1
@@ -141,7 +141,7 @@ def _flash_options(inputs: Inputs) -> dict[str, Any]:
     """In flash-attn's words, those of plain attention alone where that is all: a build without the others then takes part."""
     problem = inputs.problem
     if inputs.mask is not None:
-        msg = f"{problem.key}: flash-attn takes no mask tensor"
+        msg = f"{problem.mask}: flash-attn takes no mask tensor"
         raise ArgumentError(msg)
     options: dict[str, Any] = {"softmax_scale": inputs.scale, "causal": problem.causal}
     if problem.window:
@@ -182,7 +182,7 @@ def _flash_attn_3(inputs: Inputs) -> Prepared:
     problem, module = inputs.problem, import_module(FLASH_ATTN_3)
     options = _flash_options(inputs)
     if problem.window and problem.head_dim > 128:
-        msg = f"{problem.key}: wrong in vLLM 0.33's build, by 0.14 with 1024 of 16384 keys at head dim 256"
+        msg = f"window {problem.window}: wrong in vLLM 0.33's build, by 0.14 with 1024 of 16384 keys at head dim 256"
         raise ArgumentError(msg)
     rows: dict[str, Any] = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
     keys: dict[str, Any] = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max(problem.lengths_k)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashmoe.errors import ArgumentError
@@ -121,7 +122,7 @@ class ServingProblem:
         )
 
     def describe_scores(self) -> str:
-        """What happens to the scores in words, each behind a comma."""
+        """What happens to the scores in words, a comma before each."""
         return self._scores(", ", "window ", "softcap ", "scores of deviation ")
 
     @property
@@ -153,7 +154,11 @@ class ServingProblem:
         return (queries + keys) * self.head_dim * size + mask
 
     def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "operation": self.operation, **asdict(self)}
+        """Without what is as the fields' defaults say: reports hold hundreds of these."""
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        defaults = {one.name: one.default for one in dataclasses.fields(self)}
+        stated = {name: value for name, value in given.items() if value != defaults[name]}
+        return {"key": self.key, "operation": self.operation, **stated}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ServingProblem:
