@@ -116,9 +116,10 @@ class ServingProblem:
         spread = {"equal": "", "ramp": ", lengths up to that", "mixed": ", twelve lengths"}.get(self.spread)
         if spread is None:
             spread = f", others of {SHORT[self.spread]}"
+        mask = "" if self.causal else ", full"
         return (
             f"{self.dtype} B={self.batch} H={self.heads_q} on {self.heads_kv} Sq={self.seq_q} Sk={self.seq_k} "
-            f"D={self.head_dim} {where}{spread}{self.describe_scores()}"
+            f"D={self.head_dim} {where}{spread}{mask}{self.describe_scores()}"
         )
 
     def describe_scores(self) -> str:
