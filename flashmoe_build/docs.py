@@ -17,7 +17,7 @@ from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe.tools.operations import KernelRow
 from flashmoe.tools.tables import Gpu, Tables, load_tables
-from flashmoe_build import peers, speed
+from flashmoe_build import peers, speed, varlen
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATION = "attention_forward"
@@ -153,6 +153,17 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/moe.md", "time of a step", peers.step_table),
     ("docs/kernels/moe.md", "other libraries", peers.forward_table),
     ("docs/kernels/moe.md", "skewed routing", peers.skew_table),
+    ("docs/kernels/attention-varlen.md", "ragged prefill", varlen.ragged_table),
+    ("docs/kernels/attention-varlen.md", "ragged head dims", varlen.head_dim_table),
+    ("docs/kernels/attention-varlen.md", "prefill from pages", varlen.pages_table),
+    ("docs/kernels/attention-varlen.md", "scores", varlen.scores_table),
+    ("docs/kernels/attention-varlen.md", "ragged backward", varlen.backward_table),
+    ("docs/kernels/attention-varlen.md", "sm80 forced", varlen.family_table),
+    ("docs/kernels/attention-varlen.md", "sm80 forced, backward", varlen.family_backward_table),
+    ("docs/kernels/attention-varlen.md", "decoding in graphs", varlen.decode_table),
+    ("docs/kernels/attention-varlen.md", "decoding from memory", varlen.flushed_table),
+    ("docs/kernels/attention-varlen.md", "decoding by copy bandwidth", varlen.copy_table),
+    ("docs/kernels/attention-varlen.md", "decoding beside others", varlen.means_table),
 )
 
 

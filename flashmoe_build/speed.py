@@ -30,6 +30,9 @@ ATTENTION = (
     Line("the same, fp16", "llm-prefill-f16"),
     Line("the same, bf16, our sm80 kernels forced", "llm-prefill-bf16", "flashmoe-sm80"),
     Line("`llm-train`: the backward pass of the same cases, bf16; ours is deterministic, cuDNN's is not", "llm-train"),
+    Line(
+        "`ragged`: forward over sequences without padding, 16384 tokens; torch only where lengths are equal", "ragged"
+    ),
     Line("`train-step`: a step of 8 layers of 2048, 16 heads on 4, S=4096, B=2, bf16, eager", "train-step"),
     Line("`science`: B=8, H=8, S 128 to 2048", "science"),
     Line("`latency`: B=1, H=8, D=64, fp16, S 32 to 512, in a CUDA graph", "latency"),

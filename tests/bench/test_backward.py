@@ -48,7 +48,7 @@ def test_the_grid_is_that_of_prefill_and_quick_rows_stay_out_of_it() -> None:
     assert named.cases == suite.cases[:1]
 
 
-@pytest.mark.parametrize("name", ["flashmoe", "sdpa", "sdpa-math"])
+@pytest.mark.parametrize("name", ["flashmoe", "flashmoe-ragged", "sdpa", "sdpa-math"])
 def test_right_gradients_pass(name: str) -> None:
     inputs = SMALL.make_inputs("cpu", 0)
     contender = default_registry("attention_backward")[name]

@@ -131,7 +131,7 @@ def test_the_figure_is_the_same_each_time() -> None:
 
 
 def test_a_long_title_is_broken_before_it_leaves_its_panel() -> None:
-    data = synthetic_report("serving").data
+    data = synthetic_report("serving-graph").data
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", "".join(map(str, figure.draw(data, 1.0, "GB/s", in_front(data)))))
     assert max(map(len, texts)) <= figure.TITLE_COLUMNS
     assert "others of 512" in " ".join(texts), "broken, not cut"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from flashmoe.errors import ArgumentError
 from flashmoe.tools.bench import ceilings
 from flashmoe.tools.bench.contenders import Contender, Prepared, choose, default_registry
+from flashmoe.tools.bench.markdown import bench_markdown
 from flashmoe.tools.bench.record import cell_checks, quiet_check
 from flashmoe.tools.bench.session import Options, Session
 from flashmoe.tools.bench.suites import Suite, parse_suite
@@ -125,6 +127,23 @@ def test_a_wrong_log_sum_exp_is_refused() -> None:
     assert verify(Prepared(lambda: plain(inputs), lambda: right), inputs, reference).passed
     wrong = verify(Prepared(lambda: plain(inputs), lambda: right + 0.001), inputs, reference)
     assert "LSE" in wrong.reason
+
+
+def test_a_yardstick_is_judged_by_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_mask(inputs: Inputs) -> Prepared:
+        own = replace(inputs, problem=replace(inputs.problem, causal=False))
+        return Prepared(lambda: plain(own), own=own)
+
+    monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
+    case = {"dtype": "f32", "head_dim": 16, "batch": 1, "heads": 2, "seq": 16, "causal": True}
+    yardstick = Contender("full", "full", ("cpu",), lambda _: "", without_mask)
+    report, _ = run(suite(["ours", "full"], cases=[case]), [contender("ours", plain, ours=True), yardstick])
+    [cell] = report.data["cells"]
+    assert cell["verification"]["full"]["passed"]
+    assert cell["yardsticks"]["full"]["key"] == cell["case"]["key"].replace("causal", "full")
+    text = bench_markdown(report)
+    assert "our sm80 kernels forced" in text.splitlines()[2]
+    assert "full: without what a case does to its scores" in text
 
 
 def test_inputs_are_fresh_but_repeatable() -> None:

@@ -40,6 +40,7 @@ def _kept(cell: Mapping[str, Any]) -> dict[str, Any]:
     row["contenders"] = {
         name: {key: times[name][key] for key in ("median_us", "interval_us") if name in times}
         | {key: outcome[key] for key in ("max_error", "reason") if outcome[key]}
+        | ({"yardstick": cell["yardsticks"][name]["key"]} if name in cell.get("yardsticks", {}) else {})
         for name, outcome in cell["verification"].items()
     }
     row["comparisons"] = {
@@ -64,13 +65,17 @@ def expand(report: Report) -> Report:
 def _expanded(row: Mapping[str, Any], ceilings: CeilingRates | None) -> dict[str, Any]:
     case, contenders = problem_from_json(row["case"]), row["contenders"]
     counts = {key: row[key] for key in ("samples", "blocks")}
-    summaries = {}
+    summaries, yardsticks = {}, {}
     for name, found in contenders.items():
         if "median_us" in found:
             low, high = found["interval_us"]
             interval = (1e3 * low, 1e3 * high) if low and high else None
             times = {"median_us": found["median_us"], "interval_us": [low, high], "p95_us": None, "p99_us": None}
-            summaries[name] = times | counts | rates(case, 1e3 * found["median_us"], interval, ceilings)
+            own = case
+            if "yardstick" in found:
+                own = case.from_key(found["yardstick"])
+                yardsticks[name] = own.to_json()
+            summaries[name] = times | counts | rates(own, 1e3 * found["median_us"], interval, ceilings)
     return {
         "case": row["case"],
         "flops": case.flops,
@@ -91,6 +96,7 @@ def _expanded(row: Mapping[str, Any], ceilings: CeilingRates | None) -> dict[str
         "peak_bytes": {},
         "summaries": summaries,
         "comparisons": [_comparison(pair, one, row["blocks"]) for pair, one in row["comparisons"].items()],
+        **({"yardsticks": yardsticks} if yardsticks else {}),
     }
 
 

@@ -27,6 +27,8 @@ def _headline(report: Report) -> str:
     device = (environment.get("gpu") or {}).get("name") or environment.get("processor", "")
     packages = environment.get("packages", {})
     text = f"{report.verdict} on {device}, torch {packages.get('torch', '?')}, {report.seconds:.0f} s, {report.started}"
+    if environment.get("forced_family"):
+        text += f", our {environment['forced_family']} kernels forced"
     partial = report.data.get("partial")
     return f"{text}. PARTIAL: {partial}" if partial else text
 
@@ -55,6 +57,11 @@ def _cells(data: Mapping[str, Any]) -> list[str]:
     lines.append(
         "Ratio: baseline time / ours, above 1 is faster, with a 95% interval; + FASTER, - SLOWER, = SAME, ? AMBIGUOUS."
     )
+    yardsticks = sorted({name for cell in data["cells"] for name in cell.get("yardsticks", {})})
+    if yardsticks:
+        lines.append(
+            f"{', '.join(yardsticks)}: without what a case does to its scores; ratios are of TFLOP/s of visible work."
+        )
     lines.append("")
     return lines
 

@@ -38,7 +38,8 @@ def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRate
             name: timing.peak_bytes for name, timing in cell.timings.items() if timing.peak_bytes is not None
         },
         "telemetry": summarise(cell.readings),
-        **summarise_cell(cell.case, blocks, ours, baseline, ceilings),
+        **({"yardsticks": {name: one.to_json() for name, one in cell.yardsticks.items()}} if cell.yardsticks else {}),
+        **summarise_cell(cell.case, blocks, ours, baseline, ceilings, cell.yardsticks),
     }
     result: dict[str, Any] = finite(record)
     return result

@@ -49,13 +49,15 @@ class Timing:
 
 @dataclass
 class Cell:
-    """What was found for one case. ``unsupported`` holds the contenders that refused it, with their reason."""
+    """What was found for one case. ``unsupported`` holds the contenders that refused it, with their reason, ``yardsticks`` the
+    problems of those that compute another one."""
 
     case: Problem
     timing: str = ""
     coverage: float = 0.0
     verified: dict[str, Verification] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
+    yardsticks: dict[str, Problem] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
     seconds: float = 0.0
@@ -114,12 +116,18 @@ def _admit(
 ) -> list[_Entrant]:
     """The contenders whose result is right. A refusal is recorded with its reason, a wrong result as a failure."""
     admitted = []
+    others: dict[str, Reference] = {}
     for contender in contenders:
         note(f"{cell.case.key}: checking {contender.name}")
         try:
             with contender.context():
                 prepared = contender.prepare(inputs)
-                outcome = verify(prepared, inputs, reference)
+                expected = reference
+                if prepared.own is not None:
+                    problem = cell.yardsticks[contender.name] = prepared.own.problem
+                    expected = others.get(problem.key) or problem.make_reference(prepared.own)
+                    others[problem.key] = expected
+                outcome = verify(prepared, inputs, expected)
         except torch.OutOfMemoryError:
             cell.unsupported[contender.name] = "out of memory"
             continue

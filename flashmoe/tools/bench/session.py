@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -16,7 +17,7 @@ from flashmoe._extension import library_path
 from flashmoe.errors import ArgumentError, ExtensionError
 from flashmoe.tools.bench.call_cost import TIMING, share_checks, shares
 from flashmoe.tools.bench.ceilings import measure_ceilings
-from flashmoe.tools.bench.contenders import Contender, choose, package_versions
+from flashmoe.tools.bench.contenders import KERNEL_VARIABLE, Contender, choose, package_versions
 from flashmoe.tools.bench.plan import MIN_SAMPLES, share_of_budget
 from flashmoe.tools.bench.record import DATA_SCHEMA, cell_checks, cell_record, effective_baseline, quiet_check
 from flashmoe.tools.bench.runner import Cell, Settings, check_cell, run_cell
@@ -142,6 +143,8 @@ class Session:
         self.environment = {**host_environment(), "packages": package_versions(), "device": self.options.device}
         with contextlib.suppress(ExtensionError):  # a source tree without a library: torch's backends alone
             self.environment["commit"] = built_commit(library_path())
+        if os.environ.get(KERNEL_VARIABLE):
+            self.environment["forced_family"] = os.environ[KERNEL_VARIABLE]
         self.environment["torch_threads"] = torch.get_num_threads()
         self.environment["cpu_busy"] = cpu_busy()
         if self.options.device != "cuda":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from flashmoe.tools.bench.statistics import Interval, Ratio, geometric_mean, lag_one, locate, log_ratios, paired_ratio
@@ -62,9 +63,10 @@ def rates(
     }
 
 
-def compare_blocks(subject: str, baseline: str, left: Blocks, right: Blocks) -> dict[str, Any]:
-    """The paired comparison of two contenders of one cell, with its verdict."""
-    ratio = paired_ratio(left, right, confidence=load_thresholds().verdict.confidence)
+def compare_blocks(subject: str, baseline: str, left: Blocks, right: Blocks, work: float = 1.0) -> dict[str, Any]:
+    """The paired comparison of two contenders of one cell, with its verdict. ``work``: the subject's operations over the baseline's."""
+    scaled = right if work == 1.0 else [[round(sample * work) for sample in block] for block in right]
+    ratio = paired_ratio(left, scaled, confidence=load_thresholds().verdict.confidence)
     decision = decide(ratio)
     return {
         "subject": subject,
@@ -76,7 +78,7 @@ def compare_blocks(subject: str, baseline: str, left: Blocks, right: Blocks) -> 
         "p_value": ratio.p_value,
         "cliffs_delta": ratio.cliffs_delta,
         "blocks": ratio.blocks,
-        "lag_one": lag_one(log_ratios(left, right)),
+        "lag_one": lag_one(log_ratios(left, scaled)),
         "verdict": decision.verdict.value,
         "reason": decision.reason.value,
         "advice": decision.advice,
@@ -93,16 +95,25 @@ def pairs_to_compare(names: Sequence[str], ours: set[str], baseline: str) -> lis
 
 
 def summarise_cell(
-    case: Problem, timings: Mapping[str, Blocks], ours: set[str], baseline: str, ceilings: CeilingRates | None
+    case: Problem,
+    timings: Mapping[str, Blocks],
+    ours: set[str],
+    baseline: str,
+    ceilings: CeilingRates | None,
+    yardsticks: Mapping[str, Problem] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """``{"timings": {name: summary}, "comparisons": [...]}`` of the contenders that have samples."""
+    """``{"timings": {name: summary}, "comparisons": [...]}`` of the contenders that have samples.
+
+    Of the ``yardsticks``, which compute another problem than the case, rates count that one's work, and ratios are of rates.
+    """
     measured = {name: blocks for name, blocks in timings.items() if blocks}
+    problems = {name: yardsticks.get(name, case) for name in measured}
     comparisons = [
-        compare_blocks(subject, base, measured[subject], measured[base])
+        compare_blocks(subject, base, measured[subject], measured[base], problems[subject].flops / problems[base].flops)
         for subject, base in pairs_to_compare(list(measured), ours, baseline)
     ]
     return {
-        "summaries": {name: timing_summary(case, blocks, ceilings) for name, blocks in measured.items()},
+        "summaries": {name: timing_summary(problems[name], blocks, ceilings) for name, blocks in measured.items()},
         "comparisons": comparisons,
     }
 

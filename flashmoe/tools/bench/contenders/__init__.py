@@ -21,10 +21,14 @@ KERNEL_VARIABLE = "FLASHMOE_KERNEL"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours alone) attention's log-sum-exp, checked too."""
+    """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours alone) attention's log-sum-exp, checked too.
+
+    ``own``: the inputs of the problem that a yardstick computes where that is not the case itself (a kernel without the window).
+    """
 
     call: Call
     lse: Call | None = None
+    own: Any = None
 
 
 @dataclass(frozen=True)
@@ -70,18 +74,23 @@ def flashmoe_available(_: str) -> str:
 
 def family(family: str) -> Context:
     """Our kernels of one family alone."""
+    return setting(KERNEL_VARIABLE, family)
+
+
+def setting(name: str, value: str) -> Context:
+    """An environment variable that our library reads in each call."""
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        before = os.environ.get(KERNEL_VARIABLE)
-        os.environ[KERNEL_VARIABLE] = family
+        before = os.environ.get(name)
+        os.environ[name] = value
         try:
             yield
         finally:
             if before is None:
-                del os.environ[KERNEL_VARIABLE]
+                del os.environ[name]
             else:
-                os.environ[KERNEL_VARIABLE] = before
+                os.environ[name] = before
 
     return context
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,13 @@ FAMILIES = ("sm75", "sm80", "sm90")
 FLASH_ATTN_3 = "flash_attn_interface"
 
 
+def _band(inputs: Inputs) -> dict[str, Any]:
+    """What comes between the scores and the softmax, as our functions are told."""
+    problem = inputs.problem
+    window = (problem.window - 1, 0) if problem.window else None
+    return {"causal": problem.causal, "window": window, "softcap": float(problem.softcap), "sinks": inputs.sinks}
+
+
 def _has_equal_rows(inputs: Inputs) -> bool:
     return len(set(inputs.problem.lengths_q)) == 1
 
@@ -26,23 +34,26 @@ def _dense_queries(inputs: Inputs) -> torch.Tensor:
 
 
 def _flashmoe(inputs: Inputs) -> Prepared:
-    """Decoding as a model calls it: a dense batch of queries on a paged cache; else ragged."""
+    """Decoding as a model calls it: a dense batch of queries on a paged cache; else ragged, or dense with a mask tensor."""
     import flashmoe
 
     problem = inputs.problem
+    if inputs.mask is not None:
+        return _dense(inputs)
     if problem.page_size and _has_equal_rows(inputs):
-        q = _dense_queries(inputs)
+        q, band = _dense_queries(inputs), _band(inputs)
 
         def decode() -> torch.Tensor:
-            return flashmoe.attention_with_kvcache(
+            out: torch.Tensor = flashmoe.attention_with_kvcache(
                 q,
                 inputs.k,
                 inputs.v,
                 cache_seqlens=inputs.seqused_k,
                 block_table=inputs.block_table,
-                causal=problem.causal,
                 scale=inputs.scale,
+                **band,
             )
+            return out
 
         return Prepared(decode)
     return _flashmoe_ragged(inputs)
@@ -56,13 +67,14 @@ def _flashmoe_ragged(inputs: Inputs) -> Prepared:
     keys = {"seqused_k": inputs.seqused_k, "block_table": inputs.block_table} if is_paged else {}
     cu_seqlens_k = None if is_paged else inputs.cu_seqlens_k
     longest = (max(problem.lengths_q), max(problem.lengths_k))
+    band = _band(inputs)
 
     def both(*, return_lse: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return flashmoe.attention_varlen(  # type: ignore[call-overload,no-any-return]
             *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, cu_seqlens_k, *longest),
-            causal=problem.causal,
             scale=inputs.scale,
             return_lse=return_lse,
+            **band,
             **keys,
         )
 
@@ -81,16 +93,36 @@ def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _flashmoe_dense(inputs: Inputs) -> Prepared:
+def _dense(inputs: Inputs) -> Prepared:
     import flashmoe
 
     q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
-    return Prepared(lambda: flashmoe.attention(q, k, v, causal=inputs.problem.causal, scale=inputs.scale))
+    options = {**_band(inputs), "attn_mask": inputs.mask, "scale": inputs.scale}
+    return Prepared(lambda: flashmoe.attention(q, k, v, **options))
+
+
+def _flashmoe_dense(inputs: Inputs) -> Prepared:
+    """The dense kernels, which know no window, softcap, sinks or mask."""
+    if inputs.problem == inputs.problem.plain:
+        return _dense(inputs)
+    return replace(_dense(inputs.plain), own=inputs.plain)
+
+
+def _flashmoe_plain(inputs: Inputs) -> Prepared:
+    """Our kernel of the case without what it does to the scores; where it does nothing there is nothing to add."""
+    if inputs.problem == inputs.problem.plain:
+        msg = f"{inputs.problem.key}: the case is plain"
+        raise ArgumentError(msg)
+    return replace(_flashmoe(inputs.plain), own=inputs.plain)
 
 
 def _sdpa(inputs: Inputs) -> Prepared:
     problem = inputs.problem
     q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
+    if problem != replace(problem.plain, mask=problem.mask):
+        msg = f"{problem.describe_scores()[2:]}: torch's backends take a mask alone"
+        raise ArgumentError(msg)
+    mask = inputs.mask
     is_causal = problem.causal and problem.seq_q > 1
     if is_causal and problem.seq_q != problem.seq_k:
         msg = f"{problem.key}: is_causal is aligned top-left, this problem bottom-right"
@@ -99,15 +131,31 @@ def _sdpa(inputs: Inputs) -> Prepared:
 
     def call() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, scale=inputs.scale, enable_gqa=is_grouped
+            q, k, v, mask, is_causal=is_causal, scale=inputs.scale, enable_gqa=is_grouped
         )
 
     return Prepared(call)
 
 
+def _flash_options(inputs: Inputs) -> dict[str, Any]:
+    """In flash-attn's words, those of plain attention alone where that is all: a build without the others then takes part."""
+    problem = inputs.problem
+    if inputs.mask is not None:
+        msg = f"{problem.mask}: flash-attn takes no mask tensor"
+        raise ArgumentError(msg)
+    options: dict[str, Any] = {"softmax_scale": inputs.scale, "causal": problem.causal}
+    if problem.window:
+        options["window_size"] = (problem.window - 1, 0)
+    if problem.softcap:
+        options["softcap"] = float(problem.softcap)
+    if inputs.sinks is not None:
+        options["s_aux"] = inputs.sinks.to(inputs.q.dtype)  # in vLLM's build alone
+    return options
+
+
 def _flash_attn(inputs: Inputs) -> Prepared:
     problem, module = inputs.problem, import_module("flash_attn")
-    options = {"softmax_scale": inputs.scale, "causal": problem.causal}
+    options = _flash_options(inputs)
     if problem.page_size and _has_equal_rows(inputs):
         q = inputs.q.unflatten(0, (problem.batch, -1))
         keys = {"cache_seqlens": inputs.seqused_k, "block_table": inputs.block_table}
@@ -132,7 +180,10 @@ def _flash_attn(inputs: Inputs) -> Prepared:
 def _flash_attn_3(inputs: Inputs) -> Prepared:
     """Its own package; pages, of equal rows or ragged ones, are a cache's."""
     problem, module = inputs.problem, import_module(FLASH_ATTN_3)
-    options = {"softmax_scale": inputs.scale, "causal": problem.causal}
+    options = _flash_options(inputs)
+    if problem.window and problem.head_dim > 128:
+        msg = f"window {problem.window}: wrong in vLLM 0.33's build, by 0.14 with 1024 of 16384 keys at head dim 256"
+        raise ArgumentError(msg)
     rows: dict[str, Any] = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
     keys: dict[str, Any] = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max(problem.lengths_k)}
     if problem.page_size:
@@ -154,6 +205,7 @@ def contenders() -> tuple[Contender, ...]:
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
         # A yardstick, which cannot say lengths that differ: no failure of ours.
         Contender("flashmoe-dense", "flashmoe, dense keys", both, flashmoe_available, _flashmoe_dense),
+        Contender("flashmoe-plain", "flashmoe, plain scores", both, flashmoe_available, _flashmoe_plain),
         *(
             Contender(f"flashmoe-{one}", f"flashmoe {one}", gpu, flashmoe_available, _flashmoe, family(one), ours=True)
             for one in FAMILIES

@@ -1,11 +1,12 @@
-"""Attention over a batch of sequences of their own lengths as a problem: decoding from pages, ragged prefill."""
+"""Attention over a batch of sequences of their own lengths as a problem: decoding from pages, ragged prefill, windows and scores."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashmoe.errors import ArgumentError
@@ -17,10 +18,26 @@ if TYPE_CHECKING:  # torch: reading and comparing reports needs none
 SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
 SPREADS = ("equal", "ramp", "mixed", *SHORT)
 MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # of 4096
+MASKS = ("none", "additive", "bool")
 _SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
+_NAMES = {"heads": "heads_q"}  # where the problem's field has another
+_FIELDS = {
+    "dtype",
+    "causal",
+    "page_size",
+    "spread",
+    "most_keys",
+    "window",
+    "softcap",
+    "sinks",
+    "mask",
+    "deviation",
+    *_SIZES,
+}
 _KEY = re.compile(
     r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
-    r"(-p(?P<p>\d+))?(-(?P<spread>ramp|mixed|one34|one))?"
+    r"(-p(?P<p>\d+))?(-(?P<spread>ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
+    r"(-(?P<tensor>additive|bool))?(-sd(?P<sd>\d+))?"
 )
 
 
@@ -31,6 +48,9 @@ class ServingProblem:
     ``page_size``: keys lie in pages in random order; 0: ragged, one sequence behind the other. ``spread``: all sequences equal;
     ramp, of seq_k / batch, 2 seq_k / batch and so on; mixed, of twelve lengths in turn, from seq_k to a hundredth of it; one of seq_k
     keys among others of 512, or of 34. The mask is bottom-right.
+
+    ``window``: how many keys a row sees, its own among them; 0: all. ``softcap``: 0 for none. ``sinks``: a logit for each head that
+    joins the sum. ``mask``: a tensor for each sequence, the same for all heads. ``deviation``: of the scores, before the softcap.
     """
 
     operation: ClassVar[str] = "serving"
@@ -45,6 +65,16 @@ class ServingProblem:
     causal: bool = True
     page_size: int = 0
     spread: str = "equal"
+    window: int = 0
+    softcap: int = 0
+    sinks: bool = False
+    mask: str = "none"
+    deviation: int = 1
+
+    @property
+    def plain(self) -> ServingProblem:
+        """The same without what comes between the scores and the softmax, but for a causal mask."""
+        return replace(self, window=0, softcap=0, sinks=False, mask="none")
 
     @property
     def lengths_k(self) -> tuple[int, ...]:
@@ -67,7 +97,18 @@ class ServingProblem:
         sizes = f"b{self.batch}-h{self.heads_q}kv{self.heads_kv}-q{self.seq_q}k{self.seq_k}"
         pages = f"-p{self.page_size}" if self.page_size else ""
         spread = "" if self.spread == "equal" else f"-{self.spread}"
-        return f"serve-{self.dtype}-d{self.head_dim}-{mask}-{sizes}{pages}{spread}"
+        return f"serve-{self.dtype}-d{self.head_dim}-{mask}-{sizes}{pages}{spread}{self._scores('-', 'w', 'cap', 'sd')}"
+
+    def _scores(self, gap: str, window: str, softcap: str, deviation: str) -> str:
+        """What happens to the scores, each word behind a ``gap``."""
+        words = (
+            f"{window}{self.window}" if self.window else "",
+            f"{softcap}{self.softcap}" if self.softcap else "",
+            "sinks" if self.sinks else "",
+            self.mask if self.mask != "none" else "",
+            f"{deviation}{self.deviation}" if self.deviation != 1 else "",
+        )
+        return "".join(gap + word for word in words if word)
 
     @property
     def title(self) -> str:
@@ -75,10 +116,15 @@ class ServingProblem:
         spread = {"equal": "", "ramp": ", lengths up to that", "mixed": ", twelve lengths"}.get(self.spread)
         if spread is None:
             spread = f", others of {SHORT[self.spread]}"
+        mask = "" if self.causal else ", full"
         return (
             f"{self.dtype} B={self.batch} H={self.heads_q} on {self.heads_kv} Sq={self.seq_q} Sk={self.seq_k} "
-            f"D={self.head_dim} {where}{spread}"
+            f"D={self.head_dim} {where}{spread}{mask}{self.describe_scores()}"
         )
+
+    def describe_scores(self) -> str:
+        """What happens to the scores in words, a comma before each."""
+        return self._scores(", ", "window ", "softcap ", "scores of deviation ")
 
     @property
     def scale(self) -> float:
@@ -90,18 +136,30 @@ class ServingProblem:
         scores = 0
         for rows, keys in zip(self.lengths_q, self.lengths_k, strict=True):
             hidden = 0 if not self.causal else rows * rows // 2 if rows == keys else rows * (rows - 1) // 2
-            scores += rows * keys - hidden
+            scores += self._windowed(keys) - self._windowed(keys - rows) if self.window else rows * keys - hidden
         return 4 * self.heads_q * scores * self.head_dim
+
+    def _windowed(self, rows: int) -> int:
+        """Scores that the first rows of a sequence see of its window."""
+        short = min(rows, self.window)  # rows that have not yet as many keys
+        return short * (short + 1) // 2 + (rows - short) * self.window
 
     @property
     def bytes_moved(self) -> int:
-        """Each of Q, K and V read once and O written once."""
-        queries = 2 * self.heads_q * sum(self.lengths_q)
-        keys = 2 * self.heads_kv * sum(self.lengths_k)
-        return (queries + keys) * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Each of Q, K and V read once, the keys that a window shows, a mask likewise, and O written once."""
+        lengths = zip(self.lengths_q, self.lengths_k, strict=True)
+        seen = (min(keys, self.window + rows - 1) if self.window else keys for rows, keys in lengths)
+        size = DTYPE_BYTES[self.dtype]
+        queries, keys = 2 * self.heads_q * sum(self.lengths_q), 2 * self.heads_kv * sum(seen)
+        mask = {"none": 0, "additive": size, "bool": 1}[self.mask] * self.batch * self.seq_q * self.seq_k
+        return (queries + keys) * self.head_dim * size + mask
 
     def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "operation": self.operation, **asdict(self)}
+        """Without what is as the fields' defaults say: reports hold hundreds of these."""
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        defaults = {one.name: one.default for one in dataclasses.fields(self)}
+        stated = {name: value for name, value in given.items() if value != defaults[name]}
+        return {"key": self.key, "operation": self.operation, **stated}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ServingProblem:
@@ -115,7 +173,11 @@ class ServingProblem:
             msg = f"{key!r} names no case; one is written as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16, or with -ramp behind"
             raise ArgumentError(msg)
         d, h, kv, b, q, k, p = (int(match[name] or 0) for name in ("d", "h", "kv", "b", "q", "k", "p"))
-        return cls(match["dtype"], d, h, kv, b, q, k, match["mask"] == "causal", p, match["spread"] or "equal")
+        w, cap, sd = (int(match[name] or 0) for name in ("w", "cap", "sd"))
+        return cls(
+            *(match["dtype"], d, h, kv, b, q, k, match["mask"] == "causal", p, match["spread"] or "equal"),
+            *(w, cap, match["sinks"] is not None, match["tensor"] or "none", sd or 1),
+        )
 
     @classmethod
     def smallest(cls) -> ServingProblem:
@@ -124,25 +186,48 @@ class ServingProblem:
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[ServingProblem]:
         """A list is an axis, and the table stands for the product of its axes, without those of over ``most_keys`` keys."""
-        fields.known(row, {"dtype", "causal", "page_size", "spread", "most_keys", *_SIZES}, where)
-        dtypes = [
-            fields.choice(one, tuple(DTYPE_BYTES), where, "dtype") for one in fields.axis(row.get("dtype", "bf16"))
-        ]
-        spreads = [fields.choice(one, SPREADS, where, "spread") for one in fields.axis(row.get("spread", "equal"))]
-        pages = fields.counts(row, where, "page_size") if "page_size" in row else [0]
-        causal = fields.flag(row.get("causal", True), where, "causal")
+        fields.known(row, _FIELDS, where)
+
+        def counts(name: str, default: int) -> list[int]:
+            return fields.counts(row, where, name) if name in row else [default]
+
+        def words(name: str, options: Sequence[str], default: str) -> list[str]:
+            return [fields.choice(one, options, where, name) for one in fields.axis(row.get(name, default))]
+
+        axes: dict[str, Sequence[Any]] = {
+            "dtype": words("dtype", tuple(DTYPE_BYTES), "bf16"),
+            **{_NAMES.get(name, name): fields.counts(row, where, name) for name in _SIZES},
+            "page_size": counts("page_size", 0),
+            "spread": words("spread", SPREADS, "equal"),
+            "mask": words("mask", MASKS, "none"),
+            "window": counts("window", 0),
+            "softcap": counts("softcap", 0),
+            "deviation": counts("deviation", 1),
+            "causal": [fields.flag(row.get("causal", True), where, "causal")],
+            "sinks": [fields.flag(row.get("sinks", False), where, "sinks")],
+        }
         most = fields.count(row.get("most_keys", 2**31), where, "most_keys")
-        sizes = itertools.product(*(fields.counts(row, where, name) for name in _SIZES))
-        for dtype, values, page, spread in itertools.product(dtypes, list(sizes), pages, spreads):
-            head_dim, heads_q, heads_kv, batch, seq_q, seq_k = values
-            problem = cls(dtype, head_dim, heads_q, heads_kv, batch, seq_q, seq_k, causal, page, spread)
-            fields.divide(problem.heads_q, problem.heads_kv, where, "heads", "heads_kv")
+        for values in itertools.product(*axes.values()):
+            problem = cls(**dict(zip(axes, values, strict=True)))
+            problem._check(where)
             if sum(problem.lengths_k) <= most:
                 yield problem
 
+    def _check(self, where: str) -> None:
+        fields.divide(self.heads_q, self.heads_kv, where, "heads", "heads_kv")
+        if self.window and not self.causal:
+            fields.fail(where, "causal", self.causal, "true with a window, whose last key is the row's own")
+        if self.mask != "none" and (self.causal or self.page_size or self.spread != "equal"):
+            fields.fail(
+                where, "mask", self.mask, "equal sequences without pages and causal = false, as others take masks"
+            )
+
     def fit(self, dtypes: Collection[str], max_tokens: int) -> ServingProblem:
-        dtype = self.dtype if self.dtype in dtypes else "f16"
-        return replace(self, dtype=dtype, batch=min(self.batch, max(1, max_tokens // self.seq_q)))
+        """As many sequences of each length as there is room for; a batch that has room stays as it is."""
+        found = replace(self, dtype=self.dtype if self.dtype in dtypes else "f16")
+        while sum(found.lengths_q) > max_tokens and found.batch > 1:
+            found = replace(found, batch=max(1, min(found.batch - 1, found.batch * max_tokens // sum(found.lengths_q))))
+        return found
 
     def make_inputs(self, device: str, seed: int) -> Inputs:
         """Fresh random tensors; torch is needed from here on."""
