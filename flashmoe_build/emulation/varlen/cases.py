@@ -20,8 +20,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     own, the problems are divided between the two."""
     is_split = bool(unit.row.options.get("split"))
     functions = unit.row.options.get("scores")
-    every = _decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit), *_loud(unit))
-    for seed, problem in enumerate(every):
+    for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
         if functions is not None and problem.has_score_functions != bool(functions):
             continue
         is_wide = unit.row.axes["head_dim"] > 64
@@ -84,13 +83,6 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     # More entries than a warp has lanes.
     rows = tuple(index % 3 for index in range(70))
     yield replace(_base(unit, "many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
-
-
-def _loud(unit: Unit) -> Iterator[VarlenProblem]:
-    """Maxima that move far in blocks without a mask, above zero and below."""
-    loud = replace(_base(unit, "loud", (37,), (4 * unit.row.block_n + 3,)), magnitude=30.0)
-    yield loud
-    yield replace(loud, name="far below zero", is_below=True)
 
 
 def _decoding(unit: Unit) -> Iterator[VarlenProblem]:

@@ -59,7 +59,6 @@ class VarlenProblem(NamedProblem):
     slack: int = 0  # how far seq_q and seq_k exceed the longest entry
     is_folded: bool = False  # one query position an entry; the heads of a group are rows
     magnitude: float = 1.0  # of q
-    is_below: bool = False  # no score is above zero
     splits: int = 1
     wants_lse: bool = True
     has_counter: bool = True

@@ -69,8 +69,7 @@ def build(p: VarlenProblem) -> Tensors:
         q_sizes = (int(cu_q[-1]) + SPARE_ROWS, p.heads_q)
     q = torch.full((*q_sizes, p.head_dim), NAN, dtype=dtype)
     for view in _entries_of_rows(p, q, cu_q):
-        values = normal(*view.shape) * p.magnitude + 0.25
-        view.copy_(-values.abs() if p.is_below else values)
+        view.copy_(normal(*view.shape) * p.magnitude + 0.25)
     cu_k, used, table, pages = _places(p, generator)
     k, v = (torch.full((*pages, dim), NAN, dtype=dtype) for dim in (p.head_dim, p.head_dim_v))
     entries = []
@@ -79,8 +78,6 @@ def build(p: VarlenProblem) -> Tensors:
         for tensor in (k, v):
             places = _key_places(p, tensor, entry, cu_k, table)
             values = normal(length, p.heads_kv, tensor.shape[-1]) + 0.25
-            if p.is_below and tensor is k:
-                values = values.abs()
             if p.rows[entry] > 0:
                 for index in range(length):  # of a page that two entries share the first one's values stay
                     if torch.isnan(places[index]).any():

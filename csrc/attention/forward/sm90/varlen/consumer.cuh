@@ -5,8 +5,6 @@
 #include "attention/forward/sm90/varlen/epilogue.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/forward/sm90/varlen/scores.cuh"
-#include "attention/forward/sm90/varlen/softcap.cuh"
-#include "attention/forward/sm90/varlen/softmax.cuh"
 
 namespace flashmoe {
 namespace attention {
@@ -84,8 +82,6 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     if constexpr (!Base::kWaitsForBoth) this->wait_value();
     this->issue_output(output, probabilities, this->value_descriptor());
 
-    constexpr bool kAsksLargest = kStep == Step::kPlain && Spec::kHeadDim < 256;
-    const bool shows = kAsksLargest && shows_moves(rows, scale_log2);
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
     this->release_key();
@@ -97,8 +93,6 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     bool moved;
     if constexpr (kStep == Step::kCapped || kStep == Step::kCappedMasked) {
       moved = capped_softmax<Element, Spec::kBlockN, kStep == Step::kCappedMasked>(scores, rows, rescale, softcap());
-    } else if constexpr (kAsksLargest) {
-      moved = unmasked_softmax<Spec::kBlockN>(scores, rows, rescale, scale_log2, shows);
     } else {
       moved = online_softmax<Spec::kBlockN, kStep != Step::kPlain>(scores, rows, rescale, scale_log2);
     }

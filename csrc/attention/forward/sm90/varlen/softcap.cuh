@@ -4,7 +4,6 @@
 #include <cuda_bf16.h>
 
 #include "attention/forward/sm90/softmax.cuh"
-#include "attention/forward/sm90/varlen/softmax.cuh"
 #include "device/reduce.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
@@ -135,6 +134,36 @@ template <>
 constexpr bool kHasRangeOfFloat<__nv_bfloat16> = true;
 constexpr float kReach = 90.0f;
 
+// The largest of a thread's scores, or any below zero where all are: three at a time, as integers.
+template <int kN>
+__device__ __forceinline__ float largest(const float (&scores)[kN / 2]) {
+  int level[kN / 2];
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) level[i] = static_cast<int>(ptx::float_bits(scores[i]));
+  int count = kN / 2;
+#pragma unroll
+  for (int step = 0; step < 5; ++step) {
+    const int next = (count + 2) / 3;
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      if (i >= next) continue;
+      const int y = 3 * i + 1 < count ? 3 * i + 1 : 3 * i, z = 3 * i + 2 < count ? 3 * i + 2 : 3 * i;
+      level[i] = max(max(level[3 * i], level[y]), level[z]);
+    }
+    count = next;
+  }
+  return ptx::bits_float(static_cast<uint32_t>(level[0]));
+}
+
+// The same of one of its two rows.
+template <int kN>
+__device__ __forceinline__ float largest_of_row(const float (&scores)[kN / 2], int r) {
+  float row[kN / 4];
+#pragma unroll
+  for (int i = 0; i < kN / 4; ++i) row[i] = scores[4 * (i / 2) + 2 * r + i % 2];
+  return largest<kN / 2>(row);
+}
+
 // What the scores of a key block allow, for the whole warp.
 struct CapChoice {
   bool is_short;
@@ -169,6 +198,7 @@ __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowSt
 template <typename Element, int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                const Softcap& cap) {
+  constexpr float kMaxExponent = 8.0f;
   constexpr bool kSettles = kHasRangeOfFloat<Element>;
   const float settled = -ptx::negative_infinity();
   if constexpr (kSettles && !kMayBeEmpty) {
