@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import marshal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,15 +64,14 @@ def compile_ptx(source: str, name: str, virtual: str, *, csrc: Path, toolchain: 
 
 
 def _run_worker(source: str, name: str, options: Sequence[str], toolchain: Toolchain) -> tuple[bytes, dict[str, Any]]:
-    job = {"library": str(toolchain.nvrtc_library), "source": source, "name": f"{name}.cu", "options": options}
+    job = {"library": str(toolchain.nvrtc_library), "source": source, "name": f"{name}.cu", "options": list(options)}
     command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("nvrtc_worker.py"))]
     try:
         run = subprocess.run(
             command,
-            input=json.dumps(job),
+            input=marshal.dumps(job),
             env=device_compiler_environment(),
             capture_output=True,
-            text=True,
             timeout=TIME_LIMIT,
             check=False,
         )
@@ -80,9 +79,9 @@ def _run_worker(source: str, name: str, options: Sequence[str], toolchain: Toolc
         msg = f"{name}: NVRTC did not finish within {TIME_LIMIT} s"
         raise BuildError(msg) from error
     if run.returncode != 0:
-        msg = f"{name}: the NVRTC process ended with {run.returncode}: {run.stderr.strip()[-2000:]}"
+        msg = f"{name}: the NVRTC process ended with {run.returncode}: {run.stderr.decode(errors='replace').strip()[-2000:]}"
         raise BuildError(msg)
-    answer = json.loads(run.stdout)
+    answer = marshal.loads(run.stdout)
     if answer["status"] != "ok":
         msg = f"{name}: {answer['status']}\n{answer['log'].strip()}"
         raise BuildError(msg)
