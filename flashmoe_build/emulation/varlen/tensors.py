@@ -1,7 +1,7 @@
 """The tensors of a ragged, paged or banded problem.
 
-NaN stands wherever no row sees a key: past the used keys of an entry, in pages that no entry has, in the keys of entries without rows;
-and in query rows that belong to no entry.
+NaN stands wherever no row sees a key: past the used keys of an entry, in pages that no entry has or that its window has left behind, in
+the keys of entries without rows; and in query rows that belong to no entry.
 """
 
 from __future__ import annotations
@@ -85,6 +85,10 @@ def build(p: VarlenProblem) -> Tensors:
             rows.append(torch.stack(places[:length]) if length > 0 else values.to(dtype))
         entries.append((q_view, rows[0].transpose(0, 1), rows[1].transpose(0, 1)))
     sinks = normal(p.heads_q) * 2 if p.has_sinks else None
+    if table is not None:
+        nobodys = min(set(range(pages[0])) - set(table.flatten().tolist()))
+        for entry, (row_count, length) in enumerate(zip(p.rows, p.keys, strict=True)):
+            table[entry, : max(0, length - row_count - p.left) // p.page_size] = nobodys  # what windows have left behind
     out = torch.full((*q_sizes, p.head_dim_v), NAN, dtype=dtype)
     mask = _mask(p, generator)
     return Tensors(q, k, v, out, tuple(entries), cu_q, cu_k, used, table, sinks, mask)
