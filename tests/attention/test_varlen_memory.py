@@ -114,7 +114,9 @@ def test_strided_pages_and_tables(device: str) -> None:
     """K and V of a page side by side, heads outside of a page's keys, a table with room, every other row of a table."""
     dtype, lengths = DTYPES[device][0], (90, 0, 41)
     for rows in (1, 30):
-        q, k, v = (torch.randn(3, heads, size, 64, device=device).to(dtype) for heads, size in ((4, rows), *[(2, 90)] * 2))
+        q, k, v = (
+            torch.randn(3, heads, size, 64, device=device).to(dtype) for heads, size in ((4, rows), *[(2, 90)] * 2)
+        )
         pages = to_pages(k, v, lengths, 16)
         table = torch.full((6, 9), -1, dtype=torch.int32, device=device)
         table[::2, : pages.block_table.shape[1]] = pages.block_table

@@ -29,7 +29,10 @@ def sm90(variant: str = "") -> Unit:
 
 @pytest.mark.parametrize("name", ["sm90_f16_d64_causal", "sm80_f16_d64", "sm75_f16_d64"])
 def test_an_entry_has_the_bits_of_a_dense_call_where_the_tile_is_the_same(name: str) -> None:
-    dense, ragged = named(f"attention_forward_{name}"), named(f"attention_varlen_forward_{name.removesuffix('_causal')}")
+    dense, ragged = (
+        named(f"attention_forward_{name}"),
+        named(f"attention_varlen_forward_{name.removesuffix('_causal')}"),
+    )
     assert (dense.row.block_m, dense.row.block_n) == (ragged.row.block_m, ragged.row.block_n)
     shape = Shape(1, 2, 1, 70, 150, 64)
     alone = run_forward(dense, Problem(shape, "f16", causal=True), Settings(), Options())

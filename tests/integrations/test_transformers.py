@@ -43,6 +43,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 7, **EXPERTS},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1, **EXPERTS},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None, **EXPERTS},
+    "DeepseekV3": {  # queries and keys wider than values; its layers are dense
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "first_k_dense_replace": 2,
+    },
 }
 LENGTH = 19
 
@@ -54,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def build(name: str, device: str, layers: int = 2) -> nn.Module:
     register()
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name], num_hidden_layers=layers)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]}, num_hidden_layers=layers)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():

@@ -78,7 +78,9 @@ def append(*arguments: Any) -> None:
 
 
 def vmap_append(*_: Any) -> NoReturn:
-    msg = "new keys go into a cache in place, which vmap cannot map; give every sequence a cache of its own in one batch"
+    msg = (
+        "new keys go into a cache in place, which vmap cannot map; give every sequence a cache of its own in one batch"
+    )
     raise ArgumentError(msg)
 
 

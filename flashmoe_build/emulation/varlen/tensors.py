@@ -88,7 +88,9 @@ def build(p: VarlenProblem) -> Tensors:
     if table is not None:
         nobodys = min(set(range(pages[0])) - set(table.flatten().tolist()))
         for entry, (row_count, length) in enumerate(zip(p.rows, p.keys, strict=True)):
-            table[entry, : max(0, length - row_count - p.left) // p.page_size] = nobodys  # what windows have left behind
+            table[entry, : max(0, length - row_count - p.left) // p.page_size] = (
+                nobodys  # what windows have left behind
+            )
     out = torch.full((*q_sizes, p.head_dim_v), NAN, dtype=dtype)
     mask = _mask(p, generator)
     return Tensors(q, k, v, out, tuple(entries), cu_q, cu_k, used, table, sinks, mask)
