@@ -6,9 +6,7 @@
 #include "attention/forward/sm90/spec.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/forward/sm90/varlen/scheduler.cuh"
-#include "attention/masks.cuh"
 #include "attention/sequences.cuh"
-#include "device/math.cuh"
 #include "device/persistent.cuh"
 #include "device/ring.cuh"
 #include "ptx/barrier.cuh"
@@ -57,9 +55,9 @@ struct VarlenProducer {
     }
   };
 
-  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the entry's last key are asked for as well,
-  // whatever page 0 holds: scores there are masked, and V is cleared. Pages that the window has left behind may be anybody's by now, and
-  // hold NaN, which V is not cleared of: boxes of them, in a block with keys that are seen, come from the first page that is.
+  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the entry's last key are asked for as well.
+  // Of a page that is not there the copy engine makes zeros: past the last key, and where the table has dropped what a window has left
+  // behind. Scores there are masked, but P = 0 times NaN is NaN.
   struct Pages {
     static constexpr int kPieces = Spec::kBlockN / 16;
     static constexpr int kBoxes = kPieces % 4 == 0   ? 4
@@ -67,17 +65,13 @@ struct VarlenProducer {
                                   : kPieces % 5 == 0 ? 5
                                                      : 7;  // that are asked for together
     static_assert(Spec::kBlockN % (16 * kBoxes) == 0, "blocks are 1, 2 or a multiple of kBoxes boxes");
+    static constexpr int kNoPage = -1;
     const ForwardParams& params;
     const NextTile& next;
     const int box_rows;
-    const int first_page;  // of the entry's, that some row of the tile sees
 
     __device__ __forceinline__ Pages(const ForwardParams& params_, const NextTile& next_)
-        : params(params_),
-          next(next_),
-          box_rows(rows_of_box(params_.entries.page_size | Spec::kBlockN)),
-          first_page(visible_keys(next_.tile.sequence(params_), next_.tile.m_block * Spec::kBlockM).begin /
-                     params_.entries.page_size) {}
+        : params(params_), next(next_), box_rows(rows_of_box(params_.entries.page_size | Spec::kBlockN)) {}
     static __device__ __forceinline__ int rows_of_box(int both) { return both & -both; }
 
     // Where boxes of a block are: in page `index` of the entry, from `row` on.
@@ -94,7 +88,7 @@ struct VarlenProducer {
       for (int box = 0; box < kBoxes; ++box) {
         const int in_block = box * box_rows;
         const bool is_there = in_block < Spec::kBlockN && place.key + in_block < next.tile.keys;
-        place.pages[box] = is_there ? next.tile.sequence(params).stated_page(maximum(index, first_page)) : 0;
+        place.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : kNoPage;
         step(index, row);
       }
     }
@@ -119,8 +113,7 @@ struct VarlenProducer {
                                                Place& place) const {
 #pragma unroll
       for (int box = 0; box < kNumBoxes; ++box) {
-        load_box(smem + box * box_rows * 128, map, full, place.row, next.kv_head,
-                 next.tile.sequence(params).existing_page(place.pages[box]));
+        load_box(smem + box * box_rows * 128, map, full, place.row, next.kv_head, place.pages[box]);
         step(place.index, place.row);
       }
     }
