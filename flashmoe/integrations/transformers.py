@@ -192,8 +192,26 @@ def attention_forward(
             obstacle = _obstacle(query, key, value, dropout, position_bias)
             if obstacle is None:
                 raise
+    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    attention_mask = _whole_mask(query, key, attention_mask, causal, sliding_window)
     return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
                  position_bias, options)  # fmt: skip
+
+
+def _whole_mask(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, sliding_window: int | None
+) -> Tensor | None:
+    """What :func:`attention_mask` left to the kernels, for SDPA: the lengths in a static cache, or a window, as a mask."""
+    rows, keys = query.shape[2], key.shape[2]
+    column = torch.arange(keys, device=key.device)
+    if mask is not None:
+        return mask if mask.dtype != torch.int32 else column < mask
+    if sliding_window is None or keys <= sliding_window:
+        return None
+    first = 0 if causal and 1 < rows < keys else keys - rows  # as in _attend
+    distance = column - torch.arange(first, first + rows, device=key.device).unsqueeze(1)
+    shown = distance > -sliding_window
+    return (shown & (distance <= 0) if causal else shown & (distance < sliding_window))[None, None]
 
 
 def _has_kernels(query: Tensor) -> bool:

@@ -246,6 +246,23 @@ def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatc
     assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_what_goes_to_sdpa_keeps_its_window(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head dim that no kernel has: windows and lengths that masks leave to the kernels are not lost on the way."""
+    monkeypatch.setitem(MODELS, "Mistral", {"sliding_window": 7 if cache == "dynamic" else None, "head_dim": 272})
+    model: Any = build("Mistral", "cpu")
+    tokens = torch.randint(3, 64, (2, LENGTH))
+    found = []
+    for ours in (False, True):
+        use(model, ours)
+        generated = model.generate(
+            tokens, max_new_tokens=4, do_sample=False, cache_implementation=cache, disable_compile=True
+        )
+        found.append((model(tokens).logits, generated))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=limit(model), atol=limit(model))
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_weights_that_are_asked_for_are_told_to_be_lacking() -> None:
     model: Any = build("Llama", "cpu", layers=1)
     use(model, ours=True)

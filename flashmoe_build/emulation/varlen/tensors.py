@@ -110,7 +110,9 @@ def _places(
         cu = _int32(_offsets(p.keys, 0, p.spare_keys))
         return cu, used if p.spare_keys else None, None, (max(1, int(cu[-1])), p.heads_kv)
     counts = [-(-length // p.page_size) for length in p.keys]
-    order = torch.randperm(sum(counts) + 2, generator=generator).tolist()  # two pages are nobody's, the first among them
+    order = torch.randperm(
+        sum(counts) + 2, generator=generator
+    ).tolist()  # two pages are nobody's, the first among them
     order.insert(0, order.pop(order.index(0)))
     table = torch.full((len(p.keys), max(*counts, -(-p.most_keys // p.page_size), 1)), GARBAGE_PAGE)
     table[:, -1] = -7
