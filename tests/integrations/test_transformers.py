@@ -190,8 +190,12 @@ def test_continuous_batching(device: str, name: str) -> None:
         assert found[0] == found[1]
 
 
-def test_packed_sequences_are_one_ragged_batch(device: str) -> None:
-    model: Any = build("Llama", device)
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_packed_sequences_are_one_ragged_batch(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a head dim that goes to SDPA: there by a mask."""
+    if name == "Mistral":
+        monkeypatch.setitem(MODELS, name, {"sliding_window": 7, "head_dim": 272})
+    model: Any = build(name, device)
     use(model, ours=True)
     tokens = torch.randint(3, 64, (1, 24), device=device)
     lengths = [10, 1, 13]
