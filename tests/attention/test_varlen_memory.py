@@ -188,13 +188,13 @@ def test_no_call_waits_for_the_gpu() -> None:
 def test_a_training_graph_is_replayed_with_other_lengths() -> None:
     """Forward and backward captured once; lengths up to the maxima, none among them, change between replays."""
     tokens = torch.randn(300, 8, 64, device="cuda", dtype=torch.bfloat16)
-    leaves = make_leaves(tokens[:, :4].contiguous(), tokens[:, 4:6].contiguous(), tokens[:, 6:].contiguous())
-    sinks = torch.zeros(4, device="cuda", requires_grad=True)
+    tensors = (*(part.contiguous() for part in tokens.split((4, 2, 2), 1)), torch.zeros(4, device="cuda"))
     cu_q, cu_k = _ints("cuda", 0, 100, 200, 300), _ints("cuda", 0, 100, 200, 300)
 
     def call() -> tuple[Tensor, ...]:
-        out = flashmoe.attention_varlen(*leaves, cu_q, cu_k, 150, 200, causal=True, softcap=5.0, sinks=sinks)
-        return out, *torch.autograd.grad(out, (*leaves, sinks), torch.ones_like(out))
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]  # of this call's stream
+        out = flashmoe.attention_varlen(*leaves[:3], cu_q, cu_k, 150, 200, causal=True, softcap=5.0, sinks=leaves[3])
+        return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
