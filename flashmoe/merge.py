@@ -22,7 +22,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         lse_a, lse_b: [B, H, S] or [H, N], float32. -inf for a part without visible keys.
 
     Returns:
-        (out, lse) in the shapes and dtypes of the parts; computed in float32. A row that sees no key in either has out 0 and lse
+        (out, lse) in the shapes and dtypes of the parts; computed in float32, of float64 in that. A row that sees no key in either has out 0 and lse
         -inf. At most one part may have counted a sink. Differentiable in all four, any number of times.
 
     Raises:
@@ -70,4 +70,4 @@ def _check_parts(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
 
 def _weighted(out: Tensor, weight: Tensor) -> Tensor:
     weight = weight.unsqueeze(-1)
-    return torch.where(weight == 0, 0.0, out.float()) * weight
+    return torch.where(weight == 0, 0.0, out.to(torch.promote_types(out.dtype, torch.float32))) * weight

@@ -192,8 +192,40 @@ def attention_forward(
             obstacle = _obstacle(query, key, value, dropout, position_bias)
             if obstacle is None:
                 raise
+    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    attention_mask = _whole_mask(query, key, attention_mask, causal, sliding_window, options.get("cu_seq_lens_q"))
     return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
                  position_bias, options)  # fmt: skip
+
+
+def _whole_mask(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor | None:
+    """What was left to the kernels, as a mask for SDPA: the lengths in a static cache, a window, the ends of packed sequences."""
+    rows, keys = query.shape[2], key.shape[2]
+    column = torch.arange(keys, device=key.device)
+    if mask is not None:
+        return mask if mask.dtype != torch.int32 else column < mask
+    if query.shape[0] != 1 or rows != keys:
+        cu_seqlens = None  # not packed
+    if sliding_window is not None and keys <= sliding_window:
+        sliding_window = None
+    if cu_seqlens is None and sliding_window is None:
+        return None
+    first = 0 if causal and 1 < rows < keys else keys - rows  # as in _attend
+    distance = column - torch.arange(first, first + rows, device=key.device).unsqueeze(1)
+    shown = distance <= (0 if causal else keys)
+    if sliding_window is not None:
+        shown = shown & (distance.abs() < sliding_window)
+    if cu_seqlens is not None:
+        entry = torch.searchsorted(cu_seqlens[1:].contiguous(), column, right=True)
+        shown = shown & (entry == entry.unsqueeze(1))
+    return shown[None, None]
 
 
 def _has_kernels(query: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
@@ -99,6 +100,7 @@ def test_opcheck(layout: Callable[[str], dict[str, Any]], device: str) -> None:
 def test_opcheck_append(device: str) -> None:
     cache, new = torch.zeros(2, 2, 9, 16, device=device), torch.ones(2, 2, 3, 16, device=device)
     caches = [cache.half(), cache.half()]
+    assert flashmoe.attention_with_kvcache  # loads the extension
     torch.library.opcheck(
         torch.ops.flashmoe.attention_append_.default,
         (*caches, new.half(), new.half(), _ints(device, 1, 4), None),
@@ -107,28 +109,35 @@ def test_opcheck_append(device: str) -> None:
 
 
 def test_compiled(device: str) -> None:
-    """One graph, forward and backward, also with other lengths; a cache is appended to inside it."""
-    cu_seqlens = SIZES.cu_seqlens(device)
+    """One graph for all lengths, forward and backward; a cache is appended to inside it."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flashmoe.attention_varlen(q, k, v, *cu_seqlens, 9, 9, causal=True, window=(4, -1), softcap=3.0)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+        return flashmoe.attention_varlen(q, k, v, *lengths, causal=True, window=(4, -1), softcap=3.0)
 
     def band(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flashmoe.attention(q, k, v, window=(3, 0), attn_mask=torch.ones(7, device=q.device) > 0)
+        return flashmoe.attention(q, k, v, window=(3, 0), attn_mask=torch.ones(k.shape[2], device=q.device) > 0)
 
-    for function, tensors in (
-        (attend, SIZES.tensors(device, torch.float16)),
-        (band, list(_banded(device).values())[:3]),
-    ):
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        found = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
-        wanted = function(*leaves)
-        assert torch.equal(found, wanted)
-        upstream = torch.randn_like(wanted)
-        for a, b in zip(
-            torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(wanted, leaves, upstream), strict=True
-        ):
-            assert torch.equal(a, b)
+    # The first sizes differ from each other: torch takes equal ones for the same.
+    batches = [
+        (*one.tensors(device, torch.float16), *one.cu_seqlens(device), *one.longest)
+        for one in (Ragged((12, 1), (6, 30), 4, 2, 16, 24), SIZES)
+    ]
+    dense = tuple(_banded(device).values())[:3]
+    for function, calls in ((attend, batches), (band, [[tensor.repeat(3, 1, 1, 1) for tensor in dense], dense])):
+        graphs = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=graphs)
+        counts = []
+        for tensors in calls:
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+            found, wanted = (call(*leaves, *tensors[3:]) for call in (compiled, function))
+            assert torch.equal(found, wanted)
+            upstream = torch.randn_like(wanted)
+            for a, b in zip(
+                torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(wanted, leaves, upstream), strict=True
+            ):
+                assert torch.equal(a, b)
+            counts.append(graphs.frame_count)
+        assert counts[0] == counts[1]
 
     def decode(q: Tensor, cache: Tensor, new: Tensor, used: Tensor) -> Tensor:
         return flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=used)
@@ -140,6 +149,25 @@ def test_compiled(device: str) -> None:
     assert torch.equal(compiled(q, caches[1], new, _ints(device, 3, 0)), wanted)
     assert torch.equal(caches[0], caches[1])
     assert caches[0].any()
+    with pytest.raises(ArgumentError, match="which vmap cannot map"):
+        torch.vmap(lambda one, cache: decode(one, cache, new, _ints(device, 3, 0)))(q[None], caches[0][None])
+
+
+def test_exported(device: str) -> None:
+    """With any number of tokens and sequences."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Tensor:
+            return flashmoe.attention_varlen(q, k, v, *cu_seqlens, 64, 64, causal=True)
+
+    first, second = (
+        (*one.tensors(device, torch.float16), *one.cu_seqlens(device))
+        for one in (SIZES, Ragged((40, 1), (50, 9), 4, 2, 16, 24))
+    )
+    tokens, keys, ends = (torch.export.Dim(name, min=2, max=4096) for name in ("tokens", "keys", "ends"))
+    sizes = ({0: tokens}, {0: keys}, {0: keys}, ({0: ends}, {0: ends}))
+    exported = torch.export.export(Attend(), first, dynamic_shapes=sizes)
+    assert torch.equal(exported.module()(*second), Attend()(*second))
 
 
 def test_autocast(device: str) -> None:

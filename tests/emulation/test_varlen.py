@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from flashmoe.tools.tables import Unit, load_tables
+from flashmoe_build.emulation.attention import run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import Settings
+from flashmoe_build.emulation.problem import Problem, Shape, make_inputs
 from flashmoe_build.emulation.varlen.problem import VarlenProblem
 from flashmoe_build.emulation.varlen.run import launch, run_on
 from flashmoe_build.emulation.varlen.tensors import build
@@ -16,8 +19,41 @@ from flashmoe_build.emulation.varlen.tensors import build
 NAME = "attention_varlen_forward_sm90_f16_d64"
 
 
+def named(name: str) -> Unit:
+    return next(unit for unit in load_tables().units() if unit.name == name)
+
+
 def sm90(variant: str = "") -> Unit:
-    return next(unit for unit in load_tables().units() if unit.name == NAME + variant)
+    return named(NAME + variant)
+
+
+@pytest.mark.parametrize("name", ["sm90_f16_d64_causal", "sm80_f16_d64", "sm75_f16_d64"])
+def test_an_entry_has_the_bits_of_a_dense_call_where_the_tile_is_the_same(name: str) -> None:
+    dense, ragged = (
+        named(f"attention_forward_{name}"),
+        named(f"attention_varlen_forward_{name.removesuffix('_causal')}"),
+    )
+    assert (dense.row.block_m, dense.row.block_n) == (ragged.row.block_m, ragged.row.block_n)
+    shape = Shape(1, 2, 1, 70, 150, 64)
+    alone = run_forward(dense, Problem(shape, "f16", causal=True), Settings(), Options())
+    problem = VarlenProblem("dense", "f16", (20, 70), (9, 150), 2, 1, 64, 64, right=0)
+    tensors = build(problem)
+    inputs = make_inputs(Problem(shape, "f16", causal=True))
+    for tensor, cu, given in zip(
+        (tensors.q, tensors.k, tensors.v),
+        (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k),
+        (inputs.q, inputs.k, inputs.v),
+        strict=True,
+    ):
+        assert cu is not None
+        tensor[int(cu[1]) : int(cu[2])] = given[0].transpose(0, 1)
+    report, results = launch(ragged, problem, tensors, Settings(), Options())
+    assert report.failure is None, str(report.failure)
+    assert tensors.cu_seqlens_q is not None
+    rows = slice(int(tensors.cu_seqlens_q[1]), int(tensors.cu_seqlens_q[2]))
+    assert torch.equal(tensors.out[rows].transpose(0, 1), alone.out[0])
+    close = 0.0 if dense.row.family == "sm90" else 2.0**-22  # of a band's last step, where a sink would join
+    torch.testing.assert_close(results.lse[:, rows], alone.lse[0], rtol=close, atol=0.0)
 
 
 def test_a_result_does_not_depend_on_the_rows_that_follow_it() -> None:

@@ -43,6 +43,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 7, **EXPERTS},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1, **EXPERTS},
     "Mixtral": {"num_local_experts": 4, "sliding_window": None, **EXPERTS},
+    "DeepseekV3": {  # queries and keys wider than values; its layers are dense
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "first_k_dense_replace": 2,
+    },
 }
 LENGTH = 19
 
@@ -54,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def build(name: str, device: str, layers: int = 2) -> nn.Module:
     register()
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name], num_hidden_layers=layers)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]}, num_hidden_layers=layers)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
@@ -181,8 +190,12 @@ def test_continuous_batching(device: str, name: str) -> None:
         assert found[0] == found[1]
 
 
-def test_packed_sequences_are_one_ragged_batch(device: str) -> None:
-    model: Any = build("Llama", device)
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_packed_sequences_are_one_ragged_batch(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a head dim that goes to SDPA: there by a mask."""
+    if name == "Mistral":
+        monkeypatch.setitem(MODELS, name, {"sliding_window": 7, "head_dim": 272})
+    model: Any = build(name, device)
     use(model, ours=True)
     tokens = torch.randint(3, 64, (1, 24), device=device)
     lengths = [10, 1, 13]
@@ -235,6 +248,23 @@ def test_what_is_lacking_goes_to_sdpa_and_is_told(monkeypatch: pytest.MonkeyPatc
         model.train()(torch.randint(3, 64, (1, 5)))
     monkeypatch.setenv("FLASHMOE_FALLBACK", "allow")
     assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_what_goes_to_sdpa_keeps_its_window(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head dim that no kernel has: windows and lengths that masks leave to the kernels are not lost on the way."""
+    monkeypatch.setitem(MODELS, "Mistral", {"sliding_window": 7 if cache == "dynamic" else None, "head_dim": 272})
+    model: Any = build("Mistral", "cpu")
+    tokens = torch.randint(3, 64, (2, LENGTH))
+    found = []
+    for ours in (False, True):
+        use(model, ours)
+        generated = model.generate(
+            tokens, max_new_tokens=4, do_sample=False, cache_implementation=cache, disable_compile=True
+        )
+        found.append((model(tokens).logits, generated))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=limit(model), atol=limit(model))
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_weights_that_are_asked_for_are_told_to_be_lacking() -> None:

@@ -20,23 +20,24 @@ void define_dense(Library& library) {
 template <class Library>
 void define_varlen(Library& library) {
   // q [tokens, heads_q, head_dim] with cu_seqlens_q, else [batch, heads_q, length, head_dim]; k and v likewise with cu_seqlens_k, or
-  // pages [pages, page_size, heads_kv, head_dim] with block_table and seqused_k. Windows count keys; -1 is no limit.
+  // pages [pages, page_size, heads_kv, head_dim] with block_table and seqused_k. Windows count keys; -1 is no limit. SymInt: code that
+  // torch.compile made for one batch serves others, whose longest sequences are as long as they like.
   library.def(
       "attention_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
-      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
-      "int window_left, int window_right, float softcap, int num_splits) -> (Tensor out, Tensor lse)");
+      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, int window_left, int window_right, float softcap, int num_splits) -> (Tensor out, Tensor lse)");
   // Where no gradient can be wanted: one allocation less, no Python.
   library.def(
       "_attention_varlen_inference(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? "
-      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, int max_seqlen_q, int max_seqlen_k, float scale, "
-      "int window_left, int window_right, float softcap, int num_splits) -> Tensor");
+      "seqused_k, Tensor? block_table, Tensor? sinks, Tensor? mask, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float scale, int window_left, int window_right, float softcap, int num_splits) -> Tensor");
   // scale is above zero. needs: bits, 1 for dq, 2 for dk, 4 for dv; None for the others. row_dot, of CUDA kernels alone:
   // rowsum(grad_out * out) - grad_lse.
   library.def(
       "_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? "
-      "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int "
-      "max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=7) -> "
-      "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
+      "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, "
+      "int needs=7) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? row_dot)");
   library.def(
       "attention_append_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
       "Tensor? block_table) -> ()");

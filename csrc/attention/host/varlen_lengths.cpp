@@ -76,6 +76,14 @@ int64_t room_of(const VarlenArguments& arguments, const Numbers& cu_seqlens_k, i
   return std::min(arguments.max_seqlen_k, arguments.block_table.sizes()[1] * arguments.k.sizes()[1]);
 }
 
+// The first of an entry's `used` keys that some row sees: pages in front of a window may have gone to others.
+int64_t first_seen(const VarlenArguments& arguments, const Numbers& cu_seqlens_q, int64_t entry, int64_t used) {
+  if (arguments.window_left < 0) return 0;
+  const int64_t rows =
+      cu_seqlens_q.are_there() ? cu_seqlens_q[entry + 1] - cu_seqlens_q[entry] : arguments.max_seqlen_q;
+  return std::clamp<int64_t>(used - rows - std::min(arguments.window_left, used), 0, used);
+}
+
 // Pages of keys [begin, end).
 void check_pages(const Numbers& block_table, int64_t entry, int64_t begin, int64_t end, int64_t page_size,
                  int64_t pages) {
@@ -109,7 +117,8 @@ void check_varlen_lengths(const VarlenArguments& arguments) {
            " keys, by the tensors and max_seqlen_k");
     }
     if (!block_table.are_there()) continue;
-    check_pages(block_table, entry, 0, used, arguments.k.sizes()[1], arguments.k.sizes()[0]);
+    check_pages(block_table, entry, first_seen(arguments, cu_seqlens_q, entry, used), used, arguments.k.sizes()[1],
+                arguments.k.sizes()[0]);
   }
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-from flashmoe.errors import DifferentiationError
+from flashmoe.errors import ArgumentError, DifferentiationError
 from flashmoe.operators._operator import Operator, keep_nothing
 from flashmoe.operators.attention import shapes
 from flashmoe.operators.attention.autograd import NO_FORWARD_MODE, refuse_double_backward
@@ -24,8 +24,8 @@ from flashmoe.transforms import merge_batches, split_batch
 
 BACKWARD_SCHEMA = (
     "attention_varlen_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, int max_seqlen_q, "
-    "int max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=15) -> "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=15) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
 )
 LEAST_SCALE = 2.0**-126  # a scale below is taken for zero: float32 holds no normal number there
@@ -75,6 +75,13 @@ def _like(tensor: Tensor) -> Tensor:
 
 def append(*arguments: Any) -> None:
     validate_append(*arguments)
+
+
+def vmap_append(*_: Any) -> NoReturn:
+    msg = (
+        "new keys go into a cache in place, which vmap cannot map; give every sequence a cache of its own in one batch"
+    )
+    raise ArgumentError(msg)
 
 
 def backward_by_kernels(
@@ -355,5 +362,5 @@ OPERATORS = (
         gradient=refuse_double_backward,
     ),
     Operator("_attention_varlen_backward", fake=kernel_backward, flops=backward_flops, counts_raw=True),
-    Operator("attention_append_", fake=append, flops=lambda *_, **__: 0),
+    Operator("attention_append_", fake=append, flops=lambda *_, **__: 0, vmap=vmap_append),
 )

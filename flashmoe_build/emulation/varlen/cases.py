@@ -48,9 +48,9 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     # Pages in random order, a shared one, keys past the end of an entry that are nobody's.
     paged = _base(unit, "paged", (m + 2, 3, 1), (2 * n + 5, n - 1, 17))
     yield replace(paged, keys_layout=Keys.PAGED, page_size=16, right=0, slack=9)
-    yield replace(
-        paged, name="small pages", keys_layout=Keys.PAGED, page_size=page, rows=(3, 0, 2), keys=(n + 5, 4, page + 1)
-    )
+    # A window that has left pages behind, in one tile with those that are seen.
+    small = replace(paged, name="small pages", rows=(3, 0, 2), keys=(n + 5, 4, page + 1), left=6, right=0)
+    yield replace(small, keys_layout=Keys.PAGED, page_size=page)
     # A page that is no part of a tile, nor a multiple; the last entry's pages fill its row of the block table.
     yield replace(
         paged, name="odd pages", keys_layout=Keys.PAGED, page_size=80, rows=(5, 2), keys=(81, 2 * n + 3), slack=0

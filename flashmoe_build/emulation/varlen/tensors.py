@@ -85,6 +85,10 @@ def build(p: VarlenProblem) -> Tensors:
             rows.append(torch.stack(places[:length]) if length > 0 else values.to(dtype))
         entries.append((q_view, rows[0].transpose(0, 1), rows[1].transpose(0, 1)))
     sinks = normal(p.heads_q) * 2 if p.has_sinks else None
+    if table is not None:
+        for entry, (row_count, length) in enumerate(zip(p.rows, p.keys, strict=True)):
+            behind = max(0, length - row_count - p.left) // p.page_size
+            table[entry, :behind] = GARBAGE_PAGE if entry % 2 else -1  # of pages that windows have left behind
     out = torch.full((*q_sizes, p.head_dim_v), NAN, dtype=dtype)
     mask = _mask(p, generator)
     return Tensors(q, k, v, out, tuple(entries), cu_q, cu_k, used, table, sinks, mask)
@@ -106,7 +110,10 @@ def _places(
         cu = _int32(_offsets(p.keys, 0, p.spare_keys))
         return cu, used if p.spare_keys else None, None, (max(1, int(cu[-1])), p.heads_kv)
     counts = [-(-length // p.page_size) for length in p.keys]
-    order = torch.randperm(sum(counts) + 2, generator=generator).tolist()  # two pages are nobody's
+    order = torch.randperm(
+        sum(counts) + 2, generator=generator
+    ).tolist()  # two pages are nobody's, the first among them
+    order.insert(0, order.pop(order.index(0)))
     table = torch.full((len(p.keys), max(*counts, -(-p.most_keys // p.page_size), 1)), GARBAGE_PAGE)
     table[:, -1] = -7
     for entry, count in enumerate(counts):

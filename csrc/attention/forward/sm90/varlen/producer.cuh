@@ -55,8 +55,9 @@ struct VarlenProducer {
     }
   };
 
-  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the entry's last key are asked for as well,
-  // whatever page 0 holds: scores there are masked, and V is cleared.
+  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the entry's last key are asked for as well.
+  // Of a page that is not there the copy engine makes zeros: past the last key, and where the table has dropped what a window has left
+  // behind. Scores there are masked, but P = 0 times NaN is NaN.
   struct Pages {
     static constexpr int kPieces = Spec::kBlockN / 16;
     static constexpr int kBoxes = kPieces % 4 == 0   ? 4
@@ -64,6 +65,7 @@ struct VarlenProducer {
                                   : kPieces % 5 == 0 ? 5
                                                      : 7;  // that are asked for together
     static_assert(Spec::kBlockN % (16 * kBoxes) == 0, "blocks are 1, 2 or a multiple of kBoxes boxes");
+    static constexpr int kNoPage = -1;
     const ForwardParams& params;
     const NextTile& next;
     const int box_rows;
@@ -86,7 +88,7 @@ struct VarlenProducer {
       for (int box = 0; box < kBoxes; ++box) {
         const int in_block = box * box_rows;
         const bool is_there = in_block < Spec::kBlockN && place.key + in_block < next.tile.keys;
-        place.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : 0;
+        place.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : kNoPage;
         step(index, row);
       }
     }
@@ -111,8 +113,7 @@ struct VarlenProducer {
                                                Place& place) const {
 #pragma unroll
       for (int box = 0; box < kNumBoxes; ++box) {
-        load_box(smem + box * box_rows * 128, map, full, place.row, next.kv_head,
-                 next.tile.sequence(params).existing_page(place.pages[box]));
+        load_box(smem + box * box_rows * 128, map, full, place.row, next.kv_head, place.pages[box]);
         step(place.index, place.row);
       }
     }
