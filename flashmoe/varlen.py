@@ -211,7 +211,7 @@ def attention_with_kvcache(
         k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
             with a contiguous last dimension.
         k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written behind the first cache_seqlens[b] keys of sequence b; None
-            where nothing is appended. Two sequences must not append to one page.
+            where nothing is appended. No memory of the caches; and two sequences must not append to one page.
         cache_seqlens: [B] int32 on q's device, the keys that each cache holds before the call. It is left as it is.
         block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
         causal, window, softcap, sinks, scale, num_splits: as in :func:`attention_varlen`; the last query stands at the last key.

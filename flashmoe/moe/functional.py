@@ -84,7 +84,8 @@ def fused_moe(
             The kernels are for GPUs of compute capability 9.0, H and I multiples of 128; torch computes it elsewhere, and
             FLASHMOE_FALLBACK says what then happens.
         x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
-        out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then.
+        out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then. It may be x
+            or shared, but share no memory with a part of shared.
 
     Returns:
         [T, H] in x's dtype, of x in float8_e4m3fn in bfloat16. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For

@@ -367,6 +367,21 @@ def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
     assert torch.equal(cache, before)
 
 
+def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
+    """Rows are copied in any order. Rows beside the caches in the same memory are fine."""
+    memory = torch.randn(2, 2, 16, 32, device=device).half()
+    q, lengths = torch.randn(2, 4, 1, 16, device=device).half(), _ints(device, 6, 7)
+    keys, values = memory[:, :, :12, :16], memory[:, :, :12, 16:]
+    for new in (keys[:, :, 3:4], values[:, :, 11:12]):
+        for given, name in (((new, new.clone()), "k_new"), ((new.clone(), new), "v_new")):
+            with pytest.raises(ShapeError, match=rf"{name} shares memory with [kv]_cache.*\.clone"):
+                flashmoe.attention_with_kvcache(q, keys, values, *given, cache_seqlens=lengths)
+    behind = memory[:, :, 12:13]
+    found = flashmoe.attention_with_kvcache(q, keys, values, behind[..., :16], behind[..., 16:], cache_seqlens=lengths)
+    assert torch.equal(keys[1, :, 7], behind[1, :, 0, :16])
+    assert torch.equal(found, flashmoe.attention_with_kvcache(q, keys, values, cache_seqlens=lengths + 1))
+
+
 def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOE_CHECK_LENGTHS", "1")
     cache = torch.zeros(2, 2, 9, 16, device=device).half()

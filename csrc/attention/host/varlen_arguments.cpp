@@ -248,6 +248,14 @@ void check_not_expanded(const Tensor& cache, const char* name) {
   }
 }
 
+// Rows are copied in any order.
+void check_apart(const Tensor& cache, const char* cache_name, const Tensor& rows, const char* name) {
+  if (host::may_overlap(cache, rows)) {
+    fail(ErrorCode::kShape, name, " shares memory with ", cache_name,
+         ", which would change while it is read; give it memory of its ", "own with .clone()");
+  }
+}
+
 }  // namespace
 
 void check_varlen_arguments(VarlenArguments& arguments) {
@@ -321,6 +329,10 @@ void check_append_arguments(AppendArguments& arguments) {
   if (k_new.sizes()[2] > 0) {
     check_not_expanded(arguments.k_cache, "k_cache");
     check_not_expanded(arguments.v_cache, "v_cache");
+    check_apart(arguments.k_cache, "k_cache", k_new, "k_new");
+    check_apart(arguments.k_cache, "k_cache", v_new, "v_new");
+    check_apart(arguments.v_cache, "v_cache", k_new, "k_new");
+    check_apart(arguments.v_cache, "v_cache", v_new, "v_new");
   }
   arguments.dtype = cache.dtype;
   arguments.torch_dtype = cache.torch_dtype;
