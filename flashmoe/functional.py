@@ -105,8 +105,10 @@ def attention(
     """
     if misspelt:
         keywords.refuse("attention", misspelt, _ARGUMENTS)
-    if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
-        arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
+    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        arguments.check_scalars(
+            scale, causal, return_lse
+        )  # the dispatcher would take a tensor's value and drop its gradient
     if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
         return _banded(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
     if is_compiling():

@@ -322,8 +322,8 @@ def call(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` with its arguments as users give them. lengths: cu_seqlens_q and _k, seqused_k, block_table."""
-    if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
-        arguments.check_scalars(scale, causal)
+    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        arguments.check_scalars(scale, causal, return_lse)
         scale = float(scale) if isinstance(scale, int) else scale
     left, right = _sides(window, causal)
     sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int

@@ -14,6 +14,7 @@ from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
+from flashmoe.checks import check_flag
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.moe import scaled
 from flashmoe.operators.moe import arguments, grouped, routing
@@ -98,8 +99,8 @@ def fused_moe(
     """
     if misspelt:
         keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
-    arguments.check_flag("transposed", transposed)  # the dispatcher would take None for False
-    arguments.check_flag("weights_on_input", weights_on_input)
+    check_flag("transposed", transposed)  # the dispatcher would take None for False
+    check_flag("weights_on_input", weights_on_input)
     if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
         arguments.check_out(out, x)  # the dispatcher would follow a meta tensor and compute nothing
     scales = (w13_scale, w2_scale, x_scale)
@@ -269,7 +270,11 @@ def topk_route(
     """
     if misspelt:
         keywords.refuse("topk_route", misspelt, _ROUTE_ARGUMENTS)
-    arguments.check_flag("renormalize", renormalize)
+    check_flag("renormalize", renormalize)
+    check_flag("return_counts", return_counts)
+    if bool in (type(k), type(groups), type(topk_groups)):  # which the dispatcher would take for a number
+        for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
+            arguments.check_integer(name, 1 if value is None else value)
     if not (is_compiling() or (type(scale) is float and abs(scale) <= arguments.MAX_SCALE)):
         arguments.check_scale(scale)  # the dispatcher would take a tensor's value and drop its gradient
     groups = 1 if groups is None else groups

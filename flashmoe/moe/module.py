@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flashmoe.checks import check_parameter_dtype, check_size, shape_of
+from flashmoe.checks import check_flag, check_parameter_dtype, check_size, shape_of
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.moe.functional import Activation, Scoring, fused_moe, topk_route
 from flashmoe.operators.moe.arguments import (
@@ -20,7 +20,6 @@ from flashmoe.operators.moe.arguments import (
     MAX_EXPERTS,
     SCORINGS,
     check_choices,
-    check_flag,
     check_scale,
     check_word,
 )
