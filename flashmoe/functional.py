@@ -61,6 +61,20 @@ def attention(
     sinks: Tensor | None = ...,
     attn_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    window: tuple[int, int] | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    attn_mask: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(

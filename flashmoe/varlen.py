@@ -76,6 +76,26 @@ def attention_varlen(
     num_splits: int = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    num_splits: int = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -184,6 +204,24 @@ def attention_with_kvcache(
     num_splits: int = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = ...,
+    v_new: Tensor | None = ...,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    num_splits: int = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_with_kvcache(

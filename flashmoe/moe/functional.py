@@ -230,6 +230,19 @@ def topk_route(
     scale: float = ...,
     return_counts: Literal[True],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = ...,
+    bias: Tensor | None = ...,
+    groups: int | None = ...,
+    topk_groups: int | None = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+    return_counts: bool,
+) -> tuple[Tensor, ...]: ...
 
 
 def topk_route(
