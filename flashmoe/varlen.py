@@ -305,6 +305,11 @@ def _append_checked(*given: Any) -> None:
         if not is_compiling():
             varlen_arguments.validate_append(*given)
         typed = translate(error)
+        if typed is None and transforms_are_active():
+            typed = ArgumentError(
+                "new keys are appended in place, which no transform of torch.func (vmap, functionalize) can follow; make the mapped "
+                "dimension part of the batch, or append before"
+            )
         if typed is None or isinstance(error, FlashmoeError):
             raise
         raise typed from error

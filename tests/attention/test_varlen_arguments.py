@@ -382,6 +382,17 @@ def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
     assert torch.equal(found, flashmoe.attention_with_kvcache(q, keys, values, cache_seqlens=lengths + 1))
 
 
+def test_no_transform_follows_an_append(device: str) -> None:
+    q, cache, new = (torch.randn(3, 2, 2, rows, 16, device=device).half() for rows in (1, 9, 1))
+
+    def step(q: Tensor, cache: Tensor, new: Tensor) -> Tensor:
+        return flashmoe.attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=_ints(device, 6, 7))
+
+    for transform in (torch.vmap, lambda function: torch.vmap(torch.func.functionalize(function))):
+        with pytest.raises(ArgumentError, match=r"appended in place.*part of the batch"):
+            transform(step)(q, cache, new)
+
+
 def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOE_CHECK_LENGTHS", "1")
     cache = torch.zeros(2, 2, 9, 16, device=device).half()
