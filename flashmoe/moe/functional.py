@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch._C import _is_tracing as is_tracing
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
@@ -136,7 +137,7 @@ def _layer(layer: tuple[Any, ...], out: Tensor | None) -> Tensor:
         _refuse_out_with_gradient(out, needed=needs_gradient or _needs_gradient(out))
         _operators._fused_moe_out.default(out, *layer)
         return out
-    if needs_gradient:
+    if needs_gradient or (not is_compiling() and is_tracing()):  # a trace of the inference operator would train nothing
         result: Tensor = _operators._fused_moe.default(*layer, True)[0]
     else:
         result = _operators._fused_moe_inference.default(*layer)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_tracing_state
 from torch.nn import functional as F
 
 from flashmoe.checks import check_flag, check_parameter_dtype, check_size, shape_of
@@ -140,7 +141,9 @@ class MoE(nn.Module):
         if not isinstance(x, Tensor):
             msg = f"x must be a torch.Tensor [..., {self.dim}]; found {type(x).__name__}"
             raise ArgumentTypeError(msg)
-        if x.dim() < 1 or x.shape[-1] != self.dim:
+        if _get_tracing_state() is None and (
+            x.dim() < 1 or x.shape[-1] != self.dim
+        ):  # a tracer takes a check for a choice
             msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or build with its dim"
             raise ShapeError(msg)
         tokens = x.reshape(-1, self.dim)
