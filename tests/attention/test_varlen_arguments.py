@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
+from flashmoe import _extension
 from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.operators.attention.varlen_arguments import explain, validate, validate_append
@@ -99,6 +100,7 @@ def test_opcheck(layout: Callable[[str], dict[str, Any]], device: str) -> None:
 def test_opcheck_append(device: str) -> None:
     cache, new = torch.zeros(2, 2, 9, 16, device=device), torch.ones(2, 2, 3, 16, device=device)
     caches = [cache.half(), cache.half()]
+    _extension.load()
     torch.library.opcheck(
         torch.ops.flashmoe.attention_append_.default,
         (*caches, new.half(), new.half(), _ints(device, 1, 4), None),
