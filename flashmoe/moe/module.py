@@ -141,6 +141,7 @@ class MoE(nn.Module):
         if not isinstance(x, Tensor):
             msg = f"x must be a torch.Tensor [..., {self.dim}]; found {type(x).__name__}"
             raise ArgumentTypeError(msg)
+        check_flag("return_loss", return_loss)
         if _get_tracing_state() is None and (
             x.dim() < 1 or x.shape[-1] != self.dim
         ):  # a tracer takes a check for a choice

@@ -223,6 +223,8 @@ def test_another_width_is_refused(device: str) -> None:
         make("plain", device)(torch.randn(3, 31, device=device, dtype=DTYPES[device]))
     with pytest.raises(ArgumentTypeError, match="found list"):
         make("plain", device)([1.0])
+    with pytest.raises(ArgumentTypeError, match="return_loss must be True or False; found 1"):
+        make("plain", device)(torch.randn(3, 32, device=device, dtype=DTYPES[device]), return_loss=1)
 
 
 def test_it_says_what_it_is() -> None:
