@@ -52,17 +52,6 @@ int64_t element_bytes(const Tensor& tensor) {
   return static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype()));
 }
 
-// Bytes from the first element to the end of the last; 0 without elements.
-int64_t extent_bytes(const Tensor& tensor) {
-  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
-  int64_t last = 0;
-  for (int64_t axis = 0, rank = tensor.dim(); axis < rank; ++axis) {
-    if (sizes[axis] == 0) return 0;
-    last += (sizes[axis] - 1) * strides[axis];
-  }
-  return (last + 1) * element_bytes(tensor);
-}
-
 bool have_equal_strides(const Tensor& a, const Tensor& b) {
   const int64_t rank = a.dim();
   if (b.dim() != rank || rank > kMaxRank || a.dtype() != b.dtype()) return false;
@@ -102,13 +91,23 @@ bool is_reachable(int64_t distance, const Axis* axis, const Axis* end) {
 
 }  // namespace
 
+MemoryRange memory_range(const Tensor& tensor) {
+  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
+  const auto begin = reinterpret_cast<intptr_t>(tensor.data());
+  int64_t last = 0;
+  for (int64_t axis = 0, rank = tensor.dim(); axis < rank; ++axis) {
+    if (sizes[axis] == 0) return {begin, begin};
+    last += (sizes[axis] - 1) * strides[axis];
+  }
+  return {begin, begin + (last + 1) * element_bytes(tensor)};
+}
+
 bool is_same_memory(const Tensor& a, const Tensor& b) { return a.data() == b.data() && have_equal_strides(a, b); }
 
 bool may_overlap(const Tensor& a, const Tensor& b) {
-  const auto first_a = reinterpret_cast<intptr_t>(a.data()), first_b = reinterpret_cast<intptr_t>(b.data());
-  const int64_t bytes_a = extent_bytes(a), bytes_b = extent_bytes(b);
-  if (bytes_a == 0 || bytes_b == 0 || first_a + bytes_a <= first_b || first_b + bytes_b <= first_a) return false;
-  const int64_t distance = first_b - first_a;
+  const MemoryRange range_a = memory_range(a), range_b = memory_range(b);
+  if (!range_a.meets(range_b)) return false;
+  const int64_t distance = range_b.begin - range_a.begin;
   if (distance % element_bytes(a) != 0 || !have_equal_strides(a, b)) return true;
   std::array<Axis, kMaxRank> axes{};
   Axis* end = axes.data();
