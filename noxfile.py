@@ -86,6 +86,11 @@ def outside(name: str) -> Path:
     return folder
 
 
+def asks_for_help(session: nox.Session) -> bool:
+    """Help needs no wheel."""
+    return bool({"-h", "--help"} & set(session.posargs))
+
+
 def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     python = locked(session, "build")
     target = dict(itertools.pairwise(arguments)).get("--platform") or os.environ.get("FLASHMOE_PLATFORM") or MACHINE
@@ -121,7 +126,7 @@ def build(session: nox.Session) -> None:
 def symbols(session: nox.Session) -> None:
     """Check symbols and resources of the newest wheel, or of the given files."""
     targets = list(session.posargs)
-    if not any(not word.startswith("-") for word in targets):
+    if not asks_for_help(session) and not any(not word.startswith("-") for word in targets):
         objects = ROOT / "build" / "objects"  # of the newest wheel: duplicate definitions show only here
         targets += [str(newest_wheel(session)), *(("--objects", str(objects)) if objects.is_dir() else ())]
     program(session, locked(session, "build"), "flashmoe", "audit", *targets, "--json", REPORTS / "symbols.json")
@@ -130,6 +135,9 @@ def symbols(session: nox.Session) -> None:
 @nox.session
 def smoke(session: nox.Session) -> None:
     """Install the newest wheel and compare a few small results with plain PyTorch."""
+    if asks_for_help(session):
+        program(session, locked(session, "test"), "flashmoe.smoke", "--help")
+        return
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("smoke")):
         program(session, python, "flashmoe.smoke", "--json", REPORTS / "smoke.json", *session.posargs)
@@ -139,8 +147,8 @@ def smoke(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time attention against torch's backends (-- --help)."""
     words: tuple[str | Path, ...] = ("bench", "--json", REPORTS / "bench.json", *session.posargs)
-    # build-cost times builds of the checkout: the package there, not the installed one. Help needs no wheel.
-    if {"build-cost", "-h", "--help"} & set(words):
+    # build-cost times builds of the checkout: the package there, not the installed one.
+    if "build-cost" in words or asks_for_help(session):
         program(session, locked(session, "test"), "flashmoe", *words)
         return
     python = installed(session, newest_wheel(session))
@@ -266,7 +274,7 @@ def program_that_may_not_run(session: nox.Session, python: str, module: str, *ar
     report.unlink(missing_ok=True)
     words = ("-m", module, *map(str, arguments))
     session.run(python, *words, external=True, success_codes=(0, 3))
-    if not report.exists() and not {"-h", "--help"} & set(session.posargs):
+    if not report.exists() and not asks_for_help(session):
         session.skip("NOT RUN (not passed); the reason is above")
 
 
@@ -317,7 +325,7 @@ def ci_summary(session: nox.Session) -> None:
 @nox.session
 def verify(session: nox.Session) -> None:
     """Check the newest wheel, or the given one, against its provenance (-- --rebuild)."""
-    named = any(word.endswith(".whl") for word in session.posargs)
+    named = asks_for_help(session) or any(word.endswith(".whl") for word in session.posargs)
     wheel = [] if named else [newest_wheel(session)]
     program(session, locked(session, "build"), "flashmoe", "verify", *wheel, *session.posargs)
 
@@ -343,7 +351,7 @@ def reproduce(session: nox.Session) -> None:
 @nox.session
 def hub(session: nox.Session) -> None:
     """Lay the newest wheel out as a Hugging Face kernels repository, in build/hub; load it and check it there."""
-    named = any(word.endswith(".whl") for word in session.posargs)
+    named = asks_for_help(session) or any(word.endswith(".whl") for word in session.posargs)
     wheel = [] if named else [newest_wheel(session)]
     words: tuple[str | Path, ...] = ("--json", REPORTS / "hub.json", *session.posargs)
     program(session, locked(session, "test"), "flashmoe_build.release.hub", *wheel, *words)
@@ -352,4 +360,5 @@ def hub(session: nox.Session) -> None:
 @nox.session
 def compat(session: nox.Session) -> None:
     """Test the newest wheel under every supported torch and Python (-- --quick for the lowest and newest torch)."""
-    program(session, sys.executable, "flashmoe_build.release.compat", newest_wheel(session), *session.posargs)
+    wheel = [] if asks_for_help(session) else [newest_wheel(session)]
+    program(session, sys.executable, "flashmoe_build.release.compat", *wheel, *session.posargs)

@@ -70,8 +70,18 @@ def are_stand_ins(*inputs: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number of any type, symbolic ones included; tensors are none."""
-    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
+    """Whether ``value`` is a real number of any type, symbolic ones included; tensors and truth values are none."""
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real)) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: Any, hint: str = "") -> None:
+    """Raise for what is neither True nor False: the dispatcher would take its truth value. A tracer's stand-in may become either."""
+    if isinstance(value, bool) or isinstance(value, torch.SymBool) or are_stand_ins(value):  # noqa: SIM101, the usual type first
+        return
+    kind = type(value).__name__
+    found = f"a {kind} of shape {shape_of(value)}" if isinstance(value, Tensor) else f"{value!r} ({kind})"
+    msg = f"{name} must be True or False; found {found}; use bool({name}){hint}"
+    raise ArgumentTypeError(msg)
 
 
 def check_size(name: str, value: Any, least: int = 1) -> int:

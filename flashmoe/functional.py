@@ -61,6 +61,20 @@ def attention(
     sinks: Tensor | None = ...,
     attn_mask: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    window: tuple[int, int] | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    attn_mask: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -105,8 +119,10 @@ def attention(
     """
     if misspelt:
         keywords.refuse("attention", misspelt, _ARGUMENTS)
-    if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
-        arguments.check_scalars(scale, causal)  # the dispatcher would take a tensor's value and drop its gradient
+    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        arguments.check_scalars(
+            scale, causal, return_lse
+        )  # the dispatcher would take a tensor's value and drop its gradient
     if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
         return _banded(q, k, v, causal, scale, window, softcap, sinks, attn_mask, return_lse)
     if is_compiling():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
-from flashmoe.checks import are_stand_ins, check_parameter_dtype, check_size
+from flashmoe.checks import are_stand_ins, check_flag, check_parameter_dtype, check_size
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.functional import attention
 from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM
@@ -87,9 +87,7 @@ class Attention(nn.Module):
 
 def _check_options(causal: bool, bias: bool, dtype: torch.dtype | None) -> None:
     for name, flag in (("causal", causal), ("bias", bias)):
-        if not isinstance(flag, bool):
-            msg = f"{name} must be True or False; found {flag!r} ({type(flag).__name__})"
-            raise ArgumentTypeError(msg)
+        check_flag(name, flag)
     check_parameter_dtype(dtype, DTYPES["cpu"])
 
 

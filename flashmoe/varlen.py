@@ -76,6 +76,26 @@ def attention_varlen(
     num_splits: int = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    num_splits: int = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -184,6 +204,24 @@ def attention_with_kvcache(
     num_splits: int = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = ...,
+    v_new: Tensor | None = ...,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    scale: float | None = ...,
+    num_splits: int = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_with_kvcache(
@@ -211,7 +249,7 @@ def attention_with_kvcache(
         k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
             with a contiguous last dimension.
         k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written behind the first cache_seqlens[b] keys of sequence b; None
-            where nothing is appended. Two sequences must not append to one page.
+            where nothing is appended. No memory of the caches; and two sequences must not append to one page.
         cache_seqlens: [B] int32 on q's device, the keys that each cache holds before the call. It is left as it is.
         block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
         causal, window, softcap, sinks, scale, num_splits: as in :func:`attention_varlen`; the last query stands at the last key.
@@ -267,6 +305,11 @@ def _append_checked(*given: Any) -> None:
         if not is_compiling():
             varlen_arguments.validate_append(*given)
         typed = translate(error)
+        if typed is None and transforms_are_active():
+            typed = ArgumentError(
+                "new keys are appended in place, which no transform of torch.func (vmap, functionalize) can follow; make the mapped "
+                "dimension part of the batch, or append before"
+            )
         if typed is None or isinstance(error, FlashmoeError):
             raise
         raise typed from error
@@ -322,8 +365,8 @@ def call(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` with its arguments as users give them. lengths: cu_seqlens_q and _k, seqused_k, block_table."""
-    if type(causal) is not bool or not (scale is None or type(scale) is float):  # type: ignore[redundant-expr]
-        arguments.check_scalars(scale, causal)
+    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        arguments.check_scalars(scale, causal, return_lse)
         scale = float(scale) if isinstance(scale, int) else scale
     left, right = _sides(window, causal)
     sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int

@@ -1,5 +1,7 @@
 #include "host/tensor.h"
 
+#include <algorithm>
+
 namespace flashmoe {
 namespace host {
 
@@ -42,6 +44,81 @@ Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* stride
   check_shim(aoti_torch__reinterpret_tensor(tensor.get(), tensor.dim(), sizes, strides, 0, &handle),
              "_reinterpret_tensor");
   return Tensor(handle);
+}
+
+namespace {
+
+int64_t element_bytes(const Tensor& tensor) {
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype()));
+}
+
+bool have_equal_strides(const Tensor& a, const Tensor& b) {
+  const int64_t rank = a.dim();
+  if (b.dim() != rank || rank > kMaxRank || a.dtype() != b.dtype()) return false;
+  for (int64_t axis = 0; axis < rank; ++axis) {
+    const bool counts = a.sizes()[axis] > 1 || b.sizes()[axis] > 1;
+    if (counts && a.strides()[axis] != b.strides()[axis]) return false;
+  }
+  return true;
+}
+
+// One axis of two tensors of equal strides: `steps` from an element of the first to one of the second are -before to after.
+struct Axis {
+  int64_t stride;
+  int64_t before;
+  int64_t after;
+};
+
+// Whether some steps along the axes, of descending stride, go `distance` elements.
+bool is_reachable(int64_t distance, const Axis* axis, const Axis* end) {
+  if (axis == end) return distance == 0;
+  int64_t rest_before = 0, rest_after = 0;  // how far the further axes go
+  for (const Axis* rest = axis + 1; rest != end; ++rest) {
+    rest_before += rest->before * rest->stride;
+    rest_after += rest->after * rest->stride;
+  }
+  int tried = 0;
+  const int64_t nearest = (distance - rest_after) / axis->stride - 1;  // division rounds towards zero
+  for (int64_t steps = std::max(nearest, -axis->before); steps <= axis->after; ++steps) {
+    const int64_t left = distance - steps * axis->stride;
+    if (left < -rest_before) break;
+    if (left > rest_after) continue;
+    if (is_reachable(left, axis + 1, end)) return true;
+    if (++tried == 4) return true;  // a tensor that overlaps itself: not followed any further
+  }
+  return false;
+}
+
+}  // namespace
+
+MemoryRange memory_range(const Tensor& tensor) {
+  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
+  const auto begin = reinterpret_cast<intptr_t>(tensor.data());
+  int64_t last = 0;
+  for (int64_t axis = 0, rank = tensor.dim(); axis < rank; ++axis) {
+    if (sizes[axis] == 0) return {begin, begin};
+    last += (sizes[axis] - 1) * strides[axis];
+  }
+  return {begin, begin + (last + 1) * element_bytes(tensor)};
+}
+
+bool is_same_memory(const Tensor& a, const Tensor& b) { return a.data() == b.data() && have_equal_strides(a, b); }
+
+bool may_overlap(const Tensor& a, const Tensor& b) {
+  const MemoryRange range_a = memory_range(a), range_b = memory_range(b);
+  if (!range_a.meets(range_b)) return false;
+  const int64_t distance = range_b.begin - range_a.begin;
+  if (distance % element_bytes(a) != 0 || !have_equal_strides(a, b)) return true;
+  std::array<Axis, kMaxRank> axes{};
+  Axis* end = axes.data();
+  for (int64_t axis = 0, rank = a.dim(); axis < rank; ++axis) {
+    const Axis found{a.strides()[axis], b.sizes()[axis] - 1, a.sizes()[axis] - 1};
+    if (found.stride == 0 || found.before + found.after == 0) continue;
+    Axis* place = end++;
+    for (; place != axes.data() && place[-1].stride < found.stride; --place) *place = place[-1];
+    *place = found;
+  }
+  return is_reachable(distance / element_bytes(a), axes.data(), end);
 }
 
 std::optional<Dtype> dtype_of(int32_t torch_dtype) {

@@ -108,6 +108,24 @@ Tensor alias(const Tensor& tensor);
 // The tensor's memory from its first element on, seen with these sizes and strides (tensor.dim() of each).
 Tensor view_of(const Tensor& tensor, const int64_t* sizes, const int64_t* strides);
 
+// Addresses from the first element to the end of the last.
+struct MemoryRange {
+  intptr_t begin = 0;
+  intptr_t end = 0;  // begin without elements
+
+  bool meets(const MemoryRange& other) const {
+    return begin < other.end && other.begin < end && begin < end && other.begin < other.end;
+  }
+};
+MemoryRange memory_range(const Tensor& tensor);
+
+// Whether both have the same elements: of equal sizes, where each is held against the other.
+bool is_same_memory(const Tensor& a, const Tensor& b);
+
+// Whether an element of one lies in the memory of the other: exact for tensors of equal strides, else of all between a tensor's first
+// and last element.
+bool may_overlap(const Tensor& a, const Tensor& b);
+
 // The type by the kernel table's name; nothing for one that no kernel has.
 std::optional<Dtype> dtype_of(int32_t torch_dtype);
 

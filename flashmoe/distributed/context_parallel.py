@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from flashmoe import _extension
 from flashmoe.distributed.agreement import agree, explained, ranks_of
 from flashmoe.errors import ArgumentError, ShapeError
+from flashmoe.operators.attention.arguments import check_scalars
 
 _extension.load()
 Method = Literal["ring", "all_gather"]
@@ -67,6 +68,7 @@ def context_parallel_attention(
     if method not in METHODS:
         msg = f"method is {method!r}; supported: {', '.join(METHODS)}"
         raise ArgumentError(msg)
+    check_scalars(scale, causal, return_lse)
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] != k.shape[2]:
         msg = (
             f"q has shape {list(q.shape)} and k {list(k.shape)}; both need [B, heads, S / W, D] with the same part of S"

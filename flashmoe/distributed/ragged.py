@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from flashmoe.distributed.agreement import agree, explained, ranks_of
 from flashmoe.distributed.context_parallel import TIMEOUT, Exchange, merge, sums_dtype
 from flashmoe.errors import ArgumentError, ShapeError
+from flashmoe.operators.attention.arguments import check_scalars
 
 CALL = "context_parallel_attention_varlen"
 Lengths = Sequence[int] | Tensor
@@ -63,6 +64,7 @@ def context_parallel_attention_varlen(
     found, rank, size = ranks_of(group)
     ends = _ends(cu_seqlens)
     plan = _plan(ends, rank, size)
+    check_scalars(scale, causal, return_lse)
     if q.dim() != 3 or any(tensor.dim() != 3 or tensor.shape[0] != plan.rows[rank] for tensor in (q, k, v)):
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in (("q", q), ("k", k), ("v", v)))
         msg = f"{shapes}; rank {rank} of {size} has {plan.rows[rank]} rows [rows, heads, head_dim] of these sequences: see shard_ragged"

@@ -176,7 +176,7 @@ def attention_forward(
     if obstacle is None:
         if options.get("output_attentions") and not is_compiling():
             warnings.warn(NO_WEIGHTS, stacklevel=2)
-        causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         extras: dict[str, Any] = {}
         if softcap:
             extras["softcap"] = float(softcap)

@@ -11,9 +11,11 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch._C import _is_tracing as is_tracing
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
+from flashmoe.checks import check_flag
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.moe import scaled
 from flashmoe.operators.moe import arguments, grouped, routing
@@ -84,7 +86,8 @@ def fused_moe(
             The kernels are for GPUs of compute capability 9.0, H and I multiples of 128; torch computes it elsewhere, and
             FLASHMOE_FALLBACK says what then happens.
         x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
-        out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then.
+        out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then. It may be x
+            or shared, but share no memory with a part of shared.
 
     Returns:
         [T, H] in x's dtype, of x in float8_e4m3fn in bfloat16. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For
@@ -97,8 +100,8 @@ def fused_moe(
     """
     if misspelt:
         keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
-    arguments.check_flag("transposed", transposed)  # the dispatcher would take None for False
-    arguments.check_flag("weights_on_input", weights_on_input)
+    check_flag("transposed", transposed)  # the dispatcher would take None for False
+    check_flag("weights_on_input", weights_on_input)
     if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
         arguments.check_out(out, x)  # the dispatcher would follow a meta tensor and compute nothing
     scales = (w13_scale, w2_scale, x_scale)
@@ -134,7 +137,7 @@ def _layer(layer: tuple[Any, ...], out: Tensor | None) -> Tensor:
         _refuse_out_with_gradient(out, needed=needs_gradient or _needs_gradient(out))
         _operators._fused_moe_out.default(out, *layer)
         return out
-    if needs_gradient:
+    if needs_gradient or (not is_compiling() and is_tracing()):  # a trace of the inference operator would train nothing
         result: Tensor = _operators._fused_moe.default(*layer, True)[0]
     else:
         result = _operators._fused_moe_inference.default(*layer)
@@ -228,6 +231,19 @@ def topk_route(
     scale: float = ...,
     return_counts: Literal[True],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = ...,
+    bias: Tensor | None = ...,
+    groups: int | None = ...,
+    topk_groups: int | None = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+    return_counts: bool,
+) -> tuple[Tensor, ...]: ...
 
 
 def topk_route(
@@ -268,7 +284,11 @@ def topk_route(
     """
     if misspelt:
         keywords.refuse("topk_route", misspelt, _ROUTE_ARGUMENTS)
-    arguments.check_flag("renormalize", renormalize)
+    check_flag("renormalize", renormalize)
+    check_flag("return_counts", return_counts)
+    if bool in (type(k), type(groups), type(topk_groups)):  # which the dispatcher would take for a number
+        for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
+            arguments.check_integer(name, 1 if value is None else value)
     if not (is_compiling() or (type(scale) is float and abs(scale) <= arguments.MAX_SCALE)):
         arguments.check_scale(scale)  # the dispatcher would take a tensor's value and drop its gradient
     groups = 1 if groups is None else groups

@@ -8,9 +8,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_tracing_state
 from torch.nn import functional as F
 
-from flashmoe.checks import check_parameter_dtype, check_size, shape_of
+from flashmoe.checks import check_flag, check_parameter_dtype, check_size, shape_of
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.moe.functional import Activation, Scoring, fused_moe, topk_route
 from flashmoe.operators.moe.arguments import (
@@ -20,7 +21,6 @@ from flashmoe.operators.moe.arguments import (
     MAX_EXPERTS,
     SCORINGS,
     check_choices,
-    check_flag,
     check_scale,
     check_word,
 )
@@ -141,7 +141,10 @@ class MoE(nn.Module):
         if not isinstance(x, Tensor):
             msg = f"x must be a torch.Tensor [..., {self.dim}]; found {type(x).__name__}"
             raise ArgumentTypeError(msg)
-        if x.dim() < 1 or x.shape[-1] != self.dim:
+        check_flag("return_loss", return_loss)
+        if _get_tracing_state() is None and (
+            x.dim() < 1 or x.shape[-1] != self.dim
+        ):  # a tracer takes a check for a choice
             msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or build with its dim"
             raise ShapeError(msg)
         tokens = x.reshape(-1, self.dim)

@@ -10,7 +10,7 @@ import multiprocessing
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -33,7 +33,7 @@ from flashmoe_build.emulation.cases import Case, run_case, suite
 
 MUTANTS = tuple(sorted((REPOSITORY / "tests" / "emulation").glob("mutants/*.toml")))
 EXTRA_SEEDS = 4  # a bug of timing may need more than the suite's own seed of each case
-WORKER_SECONDS = 240
+CASE_SECONDS = 240  # a case that takes longer hangs; all of a survivor's may take much longer
 
 # Workers are forks of a server that has imported torch once.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -114,13 +114,14 @@ def cases_for(mutant: Mutant) -> Iterator[Case]:
         yield from (replace(case, seed=case.seed + 100 * extra) for case in chosen)
 
 
-def hunt(mutant: Mutant) -> Kill:
-    """Runs cases until one fails."""
+def hunt(mutant: Mutant, tell: Callable[[int], None] = lambda runs: None) -> Kill:
+    """Runs cases until one fails; ``tell`` hears of each that begins."""
     begin = time.monotonic()
     options = Options(overlay=overlay(mutant))
     runs = 0
     for case in cases_for(mutant):
         runs += 1
+        tell(runs)
         try:
             outcome = run_case(case, options)
         except BuildError as error:
@@ -137,7 +138,7 @@ def hunt(mutant: Mutant) -> Kill:
 
 
 def _report(mutant: Mutant, channel: Connection) -> None:
-    channel.send(hunt(mutant))
+    channel.send(hunt(mutant, channel.send))
 
 
 def hunt_in_process(mutant: Mutant) -> Kill:
@@ -147,14 +148,18 @@ def hunt_in_process(mutant: Mutant) -> Kill:
     process = CONTEXT.Process(target=_report, args=(mutant, sender))
     process.start()
     sender.close()
+    runs = 0
     try:
-        if receiver.poll(WORKER_SECONDS):
-            kill: Kill = receiver.recv()
-            return kill
-        return Kill(mutant.name, "timeout", f"no end within {WORKER_SECONDS} s", "", 0, time.monotonic() - begin)
+        while receiver.poll(CASE_SECONDS):
+            heard: int | Kill = receiver.recv()
+            if isinstance(heard, Kill):
+                return heard
+            runs = heard
+        detail = f"no end of a case within {CASE_SECONDS} s"
+        return Kill(mutant.name, "timeout", detail, "", runs, time.monotonic() - begin)
     except EOFError:
         process.join()
-        return Kill(mutant.name, "crash", f"exit status {process.exitcode}", "", 0, time.monotonic() - begin)
+        return Kill(mutant.name, "crash", f"exit status {process.exitcode}", "", runs, time.monotonic() - begin)
     finally:
         process.kill()
         process.join()

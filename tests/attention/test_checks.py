@@ -120,11 +120,36 @@ def test_mixed_cpu_and_gpu() -> None:
         flashmoe.attention(_t(Q, "cuda:0"), _t(K), _t(K, "cuda:0"))
 
 
-def test_causal_counts_by_its_truth_value() -> None:
-    q, k = torch.randn(Q).half(), torch.randn(K).half()
-    for causal in (0, 1, None):
-        assert torch.equal(flashmoe.attention(q, k, k, causal=causal), flashmoe.attention(q, k, k, causal=bool(causal)))
-        validate(q, k, k, 1.0, causal)
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("causal", (None, 0, 1, 1.0, "no")),
+        ("return_lse", (None, 0, 1, "no")),
+        ("scale", (True, False, "1")),
+        ("softcap", (True, False, "50", None)),
+        ("window", (True, 3, (True, 1), (1.0, 2), "ab")),
+        ("num_splits", (True, "1", 1.0, None)),
+    ],
+)
+def test_options_of_a_wrong_type(option: str, values: tuple[Any, ...]) -> None:
+    """torch's dispatcher takes numbers and None for flags by their truth value, and flags for numbers."""
+    q, ends, length = (
+        torch.randn(1, 2, 3, 8),
+        torch.tensor([0, 3], dtype=torch.int32),
+        torch.tensor([3], dtype=torch.int32),
+    )
+    rows = q[0].transpose(0, 1)
+    calls: list[Callable[..., Any]] = [
+        lambda **given: flashmoe.attention_varlen(rows, rows, rows, ends, ends, 3, 3, **given),
+        lambda **given: flashmoe.attention_with_kvcache(q, q, q, cache_seqlens=length, **given),
+    ]
+    if option != "num_splits":
+        calls.append(lambda **given: flashmoe.attention(q, q, q, **given))
+        calls.append(lambda **given: flashmoe.attention(*(q.to("meta") for _ in range(3)), **given))
+    for value in values:
+        for call in calls:
+            with pytest.raises(ArgumentTypeError, match=f"{option} must be"):
+                call(**{option: value})
 
 
 def test_sizes_over_31_bits() -> None:

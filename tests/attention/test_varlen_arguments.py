@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
+from flashmoe import _extension
 from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.operators.attention.varlen_arguments import explain, validate, validate_append
@@ -100,7 +101,7 @@ def test_opcheck(layout: Callable[[str], dict[str, Any]], device: str) -> None:
 def test_opcheck_append(device: str) -> None:
     cache, new = torch.zeros(2, 2, 9, 16, device=device), torch.ones(2, 2, 3, 16, device=device)
     caches = [cache.half(), cache.half()]
-    assert flashmoe.attention_with_kvcache  # loads the extension
+    _extension.load()
     torch.library.opcheck(
         torch.ops.flashmoe.attention_append_.default,
         (*caches, new.half(), new.half(), _ints(device, 1, 4), None),
@@ -393,6 +394,32 @@ def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
         with pytest.raises(ShapeError, match="is expanded"):
             validate_append(*caches, new, new, lengths)
     assert torch.equal(cache, before)
+
+
+def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
+    """Rows are copied in any order. Rows beside the caches in the same memory are fine."""
+    memory = torch.randn(2, 2, 16, 32, device=device).half()
+    q, lengths = torch.randn(2, 4, 1, 16, device=device).half(), _ints(device, 6, 7)
+    keys, values = memory[:, :, :12, :16], memory[:, :, :12, 16:]
+    for new in (keys[:, :, 3:4], values[:, :, 11:12]):
+        for given, name in (((new, new.clone()), "k_new"), ((new.clone(), new), "v_new")):
+            with pytest.raises(ShapeError, match=rf"{name} shares memory with [kv]_cache.*\.clone"):
+                flashmoe.attention_with_kvcache(q, keys, values, *given, cache_seqlens=lengths)
+    behind = memory[:, :, 12:13]
+    found = flashmoe.attention_with_kvcache(q, keys, values, behind[..., :16], behind[..., 16:], cache_seqlens=lengths)
+    assert torch.equal(keys[1, :, 7], behind[1, :, 0, :16])
+    assert torch.equal(found, flashmoe.attention_with_kvcache(q, keys, values, cache_seqlens=lengths + 1))
+
+
+def test_no_transform_follows_an_append(device: str) -> None:
+    q, cache, new = (torch.randn(3, 2, 2, rows, 16, device=device).half() for rows in (1, 9, 1))
+
+    def step(q: Tensor, cache: Tensor, new: Tensor) -> Tensor:
+        return flashmoe.attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=_ints(device, 6, 7))
+
+    for transform in (torch.vmap, lambda function: torch.vmap(torch.func.functionalize(function))):
+        with pytest.raises(ArgumentError, match=r"appended in place.*part of the batch"):
+            transform(step)(q, cache, new)
 
 
 def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+from collections.abc import Callable
+
 import pytest
 
 from flashmoe.errors import TableError
 from flashmoe.tools.tables import load_tables
+from flashmoe_build.emulation import mutants
 from flashmoe_build.emulation.mutants import Kill, Mutant, anchor_pattern, hunt, load_mutants, markdown, patched
 
 MUTANTS = load_mutants()
@@ -41,6 +46,23 @@ def test_a_stale_anchor_is_an_error() -> None:
 def test_bug_is_found(mutant: Mutant) -> None:
     kill = hunt(mutant)
     assert kill.killed, f"{mutant.what}: survived {kill.runs} runs; {kill.by} {kill.detail}"
+
+
+@pytest.mark.parametrize(("seconds", "by"), [(0.6, ""), (60.0, "timeout")])
+def test_a_case_that_hangs_is_a_kill_and_a_long_suite_is_none(
+    seconds: float, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(mutant: Mutant, tell: Callable[[int], None]) -> Kill:
+        for runs in (1, 2, 3):
+            tell(runs)
+            time.sleep(seconds)
+        return Kill(mutant.name, "", "", "", 3, 3 * seconds)
+
+    monkeypatch.setattr(mutants, "CONTEXT", multiprocessing.get_context("fork"))
+    monkeypatch.setattr(mutants, "CASE_SECONDS", 1.5)
+    monkeypatch.setattr(mutants, "hunt", slow)
+    kill = mutants.hunt_in_process(FAST[0])
+    assert (kill.by, kill.runs) == (by, 1 if by else 3)
 
 
 def test_a_survivor_is_not_called_killed() -> None:

@@ -144,6 +144,33 @@ def test_an_out_that_does_not_fit(
         call(SMALL, inputs, out=change(inputs.x), weights_on_input=weights_on_input)
 
 
+def test_out_may_be_an_input_but_no_part_of_shared(device: str) -> None:
+    """Shared is read while the output is written; all else before."""
+    case, inputs = SMALL, make_inputs(SMALL, device=device)
+    tokens, hidden = inputs.x.shape
+    memory = torch.randn(2 * tokens, 2 * hidden, device=device).to(inputs.x.dtype)
+    rows = memory[:tokens, :hidden]
+    expected = call(case, inputs, shared=rows)
+
+    def result(out: slice | tuple[slice, slice], shared: Tensor = rows) -> Tensor:
+        lent = memory.clone()
+        given = lent.as_strided(shared.shape, shared.stride(), shared.storage_offset())
+        return call(case, inputs, shared=given, out=lent[out])
+
+    assert torch.equal(result((slice(tokens), slice(hidden))), expected)  # shared itself
+    assert torch.equal(result((slice(tokens), slice(hidden, None))), expected)  # the other half of each row
+    assert torch.equal(result((slice(tokens, None), slice(hidden))), expected)  # the rows behind
+    for start, column in ((1, 0), (0, 8), (1, 8), (tokens - 1, 0)):
+        with pytest.raises(ShapeError, match="out shares memory with a part of shared"):
+            result((slice(start, start + tokens), slice(column, column + hidden)))
+    with pytest.raises(ShapeError, match="out shares memory with a part of shared"):  # every second row: by its bounds
+        result((slice(tokens), slice(hidden)), memory[::2, hidden:])
+    x = memory.clone()[1 : tokens + 1, :hidden]
+    expected = call(case, replace(inputs, x=x.clone()))
+    wide = torch.cat((x.new_zeros(1, hidden), x))
+    assert torch.equal(call(case, replace(inputs, x=wide[1:]), out=wide[:-1]), expected)
+
+
 def test_out_takes_no_gradient_of_weights_on_input() -> None:
     inputs = make_inputs(SMALL)
     inputs.x.requires_grad_()
@@ -185,6 +212,10 @@ def test_float32_on_a_gpu_is_refused() -> None:
         (ArgumentError, {"scoring": "tanh"}),
         (ArgumentTypeError, {"k": 2.0}),
         (ArgumentTypeError, {"renormalize": None}),
+        (ArgumentTypeError, {"k": True}),
+        (ArgumentTypeError, {"groups": True}),
+        (ArgumentTypeError, {"scale": True}),
+        (ArgumentTypeError, {"return_counts": 1}),
         (ArgumentTypeError, {"scale": "1"}),
         (ArgumentTypeError, {"scale": torch.ones((), requires_grad=True)}),
         (ArgumentError, {"scale": float("nan")}),

@@ -362,6 +362,18 @@ def test_per_sample_gradients(device: str) -> None:
         assert torch.equal(found[index], torch.autograd.grad(loss(w2, x), w2)[0])
 
 
+def test_several_gradients_at_once(device: str) -> None:
+    """By torch.func; the older is_grads_batched knows no rule for an operator like this one."""
+    inputs = with_gradients(FULL, device)
+    out = call(FULL, inputs)
+    given = torch.randn(2, *out.shape, device=device).to(out.dtype)
+    expected = torch.stack([torch.autograd.grad(out, inputs.x, one, retain_graph=True)[0] for one in given])
+    with pytest.raises(DifferentiationError, match=r"no is_grads_batched=True.*torch\.func\.vjp"):
+        torch.autograd.grad(out, inputs.x, given, is_grads_batched=True)
+    _, pull = torch.func.vjp(lambda x: call(FULL, replace(inputs, x=x)), inputs.x.detach())
+    assert torch.equal(torch.vmap(pull)(given)[0], expected)
+
+
 def test_the_layers_parts_under_transforms(device: str) -> None:
     """Per-sample gradients through router and layer, those of grouped_mm, and no tangent that is lost without a word."""
     module = flashmoe.MoE(32, 24, 4, 2, device=device, dtype=torch.float16, shared_intermediate=8)

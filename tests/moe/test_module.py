@@ -223,7 +223,24 @@ def test_another_width_is_refused(device: str) -> None:
         make("plain", device)(torch.randn(3, 31, device=device, dtype=DTYPES[device]))
     with pytest.raises(ArgumentTypeError, match="found list"):
         make("plain", device)([1.0])
+    with pytest.raises(ArgumentTypeError, match="return_loss must be True or False; found 1"):
+        make("plain", device)(torch.randn(3, 32, device=device, dtype=DTYPES[device]), return_loss=1)
 
 
 def test_it_says_what_it_is() -> None:
     assert "experts=6, top_k=2" in repr(make("plain", "cpu"))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # weights_on_input asks how many choices there are
+@pytest.mark.parametrize("kind", ["plain", "deepseek", "llama4"])
+def test_torch_jit_traces(kind: str, device: str) -> None:
+    """torch's own check of a trace calls the module without gradients and wants the same graph; traced so, it trains."""
+    module, x = make(kind, device), torch.randn(5, 32, device=device, dtype=DTYPES[device])
+    traced = torch.jit.trace(module, (x,))
+    assert torch.equal(traced(x), module(x))
+    with torch.no_grad():
+        frozen = torch.jit.trace(module, (x,))
+    for function in (traced, frozen):
+        (found,) = torch.autograd.grad(function(x).sum(), module.w13)
+        (expected,) = torch.autograd.grad(module(x).sum(), module.w13)
+        assert torch.equal(found, expected)

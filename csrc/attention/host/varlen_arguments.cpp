@@ -248,6 +248,25 @@ void check_not_expanded(const Tensor& cache, const char* name) {
   }
 }
 
+// Rows are copied in any order.
+void check_apart(const AppendArguments& arguments) {
+  struct Memory {
+    explicit Memory(const Tensor& of, const char* its_name) : tensor(of), name(its_name), range(memory_range(of)) {}
+    const Tensor& tensor;
+    const char* name;
+    host::MemoryRange range;
+  };
+  const Memory caches[] = {Memory(arguments.k_cache, "k_cache"), Memory(arguments.v_cache, "v_cache")};
+  for (const Memory& rows : {Memory(arguments.k_new, "k_new"), Memory(arguments.v_new, "v_new")}) {
+    for (const Memory& cache : caches) {
+      if (cache.range.meets(rows.range) && host::may_overlap(cache.tensor, rows.tensor)) {
+        fail(ErrorCode::kShape, rows.name, " shares memory with ", cache.name,
+             ", which would change while it is read; give it memory of its own with .clone()");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void check_varlen_arguments(VarlenArguments& arguments) {
@@ -321,6 +340,7 @@ void check_append_arguments(AppendArguments& arguments) {
   if (k_new.sizes()[2] > 0) {
     check_not_expanded(arguments.k_cache, "k_cache");
     check_not_expanded(arguments.v_cache, "v_cache");
+    check_apart(arguments);
   }
   arguments.dtype = cache.dtype;
   arguments.torch_dtype = cache.torch_dtype;

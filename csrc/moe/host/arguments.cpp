@@ -303,6 +303,13 @@ void check_out(const LayerArguments& arguments, const Tensor& out) {
     fail(ErrorCode::kShape, "out has strides ", describe_sizes(strides, 2),
          "; rows that are contiguous, apart and, on a GPU, 16-byte aligned are needed; pass a contiguous tensor");
   }
+  // Written when all but `shared` has been read; of that each element is read just before its place is written.
+  const Tensor& shared = arguments.shared;
+  if (is_given(shared) && !host::is_same_memory(out, shared) && host::may_overlap(out, shared)) {
+    fail(ErrorCode::kShape,
+         "out shares memory with a part of shared, which would change while it is read; give all of shared as out, "
+         "or a tensor of its own");
+  }
 }
 
 void check_layer_backward(LayerBackwardArguments& arguments) {

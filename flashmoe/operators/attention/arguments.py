@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.checks import has_names, is_number, shape_of, translate
+from flashmoe.checks import check_flag, has_names, is_number, shape_of, translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 
 MAX_HEAD_DIM = 256
@@ -134,8 +134,8 @@ def _check_last_stride(name: str, tensor: Tensor) -> None:
         raise ShapeError(msg)
 
 
-def check_scalars(scale: Any, causal: Any) -> None:
-    """The rules for ``scale`` (None stands for the default) and ``causal``."""
+def check_scalars(scale: Any, causal: Any, return_lse: Any = False) -> None:
+    """The rules for ``scale`` (None stands for the default) and the flags."""
     if isinstance(scale, Tensor):
         msg = (
             f"scale must be a number or None; found a {type(scale).__name__}; use float(scale), or multiply q by it where its "
@@ -149,15 +149,8 @@ def check_scalars(scale: Any, causal: Any) -> None:
         found = str(scale) if len(str(scale)) < 40 else f"{str(scale)[:20]}... ({len(str(scale))} characters)"
         msg = f"scale must be finite in float32; found {found}; the default is 1 / sqrt(head_dim)"
         raise ArgumentError(msg)
-    if isinstance(causal, Tensor):
-        msg = (
-            f"causal must be True or False; found a {type(causal).__name__} of shape {shape_of(causal)}; use bool(causal); "
-            "a mask is attn_mask"
-        )
-        raise ArgumentTypeError(msg)
-    if not hasattr(type(causal), "__bool__"):  # torch takes numbers and None by their truth value, but no text
-        msg = f"causal must be True or False; found {causal!r} ({type(causal).__name__}); use bool(causal)"
-        raise ArgumentTypeError(msg)
+    check_flag("causal", causal, "; a mask is attn_mask" if isinstance(causal, Tensor) else "")
+    check_flag("return_lse", return_lse)
 
 
 def is_finite_number(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.checks import has_names, is_number, shape_of, translate
+from flashmoe.checks import check_flag, has_names, is_number, shape_of, translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 
 MAX_EXPERTS = 1024
@@ -143,7 +143,7 @@ def validate_route(
     check_word("scoring", scoring, SCORINGS)
     check_flag("renormalize", renormalize)
     for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
-        _check_integer(name, value)
+        check_integer(name, value)
     check_scale(scale)
     _check_devices("logits", tensors)
     if logits.dtype not in _ANY_FLOAT:
@@ -164,7 +164,7 @@ def check_choices(experts: Any, k: Any, groups: Any, topk_groups: Any, name: str
     """1 <= k <= 32 and at most the experts of the groups that stay; ``name`` is what the caller calls k. None: one group, all."""
     for option, value in (("groups", groups), ("topk_groups", topk_groups)):
         if value is not None:
-            _check_integer(option, value)
+            check_integer(option, value)
     groups = 1 if groups is None else groups
     topk_groups = groups if topk_groups is None else topk_groups
     if groups < 1 or groups > MAX_GROUPS or experts % groups != 0:
@@ -205,7 +205,7 @@ def check_out(out: Any, x: Tensor, dtype: torch.dtype | None = None) -> None:
         raise ShapeError(msg)
 
 
-def _check_integer(name: str, value: Any) -> None:
+def check_integer(name: str, value: Any) -> None:
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
         raise ArgumentTypeError(msg)
@@ -257,12 +257,6 @@ def check_word(name: str, value: Any, words: Sequence[str]) -> None:
     if value not in words:
         msg = f"{name} is {value!r}; supported: {', '.join(words)}; use one of them"
         raise ArgumentError(msg)
-
-
-def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        msg = f"{name} must be True or False; found {value!r} ({type(value).__name__})"
-        raise ArgumentTypeError(msg)
 
 
 def _dense_tensors(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Tensor]:

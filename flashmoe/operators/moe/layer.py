@@ -90,12 +90,21 @@ def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> Gradients:
 
 # Whether the graph that autograd runs is kept for another pass; True outside a pass.
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+# Whether several gradients are asked for at once, by torch.autograd.grad(is_grads_batched=True).
+_is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
 def _backward(grad_out: Tensor, *arguments: Any) -> Gradients:
     """In the graph's last pass the gradient of the preactivation takes its place: [slots, 2I] less memory on a GPU."""
     operators = torch.ops.flashmoe
-    consumes = type(grad_out) is Tensor and not _keeps_graph()  # a compiler's tensors have other types
+    is_eager = type(grad_out) is Tensor  # a compiler's tensors have other types
+    if is_eager and _is_batched(grad_out):  # for which torch finds no rule of ours
+        msg = (
+            "flashmoe.fused_moe takes no is_grads_batched=True; ask for one gradient at a time, or use torch.vmap over the function "
+            "of torch.func.vjp"
+        )
+        raise DifferentiationError(msg)
+    consumes = is_eager and not _keeps_graph()
     call = operators._fused_moe_backward_consuming if consumes else operators._fused_moe_backward
     found: Gradients = call.default(grad_out, *arguments)
     return found
