@@ -64,12 +64,13 @@ __device__ __forceinline__ KeyRange visible_keys(const Sequence<kMask>& sequence
                                                 : sequence.keys()};
 }
 
-// Key tiles [begin, end) that some row of a query tile sees; every row sees all of those before full_end, the others need
-// a mask.
+// Key tiles [begin, end) that some row of a query tile sees; every row sees all of those in [full_begin, full_end), the others
+// need a mask.
 struct KeyTiles {
   int begin;
   int end;
   int full_end;
+  int full_begin;
 };
 
 // What a query tile asks of the mask; all its rows are the sequence's own.
@@ -87,11 +88,10 @@ struct Mask {
   __device__ __forceinline__ KeyTiles key_tiles(int row, int rows) const {
     const int end_of_first = kMask == MaskKind::kCausal ? max(0, row + 1 + diagonal) : sequence.keys();
     const int end_of_last = kMask == MaskKind::kCausal ? max(0, row + rows + diagonal) : sequence.keys();
-    return KeyTiles{0, ceil_div(end_of_last, kBlockN), end_of_first / kBlockN};
+    return KeyTiles{0, ceil_div(end_of_last, kBlockN), end_of_first / kBlockN, 0};
   }
 };
 
-// A band's tiles have no part without a mask: loops that ask for each tile whether it needs one (hides_some) serve it.
 template <>
 struct Mask<MaskKind::kBand> {
   const Sequence<MaskKind::kBand>& sequence;
@@ -109,8 +109,11 @@ struct Mask<MaskKind::kBand> {
 
   template <int kBlockN>
   __device__ __forceinline__ KeyTiles key_tiles(int row, int rows) const {
-    const KeyRange range = keys(row, rows);
-    return KeyTiles{range.begin / kBlockN, ceil_div(range.end, kBlockN), 0};
+    const Band& band = sequence.params.band;
+    const KeyRange first = band_keys(band, sequence, row);
+    const KeyRange last = band_keys(band, sequence, row + rows - 1);
+    return KeyTiles{first.begin / kBlockN, ceil_div(last.end, kBlockN), first.end / kBlockN,
+                    ceil_div(last.begin, kBlockN)};
   }
 };
 

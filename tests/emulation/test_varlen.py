@@ -81,3 +81,17 @@ def test_lengths_that_lie_stay_inside_the_tensors() -> None:
             cu.copy_(torch.tensor(wrong))
         report, _ = launch(sm90(), problem, tensors, Settings(), Options())
         assert report.failure is None, str(report.failure)
+
+
+def test_rows_in_front_of_the_first_entry_have_slots_and_no_tile() -> None:
+    """sm80 finds a tile by its slot. Those before the first entry's count backwards, into rows that are nobody's."""
+    unit = next(unit for unit in load_tables().units() if unit.name == "attention_varlen_forward_sm80_f16_d64")
+    problem = VarlenProblem("front", "f16", (150, 20, 5), (9, 7, 3), 1, 1, 64, 64)
+    tensors = build(problem)
+    assert tensors.cu_seqlens_q is not None
+    tensors.cu_seqlens_q.copy_(torch.tensor([140, 160, 170, 175]))
+    report, _ = launch(unit, problem, tensors, Settings(), Options())
+    assert report.failure is None, str(report.failure)
+    assert torch.isnan(tensors.out[:140]).all()
+    assert torch.isnan(tensors.out[175:]).all()
+    assert not torch.isnan(tensors.out[140:175]).any()

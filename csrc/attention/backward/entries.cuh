@@ -62,6 +62,72 @@ struct EntryTile {
   int head;
 };
 
+// Of `heads` heads, those of the own rows whose streams fit the cache. kFittingRows: rows of the stream, of as many heads as fit the
+// second-level cache.
+template <bool kOwnsKeys, int kFittingRows>
+__device__ __forceinline__ int fitting_heads(const BackwardParams& params) {
+  const int group = params.heads_q / params.heads_kv;
+  return kOwnsKeys ? max(1, kFittingRows / max(1, params.seq_q * group))
+                   : max(1, kFittingRows / max(1, params.seq_k)) * group;
+}
+
+// In sections of heads whose streams fit the cache, the tiles with the longest streams (of a causal mask) first: the last
+// rows, or the first keys.
+template <bool kOwnsKeys, int kFittingRows>
+__device__ __forceinline__ EntryTile tile_of_entry(const BackwardParams& params, int entry, int tiles_of_head,
+                                                   int number) {
+  const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
+  const int section_heads = min(heads, fitting_heads<kOwnsKeys, kFittingRows>(params));
+  const int first_head = number / (section_heads * tiles_of_head) * section_heads;
+  const int in_section = min(section_heads, heads - first_head);
+  const int rest = number - first_head * tiles_of_head;
+  const int index = rest / in_section;
+  return EntryTile{entry, kOwnsKeys ? index : tiles_of_head - 1 - index, first_head + rest - index * in_section};
+}
+
+// The first of an entry's slots, one for each block of own rows that it may have: as many as it has, or one more. No sum over the
+// entries before it is needed. Rows in front of the first entry have those from 0 on.
+template <int kOwnRows, bool kOwnsKeys>
+__device__ __forceinline__ int first_slot(const BackwardParams& params, int entry) {
+  const int row = load_length((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) + entry);
+  return max(0, min(kOwnsKeys ? params.entries.keys_total : params.entries.rows_total, row)) / kOwnRows + entry + 1;
+}
+
+// The tile that block `number` of the grid has; past those of its entry where it has none.
+template <int kOwnRows, bool kOwnsKeys, int kFittingRows>
+__device__ __forceinline__ EntryTile tile_of_slot(const BackwardParams& params, int number) {
+  const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
+  if ((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) == nullptr) {
+    const int tiles_of_head = ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
+    const int entry = number / (tiles_of_head * heads);
+    return tile_of_entry<kOwnsKeys, kFittingRows>(params, entry, tiles_of_head, number - entry * tiles_of_head * heads);
+  }
+  const int slot = number / heads;
+  const int lane = ptx::lane_index();
+  // The last entry whose slots begin at `slot` or before, one in 32 of what is left at a time; -1 in front of all. The entry
+  // `batch` has what lies behind the others.
+  int entry = -1;
+  for (int left = params.batch + 1; left > 0;) {  // entries behind `entry`
+    const int step = ceil_div(left, 32);
+    const int asked = entry + 1 + lane * step;
+    const bool is_reached = lane * step < left && first_slot<kOwnRows, kOwnsKeys>(params, asked) <= slot;
+    const int reached = ptx::population_count(ptx::vote_ballot(is_reached));
+    if (reached == 0) break;
+    const int passed = (reached - 1) * step + 1;
+    entry += passed;
+    left = min(step - 1, left - passed);
+  }
+  const int begin = entry < 0 ? 0 : first_slot<kOwnRows, kOwnsKeys>(params, entry);
+  const int end = entry < params.batch ? first_slot<kOwnRows, kOwnsKeys>(params, entry + 1) : ptx::grid_size() / heads;
+  if (entry < 0) entry = params.batch + 1;
+  const int64_t rows_of_stream = kOwnsKeys ? static_cast<int64_t>(params.seq_q) * params.heads_q
+                                           : static_cast<int64_t>(params.seq_k) * params.heads_kv;
+  if (rows_of_stream <= kFittingRows) {  // the same as below, where all heads are one section: no more divisions
+    return EntryTile{entry, max(0, kOwnsKeys ? slot - begin : end - 1 - slot), number - slot * heads};
+  }
+  return tile_of_entry<kOwnsKeys, kFittingRows>(params, entry, max(1, end - begin), max(0, number - begin * heads));
+}
+
 // Finds tiles by their numbers: entry by entry, in each as `tile_of_entry` orders them. A warp's lanes hold 32 entries at a
 // time; all of them take part in every call.
 template <int kOwnRows, bool kOwnsKeys>
@@ -124,18 +190,11 @@ struct TileFinder {
     const int tiles_before = lane > 0 ? before : 0;
     const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
     if constexpr (kMayMix) {
-      const int entries = mixes ? fitting_heads<kFittingRows>() / heads : 1;
+      const int entries = mixes ? fitting_heads<kOwnsKeys, kFittingRows>(params) / heads : 1;
       if (entries > 1) return tile_of_section(lane, entries, number - first_tile);
     }
-    return tile_of_entry<kFittingRows>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads);
-  }
-
-  // Heads of the own rows whose streams fit the cache.
-  template <int kFittingRows>
-  __device__ __forceinline__ int fitting_heads() const {
-    const int group = params.heads_q / params.heads_kv;
-    return kOwnsKeys ? max(1, kFittingRows / max(1, params.seq_q * group))
-                     : max(1, kFittingRows / max(1, params.seq_k)) * group;
+    return tile_of_entry<kOwnsKeys, kFittingRows>(params, first_entry + lane, tiles_of_head,
+                                                  number - first_tile - tiles_before * heads);
   }
 
   // Among the warp's entries, `entries` by `entries`, of which `lane` has the tile: those that are n-th from their entry's last
@@ -164,18 +223,6 @@ struct TileFinder {
     const int entry_lane = ptx::population_count(ptx::vote_ballot(is_own) - 1);
     const int index = kOwnsKeys ? ptx::shuffle_index(tiles, entry_lane) - left : left - 1;
     return EntryTile{first_entry + entry_lane, index, rest - place * heads};
-  }
-
-  // In sections of heads whose streams fit the cache, the tiles with the longest streams (of a causal mask) first: the last
-  // rows, or the first keys.
-  template <int kFittingRows>
-  __device__ __forceinline__ EntryTile tile_of_entry(int entry, int tiles_of_head, int number) const {
-    const int section_heads = min(heads, fitting_heads<kFittingRows>());
-    const int first_head = number / (section_heads * tiles_of_head) * section_heads;
-    const int in_section = min(section_heads, heads - first_head);
-    const int rest = number - first_head * tiles_of_head;
-    const int index = rest / in_section;
-    return EntryTile{entry, kOwnsKeys ? index : tiles_of_head - 1 - index, first_head + rest - index * in_section};
   }
 };
 

@@ -17,9 +17,10 @@ struct QueryTile {
   int batch;
   int head_q;
   int head_kv;
-  int row;    // first query row
-  int rows;   // valid ones, 1 to kBlockM; of a band 0 where there is no tile
-  int split;  // which share of the key tiles, 0 to num_splits - 1
+  int row;            // first query row
+  int rows;           // valid ones, 1 to kBlockM; of a band 0 or less where there is no tile
+  int split;          // which share of the key tiles, 0 to num_splits - 1
+  Extent entry_rows;  // of a band alone
 };
 
 // K and V of a section's heads: a third of an H100's second-level cache, and less than half of an A100's.
@@ -44,39 +45,51 @@ __device__ __forceinline__ Section section_of_tile(const ForwardParams& params, 
   return section;
 }
 
-// Of bands. Grid: heads_q for every row block that the batch may have, by what the host knows: of those blocks the first ones find
-// none (rows 0). Row blocks are numbered entry by entry, and taken from the last one on: with a right bound the later ones of an entry
-// are longer. The heads of a row block are neighbours.
+// Where no entry may have more than few row blocks, each has as many slots as the longest. Otherwise an entry has those from this
+// one on to the next entry's, as many as it has row blocks or one more: no sum over the entries before it is needed.
+template <int kBlockM>
+__device__ __forceinline__ int first_slot(const ForwardParams& params, int entry) {
+  const int row = load_length(params.entries.cu_seqlens_q + entry);
+  return max(0, min(params.entries.rows_total, row)) / kBlockM + entry;
+}
+
+// The last entry whose slots begin at `slot` or before. Each lane of a warp asks one in 32 of what is left.
+template <int kBlockM>
+__device__ __forceinline__ int entry_of_slot(const ForwardParams& params, int slot) {
+  const int lane = ptx::lane_index();
+  int first = 0;
+  for (int count = params.batch; count > 1;) {
+    const int step = ceil_div(count, 32);
+    const bool is_reached = lane * step < count && first_slot<kBlockM>(params, first + lane * step) <= slot;
+    const int passed = max(0, ptx::population_count(ptx::vote_ballot(is_reached)) - 1) * step;
+    first += passed;
+    count = min(step, count - passed);
+  }
+  return first;
+}
+
+// Of bands. Grid: heads_q blocks for every slot, which are taken from the last one on: with a right bound the later row blocks of
+// an entry are longer. The heads of a row block are neighbours. A slot past its entry's last row block has no tile.
 template <int kBlockM>
 __device__ __forceinline__ QueryTile locate_band_tile(const ForwardParams& params) {
-  const int row_blocks = ptx::grid_size() / params.heads_q;
-  const int index = ptx::block_index() / params.heads_q;
-  QueryTile tile{0, ptx::block_index() - index * params.heads_q, 0, 0, 0, 0};
-  tile.head_kv = tile.head_q / (params.heads_q / params.heads_kv);
-  int block = row_blocks - 1 - index;  // of those of the entries from `group` on
-  if (params.entries.cu_seqlens_q == nullptr) {
-    const int blocks_of_entry = ceil_div(params.seq_q, kBlockM);
-    tile.batch = block / blocks_of_entry;
-    tile.row = (block - tile.batch * blocks_of_entry) * kBlockM;
-    tile.rows = min(kBlockM, params.seq_q - tile.row);
-    return tile;
+  const int number = ptx::grid_size() - 1 - ptx::block_index();
+  const int slot = number / params.heads_q;
+  const int head = params.heads_q - 1 - (number - slot * params.heads_q);
+  QueryTile tile{0, head, head, 0, 0, 0, {0, 0}};
+  if (params.heads_q != params.heads_kv) tile.head_kv = head / heads_per_key_head(params);
+  const int blocks_of_longest = ceil_div(params.seq_q, kBlockM);
+  int block;  // of the entry
+  if (static_cast<int64_t>(blocks_of_longest) * params.batch * params.heads_q == ptx::grid_size()) {
+    tile.batch = blocks_of_longest == 1 ? slot : slot / blocks_of_longest;
+    block = slot - tile.batch * blocks_of_longest;
+  } else {
+    tile.batch = entry_of_slot<kBlockM>(params, slot);
+    block = slot - first_slot<kBlockM>(params, tile.batch);
   }
-  const int lane = ptx::lane_index();
-  for (int group = 0; group < params.batch; group += 32) {
-    const int rows = group + lane < params.batch ? row_extent(params, group + lane).length : 0;
-    const int blocks = ceil_div(rows, kBlockM);
-    const int behind = warp_prefix_sum(blocks);
-    const uint32_t reached = ptx::vote_ballot(behind > block);
-    if (reached == 0) {
-      block -= ptx::shuffle_index(behind, 31);
-      continue;
-    }
-    const int found = ptx::population_count(~reached & (reached - 1));  // the first lane that reaches past it
-    tile.batch = group + found;
-    tile.row = (block - ptx::shuffle_index(behind - blocks, found)) * kBlockM;
-    tile.rows = min(kBlockM, ptx::shuffle_index(rows, found) - tile.row);
-    return tile;
-  }
+  tile.entry_rows = row_extent(params, tile.batch);
+  tile.row = block * kBlockM;
+  // Slots before the first entry's, where its rows are not the tensor's first, count backwards.
+  tile.rows = block < 0 ? 0 : min(kBlockM, tile.entry_rows.length - tile.row);
   return tile;
 }
 
@@ -104,13 +117,31 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
   return tile;
 }
 
+// The entry of a tile.
+template <MaskKind kMask>
+__device__ __forceinline__ Sequence<kMask> sequence_of(const ForwardParams& params, const QueryTile& tile) {
+  if constexpr (kMask == MaskKind::kBand) {
+    return Sequence<kMask>(params, tile.batch, tile.entry_rows, key_extent(params, tile.batch));
+  } else {
+    return Sequence<kMask>(params, tile.batch);
+  }
+}
+// The same for what asks for its rows alone: no length of keys is read.
+template <MaskKind kMask>
+__device__ __forceinline__ Sequence<kMask> rows_of(const ForwardParams& params, const QueryTile& tile) {
+  if constexpr (kMask == MaskKind::kBand) {
+    return Sequence<kMask>(params, tile.batch, tile.entry_rows, Extent{0, 0});
+  } else {
+    return Sequence<kMask>(params, tile.batch);
+  }
+}
+
 // The block's key tiles. With a split, full_end is the whole query tile's.
 template <int kBlockN, MaskKind kMask, bool kIsSplit>
-__device__ __forceinline__ KeyTiles key_tiles_of(const ForwardParams& params, const QueryTile& tile) {
-  const Sequence<kMask> sequence(params, tile.batch);
+__device__ __forceinline__ KeyTiles key_tiles_of(const Sequence<kMask>& sequence, const QueryTile& tile) {
   KeyTiles tiles = Mask<kMask>(sequence).template key_tiles<kBlockN>(tile.row, tile.rows);
   if constexpr (kIsSplit) {
-    const int share = ceil_div(ceil_div(sequence.keys(), kBlockN), params.num_splits);
+    const int share = ceil_div(ceil_div(sequence.keys(), kBlockN), sequence.params.num_splits);
     tiles.begin = min(tile.split * share, tiles.end);
     tiles.end = min(tiles.begin + share, tiles.end);
   }

@@ -26,6 +26,8 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         is_wide = unit.row.axes["head_dim"] > 64
         if unit.dtype == "bf16" or is_wide:
             names = ONE if unit.dtype == "bf16" and is_wide and not functions else FEW
+            if unit.row.family == "sm80" and unit.row.options.get("masked_loop"):
+                names = (*names, "wide window")  # full tiles between others
             if problem.name not in names and not is_split:
                 continue
         yield replace(problem, data_seed=seed)

@@ -48,7 +48,8 @@ __device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTil
 
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
 // first; `first_row`: the first query of the warp's part of the block. Keys past the end are rows of their own, never stored.
-template <typename Spec, MaskKind kMask>
+// kIsFull: none is masked.
+template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores<Spec>& scores,
                                             ptx::SmemPointer lse_smem, const MaskTile<kMask>& tile, int key,
                                             int first_row) {
@@ -62,6 +63,7 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
       for (int i = 0; i < 4; ++i)
         scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -lse_log2[i % 2]));
   }
+  if constexpr (kIsFull) return;
   const auto& lengths = lengths_of(params, tile);
   if (kMask == MaskKind::kFull || (visible_rows<kMask>(params, lengths, key + Spec::kWarpRows - 1).begin <= first_row &&
                                    is_whole_end<Spec>(params, tile, key, first_row))) {
@@ -85,7 +87,7 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
 }
 
 // scores to P^T, packed; in place of the scores what dS^T has of it, which differs where scores are bent.
-template <typename Spec, MaskKind kMask>
+template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
                                            const BentWeights<Spec>& bent, ptx::SmemPointer lse_smem,
                                            const MaskTile<kMask>& tile, int key, int first_row) {
@@ -95,7 +97,7 @@ __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<
     for (int n = 0; n < Spec::kMmaN; ++n) load_columns(lse_log2[n], lse_smem, n);
     bent.weigh_rows(params, scores, operand, lse_log2, tile, key, first_row);
   } else {
-    key_weights<Spec, kMask>(params, scores, lse_smem, tile, key, first_row);
+    key_weights<Spec, kMask, kIsFull>(params, scores, lse_smem, tile, key, first_row);
     pack_operand<Spec>(operand, scores);
   }
 }
@@ -145,6 +147,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const bool is_value = place.role == 0;
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if (kMask == MaskKind::kBand && tile.batch < 0) return false;
+  keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);
   load_key_rows<Spec, Stream, kMask>(params, tile, smem);
@@ -177,7 +180,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
       multiply_query_key<Spec>(scores, own, (is_value ? Q_smem : dO_smem) + place.row_offset());
       Operand<Spec> operand;
       if (is_value) {
-        weigh_keys<Spec, kMask>(params, scores, operand, bent, statistics, tile, key, part_row);
+        weigh_keys<Spec, kMask, false>(params, scores, operand, bent, statistics, tile, key, part_row);
         if constexpr (Spec::kBendsScores) {
           Operand<Spec> bent_operand;  // what dS is made from
           pack_operand<Spec>(bent_operand, scores);
@@ -212,6 +215,44 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   return true;
 }
 
+// dK and dV of one block. key: the warp's first; of bands is_seen: some of its keys by some query.
+template <typename Spec, typename Stream, MaskKind kMask, bool kIsFull>
+__device__ __forceinline__ void add_queries(const BackwardParams& params, Gradient<Spec>& dK, Gradient<Spec>& dV,
+                                            Stream& stream, const QueryOperand<Spec>& K, const QueryOperand<Spec>& V,
+                                            const MaskTile<kMask>& tile, const GroupOperand<Spec>& unshared, int key,
+                                            int head, int block, bool is_seen) {
+  stream.wait_second();
+  const int block_row = block * Spec::kStreamRows;
+  if (kMask == MaskKind::kBand
+          ? is_seen
+          : kMask != MaskKind::kCausal ||
+                diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
+    const ptx::SmemPointer Q_smem = stream.first();
+    const ptx::SmemPointer dO_smem = stream.second();
+    Scores<Spec> scores;     // S^T, then P^T
+    Scores<Spec> gradients;  // dP^T, then dS^T
+    Operand<Spec> operand;
+    BentWeights<Spec> bent;
+    if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, head, key, block_row);
+    multiply_query_key<Spec>(scores, K, Q_smem);
+    multiply_query_key<Spec>(gradients, V, dO_smem);
+    weigh_keys<Spec, kMask, kIsFull>(params, scores, operand, bent, stream.current_statistics(), tile, key, block_row);
+    accumulate<Spec>(dV, operand, unshared, dO_smem);
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n) {
+      float row_dot[2];
+      load_columns(row_dot, stream.current_statistics() + Spec::kStreamRows * 4, n);
+#pragma unroll
+      for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - row_dot[i % 2]);
+    }
+    pack_operand<Spec>(operand, gradients);
+    accumulate<Spec>(dK, operand, unshared, Q_smem);
+  }
+  stream.advance();
+}
+
 // One role: a warp computes both gradients of its keys, and P^T and dS^T stay in its registers.
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& params, Gradient<Spec>& dK,
@@ -220,6 +261,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   const WarpPlace<Spec> place(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if (kMask == MaskKind::kBand && tile.batch < 0) return false;
+  keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);
   load_key_rows<Spec, Stream, kMask>(params, tile, smem);
@@ -234,38 +276,29 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   clear<Spec>(dV);
   int block = range.end - 1;
   int head = range.head;
-  for (int left = (range.end_head - range.head) * (range.end - range.begin); left > 0; --left) {
-    stream.wait_second();
-    const int block_row = block * Spec::kStreamRows;
-    if (kMask != MaskKind::kCausal ||
-        diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
-      const ptx::SmemPointer Q_smem = stream.first();
-      const ptx::SmemPointer dO_smem = stream.second();
-      Scores<Spec> scores;     // S^T, then P^T
-      Scores<Spec> gradients;  // dP^T, then dS^T
-      Operand<Spec> operand;
-      BentWeights<Spec> bent;
-      if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, head, key, block_row);
-      multiply_query_key<Spec>(scores, K, Q_smem);
-      multiply_query_key<Spec>(gradients, V, dO_smem);
-      weigh_keys<Spec, kMask>(params, scores, operand, bent, stream.current_statistics(), tile, key, block_row);
-      accumulate<Spec>(dV, operand, unshared, dO_smem);
-#pragma unroll
-      for (int n = 0; n < Spec::kMmaN; ++n) {
-        float row_dot[2];
-        load_columns(row_dot, stream.current_statistics() + Spec::kStreamRows * 4, n);
-#pragma unroll
-        for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - row_dot[i % 2]);
-      }
-      pack_operand<Spec>(operand, gradients);
-      accumulate<Spec>(dK, operand, unshared, Q_smem);
-    }
-    stream.advance();
+  int left = (range.end_head - range.head) * (range.end - range.begin);
+  const auto next = [&] {
+    --left;
     if (--block < range.begin) {
       block = range.end - 1;
       ++head;
+    }
+  };
+  if constexpr (kMask == MaskKind::kBand && !Spec::kBendsScores) {
+    // Blocks without a mask have a loop of their own, as in the kernel of dq.
+    const KeyRange full = full_blocks<Spec>(params, tile);
+    for (; left > 0; next()) {
+      for (; left > 0 && block >= full.begin && block < full.end; next()) {
+        add_queries<Spec, Stream, kMask, true>(params, dK, dV, stream, K, V, tile, unshared, key, head, block, true);
+      }
+      if (left <= 0) break;
+      const KeyRange seen = seen_blocks<Spec>(params, tile, ptx::recompute(key));
+      add_queries<Spec, Stream, kMask, false>(params, dK, dV, stream, K, V, tile, unshared, key, head, block,
+                                              block >= seen.begin && block < seen.end);
+    }
+  } else {
+    for (; left > 0; next()) {
+      add_queries<Spec, Stream, kMask, false>(params, dK, dV, stream, K, V, tile, unshared, key, head, block, true);
     }
   }
   stream.finish();
@@ -292,7 +325,7 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
     Gradient<Spec> dK;
     Gradient<Spec> dV;
     if (!sum_both_over_queries<Spec, Stream, kMask>(params, dK, dV, smem)) return;
-    const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
+    const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
     const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
     ptx::warp_sync();  // Hazard: a gradient takes the place of K or V while another lane of the warp still reads it.
     // Hazard: the same, while K or V is on its way: keys that no query sees have no block, and no barrier in it.
@@ -302,7 +335,7 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
   } else {
     Gradient<Spec> gradient;
     if (!sum_over_queries<Spec, Stream, kMask>(params, gradient, smem)) return;
-    const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
+    const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
     const WarpPlace<Spec> place(warp_of_block());
     const bool is_value = place.role == 0;
     // Hazard: a gradient takes the place of K or V while a sharing warp still multiplies with it.

@@ -71,8 +71,8 @@ struct RowStatistics {
 };
 
 // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
-// anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first.
-template <typename Spec, MaskKind kMask>
+// anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first. kIsFull: none is masked.
+template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
                                               const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,
                                               int row, int first_key) {
@@ -83,6 +83,7 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         scores[m][n][i] = ptx::exp2_approx(ptx::fma_rn(scores[m][n][i], params.scale_log2, -rows.lse_log2[m][i / 2]));
+  if constexpr (kIsFull) return;
   const auto& lengths = lengths_of(params, tile);
   if (visible_keys<kMask>(params, lengths, row).end - first_key >= Spec::kWarpStreamRows &&
       (kMask != MaskKind::kBand ||
@@ -105,6 +106,63 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
     }
 }
 
+// dP to dS, as a left operand. scores: P.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>& gradients, const Scores<Spec>& scores,
+                                                const RowStatistics<Spec, kMask>& rows) {
+#pragma unroll
+  for (int m = 0; m < Spec::kMmaM; ++m)
+#pragma unroll
+    for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - rows.row_dot[m][i / 2]);
+  pack_operand<Spec>(dS, gradients);
+}
+
+// dQ += dS K.
+template <typename Spec>
+__device__ __forceinline__ void add_products(Gradient<Spec>& dQ, const Operand<Spec>& dS,
+                                             const GroupOperand<Spec>& shared, const WarpPlace<Spec>& place,
+                                             ptx::SmemPointer K_smem) {
+  if constexpr (Spec::kSharers > 1) {
+    shared.store(place, dS);
+    // Hazard: a warp reads the other's half of dS before it is written. (It is overwritten a block later, behind the
+    // stream's barrier.)
+    ptx::named_barrier_sync(1 + place.group, Spec::kSharers * 32);
+  }
+  accumulate<Spec>(dQ, dS, shared, K_smem + place.column_offset());
+}
+
+// Of a band: dQ += dS K of one block. row: the group's first; is_seen: by some of its rows.
+template <typename Spec, typename Stream, bool kIsFull>
+__device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<Spec>& dQ, Stream& stream,
+                                         const QueryOperand<Spec>& Q, const QueryOperand<Spec>& dO,
+                                         const RowStatistics<Spec, MaskKind::kBand>& rows, const BandTile& tile,
+                                         const WarpPlace<Spec>& place, const GroupOperand<Spec>& shared, int row,
+                                         int block, bool is_seen) {
+  const int block_key = block * Spec::kStreamRows;
+  Scores<Spec> gradients;  // dP, then dS
+  Scores<Spec> scores;
+  stream.wait_second();
+  if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
+  stream.wait_first();
+  if (is_seen) {
+    BentWeights<Spec> bent;
+    if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, tile.head, row, block_key);
+    multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
+    if constexpr (Spec::kBendsScores) {
+      bent.weigh_keys(params, scores, rows.lse_log2, tile, row, block_key);
+    } else {
+      query_weights<Spec, MaskKind::kBand, kIsFull>(params, scores, rows, tile, row,
+                                                    block_key + place.part * Spec::kWarpStreamRows);
+    }
+    Operand<Spec> dS;
+    score_gradients<Spec, MaskKind::kBand>(dS, gradients, scores, rows);
+    add_products<Spec>(dQ, dS, shared, place, stream.first());
+  }
+  stream.advance();
+}
+
 // smem: Q [kOwnRows, kHeadDim], dO, then Spec's map. False: this block has no tile.
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Gradient<Spec>& dQ, ptx::SmemPointer smem) {
@@ -112,6 +170,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   const WarpPlace<Spec> place(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if (kMask == MaskKind::kBand && tile.batch < 0) return false;
+  keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);
   const int num_rows = lengths_of(params, tile).rows();
@@ -129,43 +188,42 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   const GroupOperand<Spec> shared(smem, place, 0);
   const int row = tile.row + place.first_row();
   clear<Spec>(dQ);
-  for (int block = range.end - 1; block >= range.begin; --block) {
-    const int block_key = block * Spec::kStreamRows;
-    // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
-    const bool is_seen =
-        kMask != MaskKind::kCausal || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
-    Scores<Spec> gradients;  // dP, then dS
-    Scores<Spec> scores;
-    stream.wait_second();
-    if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
-    stream.wait_first();
-    if (is_seen) {
-      BentWeights<Spec> bent;
-      if constexpr (Spec::kBendsScores) bent.load_mask(params, tile, tile.head, row, block_key);
-      multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
-      if constexpr (Spec::kBendsScores) {
-        bent.weigh_keys(params, scores, rows.lse_log2, tile, row, block_key);
-      } else {
-        query_weights<Spec, kMask>(params, scores, rows, tile, row, block_key + place.part * Spec::kWarpStreamRows);
+  if constexpr (kMask == MaskKind::kBand) {
+    // Blocks without a mask have a loop of their own inside that of the others, which lie on both sides of them.
+    const KeyRange full = Spec::kBendsScores ? KeyRange{0, 0} : full_blocks<Spec>(params, tile);
+    for (int block = range.end - 1; block >= range.begin; --block) {
+      if constexpr (!Spec::kBendsScores) {
+        for (; block >= full.begin && block < full.end; --block) {
+          add_keys<Spec, Stream, true>(params, dQ, stream, Q, dO, rows, tile, place, shared, row, block, true);
+        }
+        if (block < range.begin) break;
       }
-#pragma unroll
-      for (int m = 0; m < Spec::kMmaM; ++m)
-#pragma unroll
-        for (int n = 0; n < Spec::kMmaN; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - rows.row_dot[m][i / 2]);
-      Operand<Spec> dS;
-      pack_operand<Spec>(dS, gradients);
-      if constexpr (Spec::kSharers > 1) {
-        shared.store(place, dS);
-        // Hazard: a warp reads the other's half of dS before it is written. (It is overwritten a block later, behind the
-        // stream's barrier.)
-        ptx::named_barrier_sync(1 + place.group, Spec::kSharers * 32);
-      }
-      accumulate<Spec>(dQ, dS, shared, stream.first() + place.column_offset());
+      const KeyRange seen = seen_blocks<Spec>(params, tile, ptx::recompute(row));
+      add_keys<Spec, Stream, false>(params, dQ, stream, Q, dO, rows, tile, place, shared, row, block,
+                                    block >= seen.begin && block < seen.end);
     }
-    stream.advance();
+  } else {
+    // Not by the same function: the machine code of D=128 and 256 would be other.
+    for (int block = range.end - 1; block >= range.begin; --block) {
+      const int block_key = block * Spec::kStreamRows;
+      // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
+      const bool is_seen =
+          kMask != MaskKind::kCausal || block_key <= diagonal_key(Lengths{params}, row + Spec::kWarpRows - 1);
+      Scores<Spec> gradients;  // dP, then dS
+      Scores<Spec> scores;
+      stream.wait_second();
+      if (is_seen) multiply_query_key<Spec>(gradients, dO, stream.second() + place.row_offset());
+      stream.wait_first();
+      if (is_seen) {
+        multiply_query_key<Spec>(scores, Q, stream.first() + place.row_offset());
+        query_weights<Spec, kMask, false>(params, scores, rows, tile, row,
+                                          block_key + place.part * Spec::kWarpStreamRows);
+        Operand<Spec> dS;
+        score_gradients<Spec, kMask>(dS, gradients, scores, rows);
+        add_products<Spec>(dQ, dS, shared, place, stream.first());
+      }
+      stream.advance();
+    }
   }
   stream.finish();
   return true;
@@ -176,8 +234,8 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
   Gradient<Spec> dQ;
   if (!sum_over_keys<Spec, Stream, kMask>(params, dQ, smem)) return;
-  // Located again: the registers of what only the end needs are free in the loop.
-  const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
+  // Located again, or kept: the registers of what only the end needs are free in the loop.
+  const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
   const WarpPlace<Spec> place(ptx::recompute(ptx::warp_index()));
   const int row = tile.row + place.first_row();
   // Hazard: dQ takes the place of Q while a sharing warp still multiplies with it, or while Q is still on its way.

@@ -134,16 +134,53 @@ __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& param
   return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
 
-// Band: as many blocks as there can be tiles; every warp finds the tile of its block.
+// Band: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
   if constexpr (kMask == MaskKind::kBand) {
-    TileFinder<Spec::kOwnRows, Spec::kStreamsQueries> finder(params);
-    if (ptx::block_index() >= finder.count()) return BandTile{-1, 0, 0, {}};
-    const EntryTile found = finder.template find<kL2GroupBytes / (2 * Spec::kRowBytes)>(ptx::block_index());
-    return BandTile{found.entry, found.head, found.index * Spec::kOwnRows, entry_extents(params, found.entry)};
+    constexpr int kFittingRows = kL2GroupBytes / (2 * Spec::kRowBytes);
+    const EntryTile found =
+        tile_of_slot<Spec::kOwnRows, Spec::kStreamsQueries, kFittingRows>(params, ptx::block_index());
+    const EntryExtents extents = entry_extents(params, found.entry);
+    const int row = found.index * Spec::kOwnRows;
+    const bool is_tile = row < (Spec::kStreamsQueries ? extents.key_room : extents.row_room);
+    return BandTile{is_tile ? found.entry : -1, found.head, row, extents};
   } else {
     return locate_dense_tile<Spec, kMask>(params);
+  }
+}
+
+// What the end needs of a band's tile: found again, it takes short entries 3% of their time. (sm75 has no room for it.)
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void keep_tile(ptx::SmemPointer block_smem, const MaskTile<kMask>& tile) {
+  if constexpr (Spec::kIsBand && !Spec::kServesPlain) {
+    const ptx::SmemPointer smem = block_smem + Spec::kTileOffset + ptx::warp_index() * Spec::kTileBytes;
+    const EntryExtents& extents = tile.extents;
+    if (ptx::lane_index() == 0) {
+      ptx::st_shared_128(smem, {static_cast<uint32_t>(tile.batch), static_cast<uint32_t>(tile.head),
+                                static_cast<uint32_t>(tile.row), 0});
+      ptx::st_shared_64(smem + 16,
+                        {static_cast<uint32_t>(Spec::kStreamsQueries ? extents.first_key : extents.first_row),
+                         static_cast<uint32_t>(Spec::kStreamsQueries ? extents.key_room : extents.row_room)});
+    }
+    ptx::warp_sync();  // read after write
+  }
+}
+// Behind the loop, so that no register holds it there: the tile, of whose extents own rows alone are known.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ MaskTile<kMask> end_tile(const BackwardParams& params, ptx::SmemPointer block_smem) {
+  if constexpr (Spec::kIsBand && !Spec::kServesPlain) {
+    const ptx::SmemPointer smem = block_smem + Spec::kTileOffset + ptx::recompute(ptx::warp_index()) * Spec::kTileBytes;
+    uint32_t words[4];
+    uint32_t own[2];
+    ptx::ld_shared_128(words, smem);
+    ptx::ld_shared_64(own, smem + 16);
+    const int first = static_cast<int>(own[0]);
+    const int room = static_cast<int>(own[1]);
+    return BandTile{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
+                    EntryExtents{0, 0, first, first, room, room}};
+  } else {
+    return locate_tile<Spec, kMask>(params);
   }
 }
 
@@ -157,7 +194,7 @@ struct StreamRange {
 
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params, const MaskTile<kMask>& tile) {
-  const int group = heads_per_key_head(params);
+  const int group = kMask == MaskKind::kBand && params.heads_q == params.heads_kv ? 1 : heads_per_key_head(params);
   const auto& lengths = lengths_of(params, tile);
   if constexpr (Spec::kStreamsQueries) {
     const int first_head = tile.head * group;
@@ -171,7 +208,7 @@ __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params
     return StreamRange{begin, ceil_div(params.seq_q, Spec::kStreamRows), first_head, (tile.head + 1) * group};
   } else {
     const int last_row = min(tile.row + Spec::kOwnRows, lengths.rows()) - 1;
-    const int key_head = tile.head / group;
+    const int key_head = kMask == MaskKind::kBand && group == 1 ? tile.head : tile.head / group;
     const int begin =
         kMask == MaskKind::kBand
             ? visible_keys<kMask>(params, lengths, min(tile.row, max(0, last_row))).begin / Spec::kStreamRows
@@ -179,6 +216,33 @@ __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params
     const int end = ceil_div(visible_keys<kMask>(params, lengths, last_row).end, Spec::kStreamRows);
     return StreamRange{begin, kMask == MaskKind::kBand ? max(begin, end) : end, key_head, key_head + 1};
   }
+}
+
+// Of them those that some of a warp's rows, or keys, from `row` on sees: [begin, end). None where it has none.
+template <typename Spec>
+__device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, const BandTile& tile, int row) {
+  const int own_rows = Spec::kStreamsQueries ? tile.extents.keys() : tile.extents.rows();
+  if (row >= own_rows) return KeyRange{0, 0};
+  const int last_row = min(row + Spec::kWarpRows, own_rows) - 1;
+  const auto visible = [&](int at) {
+    return Spec::kStreamsQueries ? visible_rows<MaskKind::kBand>(params, tile.extents, at)
+                                 : visible_keys<MaskKind::kBand>(params, tile.extents, at);
+  };
+  return KeyRange{visible(row).begin / Spec::kStreamRows, ceil_div(visible(last_row).end, Spec::kStreamRows)};
+}
+
+// Of them those that need no mask, [begin, end): every row of the tile sees all of each.
+template <typename Spec>
+__device__ __forceinline__ KeyRange full_blocks(const BackwardParams& params, const BandTile& tile) {
+  const auto visible = [&](int row) {
+    return Spec::kStreamsQueries ? visible_rows<MaskKind::kBand>(params, tile.extents, row)
+                                 : visible_keys<MaskKind::kBand>(params, tile.extents, row);
+  };
+  // Keys past the last are seen by none; what rows past the last see does not matter.
+  const int last_row = tile.row + Spec::kOwnRows - 1;
+  const int begin = visible(Spec::kStreamsQueries ? last_row : min(last_row, max(0, tile.extents.rows() - 1))).begin;
+  const int end = Spec::kStreamsQueries && last_row >= tile.extents.keys() ? 0 : visible(tile.row).end;
+  return KeyRange{ceil_div(begin, Spec::kStreamRows), end / Spec::kStreamRows};
 }
 
 }  // namespace mma_sync

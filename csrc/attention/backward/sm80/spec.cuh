@@ -35,15 +35,24 @@ struct KeyValueGradientSpec
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
-// For MaskKind::kBand. kScores 1: kBendsScores.
+// For MaskKind::kBand: what the end of a tile needs is kept, a copy for each warp.
+template <typename Base>
+struct VarlenSpec : Base {
+  static constexpr int kTileBytes = 32;
+  static constexpr int kTileOffset = Base::kSharedBytes;
+  static constexpr int kSharedBytes = kTileOffset + Base::kNumWarps * kTileBytes;
+};
+
+// kScores 1: kBendsScores.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, int kScores>
-using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows,
-                                                  kOwnInRegisters, true, kScores != 0>;
+using VarlenQueryGradientSpec = VarlenSpec<QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
+                                                             kWarpRows, kOwnInRegisters, true, kScores != 0>>;
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, int kNumRoles, int kScores>
-using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                        kWarpRows, kOwnInRegisters, kNumRoles, true, kScores != 0>;
+using VarlenKeyValueGradientSpec =
+    VarlenSpec<KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows,
+                                    kOwnInRegisters, kNumRoles, true, kScores != 0>>;
 
 }  // namespace sm80
 }  // namespace backward

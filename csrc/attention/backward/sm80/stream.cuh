@@ -24,10 +24,22 @@ struct Stream : mma_sync::StreamSource<Spec> {
   int load_stage = 0;        // where the next one goes
   int statistic_stage = -1;  // where this thread's last statistic belongs, if it has not been stored
   float statistic = 0.0f;
+  // Of bands, where the place of an entry takes more registers: the running pointers of the loaders.
+  const Element* next_first = nullptr;
+  const Element* next_second = nullptr;
 
   __device__ __forceinline__ Stream(const BackwardParams& params, const typename Source::Tile& tile,
                                     const mma_sync::StreamRange& range, ptx::SmemPointer smem)
-      : Source(params, tile, range, smem) {}
+      : Source(params, tile, range, smem) {
+    if constexpr (Spec::kIsBand) begin_head();
+  }
+
+  // The next block is a head's last.
+  __device__ __forceinline__ void begin_head() {
+    const int end_row = (this->next_block + 1) * Spec::kStreamRows;
+    next_first = Loader(this->first_gmem(), this->first_stride().row, end_row).next_gmem;
+    next_second = Loader(this->second_gmem(), this->second_stride().row, end_row).next_gmem;
+  }
 
   // Starts the copy of the rows that the thread block owns; it belongs to the stream's first group.
   static __device__ __forceinline__ void load_own(ptx::SmemPointer smem, const Element* head_gmem, int64_t row_stride,
@@ -36,18 +48,33 @@ struct Stream : mma_sync::StreamSource<Spec> {
     loader.template load<Spec::kOwnRows, false>(smem, row_stride, head_dim, rows - row);
   }
 
-  // Of the head of the next block. No pointer is kept from block to block, for want of registers.
+  // Of the head of the next block. Only of bands a pointer is kept from block to block.
   __device__ __forceinline__ void load_rows(ptx::SmemPointer tile_smem, const Element* head_gmem, int64_t row_stride,
                                             int block, int columns) {
     Loader loader(head_gmem, row_stride, (block + 1) * Spec::kStreamRows);
-    loader.template load<Spec::kStreamRows, false>(tile_smem, row_stride, columns,
-                                                   this->rows() - block * Spec::kStreamRows);
+    loader.template load<Spec::kStreamRows, false>(tile_smem, row_stride, columns, rows_from(block));
   }
+  __device__ __forceinline__ void load_next_rows(const Element*& next_gmem, ptx::SmemPointer tile_smem,
+                                                 int64_t row_stride, int block, int columns) {
+    Loader loader(next_gmem);
+    loader.template load<Spec::kStreamRows, false>(tile_smem, row_stride, columns, rows_from(block));
+    next_gmem = loader.next_gmem;
+  }
+  __device__ __forceinline__ int rows_from(int block) const { return this->rows() - block * Spec::kStreamRows; }
+
   __device__ __forceinline__ void load_first(int block, int to_stage) {
-    load_rows(this->first(to_stage), this->first_gmem(), this->first_stride().row, block, this->params.head_dim);
+    if constexpr (Spec::kIsBand) {
+      load_next_rows(next_first, this->first(to_stage), this->first_stride().row, block, this->params.head_dim);
+    } else {
+      load_rows(this->first(to_stage), this->first_gmem(), this->first_stride().row, block, this->params.head_dim);
+    }
   }
   __device__ __forceinline__ void load_second(int block, int to_stage) {
-    load_rows(this->second(to_stage), this->second_gmem(), this->second_stride().row, block, this->second_columns());
+    if constexpr (Spec::kIsBand) {
+      load_next_rows(next_second, this->second(to_stage), this->second_stride().row, block, this->second_columns());
+    } else {
+      load_rows(this->second(to_stage), this->second_gmem(), this->second_stride().row, block, this->second_columns());
+    }
   }
 
   __device__ __forceinline__ void load_next() {
@@ -59,6 +86,9 @@ struct Stream : mma_sync::StreamSource<Spec> {
     }
     load_stage = load_stage == kStages - 1 ? 0 : load_stage + 1;
     Source::advance();
+    if constexpr (Spec::kIsBand && Spec::kStreamsQueries) {
+      if (this->next_block == this->range.end - 1) begin_head();
+    }
   }
 
   __device__ __forceinline__ void store_last_statistic() {

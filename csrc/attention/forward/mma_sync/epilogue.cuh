@@ -36,8 +36,7 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
       }
   ptx::warp_sync();  // read after write: the rows were put together by all lanes
   const Strides& stride = params.out_stride;
-  Element* out_gmem = static_cast<Element*>(params.out) +
-                      Sequence<kMask>(params, tile.batch).row_offset(stride, tile.head_q) +
+  Element* out_gmem = static_cast<Element*>(params.out) + rows_of<kMask>(params, tile).row_offset(stride, tile.head_q) +
                       static_cast<int64_t>(tile.row + warp_row) * stride.row;
   constexpr int kLanesPerRow = kSegmentChunks;
   const int chunk = lane % kLanesPerRow;
@@ -60,7 +59,7 @@ __device__ __forceinline__ void store_output(const ForwardParams& params, const 
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const QueryTile& tile, int warp_row,
                                               int lane, const float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4]) {
-  const Sequence<kMask> sequence(params, tile.batch);
+  const Sequence<kMask> sequence = rows_of<kMask>(params, tile);
   const int64_t head = sequence.template result_head<Spec::kIsSplit>(tile.head_q, tile.split);
   float* out_gmem = params.out_partial + (sequence.result_row(head) + tile.row + warp_row) * params.head_dim;
 #pragma unroll
@@ -83,7 +82,7 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void finish_tile(const ForwardParams& params, const QueryTile& tile, int warp_row, int lane,
                                             const RowState (&rows)[Spec::kMmaM][2],
                                             float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4], ptx::SmemPointer warp_smem) {
-  const Sequence<kMask> sequence(params, tile.batch);
+  const Sequence<kMask> sequence = rows_of<kMask>(params, tile);
   const int64_t head = sequence.template result_head<Spec::kIsSplit>(tile.head_q, tile.split);
   const bool wants_lse = Spec::kIsSplit || params.lse != nullptr;
   float* lse_gmem = (Spec::kIsSplit ? params.lse_partial : params.lse) + sequence.result_row(head) + tile.row;

@@ -39,10 +39,10 @@ struct KeyTileWalk {
       causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
   const QueryTile tile;  // of a band alone
 
-  __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile_, int last_tile,
+  __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile_, int last_tile,
                                          ptx::SmemPointer KV_smem)
-      : params(params_),
-        sequence{params_, tile_.batch},
+      : params(sequence_.params),
+        sequence(sequence_),
         K_smem(KV_smem),
         V_smem(KV_smem + Spec::kKeyBytes),
         K_gmem(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile_.head_kv)),
@@ -98,10 +98,11 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
+  const Sequence<kMask> sequence = sequence_of<kMask>(params, tile);
   if (kMask == MaskKind::kBand && tile.rows <= 0) return;
-  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, false>(params, tile);
+  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, false>(sequence, tile);
   if (key_tiles.end == 0 || (kMask == MaskKind::kBand && key_tiles.begin >= key_tiles.end)) return;
-  KeyTileWalk<Spec, kMask> walk(params, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
+  KeyTileWalk<Spec, kMask> walk(sequence, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
   {
     StagedTile<Spec, Spec::kBlockN> K_staged;
     walk.fetch_key(K_staged, walk.n);

@@ -54,6 +54,37 @@ struct BandWalk<Spec, MaskKind::kBand> {
         warp_row(tile.row + ptx::warp_index() * Spec::kWarpRows) {}
 };
 
+// What the end needs of a band's tile, a copy for each warp: to find it again takes short entries 3% of their time, and registers are
+// scarce in the loop.
+template <typename Spec>
+struct KeptTile {
+  const ptx::SmemPointer smem;
+
+  __device__ __forceinline__ explicit KeptTile(ptx::SmemPointer block_smem)
+      : smem(block_smem + Spec::kTileOffset + ptx::recompute(ptx::warp_index()) * Spec::kTileBytes) {}
+
+  __device__ __forceinline__ void store(const QueryTile& tile) const {
+    if (ptx::lane_index() == 0) {
+      const int words[4] = {tile.batch, tile.head_q, tile.row, tile.rows};
+      ptx::st_shared_128(smem, reinterpret_cast<const uint32_t (&)[4]>(words));
+      ptx::st_shared_32(smem + 16, static_cast<uint32_t>(tile.entry_rows.first));
+    }
+    ptx::warp_sync();  // read after write
+  }
+  __device__ __forceinline__ QueryTile load() const {
+    uint32_t words[4];
+    ptx::ld_shared_128(words, smem);
+    const int first = static_cast<int>(ptx::ld_shared_32(smem + 16));
+    return QueryTile{static_cast<int>(words[0]),
+                     static_cast<int>(words[1]),
+                     0,
+                     static_cast<int>(words[2]),
+                     static_cast<int>(words[3]),
+                     0,
+                     {first, 0}};
+  }
+};
+
 // The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands. kIsPlain: of a band
 // that has neither pages nor score functions, which costs what a dense kernel's walk does.
 template <typename Spec, MaskKind kMask, bool kIsPlain>
@@ -73,10 +104,10 @@ struct KeyTileWalk {
   int causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
   const BandWalk<Spec, kMask> band;
 
-  __device__ __forceinline__ KeyTileWalk(const ForwardParams& params_, const QueryTile& tile, const KeyTiles& key_tiles,
-                                         ptx::SmemPointer KV_smem_)
-      : params(params_),
-        sequence{params_, tile.batch},
+  __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile,
+                                         const KeyTiles& key_tiles, ptx::SmemPointer KV_smem_)
+      : params(sequence_.params),
+        sequence(sequence_),
         KV_smem(KV_smem_),
         K_loader(static_cast<const Element*>(params.k) + sequence.key_offset(params.k_stride, tile.head_kv),
                  params.k_stride.row, key_tiles.end * Spec::kBlockN),
@@ -92,9 +123,9 @@ struct KeyTileWalk {
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
     if constexpr (kMask == MaskKind::kBand && kIsPlain) {
       const int first_key = tile * Spec::kBlockN;
-      K_loader.template load_between<Spec::kBlockN>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
-                                                    params.head_dim, band.visible.begin - first_key,
-                                                    band.visible.end - first_key);
+      K_loader.template load_between<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
+                                                              params.head_dim, band.visible.begin - first_key,
+                                                              band.visible.end - first_key);
       return;
     } else if constexpr (kMask == MaskKind::kBand) {
       load_band_tile<Spec, Spec::kBlockN>(KV_smem + to_stage * Spec::kKeyBytes, band.K_gmem, params.k_stride,
@@ -109,9 +140,9 @@ struct KeyTileWalk {
   __device__ __forceinline__ void load_value(int tile, int to_stage) {
     if constexpr (kMask == MaskKind::kBand && kIsPlain) {
       const int first_key = tile * Spec::kBlockN;
-      V_loader.template load_between<Spec::kBlockN>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes,
-                                                    params.v_stride.row, params.head_dim_v,
-                                                    band.visible.begin - first_key, band.visible.end - first_key);
+      V_loader.template load_between<Spec::kBlockN, kIsWhole>(
+          KV_smem + (kStages + to_stage) * Spec::kKeyBytes, params.v_stride.row, params.head_dim_v,
+          band.visible.begin - first_key, band.visible.end - first_key);
       return;
     } else if constexpr (kMask == MaskKind::kBand) {
       load_band_tile<Spec, Spec::kBlockN>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes, band.V_gmem,
@@ -149,7 +180,7 @@ struct KeyTileWalk {
     if constexpr (kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync_block();  // K of this tile is whole; all warps are done with V of the tile before
-      if (kMasked == Masked::kAll || (kMasked == Masked::kSome && (n + 1) * Spec::kBlockN > sequence.keys())) {
+      if (kMasked == Masked::kAll || (kMasked == Masked::kSome && (n + 1) * Spec::kBlockN > end_of_keys())) {
         load_value<false>(n, 0);
       } else {
         load_value<true>(n, 0);
@@ -176,6 +207,12 @@ struct KeyTileWalk {
     return K_smem + kStages * Spec::kKeyBytes;
   }
 
+  // Keys from here on are not read.
+  __device__ __forceinline__ int end_of_keys() const {
+    if constexpr (kMask == MaskKind::kBand) return band.visible.end;
+    return sequence.keys();
+  }
+
   template <Masked kMasked>
   __device__ __forceinline__ void step(Accumulator<Spec>& accumulator, const QueryOperand<Spec>& Q) {
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
@@ -200,27 +237,44 @@ __device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params
   return locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, Spec::kIsSplit>(params);
 }
 
+// The same behind the loop.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void load_query(const ForwardParams& params, const QueryTile& tile,
+__device__ __forceinline__ QueryTile end_tile(const ForwardParams& params, ptx::SmemPointer block_smem) {
+  if constexpr (kMask == MaskKind::kBand) return KeptTile<Spec>(block_smem).load();
+  return this_query_tile<Spec, kMask>(params);
+}
+
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void load_query(const Sequence<kMask>& sequence, const QueryTile& tile,
                                            ptx::SmemPointer Q_smem) {
-  TileLoader<Spec> loader(static_cast<const typename Spec::Element*>(params.q) +
-                              Sequence<kMask>(params, tile.batch).row_offset(params.q_stride, tile.head_q),
-                          params.q_stride.row, tile.row + Spec::kBlockM);
+  const ForwardParams& params = sequence.params;
+  TileLoader<Spec> loader(
+      static_cast<const typename Spec::Element*>(params.q) + sequence.row_offset(params.q_stride, tile.head_q),
+      params.q_stride.row, tile.row + Spec::kBlockM);
   loader.template load<Spec::kBlockM, false>(Q_smem, params.q_stride.row, params.head_dim, tile.rows);
 }
 
 template <typename Spec, MaskKind kMask, bool kIsPlain>
-__device__ __forceinline__ void walk_keys(const ForwardParams& params, Accumulator<Spec>& accumulator,
+__device__ __forceinline__ void walk_keys(const Sequence<kMask>& sequence, Accumulator<Spec>& accumulator,
                                           const QueryTile& tile, const KeyTiles& key_tiles, ptx::SmemPointer Q_smem,
                                           int warp_row) {
-  KeyTileWalk<Spec, kMask, kIsPlain> walk(params, tile, key_tiles, Q_smem + Spec::kQueryBytes);
+  KeyTileWalk<Spec, kMask, kIsPlain> walk(sequence, tile, key_tiles, Q_smem + Spec::kQueryBytes);
   walk.start();
   if constexpr (Spec::kQueryInRegisters) {
     ptx::cp_async_wait<Spec::kNumStages == 1 ? 0 : Spec::kNumStages - 2>();
     ptx::barrier_sync_block();  // Q is whole
   }
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
-  if constexpr (Spec::kHasMaskedLoop) {
+  if constexpr (kMask == MaskKind::kBand && kIsPlain && Spec::kHasMaskedLoop) {
+    // Full tiles have a loop of their own inside that of the others, which lie on both sides of them.
+    for (; walk.n >= key_tiles.begin; --walk.n) {
+      for (; walk.n >= key_tiles.full_begin && walk.n < key_tiles.full_end; --walk.n) {
+        walk.template step<Masked::kNone>(accumulator, Q);
+      }
+      if (walk.n < key_tiles.begin) break;
+      walk.template step<Masked::kSome>(accumulator, Q);
+    }
+  } else if constexpr (kMask != MaskKind::kBand && Spec::kHasMaskedLoop) {
     for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<Masked::kAll>(accumulator, Q);
     for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kNone>(accumulator, Q);
   } else {
@@ -233,17 +287,20 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<Spec>& accumulator,
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = this_query_tile<Spec, kMask>(params);
+  // Before the branch: its loads wait with the tile's.
+  const Sequence<kMask> sequence = sequence_of<kMask>(params, tile);
+  if constexpr (kMask == MaskKind::kBand) KeptTile<Spec>(Q_smem).store(tile);
   if (kMask == MaskKind::kBand && tile.rows <= 0) return;
-  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(params, tile);
+  const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(sequence, tile);
   if (key_tiles.begin >= key_tiles.end) return;
-  load_query<Spec, kMask>(params, tile, Q_smem);
+  load_query<Spec, kMask>(sequence, tile, Q_smem);
   if constexpr (kMask == MaskKind::kBand) {
     if (params.entries.block_table != nullptr || params.band.score_factor > 0.0f || params.band.mask != nullptr) {
-      walk_keys<Spec, kMask, false>(params, accumulator, tile, key_tiles, Q_smem, warp_row);
+      walk_keys<Spec, kMask, false>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
       return;
     }
   }
-  walk_keys<Spec, kMask, true>(params, accumulator, tile, key_tiles, Q_smem, warp_row);
+  walk_keys<Spec, kMask, true>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
 }
 
 template <typename Spec, MaskKind kMask>
@@ -252,8 +309,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int warp_row = ptx::warp_index() * Spec::kWarpRows;
   Accumulator<Spec> accumulator;
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
-  // Located again: five registers less through the loop, where there is none to spare.
-  const QueryTile tile = this_query_tile<Spec, kMask>(params);
+  // Located again, or kept: five registers less through the loop, where there is none to spare.
+  const QueryTile tile = end_tile<Spec, kMask>(params, Q_smem);
   if (kMask == MaskKind::kBand && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
                                      Q_smem + warp_row * Spec::kRowBytes);
@@ -262,7 +319,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 // Ragged, paged and banded batches.
 template <typename Spec>
 __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
-  static_assert(!Spec::kHasMaskedLoop && !Spec::kIsSplit, "what a band's tiles need, each says itself; decode/ splits");
+  static_assert(!Spec::kIsSplit, "decode/ splits");
   forward<Spec, MaskKind::kBand>(params);
 }
 

@@ -28,6 +28,9 @@ struct TileLoader {
                   (end_row - kRowsPerPass + ptx::thread_index() / kSegmentChunks) * row_stride +
                   ptx::thread_index() % kSegmentChunks * kChunkElements) {}
 
+  // Where another has come to.
+  __device__ __forceinline__ explicit TileLoader(const Element* next_gmem_) : next_gmem(next_gmem_) {}
+
   // Starts the copy of a tile of kRows rows. Rows from `rows` on and columns from head_dim on become zeros, which keeps
   // 0 * NaN out of P V; kIsWhole promises that all rows exist.
   template <int kRows, bool kIsWhole>
@@ -52,8 +55,8 @@ struct TileLoader {
     }
   }
 
-  // The same, where rows before `begin` become zeros too.
-  template <int kRows>
+  // The same, where rows before `begin` become zeros too. kEndsInside promises that all rows are before `end`.
+  template <int kRows, bool kEndsInside>
   __device__ __forceinline__ void load_between(ptx::SmemPointer tile_smem, int64_t row_stride, int columns, int begin,
                                                int end) {
     const int thread = ptx::recompute(ptx::thread_index());
@@ -67,7 +70,7 @@ struct TileLoader {
       const int row = thread_row + pass * kRowsPerPass;
 #pragma unroll
       for (int segment = 0; segment < kSegments; ++segment) {
-        const bool valid = row >= begin && row < end && segment * 64 + thread_column < columns;
+        const bool valid = row >= begin && (kEndsInside || row < end) && segment * 64 + thread_column < columns;
         ptx::cp_async_16(
             thread_smem + (pass * kRowsPerPass * Spec::kRowBytes + segment * (kSegmentChunks * kChunkBytes)),
             next_gmem + segment * 64, valid ? kChunkBytes : 0);

@@ -52,6 +52,18 @@ struct ForwardSpec {
                 "eight threads load 64 columns of a row: a pass must end with the tile");
 };
 
+// For MaskKind::kBand.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
+          int kQueryInRegisters, int kSplit, int kMaskedLoop>
+struct VarlenForwardSpec
+    : ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit, kMaskedLoop> {
+  using Base =
+      ForwardSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kQueryInRegisters, kSplit, kMaskedLoop>;
+  static constexpr int kTileBytes = 32;  // of a warp's copy
+  static constexpr int kTileOffset = Base::kSharedBytes;
+  static constexpr int kSharedBytes = kTileOffset + kNumWarps * kTileBytes;
+};
+
 }  // namespace sm80
 }  // namespace attention
 }  // namespace flashmoe
