@@ -122,6 +122,17 @@ uint32_t reduce_max(uint32_t value, const Site& site, const char* what) {
   return arguments.result;
 }
 
+uint32_t reduce_add(uint32_t value, const Site& site, const char* what) {
+  ShuffleArguments arguments{value, 0, 0};
+  gather(what, site, &arguments, [](Warp& warp) {
+    uint32_t sum = 0;
+    for (int lane = 0; lane < kWarpSize; ++lane) sum += argument_of<ShuffleArguments>(warp, lane).value;
+    for (int lane = 0; lane < kWarpSize; ++lane) argument_of<ShuffleArguments>(warp, lane).result = sum;
+    return true;
+  });
+  return arguments.result;
+}
+
 bool elect(const Site& site, const char* what) {
   gather(what, site, nullptr, [](Warp&) { return true; });
   // Which lane is elected is fixed for a launch, but not known to the kernel.

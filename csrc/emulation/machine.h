@@ -40,6 +40,7 @@ uint32_t shuffle_xor(uint32_t value, int lane_mask, const Site& site, const char
 uint32_t shuffle_index(uint32_t value, int lane, const Site& site, const char* what);
 uint32_t ballot(bool predicate, const Site& site, const char* what);
 uint32_t reduce_max(uint32_t value, const Site& site, const char* what);
+uint32_t reduce_add(uint32_t value, const Site& site, const char* what);
 bool elect(const Site& site, const char* what);
 void load_matrix(uint32_t* r, uint32_t smem_row, int matrices, bool transposed, const Site& site, const char* what);
 void store_matrix(uint32_t smem_row, const uint32_t* r, int matrices, bool transposed, const Site& site,

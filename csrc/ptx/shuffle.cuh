@@ -47,6 +47,9 @@ __device__ __forceinline__ uint32_t vote_ballot(bool predicate) { return __ballo
 #if __CUDA_ARCH__ >= 800
 // The largest value of the warp.
 __device__ __forceinline__ uint32_t reduce_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
+
+// The sum over the warp.
+__device__ __forceinline__ int32_t reduce_add(int32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 #endif
 
 #if __CUDA_ARCH__ >= 900

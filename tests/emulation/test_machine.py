@@ -139,12 +139,13 @@ def test_collectives(machine: Machine, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_matches(machine: Machine, seed: int) -> None:
-    out = torch.zeros(64, dtype=torch.int32)
+    out = torch.zeros(96, dtype=torch.int32)
     report, _ = machine.run("matches", words(1), out, threads=32, shared=0, settings=Settings(seed=seed))
     assert report.failure is None, report.failure
     same = [sum(1 << lane for lane in range(2, 32, 5))] * 32
     assert (out[:32].long() & 0xFFFFFFFF).tolist() == same
-    assert (out[32:].long() & 0xFFFFFFFF).tolist() == [0xF0000001 + 5] * 32
+    assert (out[32:64].long() & 0xFFFFFFFF).tolist() == [0xF0000001 + 5] * 32
+    assert out[64:].tolist() == [sum(range(32)) - 32 * 20] * 32
 
 
 # ---- cp.async ------------------------------------------------------------------------------------------------------

@@ -84,13 +84,13 @@ struct ScoreRules {
 };
 
 // This warp's part of a segment, left in shared memory.
-template <typename Spec>
+template <typename Spec, Words kWords>
 __device__ __forceinline__ void attend(const ForwardParams& params, const Segment& segment, Use use,
                                        const WarpResults<Spec>& results) {
   constexpr int kStages = Spec::kNumStages;
   const ptx::SmemPointer ring_smem = results.block_smem + ptx::warp_index() * Spec::kRingBytes;
   const Sequence<MaskKind::kBand> sequence = segment.sequence(params);
-  KeyLoader<Spec> loader(params, sequence, segment, use);
+  KeyLoader<Spec, kWords> loader(params, sequence, segment, use);
   loader.find(segment.tile);
   const auto load = [&](int tile, int stage) {
     if (tile < segment.end_tile) {
@@ -137,13 +137,21 @@ __device__ __forceinline__ void decode(const ForwardParams& params) {
   const WarpResults<Spec> results{ptx::dynamic_shared_memory()};
   ptx::grid_dependency_wait();  // what the kernel in front writes may be lengths, pages, or Q
   ptx::grid_launch_dependents();
-  prefetch_tables(params);
+  prefetch_tables<Spec>(params);
   Plan<Spec> plan(params);
   for (bool is_first = true;; is_first = false) {
     Segment segment;
     if (!plan.next(segment)) return;
     if (!is_first) ptx::barrier_sync_block();  // write after read: the warps' results
-    attend<Spec>(params, segment, plan.use, results);
+    if constexpr (Spec::kHasTwoLoops) {
+      if (plan.use == Use::kOften) {
+        attend<Spec, Words::kNever>(params, segment, plan.use, results);
+      } else {
+        attend<Spec, Words::kAlways>(params, segment, plan.use, results);
+      }
+    } else {
+      attend<Spec, Words::kByUse>(params, segment, plan.use, results);
+    }
     finish_segment<Spec>(params, segment, plan.sharing(segment), results);
   }
 }

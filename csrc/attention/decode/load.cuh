@@ -105,8 +105,11 @@ struct QueryOf<Spec, false> {
   using Type = QueryCopy<Spec>;
 };
 
+// Whether loads say to the second-level cache how often keys are read: kOften says nothing.
+enum class Words { kNever, kAlways, kByUse };
+
 // A warp's keys of one key tile after the other. Lanes 0 to 15 know where K of the tile's 16 keys lies, the others where V does.
-template <typename Spec>
+template <typename Spec, Words kWords>
 struct KeyLoader {
   using Element = typename Spec::Element;
 
@@ -130,7 +133,8 @@ struct KeyLoader {
         use(use_),
         policy(use_ == Use::kOnceOfFew ? ptx::evict_first() : ptx::evict_normal()) {
     int head_kv = segment.head_q;
-    if (params.heads_q != params.heads_kv) head_kv = quotient(head_kv, quotient(params.heads_q, params.heads_kv));
+    if (params.heads_q != params.heads_kv)
+      head_kv = quotient<Spec>(head_kv, quotient<Spec>(params.heads_q, params.heads_kv));
     gmem = static_cast<const Element*>(has_value() ? params.v : params.k) +
            sequence.key_offset(has_value() ? params.v_stride : params.k_stride, head_kv);
   }
@@ -146,7 +150,8 @@ struct KeyLoader {
     if (key < visible.begin || key >= visible.end) return;
     row = key;
     if (params.entries.block_table != nullptr) {
-      const int page_of_entry = quotient(key, params.entries.page_size);
+      const uint32_t page_size = static_cast<uint32_t>(params.entries.page_size);
+      const int page_of_entry = static_cast<int>(static_cast<uint32_t>(key) / page_size);  // once a tile: not called
       page = sequence.stated_page(page_of_entry);
       row = key - page_of_entry * params.entries.page_size;
     }
@@ -158,7 +163,7 @@ struct KeyLoader {
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
     const uint64_t own =
         reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
-    if (use == Use::kOften) {
+    if (kWords == Words::kNever || (kWords == Words::kByUse && use == Use::kOften)) {
       load_from<false>(own, tile, stage_smem);
     } else {
       load_from<true>(own, tile, stage_smem);

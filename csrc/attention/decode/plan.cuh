@@ -65,13 +65,19 @@ __device__ __forceinline__ KeyRange keys_of_entry(const Sequence<MaskKind::kBand
 // for what other kernels have left there; once; or by many entries.
 enum class Use { kOnceOfFew, kOnce, kOften };
 
-// Unsigned: the signed division takes half as many instructions more.
+__device__ __noinline__ uint32_t divide(uint32_t a, uint32_t b) { return a / b; }
+
+// Unsigned: the signed division takes half as many instructions more. The longer kernels call it.
+template <typename Spec>
 __device__ __forceinline__ int quotient(int a, int b) {
-  return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+  const uint32_t dividend = static_cast<uint32_t>(a);
+  const uint32_t divisor = static_cast<uint32_t>(b);
+  return static_cast<int>(Spec::kHasTwoLoops ? divide(dividend, divisor) : dividend / divisor);
 }
 
 // What a block waits for before its first keys, lengths and then pages, is asked for at once: of the page table as many lines as a warp has
 // lanes, from where the block's share would begin if all entries were as long.
+template <typename Spec>
 __device__ __forceinline__ void prefetch_tables(const ForwardParams& params) {
   constexpr int kLine = 32;  // elements
   const Batch& entries = params.entries;
@@ -85,7 +91,7 @@ __device__ __forceinline__ void prefetch_tables(const ForwardParams& params) {
   if (entries.block_table == nullptr || thread >= 32) return;
   const int64_t pages = params.batch * entries.block_table_stride;
   if (pages > (1 << 30)) return;
-  const int page = ptx::block_index() * quotient(static_cast<int>(pages), ptx::grid_size()) + at;
+  const int page = ptx::block_index() * quotient<Spec>(static_cast<int>(pages), ptx::grid_size()) + at;
   if (page < pages) ptx::prefetch_global(entries.block_table + page);
 }
 
@@ -163,6 +169,7 @@ struct Plan {
     int total = 0;
     int most = 0;
     int all_items = 0;
+#pragma unroll 1
     for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // the first one last
       load_entry(is_uniform ? 0 : first + ptx::lane_index());
       total += items * tiles;
@@ -174,8 +181,8 @@ struct Plan {
       all_items *= params.batch;
     } else {
       most = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(most)));
-      total = ptx::shuffle_index(warp_prefix_sum(total), 31);
-      all_items = ptx::shuffle_index(warp_prefix_sum(all_items), 31);
+      total = ptx::reduce_add(total);
+      all_items = ptx::reduce_add(all_items);
     }
     const bool is_small = total <= kSmall;
     const bool is_equal = static_cast<int64_t>(most) * all_items == total;
@@ -191,8 +198,8 @@ struct Plan {
     total += lead * all_items;
     set_group(0);
     // Shares do not begin where items do: an item of num_splits - 1 shares may meet num_splits blocks.
-    share = max(quotient(total + ptx::grid_size() - 1, ptx::grid_size()),
-                quotient(most + params.num_splits - 2, params.num_splits - 1));
+    share = max(quotient<Spec>(total + ptx::grid_size() - 1, ptx::grid_size()),
+                quotient<Spec>(most + params.num_splits - 2, params.num_splits - 1));
     if (is_equal) share = aligned(share, most);
     if (pages.first != pages.other) use = is_small ? Use::kOnceOfFew : Use::kOnce;
     position = min(total, ptx::block_index() * share);
@@ -209,8 +216,8 @@ struct Plan {
   // multiprocessor.)
   __device__ __forceinline__ static bool fills_rounds(int items) {
     const int blocks = ptx::grid_size();
-    const int last_round = items - quotient(items - 1, blocks) * blocks;
-    return items >= blocks && 64 * (quotient(2 * blocks, 5) - last_round) <= items;
+    const int last_round = items - quotient<Spec>(items - 1, blocks) * blocks;
+    return items >= blocks && 64 * (quotient<Spec>(2 * blocks, 5) - last_round) <= items;
   }
 
   // Pages of two entries, of the same key: where they are one, all entries share theirs, most likely, and read them from the second-level cache.
@@ -227,7 +234,7 @@ struct Plan {
     const int begin = max(ptx::shuffle_index(seen.begin, 0), ptx::shuffle_index(seen.begin, other));
     const int keys_end = min(ptx::shuffle_index(seen.end, 0), ptx::shuffle_index(seen.end, other));
     if (entries.block_table == nullptr || other == 0 || begin >= keys_end) return Witness{0, 1};
-    const int32_t* page = entries.block_table + quotient(begin + (keys_end - begin) / 2, entries.page_size);
+    const int32_t* page = entries.block_table + quotient<Spec>(begin + (keys_end - begin) / 2, entries.page_size);
     return Witness{load_length(page), load_length(page + other * entries.block_table_stride)};
   }
 
@@ -237,11 +244,11 @@ struct Plan {
     constexpr int kLonger = 16;
     if (share < kLonger) return share;
     if (item_tiles < share) {
-      const int whole = quotient(share + item_tiles - 1, item_tiles) * item_tiles;
+      const int whole = quotient<Spec>(share + item_tiles - 1, item_tiles) * item_tiles;
       return whole <= share + share / kLonger ? whole : share;
     }
-    const int parts = quotient(item_tiles, share);
-    const int part = quotient(item_tiles, parts);
+    const int parts = quotient<Spec>(item_tiles, share);
+    const int part = quotient<Spec>(item_tiles, parts);
     return part * parts == item_tiles && part <= share + share / kLonger ? part : share;
   }
 
@@ -253,7 +260,7 @@ struct Plan {
     segment.seen = KeyRange{ptx::shuffle_index(seen.begin, lane), ptx::shuffle_index(seen.end, lane)};
     segment.tile = tile_of(segment.seen.begin);
     const int m_blocks = row_blocks_of(segment.query_rows.length);
-    segment.head_q = m_blocks == 1 ? index : quotient(index, m_blocks);
+    segment.head_q = m_blocks == 1 ? index : quotient<Spec>(index, m_blocks);
     segment.row = (index - segment.head_q * m_blocks) * Spec::kBlockM;
     segment.rows = min(Spec::kBlockM, segment.query_rows.length - segment.row);
   }
@@ -262,7 +269,7 @@ struct Plan {
   __device__ __forceinline__ bool next_whole(Segment& segment) {
     const int most_items = params.heads_q * row_blocks_of(params.seq_q);
     for (; position < end; position += ptx::grid_size()) {
-      const int entry = quotient(position, most_items);
+      const int entry = quotient<Spec>(position, most_items);
       const int index = position - entry * most_items;
       load_entry(entry);
       if (index < items) {
@@ -284,7 +291,7 @@ struct Plan {
     int entry_tile;  // of the row
     int lane = 0;
     if (is_uniform) {
-      if (params.batch > 1) entry = quotient(position, behind);
+      if (params.batch > 1) entry = quotient<Spec>(position, behind);
       entry_tile = entry * behind;
     } else {
       uint32_t reached = ptx::vote_ballot(group_tile + behind > position);
@@ -299,7 +306,7 @@ struct Plan {
       entry_tile = group_tile + ptx::shuffle_index(behind - items * (lead + tiles), lane);
     }
     const int item_tiles = ptx::shuffle_index(tiles, lane);
-    const int index = quotient(position - entry_tile, lead + item_tiles);
+    const int index = quotient<Spec>(position - entry_tile, lead + item_tiles);
     segment.item_tile = entry_tile + index * (lead + item_tiles) + lead;
     segment.item_end = segment.item_tile + item_tiles;
     position = max(position, segment.item_tile);
@@ -317,8 +324,8 @@ struct Plan {
   __device__ __forceinline__ Sharing sharing(const Segment& segment) const {
     if (is_whole) return Sharing{0, 0, false, 0};
     Sharing result;
-    result.first_block = quotient(segment.item_tile, share);
-    result.last_block = quotient(segment.item_end - 1, share);
+    result.first_block = quotient<Spec>(segment.item_tile, share);
+    result.last_block = quotient<Spec>(segment.item_end - 1, share);
     result.starts_late = segment.item_tile > result.first_block * share;
     result.slot = slot_of(ptx::block_index(), segment.position > ptx::block_index() * share);
     return result;

@@ -91,12 +91,14 @@ __device__ inline void collectives(const Params& p) {
   st_global_32(p.out + 4 * (32 + lane), static_cast<uint32_t>(any + all + from));
 }
 
-// out[lane]: the lanes whose lane % 5 is 2; out[32 + lane]: the largest of numbers that lane 9 has, and how many bits it has.
+// out[lane]: the lanes whose lane % 5 is 2; out[32 + lane]: the largest of numbers that lane 9 has, and how many bits it has;
+// out[64 + lane]: the sum of lane - 20.
 __device__ inline void matches(const Params& p) {
   const int lane = lane_index();
   st_global_32(p.out + 4 * lane, vote_ballot(lane % 5 == 2));
   const uint32_t largest = reduce_max(lane == 9 ? 0xf0000001u : static_cast<uint32_t>(lane));
   st_global_32(p.out + 4 * (32 + lane), largest + static_cast<uint32_t>(population_count(largest)));
+  st_global_32(p.out + 4 * (64 + lane), static_cast<uint32_t>(reduce_add(lane - 20)));
 }
 
 // ---- cp.async ------------------------------------------------------------------------------------------------------

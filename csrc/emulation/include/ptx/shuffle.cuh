@@ -47,6 +47,10 @@ __device__ __forceinline__ uint32_t reduce_max(uint32_t value, Site site = Site:
   return emulation::reduce_max(value, site, "reduce_max");
 }
 
+__device__ __forceinline__ int32_t reduce_add(int32_t value, Site site = Site::here()) {
+  return static_cast<int32_t>(emulation::reduce_add(static_cast<uint32_t>(value), site, "reduce_add"));
+}
+
 __device__ __forceinline__ bool elect_one(Site site = Site::here()) { return emulation::elect(site, "elect_one"); }
 
 }  // namespace ptx
