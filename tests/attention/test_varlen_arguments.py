@@ -418,7 +418,7 @@ def test_no_transform_follows_an_append(device: str) -> None:
         return flashmoe.attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=_ints(device, 6, 7))
 
     for transform in (torch.vmap, lambda function: torch.vmap(torch.func.functionalize(function))):
-        with pytest.raises(ArgumentError, match=r"appended in place.*part of the batch"):
+        with pytest.raises(ArgumentError, match=r"in place.*batch"):
             transform(step)(q, cache, new)
 
 
