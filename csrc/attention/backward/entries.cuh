@@ -109,17 +109,22 @@ struct TileFinder {
     return sum * heads;
   }
 
-  // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
-  // fit the second-level cache. kMayMix and mixes: neighbouring entries whose streams fit it together are one section.
-  template <int kFittingRows, bool kMayMix = false>
-  __device__ __forceinline__ EntryTile find(int number, bool mixes = false) {
+  // Goes on to the 32 entries that have the tile; the lane of its entry.
+  __device__ __forceinline__ int lane_of(int number) {
     int chunk;
     while (number >= first_tile + (chunk = ptx::shuffle_index(end, 31) * heads)) {
       first_tile += chunk;
       first_entry += 32;
       load();
     }
-    const int lane = ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
+    return ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
+  }
+
+  // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
+  // fit the second-level cache. kMayMix and mixes: neighbouring entries whose streams fit it together are one section.
+  template <int kFittingRows, bool kMayMix = false>
+  __device__ __forceinline__ EntryTile find(int number, bool mixes = false) {
+    const int lane = lane_of(number);
     const int before = ptx::shuffle_index(end, max(0, lane - 1));
     const int tiles_before = lane > 0 ? before : 0;
     const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
@@ -128,6 +133,18 @@ struct TileFinder {
       if (entries > 1) return tile_of_section(lane, entries, number - first_tile);
     }
     return tile_of_entry<kFittingRows>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads);
+  }
+
+  // As find, in sections of about `section_heads` heads, of several entries where those have fewer.
+  __device__ __forceinline__ EntryTile find_in_sections(int number, int section_heads) {
+    const int lane = lane_of(number);
+    const int before = ptx::shuffle_index(end, max(0, lane - 1));
+    const int tiles_before = lane > 0 ? before : 0;
+    const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
+    if (section_heads >= 2 * heads) return tile_of_section(lane, section_heads / heads, number - first_tile);
+    const int sections = ceil_div(heads, section_heads);
+    return tile_in_sections(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads,
+                            ceil_div(heads, sections));
   }
 
   // Heads of the own rows whose streams fit the cache.
@@ -170,7 +187,10 @@ struct TileFinder {
   // rows, or the first keys.
   template <int kFittingRows>
   __device__ __forceinline__ EntryTile tile_of_entry(int entry, int tiles_of_head, int number) const {
-    const int section_heads = min(heads, fitting_heads<kFittingRows>());
+    return tile_in_sections(entry, tiles_of_head, number, min(heads, fitting_heads<kFittingRows>()));
+  }
+  __device__ __forceinline__ EntryTile tile_in_sections(int entry, int tiles_of_head, int number,
+                                                        int section_heads) const {
     const int first_head = number / (section_heads * tiles_of_head) * section_heads;
     const int in_section = min(section_heads, heads - first_head);
     const int rest = number - first_head * tiles_of_head;

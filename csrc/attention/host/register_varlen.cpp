@@ -131,8 +131,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
   const bool with_dkv = (needs & (kNeedsDk | kNeedsDv)) != 0;
   const int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
-  VarlenGradients gradients = allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty,
-                                                Backend::kIsCpu);
+  VarlenGradients gradients =
+      allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty, Backend::kIsCpu);
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
   Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};
