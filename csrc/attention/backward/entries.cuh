@@ -142,7 +142,7 @@ struct TileFinder {
     const int tiles_before = lane > 0 ? before : 0;
     const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
     if (section_heads >= 2 * heads) return tile_of_section(lane, section_heads / heads, number - first_tile);
-    const int sections = max(1, (heads + section_heads / 2) / section_heads);  // of about as many
+    const int sections = ceil_div(heads, section_heads);
     return tile_in_sections(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads,
                             ceil_div(heads, sections));
   }

@@ -27,7 +27,6 @@ struct BandSchedule {
       : params(params_), shared(shared_) {
     Finder finder(params);
     const int num_tiles = finder.count();
-    if constexpr (Spec::kTakesTurns) note_last_long();
     keep(finder, !Spec::kTakesTurns || has_growing_rows() ? num_tiles : ~num_tiles);
   }
 
@@ -40,18 +39,6 @@ struct BandSchedule {
     }
     return ptx::vote_ballot(falls) == 0;
   }
-
-  // The last entry that is at least half as long as the longest may be; 0 if none is.
-  __device__ __forceinline__ void note_last_long() const {
-    int last = 0;
-    for (int entry = ptx::lane_index(); entry < params.batch; entry += 32) {
-      if (2 * own_extent<true>(params, entry).length >= params.seq_k) last = entry;
-    }
-    const uint32_t words[4] = {ptx::reduce_max(static_cast<uint32_t>(last)), 0, 0, 0};
-    if (ptx::lane_index() == 0) ptx::st_shared_128(last_long_smem(), words);
-    ptx::warp_sync();
-  }
-  __device__ __forceinline__ unsigned char* last_long_smem() const { return shared.base + Spec::kScoreOffset - 16; }
 
   // Each lane's own words.
   __device__ __forceinline__ unsigned char* words() const { return shared.finder() + ptx::lane_index() * 16; }
@@ -97,11 +84,12 @@ struct BandSchedule {
     keep(finder, static_cast<int>(kept[3]));
     BandTile tile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
     if (!has_rows) tile.extents.row_count = 0;
-    const auto last_long = static_cast<int>(ptx::ld_shared_32(last_long_smem()));
-    const bool ends_the_long =
-        found.entry == last_long &&
-        static_cast<int64_t>(tile.extents.key_room) * (params.heads_kv - found.head) <= section_rows;
-    tile.downwards = all_downwards || (is_causal && ends_the_long);
+    const int64_t keys_behind = params.entries.cu_seqlens_k != nullptr
+                                    ? params.entries.keys_total - tile.extents.first_key - tile.extents.key_room
+                                    : static_cast<int64_t>(params.batch - 1 - found.entry) * params.seq_k;
+    const int64_t rows_behind =
+        keys_behind * params.heads_kv + static_cast<int64_t>(tile.extents.key_room) * (params.heads_kv - found.head);
+    tile.downwards = all_downwards || (is_causal && rows_behind <= section_rows);
     if (!tile.downwards) tile.index = ceil_div(tile.extents.key_room, Spec::kOwnRows) - 1 - found.index;
     return tile;
   }
