@@ -20,6 +20,7 @@ from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 from flashmoe_build.emulation.varlen import append, decode
 from flashmoe_build.emulation.varlen import backward as varlen_backward
 from flashmoe_build.emulation.varlen import cases as varlen_cases
+from flashmoe_build.emulation.varlen import fused_queries as varlen_fused_queries
 from flashmoe_build.emulation.varlen import run as varlen
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
@@ -195,6 +196,8 @@ _OPERATIONS = {
     "attention_backward_fused_convert": _Operation(fused_queries.problems, fused_queries.run),
     "attention_row_dot": _Operation(row_dot.problems, row_dot.run),
     **{name: _Operation(varlen_backward.problems, varlen_backward.run) for name in varlen_backward.RESULTS},
+    "attention_varlen_backward_fused_prepare": _Operation(varlen_fused_queries.problems, varlen_fused_queries.run),
+    "attention_varlen_backward_fused_convert": _Operation(varlen_fused_queries.problems, varlen_fused_queries.run),
     **{name: _Operation(routing.problems, routing.run) for name in routing.OPERATIONS},
     "grouped_gemm": _Operation(gemm.plain_problems, gemm.run_gemm),
     "grouped_gemm_gated": _Operation(gemm.gated_problems, gemm.run_gemm),

@@ -12,11 +12,13 @@ from flashmoe_build.emulation.attention import run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import Settings
 from flashmoe_build.emulation.problem import Problem, Shape, make_inputs
+from flashmoe_build.emulation.varlen import backward
 from flashmoe_build.emulation.varlen.problem import VarlenProblem
 from flashmoe_build.emulation.varlen.run import launch, run_on
 from flashmoe_build.emulation.varlen.tensors import build
 
 NAME = "attention_varlen_forward_sm90_f16_d64"
+LIES = ([30, 20, 40, 61], [3, 50, 10**6, 2 * 10**6], [-5, 10, 61, -7])
 
 
 def named(name: str) -> Unit:
@@ -74,7 +76,7 @@ def test_a_result_does_not_depend_on_the_rows_that_follow_it() -> None:
 def test_lengths_that_lie_stay_inside_the_tensors() -> None:
     """cu_seqlens that decrease, pass either end, or hold more rows than max_seqlen_q: wrong rows at most, no other memory."""
     problem = VarlenProblem("wrong", "f16", (20, 30, 5), (40, 33, 9), 2, 1, 64, 64)
-    for wrong in ([30, 20, 40, 61], [3, 50, 10**6, 2 * 10**6], [-5, 10, 61, -7]):
+    for wrong in LIES:
         tensors = build(problem)
         for cu in (tensors.cu_seqlens_q, tensors.cu_seqlens_k):
             assert cu is not None
@@ -95,3 +97,18 @@ def test_rows_in_front_of_the_first_entry_have_slots_and_no_tile() -> None:
     assert torch.isnan(tensors.out[:140]).all()
     assert torch.isnan(tensors.out[175:]).all()
     assert not torch.isnan(tensors.out[140:175]).any()
+
+
+def test_tiles_that_take_turns_do_not_wait_for_ever_where_lengths_lie() -> None:
+    """Entries whose rows overlap would count each other's turns: then no row has a gradient."""
+    unit = next(unit for unit in load_tables().units() if unit.name == "attention_varlen_backward_fused_sm90_f16_d64")
+    problem = VarlenProblem("wrong", "f16", (20, 30, 5), (40, 33, 9), 2, 1, 64, 64, right=0)
+    for wrong in (*LIES, [0, 40, 0, 40]):
+        tensors = build(problem)
+        given, _ = backward.expect(problem, tensors, shares_weights=False, score_unit=1e-6)
+        assert tensors.cu_seqlens_q is not None
+        tensors.cu_seqlens_q.copy_(torch.tensor(wrong))
+        launched = backward.launch(unit, problem, tensors, given, Settings(), Options())
+        assert launched.report.failure is None, str(launched.report.failure)
+        if wrong == [0, 40, 0, 40]:
+            assert not any(result.any() for result in launched.results.values())

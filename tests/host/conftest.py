@@ -78,8 +78,10 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     used = std::snprintf(answer, length, "%s %s %s %s", append.symbol, target(append), row_dot.symbol, target(row_dot));
     for (const bool bends_scores : {false, true}) {
       const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim, bends_scores);
-      used += std::snprintf(answer + used, length - used, " %s %s %s %s", both.dq->symbol, target(*both.dq),
-                            both.dkv->symbol, target(*both.dkv));
+      for (const host::Kernel* kernel : {both.dq, both.dkv, both.fused, both.prepare, both.convert}) {
+        if (kernel == nullptr || (both.fused == nullptr && kernel != both.dq && kernel != both.dkv)) continue;
+        used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
+      }
     }
   } catch (const std::exception&) {  // what there is stands in the answer
   }
@@ -96,6 +98,15 @@ extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const 
   } catch (const std::exception&) {
     return -1;
   }
+}
+
+// The same of a ragged batch. sizes: heads_kv, longest_q, longest_k, rows_total, keys_total, visible_keys.
+extern "C" int prefers_varlen_fused(int head_dim, int is_causal, int bends_scores, const long long* sizes) {
+  const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
+  const host::KernelRequest request{90, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
+  const attention::SelectorInput longest{request, mask, head_dim, 1, sizes[0], sizes[0], sizes[1], sizes[2]};
+  return attention::prefers_fused(attention::select_varlen_backward(request, head_dim, bends_scores != 0),
+                                  attention::as_equal_entries(longest, sizes[3], sizes[4], sizes[5]));
 }
 
 // Writes the symbols of the backward kernels and their target, or nothing, to `answer`.
@@ -215,7 +226,22 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
             raise RuntimeError("refused")
         return bool(found)
 
+    def prefers_varlen_fused(
+        head_dim: int,
+        heads: int,
+        longest: int,
+        total: int,
+        *,
+        causal: bool = True,
+        bends: bool = False,
+        window: int = 1 << 31,
+    ) -> bool:
+        """Of a ragged batch whose rows are its keys."""
+        sizes = (ctypes.c_longlong * 6)(heads, longest, longest, total, total, window)
+        return bool(loaded.prefers_varlen_fused(head_dim, causal, bends, sizes))
+
     choose.fused = prefers_fused  # type: ignore[attr-defined]
+    choose.varlen_fused = prefers_varlen_fused  # type: ignore[attr-defined]
     choose.backward = choose_backward  # type: ignore[attr-defined]
     choose.varlen = choose_varlen  # type: ignore[attr-defined]
     choose.more = choose_more  # type: ignore[attr-defined]

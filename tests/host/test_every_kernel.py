@@ -147,6 +147,21 @@ def test_where_the_fused_backward_kernel_is_chosen(choose: Chooser) -> None:
     assert not fused(80, 64, False, 4, 32, 4096, 4096)
 
 
+def test_where_ragged_batches_have_the_fused_backward_kernel(choose: Chooser) -> None:
+    """As a batch of equal entries, as many tokens in ones as long as the longest."""
+    fused = choose.varlen_fused  # type: ignore[attr-defined]
+    assert fused(64, 32, 2048, 16384)
+    assert fused(64, 32, 14000, 16380)
+    assert not fused(64, 32, 512, 16384), "a row sees few keys"
+    assert not fused(64, 2, 4096, 16384), "few tiles"
+    assert not fused(64, 32, 16384, 16384, window=256), "a row sees few keys"
+    assert not fused(64, 32, 2048, 16384, bends=True), "no kernel for softcaps and masks"
+    assert not fused(64, 32, 1 << 20, 900), "a bound that no entry reaches"
+    assert fused(128, 16, 4096, 16384)
+    assert not fused(128, 16, 2048, 16384)
+    assert not fused(256, 16, 4096, 16384)
+
+
 def test_no_sums_of_dq_where_memory_is_short(choose: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, is_fused in (("", True), ("0", True), ("1", False)):
         monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", value)

@@ -71,18 +71,24 @@ __device__ __forceinline__ int fitting_heads(const BackwardParams& params) {
                    : max(1, kFittingRows / max(1, params.seq_k)) * group;
 }
 
-// In sections of heads whose streams fit the cache, the tiles with the longest streams (of a causal mask) first: the last
-// rows, or the first keys.
-template <bool kOwnsKeys, int kFittingRows>
-__device__ __forceinline__ EntryTile tile_of_entry(const BackwardParams& params, int entry, int tiles_of_head,
-                                                   int number) {
-  const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
-  const int section_heads = min(heads, fitting_heads<kOwnsKeys, kFittingRows>(params));
+// In sections of heads, the tiles with the longest streams (of a causal mask) first: the last rows, or the first keys.
+template <bool kOwnsKeys>
+__device__ __forceinline__ EntryTile tile_in_sections(int entry, int tiles_of_head, int number, int heads,
+                                                      int section_heads) {
   const int first_head = number / (section_heads * tiles_of_head) * section_heads;
   const int in_section = min(section_heads, heads - first_head);
   const int rest = number - first_head * tiles_of_head;
   const int index = rest / in_section;
   return EntryTile{entry, kOwnsKeys ? index : tiles_of_head - 1 - index, first_head + rest - index * in_section};
+}
+
+// In sections of heads whose streams fit the cache.
+template <bool kOwnsKeys, int kFittingRows>
+__device__ __forceinline__ EntryTile tile_of_entry(const BackwardParams& params, int entry, int tiles_of_head,
+                                                   int number) {
+  const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
+  return tile_in_sections<kOwnsKeys>(entry, tiles_of_head, number, heads,
+                                     min(heads, fitting_heads<kOwnsKeys, kFittingRows>(params)));
 }
 
 // The first of an entry's slots, one for each block of own rows that it may have: as many as it has, or one more. No sum over the
@@ -175,17 +181,22 @@ struct TileFinder {
     return sum * heads;
   }
 
-  // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
-  // fit the second-level cache. kMayMix and mixes: neighbouring entries whose streams fit it together are one section.
-  template <int kFittingRows, bool kMayMix = false>
-  __device__ __forceinline__ EntryTile find(int number, bool mixes = false) {
+  // Goes on to the 32 entries that have the tile; the lane of its entry.
+  __device__ __forceinline__ int lane_of(int number) {
     int chunk;
     while (number >= first_tile + (chunk = ptx::shuffle_index(end, 31) * heads)) {
       first_tile += chunk;
       first_entry += 32;
       load();
     }
-    const int lane = ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
+    return ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
+  }
+
+  // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
+  // fit the second-level cache. kMayMix and mixes: neighbouring entries whose streams fit it together are one section.
+  template <int kFittingRows, bool kMayMix = false>
+  __device__ __forceinline__ EntryTile find(int number, bool mixes = false) {
+    const int lane = lane_of(number);
     const int before = ptx::shuffle_index(end, max(0, lane - 1));
     const int tiles_before = lane > 0 ? before : 0;
     const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
@@ -195,6 +206,18 @@ struct TileFinder {
     }
     return tile_of_entry<kOwnsKeys, kFittingRows>(params, first_entry + lane, tiles_of_head,
                                                   number - first_tile - tiles_before * heads);
+  }
+
+  // As find, in sections of about `section_heads` heads, of several entries where those have fewer.
+  __device__ __forceinline__ EntryTile find_in_sections(int number, int section_heads) {
+    const int lane = lane_of(number);
+    const int before = ptx::shuffle_index(end, max(0, lane - 1));
+    const int tiles_before = lane > 0 ? before : 0;
+    const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
+    if (section_heads >= 2 * heads) return tile_of_section(lane, section_heads / heads, number - first_tile);
+    const int sections = ceil_div(heads, section_heads);
+    return tile_in_sections<kOwnsKeys>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads,
+                                       heads, ceil_div(heads, sections));
   }
 
   // Among the warp's entries, `entries` by `entries`, of which `lane` has the tile: those that are n-th from their entry's last

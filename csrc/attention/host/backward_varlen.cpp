@@ -10,11 +10,13 @@
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
 #include "attention/host/select.h"
+#include "attention/params/fused_backward.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
 #include "host/tile_counters.h"
+#include "host/workspace.h"
 
 namespace flashmoe {
 namespace attention {
@@ -163,6 +165,75 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
   host::set_last_kernel(with_dkv ? dkv.symbol : with_dq ? dq.symbol : "");
 }
 
+VarlenFusedQueryParams make_fused_query_params(const BackwardParams& params) {
+  VarlenFusedQueryParams queries{};
+  queries.out = params.out;
+  queries.dout = params.dout;
+  queries.lse = params.lse;
+  queries.dlse = params.dlse;
+  queries.row_dot = params.row_dot;
+  queries.dq = params.dq;
+  queries.out_stride = params.out_stride;
+  queries.dout_stride = params.dout_stride;
+  queries.dq_stride = params.dq_stride;
+  queries.cu_seqlens_q = params.entries.cu_seqlens_q;
+  queries.rows_total = params.entries.rows_total;
+  queries.batch = params.batch;
+  queries.heads = params.heads_q;
+  queries.rows = params.seq_q;
+  queries.head_dim = params.head_dim;
+  queries.head_dim_v = params.head_dim_v;
+  queries.scale = params.scale;
+  return queries;
+}
+
+// All three gradients by one kernel, between one that computes row_dot and zeroes the turns, and one that converts the sums of dq.
+void run_fused(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const Kernel& fused = *kernels.fused;
+  const Batch& entries = params.entries;
+  params.entry_rows = entry_rows(params);
+  // As attention/backward/sm90/fused_pieces.cuh numbers them.
+  const int64_t pieces = entries.cu_seqlens_q != nullptr ? entries.rows_total / kFusedPieceRows + params.batch + 2
+                                                         : ceil_div(params.seq_q, kFusedPieceRows) * params.batch;
+  const int64_t all_pieces = pieces * params.heads_q;
+  const int64_t tiles =
+      most_tiles(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch, fused.block_n);
+  const host::CudaCall call(gpu);
+  const host::TileCounter counter = host::tile_counter(call);
+  params.tile_counter = counter.address;
+  host::Workspace workspace;
+  const int64_t sums = workspace.add<float>(all_pieces * (kFusedPieceRows * fused.axes[axis::kHeadDim] + 1));
+  workspace.allocate(call);
+  VarlenFusedQueryParams queries = make_fused_query_params(params);
+  queries.sums = workspace.address<float>(sums);
+  queries.width = fused.axes[axis::kHeadDim];
+  params.dq = queries.sums;
+  const std::vector<CUtensorMap> maps = key_value_gradient_maps(params, fused);
+  host::LaunchList list;
+  list.add({kernels.prepare, all_pieces, &queries, nullptr, /*is_dependent=*/false});
+  list.add({&fused, host::grid_for(fused, tiles * params.heads_kv, gpu), &params, maps.data(), /*is_dependent=*/false});
+  list.add({kernels.convert, all_pieces, &queries, nullptr, /*is_dependent=*/false});
+  list.run(call);
+  host::set_last_kernel(fused.symbol);
+}
+
+SelectorInput make_selector_input(const BackwardParams& params, const host::KernelRequest& request) {
+  const Batch& entries = params.entries;
+  const Band& band = params.band;
+  const int64_t batch = params.batch;
+  const SelectorInput longest{request,
+                              band.right < kUnbounded ? Mask::kCausal : Mask::kFull,
+                              std::max(params.head_dim, params.head_dim_v),
+                              batch,
+                              params.heads_q,
+                              params.heads_kv,
+                              params.seq_q,
+                              params.seq_k};
+  const int64_t rows_total = entries.cu_seqlens_q != nullptr ? entries.rows_total : batch * params.seq_q;
+  const int64_t keys_total = entries.cu_seqlens_k != nullptr ? entries.keys_total : batch * params.seq_k;
+  return as_equal_entries(longest, rows_total, keys_total, static_cast<int64_t>(band.left) + band.right + 1);
+}
+
 // Back from a result of another width or order.
 void give_back(const Tensor& from, const Tensor& to) {
   if (!VarlenArguments::has(to)) return;
@@ -180,7 +251,11 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Varlen
   results.dk = result(gradients.dk, *kernels.dq);
   results.dv = result(gradients.dv, *kernels.dq);
   results.row_dot = host::alias(gradients.row_dot);
-  run(make_varlen_backward_params(operands, results), kernels, gpu);
+  const BackwardParams params = make_varlen_backward_params(operands, results);
+  const bool needs_all = params.dq != nullptr && params.dk != nullptr;
+  const host::KernelRequest request = host::make_request(gpu, operands.forward.dtype);
+  const bool is_fused = needs_all && prefers_fused(kernels, make_selector_input(params, request));
+  (is_fused ? run_fused : run)(params, kernels, gpu);
   give_back(results.dq, gradients.dq);
   give_back(results.dk, gradients.dk);
   give_back(results.dv, gradients.dv);

@@ -86,17 +86,18 @@ Tensor gradient_of(const Tensor& tensor, bool is_partial) {
 
 // needs: the gradients' bits.
 VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot,
-                                   bool is_empty) {
+                                   bool is_empty, bool is_cpu) {
   const VarlenArguments& forward = arguments.forward;
-  const bool has_other_keys = forward.has_ragged_keys() || VarlenArguments::has(forward.seqused_k);
+  // The GPUs' kernels write zeros themselves where rows or keys belong to no entry.
+  const bool has_other_rows = is_cpu && forward.has_ragged_rows();
+  const bool has_other_keys = is_cpu && (forward.has_ragged_keys() || VarlenArguments::has(forward.seqused_k));
   VarlenGradients gradients;
-  if ((needs & kNeedsDq) != 0) gradients.dq = gradient_of(forward.q, is_empty || forward.has_ragged_rows());
+  if ((needs & kNeedsDq) != 0) gradients.dq = gradient_of(forward.q, is_empty || has_other_rows);
   if ((needs & kNeedsDk) != 0) gradients.dk = gradient_of(forward.k, is_empty || has_other_keys);
   if ((needs & kNeedsDv) != 0) gradients.dv = gradient_of(forward.v, is_empty || has_other_keys);
   if (with_row_dot) {
     gradients.row_dot = host::empty(arguments.lse.dim(), arguments.lse.sizes(), arguments.lse.dtype(),
                                     forward.device_type, forward.device_index);
-    if (forward.has_ragged_rows()) zero(gradients.row_dot);
   }
   return gradients;
 }
@@ -130,7 +131,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
   const bool with_dkv = (needs & (kNeedsDk | kNeedsDv)) != 0;
   const int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
-  VarlenGradients gradients = allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty);
+  VarlenGradients gradients =
+      allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty, Backend::kIsCpu);
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
   Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};

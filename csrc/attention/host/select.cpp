@@ -307,6 +307,15 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem)
   return tiles >= min_rounds * problem.request.num_multiprocessors;
 }
 
+SelectorInput as_equal_entries(const SelectorInput& longest, int64_t rows_total, int64_t keys_total,
+                               int64_t visible_keys) {
+  SelectorInput equal = longest;
+  equal.seq_q = std::min(longest.seq_q, rows_total);
+  equal.seq_k = std::min({longest.seq_k, keys_total, visible_keys});
+  equal.batch = std::max<int64_t>(1, keys_total / std::max<int64_t>(1, equal.seq_k));
+  return equal;
+}
+
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
@@ -318,8 +327,15 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
       const Kernel* bending = bends_scores ? find_variant("scores") : nullptr;
       return bending != nullptr ? bending : find_variant("");
     };
-    const BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
-    if (kernels.dq != nullptr && kernels.dkv != nullptr) return kernels;
+    BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
+    if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
+    if (bends_scores) return kernels;
+    kernels.prepare = find("attention_varlen_backward_fused_prepare");
+    kernels.convert = find("attention_varlen_backward_fused_convert");
+    const Kernel* fused = find("attention_varlen_backward_fused");
+    const bool has_all = fused != nullptr && kernels.prepare != nullptr && kernels.convert != nullptr;
+    if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
+    return kernels;
   }
   host::refuse(request, "gradients of ragged or banded attention, head_dim " + std::to_string(head_dim));
 }

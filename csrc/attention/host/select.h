@@ -67,6 +67,11 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem)
 // bends_scores: a softcap, or a mask tensor; some families have kernels of their own for that.
 BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores);
 
+// The batch of equal entries that a ragged one is judged by, as no host knows its lengths: as many tokens, in entries as long as the longest, whose
+// rows see at most visible_keys.
+SelectorInput as_equal_entries(const SelectorInput& longest, int64_t rows_total, int64_t keys_total,
+                               int64_t visible_keys);
+
 // row_dot alone: the first that this GPU has, whichever family is forced.
 const Kernel& select_row_dot(const host::KernelRequest& request);
 

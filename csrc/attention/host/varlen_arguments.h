@@ -61,8 +61,8 @@ struct VarlenBackwardArguments {
   Tensor dlse;              // the same; a null handle where there is none
 };
 
-// Allocated by the operator; a null handle where nobody needs one, but dk and dv come together on a GPU. Zero where rows or keys may belong to no entry (ragged tensors, seqused_k): kernels write what
-// belongs to one.
+// Allocated by the operator; a null handle where nobody needs one, but dk and dv come together on a GPU. On the CPU zero where rows or keys
+// may belong to no entry (ragged tensors, seqused_k): its kernels write what belongs to one. A GPU's write zeros to the rest, too.
 struct VarlenGradients {
   Tensor dq;
   Tensor dk;

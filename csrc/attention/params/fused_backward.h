@@ -7,6 +7,7 @@ namespace flashmoe {
 namespace attention {
 
 constexpr int32_t kFusedTileKeys = 128;  // of the fused kernel
+constexpr int32_t kFusedPieceRows = 64;  // of dq that its sums are kept by
 
 struct FusedQueryParams {
   const void* out;    // [batch, heads, rows, head_dim]
@@ -26,6 +27,30 @@ struct FusedQueryParams {
   int32_t keys;
   int32_t
       row_keys;  // that the first row sees, one more each row after it: negative or past `keys` where a causal mask hides rows or none
+  float scale;
+};
+
+// The same of a batch that a Batch describes (attention/backward/sm90/fused_pieces.cuh says where pieces lie). Ragged rows: tensors are
+// [rows_total, heads, head_dim], strides' batch is 0, and statistics are [heads, rows_total].
+struct VarlenFusedQueryParams {
+  const void* out;   // [batch, heads, rows, head_dim_v]
+  const void* dout;  // the same
+  const float* lse;  // [batch, heads, rows], contiguous
+  const float* dlse;
+  float* row_dot;
+  float* sums;  // [heads, pieces of a head] pieces; then a turn for each
+  void* dq;     // [batch, heads, rows, head_dim]
+  Strides out_stride;
+  Strides dout_stride;
+  Strides dq_stride;
+  const int32_t* cu_seqlens_q;  // [batch + 1]; null: dense rows
+  int32_t rows_total;
+  int32_t batch;
+  int32_t heads;
+  int32_t rows;  // of an entry, at most
+  int32_t head_dim;
+  int32_t head_dim_v;
+  int32_t width;  // columns of the fused kernel: 64 or 128
   float scale;
 };
 

@@ -25,16 +25,22 @@ from flashmoe_build.emulation.attention import (
 )
 from flashmoe_build.emulation.backward import BackwardParams
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
-from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
+from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, worst_place
+from flashmoe_build.emulation.varlen.fused import Sums, expected_turns, make_sums, rows_of_entry
 from flashmoe_build.emulation.varlen.problem import LOG2E, Keys, MaskTensor, Rows, VarlenProblem
 from flashmoe_build.emulation.varlen.reference import visible
 from flashmoe_build.emulation.varlen.run import Batch, _add, _band, _strides
 from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _entries_of_rows, build
 
 EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
-RESULTS = {"attention_varlen_backward_dq": ("dq",), "attention_varlen_backward_dkv": ("dk", "dv")}
+FUSED = "attention_varlen_backward_fused"
+RESULTS = {
+    "attention_varlen_backward_dq": ("dq",),
+    "attention_varlen_backward_dkv": ("dk", "dv"),
+    FUSED: ("dk", "dv"),  # and the sums of dq
+}
 FEW = (
     "ragged",
     "window",
@@ -48,12 +54,12 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
     """In the order of what they need: lengths, the band, scores."""
     for seed, problem in enumerate(_problems(unit)):
         if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in FEW):
-            yield replace(problem, data_seed=seed)
+            yield replace(problem, data_seed=seed, has_counter=problem.has_counter or unit.row.operation == FUSED)
 
 
 def _is_for(unit: Unit, problem: VarlenProblem) -> bool:
     """Of a family with kernels of their own for what bends scores, those have such problems and the others the rest."""
-    functions = unit.row.options.get("scores")
+    functions = 0 if unit.row.operation == FUSED else unit.row.options.get("scores")
     bends = problem.softcap > 0 or problem.mask is not MaskTensor.NONE
     return functions is None or bends == bool(functions)
 
@@ -96,6 +102,9 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     yield replace(dense, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1, right=3)
     # Ragged keys with room behind the used ones.
     yield replace(base("spare keys", (9, 5), (n - 3, 2)), spare_keys=7, left=40)
+    # Logits so far below 0 that the weight of a score of 0, as a missing key has, is infinite: dq of all keys is one product.
+    if unit.row.operation == FUSED:
+        yield replace(base("low", (9, 3), (1, 2)), magnitude=100.0)
     # More entries than a warp has lanes.
     rows = tuple(index % 3 for index in range(70))
     yield replace(base("many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
@@ -312,37 +321,82 @@ def _shares_weights(unit: Unit) -> bool:
     return unit.row.block_n == 64 if unit.row.family == "sm90" else unit.row.options.get("roles") != 1
 
 
+@dataclass(frozen=True)
+class Launched:
+    report: LaunchReport
+    results: dict[str, torch.Tensor]
+    sums: Sums | None
+    counter: torch.Tensor
+
+
+def launch(
+    unit: Unit, problem: VarlenProblem, tensors: Tensors, given: Given, settings: Settings, options: Options
+) -> Launched:
+    """Compiles (or finds) the kernel and runs it; results are NaN before."""
+    library = load(kernel_library(unit, options))
+    like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
+    results = {name: torch.full_like(like[name], NAN) for name in RESULTS[unit.row.operation]}
+    if "dq" in results:
+        results["row_dot"] = torch.full_like(given.row_dot, NAN)
+    counter = torch.zeros(1, dtype=torch.int32)
+    sums = make_sums(problem, tensors, unit.row.axes["head_dim"]) if unit.row.operation == FUSED else None
+    with mapped(library):
+        params = _params(library, problem, tensors, given, results, counter)
+        if sums is not None:
+            size = sums.memory.numel() * 4
+            params.dq = library.add_buffer(
+                sums.memory.data_ptr(), size, writable=True, initialised=True, name="sums of dq"
+            )
+        maps, keep = tensor_map_arguments(unit, library, params)
+        arguments = (ctypes.addressof(params), *maps)
+        report = library.launch(unit.entries[0].symbol, arguments, geometry(unit, problem), settings)
+        del keep
+    return Launched(report, results, sums, counter)
+
+
 def run(unit: Unit, problem: VarlenProblem, settings: Settings, options: Options) -> Outcome:
     """Compiles (or finds) the kernel, runs the problem on it and compares with fp64. ``out`` and ``lse`` of the outcome are the
     first gradient and row_dot."""
-    library = load(kernel_library(unit, options))
     symbol = unit.entries[0].symbol
     tensors = build(problem)
     score_unit = SCORE_UNIT[unit.row.family]
     given, expected = expect(problem, tensors, shares_weights=_shares_weights(unit), score_unit=score_unit)
+    launched = launch(unit, problem, tensors, given, settings, options)
+    report, results, sums, counter = launched.report, launched.results, launched.sums, launched.counter
     names = RESULTS[unit.row.operation]
-    results = {n: torch.full_like({"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}[n], NAN) for n in names}
-    if names == ("dq",):
-        results["row_dot"] = torch.full_like(given.row_dot, NAN)
-    counter = torch.zeros(1, dtype=torch.int32)
-    with mapped(library):
-        params = _params(library, problem, tensors, given, results, counter)
-        maps, keep = tensor_map_arguments(unit, library, params)
-        report = library.launch(symbol, (ctypes.addressof(params), *maps), geometry(unit, problem), settings)
-        del keep
     wrong: list[str] = []
     if not report.failure:
         for name in names:
-            wrong += _disagreements(problem, tensors, name, results[name], expected)
+            values, bounds = ([getattr(own, kind)[name] for own in expected] for kind in ("gradients", "bounds"))
+            wrong += entries_disagreements(problem, tensors, name, results[name], values, bounds)
+        if sums is not None:
+            wrong += _wrong_sums(problem, sums, expected)
         if "row_dot" in results:
-            wrong += _row_dot_disagreements(problem, tensors, results["row_dot"], given, expected)
+            wrong += row_dot_disagreements(problem, tensors, results["row_dot"], given, expected)
         if int(counter[0]) != 0:
             wrong.append(f"tile_counter is {int(counter[0])} after the launch; the next launch needs 0")
     return Outcome(problem, symbol, report, tuple(wrong), results[names[0]], results.get("row_dot", given.row_dot))
 
 
-def _disagreements(
-    p: VarlenProblem, tensors: Tensors, name: str, gradient: torch.Tensor, expected: list[Expected]
+def _wrong_sums(p: VarlenProblem, sums: Sums, expected: list[Expected]) -> list[str]:
+    found: list[str] = []
+    for entry in range(len(p.rows)):
+        dq = p.scale * rows_of_entry(p, sums, entry)
+        if dq.numel() > 0:
+            own = expected[entry]
+            found += worst_place(f"sums of entry {entry}", dq[None], own.gradients["dq"][None], own.bounds["dq"][None])
+    if not sums.turns.eq(expected_turns(p, sums)).all():
+        found.append("not every tile that a piece's rows see had a turn there, or another one had")
+    return found
+
+
+def entries_disagreements(
+    p: VarlenProblem,
+    tensors: Tensors,
+    name: str,
+    gradient: torch.Tensor,
+    values: list[torch.Tensor],
+    bounds: list[torch.Tensor],
 ) -> list[str]:
     """What is wrong with a gradient; rows and keys of no entry must have zero."""
     found: list[str] = []
@@ -355,19 +409,14 @@ def _disagreements(
     )
     for entry, (own, other) in enumerate(zip(views, rests, strict=True)):
         if own.numel() > 0:
-            found += worst_place(
-                f"{name} of entry {entry}",
-                own[None],
-                expected[entry].gradients[name][None],
-                expected[entry].bounds[name][None],
-            )
+            found += worst_place(f"{name} of entry {entry}", own[None], values[entry][None], bounds[entry][None])
         other.zero_()
     if not bool((rest == 0).all()):
         found.append(f"{name} of rows that belong to no entry is not zero everywhere")
     return found
 
 
-def _row_dot_disagreements(
+def row_dot_disagreements(
     p: VarlenProblem, tensors: Tensors, row_dot: torch.Tensor, given: Given, expected: list[Expected]
 ) -> list[str]:
     found: list[str] = []

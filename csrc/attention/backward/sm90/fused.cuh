@@ -17,6 +17,7 @@
 //          as the longest of the section before end, so that none waits and the short ones fill the end; and for heads that share keys
 #pragma once
 
+#include "attention/backward/sm90/band_producer.cuh"
 #include "attention/backward/sm90/fused_wide.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "ptx/bulk_reduce.cuh"
@@ -33,6 +34,7 @@ namespace sm90 {
 template <typename Spec, MaskKind kMask>
 struct FusedQueries {
   using Element = typename Spec::Element;
+  using Tile = MaskTile<kMask>;
   static constexpr int kSums = Spec::kHeadDim / 2;  // of 64 rows, a thread
 
   const BackwardParams& params;
@@ -97,7 +99,76 @@ struct FusedQueries {
     hand_over(sums, piece, turn);
   }
 
+  // sums[64 x kHeadDim] = dS[64 x 64] K[64 x kHeadDim] of the second consumer's keys alone.
+  __device__ __forceinline__ void multiply_second(float (&sums)[kSums]) const {
+    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(at.stage), 0, 1024);
+    const uint64_t keys = ptx::make_smem_descriptor(shared.own_first(1), Spec::kOwnSlabBytes, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::wgmma_ss<Element, Spec::kHeadDim, true, true>(sums, ptx::advance_smem_descriptor(scores, (4 + step) * 2048),
+                                                         ptx::advance_smem_descriptor(keys, step * 2048),
+                                                         step == 0 ? 0 : 1);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operands(sums);
+  }
+
+  // Of a band a block may be seen from the second consumer's keys alone, in front of a window's left end, and a tile may have none.
+  __device__ __forceinline__ void run_band() {
+    const int heads = params.heads_q / params.heads_kv;
+    for (int parity = 0;; parity ^= 1) {
+      ptx::mbarrier_wait(shared.tile_full(0), parity);
+      const Tile tile = read_tile<Tile>(shared.tile(0));
+      if (tile.index < 0) break;
+      ptx::mbarrier_wait(shared.own_full(0), parity);
+      ptx::mbarrier_wait(shared.own_full(1), parity);
+      const int first_key = tile.index * Spec::kOwnRows;
+      const BlockRange first = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
+      const BlockRange second = query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128);
+      const int pieces = first_piece(params, tile, 1) - first_piece(params, tile, 0);
+      const int piece = first_piece(params, tile, tile.head * heads);
+      for (int i = tile.begin_block; i < tile.end_block; ++i) {
+        const int at_block = goes_down<kMask>(tile) ? tile.begin_block + tile.end_block - 1 - i : i;
+        const int turn = turn_of<Spec, kMask>(params, tile, at_block);
+        const bool has_first = at_block >= first.begin && at_block < first.end;
+        const bool has_second = at_block >= second.begin && at_block < second.end;
+        for (int head = 0; head < heads; ++head) {
+          float sums[kSums];
+          ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
+          if (!has_second) {
+            multiply<1>(sums);
+          } else if (has_first) {
+            multiply<2>(sums);
+          } else {
+            multiply_second(sums);
+          }
+          release(shared.scores_empty(at.stage));
+          hand_over(sums, piece + head * pieces + at_block, turn);
+        }
+      }
+      // Hazard: the next tile is written before every warp has read this one: the first consumer waits for these warps at blocks alone.
+      release(shared.own_empty(0));
+    }
+    end_sums();
+  }
+  __device__ __forceinline__ void end_sums() {
+#pragma unroll
+    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
+      ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
+      pass(-1, 0);
+    }
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (kMask == MaskKind::kBand) {
+      run_band();
+    } else {
+      run_dense();
+    }
+  }
+  __device__ __forceinline__ void run_dense() {
     const int heads = params.heads_q / params.heads_kv;
     const int pieces = ceil_div(params.seq_q, Spec::kStreamRows);
     for (int parity = 0;; parity ^= 1) {
@@ -120,11 +191,7 @@ struct FusedQueries {
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < Spec::kQueryBuffers; ++i) {
-      ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
-      pass(-1, 0);
-    }
+    end_sums();
   }
 };
 
@@ -134,7 +201,8 @@ template <typename Spec>
 __device__ __forceinline__ void add_sums(const BackwardParams& params, const FusedMemory<Spec>& shared, int buffer) {
   float* sums_gmem = static_cast<float*>(params.dq);
   const int64_t all_pieces =
-      static_cast<int64_t>(params.batch) * params.heads_q * ceil_div(params.seq_q, Spec::kStreamRows);
+      Spec::kIsBand ? static_cast<int64_t>(params.heads_q) * entry_pieces(params).count()
+                    : static_cast<int64_t>(params.batch) * params.heads_q * ceil_div(params.seq_q, Spec::kStreamRows);
   auto* turns_gmem = reinterpret_cast<int32_t*>(sums_gmem + all_pieces * (Spec::kQueryBytes / 4));
   for (int parity = 0;; parity ^= 1) {
     ptx::mbarrier_wait(shared.sums_full(buffer), parity);
@@ -192,7 +260,13 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
-      produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+      if constexpr (kMask == MaskKind::kBand) {
+        produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+      } else {
+        produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
+      }
+    } else if (kMask == MaskKind::kBand && warp == Spec::kQueryBuffers + 1) {
+      if constexpr (kMask == MaskKind::kBand) produce_band_statistics<Spec>(params, shared);
     } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }
@@ -206,6 +280,14 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     FusedConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
   }
+}
+
+template <typename Spec>
+__device__ __forceinline__ void varlen_fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
+                                                      const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
+                                                      const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
+                                                      const ptx::TensorMap& dv_map) {
+  fused_gradient<Spec, MaskKind::kBand>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

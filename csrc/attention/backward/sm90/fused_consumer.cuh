@@ -1,6 +1,7 @@
 // What the fused kernel (fused.cuh) keeps in shared memory, and its consumers: each computes dk and dv of 64 keys, and hands dS^T on.
 #pragma once
 
+#include "attention/backward/sm90/fused_pieces.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/params/fused_backward.h"
 #include "ptx/ldmatrix.cuh"
@@ -12,15 +13,17 @@ namespace backward {
 namespace sm90 {
 
 // As of the kernel of dk and dv, with 16 warps: producer and adding warps, two consumers, the warpgroup of dq; or with 12, without the last.
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_>
-struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0> {
-  using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0>;
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_,
+          bool kIsBand_ = false>
+struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsBand_> {
+  using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsBand_>;
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
   static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
   static constexpr bool kTakesTurns = true;
+  static constexpr int kTileReaders = !kIsBand_ ? 0 : kIsWide ? 1 : 5;  // of the statistics; of dq
   static constexpr int kSectionHeads = kIsWide ? 16 : 0;        // eight tiles of each at work on 132 multiprocessors
   static constexpr int kProducerRegisters = kIsWide ? 24 : 32;  // 128 * (32 + 2 * 208 + 64) = 65536
   static constexpr int kConsumerRegisters = kIsWide ? 240 : 208;
@@ -35,6 +38,10 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
   static constexpr int kSharedBytes = kScoreBarrierOffset + kQueryBuffers * (4 * 8 + 16);
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
+
+// For MaskKind::kBand.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
+using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true>;
 
 template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
@@ -67,8 +74,35 @@ struct FusedMemory : SharedMemory<Spec> {
 };
 
 // Whether some of the 64 keys from first_key on are past the last.
-__device__ __forceinline__ bool has_missing_keys(const BackwardParams& params, int first_key) {
+__device__ __forceinline__ bool has_missing_keys(const BackwardParams& params, const Tile&, int first_key) {
   return first_key + 64 > params.seq_k;
+}
+__device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const BandTile& tile, int first_key) {
+  return first_key + 64 > tile.extents.key_count;
+}
+
+// Blocks of a tile's heads that only keys of the other consumer are seen from, in front of a consumer's own range and behind it.
+struct SkippedBlocks {
+  int before;
+  int behind;
+};
+__device__ __forceinline__ SkippedBlocks skipped_blocks(const Tile&, const BlockRange& own, const BlockRange& all,
+                                                        int heads) {
+  return SkippedBlocks{heads * (own.begin - all.begin), 0};
+}
+__device__ __forceinline__ SkippedBlocks skipped_blocks(const BandTile&, const BlockRange& own, const BlockRange& all,
+                                                        int heads) {
+  if (own.begin >= own.end) return SkippedBlocks{heads * (all.end - all.begin), 0};
+  return SkippedBlocks{heads * (own.begin - all.begin), heads * (all.end - own.end)};
+}
+
+// The number of a head's first piece of a tile's entry.
+__device__ __forceinline__ int first_piece(const BackwardParams& params, const Tile& tile, int head) {
+  return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kFusedPieceRows);
+}
+__device__ __forceinline__ int first_piece(const BackwardParams& params, const BandTile& tile, int head) {
+  const EntryPieces pieces = entry_pieces(params);
+  return head * pieces.count() + pieces.first(tile.batch, tile.extents.first_row);
 }
 
 // The tile of the last keys that a row of block `block`, which sees some, sees.
@@ -83,12 +117,22 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int turn_of(const BackwardParams& params, const Tile& tile, int block) {
   return goes_down<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
 }
+// Of a band: tiles add whose query_blocks have the block, to the last that its last row sees, which may be past the entry's end, as blocks are
+// counted whole. Those that go down have no window in front of which tiles would be left out.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ int turn_of(const BackwardParams& params, const BandTile& tile, int block) {
+  if (goes_down<kMask>(tile)) return tile.index;
+  // The window of a row past the last may begin behind the last key.
+  const int end_key = band_keys(params.band, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
+  return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
+}
 
 // scores (S^T) to P^T. Unlike in the kernel of dk and dv, a key past the last must have P 0: its dS is a factor of dQ.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
                                                    const BlockPlace& place) {
+  if constexpr (kMask == MaskKind::kBand) return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
   constexpr int kNever = 1 << 30;
   int begin[2] = {0, 0};
   if constexpr (kIsMasked) {
@@ -113,6 +157,7 @@ __device__ __forceinline__ void fused_exponentials(const BackwardParams& params,
 template <typename Spec, MaskKind kMask>
 struct FusedConsumer {
   using Product = Products<Spec>;
+  using Tile = MaskTile<kMask>;
   static constexpr int kOwn = Spec::kHeadDim / 4;  // registers of a thread for 64 rows of K, or V
 
   const BackwardParams& params;
@@ -256,9 +301,10 @@ struct FusedConsumer {
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
       const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
-      const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
-      if (first_key < params.seq_k) {
-        const bool is_masked = has_missing_keys(params, first_key);
+      const BlockRange all = tile_blocks(
+          tile, [&] { return query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows); });
+      if (first_key < key_room(params, tile)) {
+        const bool is_masked = has_missing_keys(params, tile, first_key);
         float dk[Product::kOutputs];
         float dv[Product::kOutputs];
         uint32_t p_packed[Product::kPacked];
@@ -268,17 +314,18 @@ struct FusedConsumer {
         load_own(own_v, shared.own_second(consumer));
         Product::clear(dk);
         Product::clear(dv);
-        const int skipped = heads * (range.begin - all.begin);
-        for (int left = goes_down<kMask>(tile) ? 0 : skipped; left > 0; --left) skip_block();
+        const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
+        for (int left = goes_down<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         for (int i = range.begin; i < range.end; ++i) {
           const int block = goes_down<kMask>(tile) ? range.begin + range.end - 1 - i : i;
           const BlockPlace place{shared.tile(consumer), 0, first_key, block};
           for (int head = 0; head < heads; ++head) {
-            step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
+            step(dk, dv, p_packed, ds_packed, own_k, own_v, place,
+                 is_masked || block < range.full_begin || (kMask == MaskKind::kBand && block >= range.full_end));
           }
         }
         finish_products(dk, dv);
-        for (int left = goes_down<kMask>(tile) ? skipped : 0; left > 0; --left) skip_block();
+        for (int left = goes_down<kMask>(tile) ? skipped.before : skipped.behind; left > 0; --left) skip_block();
         wait_for_query_products();
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
@@ -290,8 +337,8 @@ struct FusedConsumer {
         if (ptx::thread_index() % 128 == 0) {
           const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
           const int row = done.index * Spec::kOwnRows + consumer * 64;
-          Product::store_global(dv_map, shared.own_second(consumer), row, DensePlace{done.head, done.batch});
-          Product::store_global(dk_map, shared.own_first(consumer), row, DensePlace{done.head, done.batch});
+          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
+          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
           ptx::tma_store_wait_read<0>();

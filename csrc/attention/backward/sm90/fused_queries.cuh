@@ -1,13 +1,17 @@
 // What runs before and after the fused backward kernel. Before: row_dot, and zero turns. After: the sums to dq.
 #pragma once
 
+#include "attention/backward/sm90/fused_pieces.cuh"
 #include "attention/params/fused_backward.h"
+#include "attention/sequences.cuh"
 #include "device/convert.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/turns.cuh"
 
@@ -32,6 +36,31 @@ __device__ __forceinline__ int32_t* turn_of_piece(const FusedQueryParams& params
   return reinterpret_cast<int32_t*>(params.sums + pieces * 64 * Spec::kHeadDim) + ptx::block_index();
 }
 
+// Of a quad's row, if it is inside: out * dout, over as many columns.
+template <typename Spec>
+__device__ __forceinline__ float sum_of_products(const typename Spec::Element* out_gmem,
+                                                 const typename Spec::Element* dout_gmem, bool is_inside, int columns) {
+  using Element = typename Spec::Element;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Spec::kHeadDim / 32; ++i) {
+    const int column = 32 * i + ptx::thread_index() % 4 * 8;
+    uint32_t out[4] = {0, 0, 0, 0}, dout[4] = {0, 0, 0, 0};
+    if (is_inside && column < columns) {
+      ptx::ld_global_128(out, out_gmem + column);
+      ptx::ld_global_128(dout, dout_gmem + column);
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 a = unpack<Element>(out[w]);
+      const float2 b = unpack<Element>(dout[w]);
+      sum = ptx::fma_rn(a.x, b.x, sum);
+      sum = ptx::fma_rn(a.y, b.y, sum);
+    }
+  }
+  return quad_sum(sum);
+}
+
 // A block of threads is a piece of 64 rows of one head; a quad has a row at a time, as in the kernel of dq.
 template <typename Spec>
 __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
@@ -51,24 +80,7 @@ __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
                               own_head * params.out_stride.head + row * params.out_stride.row;
     const Element* dout_gmem = static_cast<const Element*>(params.dout) + batch * params.dout_stride.batch +
                                own_head * params.dout_stride.head + row * params.dout_stride.row;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Spec::kHeadDim / 32; ++i) {
-      const int column = 32 * i + thread % 4 * 8;
-      uint32_t out[4] = {0, 0, 0, 0}, dout[4] = {0, 0, 0, 0};
-      if (is_inside && column < params.head_dim) {
-        ptx::ld_global_128(out, out_gmem + column);
-        ptx::ld_global_128(dout, dout_gmem + column);
-      }
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 a = unpack<Element>(out[w]);
-        const float2 b = unpack<Element>(dout[w]);
-        sum = ptx::fma_rn(a.x, b.x, sum);
-        sum = ptx::fma_rn(a.y, b.y, sum);
-      }
-    }
-    sum = quad_sum(sum);
+    float sum = sum_of_products<Spec>(out_gmem, dout_gmem, is_inside, params.head_dim);
     if (thread % 4 == 0 && is_inside) {
       const int64_t at = head * params.rows + row;
       if (params.dlse != nullptr) sum -= ptx::ld_global_float(params.dlse + at);
@@ -94,6 +106,33 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4]) {
   }
 }
 
+// A thread's part of a piece of `width` columns, scaled, to its rows, `row` (at dq_gmem) and that + 8, where they are less than `rows`.
+template <typename Spec, typename Params>
+__device__ __forceinline__ void convert_rows(const Params& params, typename Spec::Element* dq_gmem,
+                                             const float* piece_gmem, int width, int tiles, int thread, int row,
+                                             int rows) {
+  using Element = typename Spec::Element;
+#pragma unroll
+  for (int group = 0; group < Spec::kHeadDim / 32; ++group) {
+    if (32 * group >= width) break;
+    uint32_t first[4], second[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float4 sums{0.0f, 0.0f, 0.0f, 0.0f};
+      if (tiles > 0) sums = ptx::ld_global_float4(piece_gmem + ((4 * group + i) * 128 + thread) * 4);
+      first[i] = pack<Element>(sums.x * params.scale, sums.y * params.scale);
+      second[i] = pack<Element>(sums.z * params.scale, sums.w * params.scale);
+    }
+    transpose_in_quad(first);
+    transpose_in_quad(second);
+    const int column = 32 * group + thread % 4 * 8;
+    if (column < params.head_dim && row < rows) ptx::st_global_128(dq_gmem + column, first);
+    if (column < params.head_dim && row + 8 < rows) {
+      ptx::st_global_128(dq_gmem + column + 8 * params.dq_stride.row, second);
+    }
+  }
+}
+
 // A block of threads is a piece: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be
 // launched while the fused kernel's last tiles run: it converts each piece once all its tiles have added.
 template <typename Spec>
@@ -112,26 +151,108 @@ __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   const int tiles = ceil_div(maximum(0, minimum(params.keys, params.row_keys + last_row)), kFusedTileKeys);
   if (thread == 0) ptx::wait_for_turn(turn_of_piece<Spec>(params), tiles);
   ptx::barrier_sync_block();
-#pragma unroll
-  for (int group = 0; group < Spec::kHeadDim / 32; ++group) {
-    uint32_t first[4], second[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float4 sums{0.0f, 0.0f, 0.0f, 0.0f};
-      if (tiles > 0) sums = ptx::ld_global_float4(piece_gmem + ((4 * group + i) * 128 + thread) * 4);
-      first[i] = pack<Element>(sums.x * params.scale, sums.y * params.scale);
-      second[i] = pack<Element>(sums.z * params.scale, sums.w * params.scale);
-    }
-    transpose_in_quad(first);
-    transpose_in_quad(second);
-    const int column = 32 * group + thread % 4 * 8;
-    if (column < params.head_dim && row < params.rows) ptx::st_global_128(dq_gmem + column, first);
-    if (column < params.head_dim && row + 8 < params.rows) {
-      ptx::st_global_128(dq_gmem + column + 8 * params.dq_stride.row, second);
-    }
-  }
+  convert_rows<Spec>(params, dq_gmem, piece_gmem, Spec::kHeadDim, tiles, thread, row, params.rows);
   // Whoever waits for this kernel relies on dk and dv, too.
   if (ptx::block_index() == ptx::grid_size() - 1) ptx::grid_dependency_wait();
+}
+
+// The rows of a block's piece, in a batch that a Batch describes.
+struct PieceRows {
+  int head;
+  int entry;      // -1: they belong to none
+  int first_row;  // of an entry's in a dense tensor, of all in a ragged one
+  int count;      // at most 64; none in pieces that no entry has
+  int used;       // of them, those before the entry's row `rows`
+};
+
+// The warps of a block all search: of the boundaries between rows of no entry, entries and rows of none, the last whose pieces begin
+// no later.
+__device__ __forceinline__ PieceRows rows_of_piece(const VarlenFusedQueryParams& params) {
+  const EntryPieces pieces{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
+  const int head = static_cast<int>(ptx::block_index() / pieces.count());
+  const int piece = static_cast<int>(ptx::block_index() - head * pieces.count());
+  if (!pieces.is_ragged) {
+    const int pieces_of_entry = ceil_div(params.rows, kFusedPieceRows);
+    const int entry = piece / pieces_of_entry;
+    const int row = (piece - entry * pieces_of_entry) * kFusedPieceRows;
+    const int count = minimum(kFusedPieceRows, params.rows - row);
+    return PieceRows{head, entry, row, count, count};
+  }
+  const auto boundary = [&](int index) {  // the first row of the index-th range
+    if (index == 0) return 0;
+    if (index > params.batch + 1) return params.rows_total;
+    return maximum(0, minimum(params.rows_total, load_length(params.cu_seqlens_q + index - 1)));
+  };
+  int range = 0;
+  for (int left = params.batch + 2; left > 1;) {
+    const int step = ceil_div(left, 32);
+    const int index = range + ptx::lane_index() * step;
+    const bool is_before = index < range + left && boundary(index) / kFusedPieceRows + index <= piece;
+    const int before = maximum(1, ptx::population_count(ptx::vote_ballot(is_before)));
+    range += (before - 1) * step;
+    left = minimum(step, left - (before - 1) * step);
+  }
+  const int first_row = boundary(range);
+  const int end_row = maximum(first_row, boundary(range + 1));
+  const int row = (piece - first_row / kFusedPieceRows - range) * kFusedPieceRows;
+  const int count = maximum(0, minimum(kFusedPieceRows, end_row - first_row - row));
+  const bool is_entry = range > 0 && range <= params.batch;
+  return PieceRows{head, is_entry ? range - 1 : -1, first_row + row, count,
+                   is_entry ? minimum(count, params.rows - row) : 0};
+}
+
+__device__ __forceinline__ int32_t* turn_of_varlen_piece(const VarlenFusedQueryParams& params) {
+  const EntryPieces pieces{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
+  const int64_t all = static_cast<int64_t>(pieces.count()) * params.heads;
+  return reinterpret_cast<int32_t*>(params.sums + all * kFusedPieceRows * params.width) + ptx::block_index();
+}
+
+template <typename Spec>
+__device__ __forceinline__ void varlen_fused_prepare(const VarlenFusedQueryParams& params) {
+  using Element = typename Spec::Element;
+  const int thread = ptx::thread_index();
+  if (thread == 0) ptx::st_global_32(turn_of_varlen_piece(params), 0);
+  const PieceRows piece = rows_of_piece(params);
+  const bool is_ragged = params.cu_seqlens_q != nullptr;
+  const auto offset = [&](const Strides& stride, int row) {
+    return (is_ragged ? 0 : piece.entry * stride.batch) + piece.head * stride.head +
+           (piece.first_row + static_cast<int64_t>(row)) * stride.row;
+  };
+  const int64_t first_statistic = is_ragged
+                                      ? static_cast<int64_t>(piece.head) * params.rows_total
+                                      : (static_cast<int64_t>(piece.entry) * params.heads + piece.head) * params.rows;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = half * 32 + thread / 4;
+    const bool is_used = row < piece.used;
+    float sum = sum_of_products<Spec>(static_cast<const Element*>(params.out) + offset(params.out_stride, row),
+                                      static_cast<const Element*>(params.dout) + offset(params.dout_stride, row),
+                                      is_used, params.head_dim_v);
+    if (thread % 4 != 0 || row >= piece.count) continue;
+    const int64_t at = first_statistic + piece.first_row + row;
+    bool is_visible = false;
+    if (is_used) {
+      if (params.dlse != nullptr) sum -= ptx::ld_global_float(params.dlse + at);
+      is_visible = ptx::ld_global_float(params.lse + at) != ptx::negative_infinity();
+    }
+    ptx::st_global_float(params.row_dot + at, is_visible ? sum : 0.0f);
+  }
+}
+
+// Behind the fused kernel, not beside it. Pieces in which no tile had a turn have no sums: zeros.
+template <typename Spec>
+__device__ __forceinline__ void varlen_fused_convert(const VarlenFusedQueryParams& params) {
+  using Element = typename Spec::Element;
+  const int thread = ptx::thread_index();
+  const PieceRows piece = rows_of_piece(params);
+  const int row = thread / 32 * 16 + thread % 32 / 4;
+  const int64_t batch = params.cu_seqlens_q != nullptr ? 0 : piece.entry;
+  Element* dq_gmem = static_cast<Element*>(params.dq) + batch * params.dq_stride.batch +
+                     piece.head * params.dq_stride.head +
+                     (piece.first_row + static_cast<int64_t>(row)) * params.dq_stride.row;
+  const float* piece_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * kFusedPieceRows * params.width;
+  const int tiles = piece.entry < 0 ? 0 : static_cast<int>(ptx::ld_global_32(turn_of_varlen_piece(params)));
+  convert_rows<Spec>(params, dq_gmem, piece_gmem, params.width, tiles, thread, row, piece.count);
 }
 
 }  // namespace sm90

@@ -30,6 +30,7 @@ template <typename Spec, MaskKind kMask>
 struct WideFusedConsumer {
   using Element = typename Spec::Element;
   using Product = Products<Spec>;
+  using Tile = MaskTile<kMask>;
   static constexpr int kSums = 32;  // of 64 rows and 64 columns of dq, a thread
 
   const BackwardParams& params;
@@ -96,9 +97,7 @@ struct WideFusedConsumer {
     ptx::fence_proxy_async_shared();
     if (consumer == 0 && thread == 0) {
       const Tile tile = read_tile<Tile>(place.tile_smem);
-      const int pieces = ceil_div(params.seq_q, Spec::kStreamRows);
-      note_place((tile.batch * params.heads_q + place.head) * pieces + place.block,
-                 turn_of<Spec, kMask>(params, tile, place.block));
+      note_place(first_piece(params, tile, place.head) + place.block, turn_of<Spec, kMask>(params, tile, place.block));
     }
     pass();
   }
@@ -161,7 +160,8 @@ struct WideFusedConsumer {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(dk);
     ptx::wgmma_fence_operands(dv);
-    release_used();  // every tile has a block: the last query sees all keys
+    // Every dense tile has a block: the last query sees all keys.
+    if (kMask != MaskKind::kBand || used.stage != at.stage) release_used();
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
@@ -174,8 +174,8 @@ struct WideFusedConsumer {
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
-      // All blocks before it need a mask: where keys are missing, all of them.
-      const int full_begin = has_missing_keys(params, first_key) ? all.end : all.full_begin;
+      // All blocks before it need a mask: where keys are missing, all of them. Of a band also those from all.full_end on.
+      const int full_begin = has_missing_keys(params, tile, first_key) ? all.end : all.full_begin;
       const int direction = goes_down<kMask>(tile) ? -1 : 1;
       float dk[Product::kOutputs];
       float dv[Product::kOutputs];
@@ -187,7 +187,8 @@ struct WideFusedConsumer {
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
           const BlockPlace place{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, place, block < full_begin);
+          step(dk, dv, p_packed, ds_packed, place,
+               block < full_begin || (kMask == MaskKind::kBand && block >= all.full_end));
         }
         block += direction;
       }
@@ -202,8 +203,8 @@ struct WideFusedConsumer {
       if (ptx::thread_index() % 128 == 0) {
         const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
         const int row = done.index * Spec::kOwnRows + consumer * 64;
-        Product::store_global(dv_map, shared.own_second(consumer), row, DensePlace{done.head, done.batch});
-        Product::store_global(dk_map, shared.own_first(consumer), row, DensePlace{done.head, done.batch});
+        Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
+        Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
         ptx::tma_store_commit();
         // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
         ptx::tma_store_wait_read<0>();

@@ -30,7 +30,7 @@ struct BandTile {
   int begin_block;  // of the stream
   EntryExtents extents;
   int end_block;
-  int padding = 0;
+  int downwards = 0;  // as of a Tile
 };
 
 template <MaskKind kMask>
@@ -214,6 +214,10 @@ struct Schedule {
 template <MaskKind kMask>
 __device__ __forceinline__ bool goes_down(const Tile& tile) {
   return kMask == MaskKind::kCausal && tile.downwards != 0;
+}
+template <MaskKind kMask>
+__device__ __forceinline__ bool goes_down(const BandTile& tile) {
+  return tile.downwards != 0;
 }
 
 // The tiles of keys.

@@ -46,6 +46,8 @@ struct TileSpec {
   static constexpr bool kBendsScores = kBendsScores_;
   static constexpr bool kServesPlain = false;
   static constexpr bool kTakesTurns = false;  // tiles of a head wait for each other: see fused.cuh
+  static constexpr int kTileReaders =
+      kIsBand_ && kHasStatistics_ ? 1 : 0;  // warps beside the consumers that read the first own tile's record
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
@@ -200,9 +202,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   for (int tile = 0; tile < Spec::kNumOwnTiles; ++tile) {
     ptx::mbarrier_init(shared.own_full(tile), 1);
     ptx::mbarrier_init(shared.tile_full(tile), 1);
-    // Of a band also the warp that streams the statistics, which reads the first own tile's record.
-    ptx::mbarrier_init(shared.own_empty(tile),
-                       Spec::kConsumersPerTile + (Spec::kIsBand && Spec::kHasStatistics && tile == 0 ? 1 : 0));
+    // Of a band also the warps that learn of the tile from the first one's record.
+    ptx::mbarrier_init(shared.own_empty(tile), Spec::kConsumersPerTile + (tile == 0 ? Spec::kTileReaders : 0));
   }
 #pragma unroll
   for (int stage = 0; stage < Spec::kFirstStages; ++stage) {
