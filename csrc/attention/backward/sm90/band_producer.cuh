@@ -79,6 +79,10 @@ struct BandSchedule {
     if (!Spec::kIsWide || (is_causal && !all_downwards)) {
       section_heads = maximum(1, section_rows / maximum(1, group * params.seq_q));
     }
+    if (all_downwards &&
+        section_heads < params.heads_kv) {  // or somewhat more: tiles that begin at one block want many heads
+      section_heads = ceil_div(params.heads_kv, maximum(1, (params.heads_kv + section_heads / 2) / section_heads));
+    }
     Finder finder(params, static_cast<int>(kept[0]), static_cast<int>(kept[1]), static_cast<int>(kept[2]));
     const EntryTile found = finder.find_in_sections(number, section_heads);
     keep(finder, static_cast<int>(kept[3]));
