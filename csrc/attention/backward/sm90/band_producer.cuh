@@ -86,16 +86,21 @@ struct BandSchedule {
     }
     return order;
   }
+  // In the gap before the buffers of dS^T.
+  __device__ __forceinline__ unsigned char* order_smem() const {
+    static_assert(Spec::Base::kSharedBytes + 16 <= Spec::kScoreOffset, "the gap before the 1024-byte boundary");
+    return shared.base + Spec::kScoreOffset - 16;
+  }
   __device__ __forceinline__ void note_order() const {
     const Order order = make_order();
     const uint32_t words[4] = {static_cast<uint32_t>(order.section_heads), static_cast<uint32_t>(order.first_entry),
                                static_cast<uint32_t>(order.end_entry), static_cast<uint32_t>(order.first_head)};
-    if (ptx::lane_index() == 0) ptx::st_shared_128(shared.base + Spec::kOrderOffset, words);
+    if (ptx::lane_index() == 0) ptx::st_shared_128(order_smem(), words);
     ptx::warp_sync();
   }
   __device__ __forceinline__ Order order() const {
     uint32_t words[4];
-    ptx::ld_shared_128(words, shared.base + Spec::kOrderOffset);
+    ptx::ld_shared_128(words, order_smem());
     return Order{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
                  static_cast<int>(words[3])};
   }

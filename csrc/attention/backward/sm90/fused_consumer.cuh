@@ -33,8 +33,6 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
   static constexpr int kScoreBytes = kBlockN * kBlockM * 2;   // dS^T of a block
   static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
   static constexpr int kScoreOffset = (Base::kSharedBytes + 1023) / 1024 * 1024;
-  static constexpr int kOrderOffset = kScoreOffset - 16;  // of a band's producer, for itself
-  static_assert(!kIsBand_ || Base::kSharedBytes <= kOrderOffset, "the gap before the 1024-byte boundary");
   static constexpr int kQueryOffset = kScoreOffset + kQueryBuffers * kScoreBytes;
   static constexpr int kScoreBarrierOffset = kQueryOffset + kQueryBuffers * kQueryBytes;
   static constexpr int kSharedBytes = kScoreBarrierOffset + kQueryBuffers * (4 * 8 + 16);
