@@ -208,16 +208,15 @@ struct TileFinder {
                                                   number - first_tile - tiles_before * heads);
   }
 
-  // As find, in sections of about `section_heads` heads, of several entries where those have fewer.
+  // As find, in sections of `section_heads` heads of an entry, or of several entries that have as many together.
   __device__ __forceinline__ EntryTile find_in_sections(int number, int section_heads) {
     const int lane = lane_of(number);
     const int before = ptx::shuffle_index(end, max(0, lane - 1));
     const int tiles_before = lane > 0 ? before : 0;
     const int tiles_of_head = ptx::shuffle_index(end, lane) - tiles_before;
     if (section_heads >= 2 * heads) return tile_of_section(lane, section_heads / heads, number - first_tile);
-    const int sections = ceil_div(heads, section_heads);
     return tile_in_sections<kOwnsKeys>(first_entry + lane, tiles_of_head, number - first_tile - tiles_before * heads,
-                                       heads, ceil_div(heads, sections));
+                                       heads, section_heads);
   }
 
   // Among the warp's entries, `entries` by `entries`, of which `lane` has the tile: those that are n-th from their entry's last

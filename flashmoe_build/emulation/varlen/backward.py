@@ -108,6 +108,10 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     # More entries than a warp has lanes.
     rows = tuple(index % 3 for index in range(70))
     yield replace(base("many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
+    # Tiles that take turns: the last head of the one long entry goes down, the others up.
+    if unit.row.operation == FUSED:
+        both = base("both directions", (n + 9, 3, m), (2 * n + 5, 3, n))
+        yield replace(both, right=0, heads_q=3, heads_kv=3)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,82 @@ struct BandSchedule {
       : params(params_), shared(shared_) {
     Finder finder(params);
     const int num_tiles = finder.count();
+    if constexpr (Spec::kTakesTurns) note_order();
     keep(finder, !Spec::kTakesTurns || has_growing_rows() ? num_tiles : ~num_tiles);
+  }
+
+  // The orders of fused.cuh, in sections about as of dense batches; of an entry's heads all are alike. Downwards go the tiles of the entries
+  // [first_entry, end_entry) and of the heads from first_head on: of one section, of all, or of none.
+  struct Order {
+    int section_heads;  // of an entry, or twice its heads and more: of as many entries
+    int first_entry;
+    int end_entry;
+    int first_head;
+  };
+  __device__ __forceinline__ bool is_causal() const {
+    return params.band.right < kUnbounded && params.band.left >= kUnbounded;
+  }
+  __device__ __forceinline__ int section_heads() const {
+    const int heads = params.heads_kv;
+    const int group = params.heads_q / heads;
+    const bool has_both = is_causal() && group == 1;  // sections that go up, and one that goes down
+    int limit = is_causal() && !has_both ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
+    if (!Spec::kIsWide || has_both) {
+      const int section_rows = ((params.seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
+      limit = maximum(1, section_rows / maximum(1, group * params.seq_q));
+    }
+    if (has_both) {
+      // Were all entries the longest, there would be as many.
+      const int entries = params.entries.cu_seqlens_k == nullptr
+                              ? params.batch
+                              : maximum(1, params.entries.keys_total / maximum(1, params.seq_k));
+      limit = minimum(limit, maximum(1, heads * minimum(entries, limit) / 2));
+    }
+    if (limit >= 2 * heads) return limit;
+    // Of few key heads with long streams somewhat more than the limit rather than fewer.
+    const int sections = group > 1 ? maximum(1, (heads + limit / 2) / limit) : ceil_div(heads, limit);
+    return ceil_div(heads, sections);
+  }
+  __device__ __forceinline__ Order make_order() const {
+    Order order{section_heads(), 0, 0, 0};
+    // The last entry that is at least half as long as the longest may be: behind it come short tiles alone.
+    int last_long = 0;
+    for (int entry = ptx::lane_index(); entry < params.batch; entry += 32) {
+      if (2 * static_cast<int64_t>(own_extent<true>(params, entry).length) >= params.seq_k) last_long = entry;
+    }
+    last_long = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(last_long)));
+    const int heads = params.heads_kv;
+    if (!is_causal()) return order;
+    if (params.heads_q > heads) {
+      order.end_entry = num_entries(params);
+    } else if (order.section_heads >= 2 * heads) {
+      const int entries = order.section_heads / heads;  // of a section, among a warp's 32
+      order.first_entry = last_long - last_long % 32 % entries;
+      order.end_entry = minimum(order.first_entry + entries, last_long / 32 * 32 + 32);
+    } else {
+      order.first_entry = last_long;
+      order.end_entry = last_long + 1;
+      order.first_head = (heads - 1) / order.section_heads * order.section_heads;
+    }
+    return order;
+  }
+  // In the gap before the buffers of dS^T.
+  __device__ __forceinline__ unsigned char* order_smem() const {
+    static_assert(Spec::Base::kSharedBytes + 16 <= Spec::kScoreOffset, "the gap before the 1024-byte boundary");
+    return shared.base + Spec::kScoreOffset - 16;
+  }
+  __device__ __forceinline__ void note_order() const {
+    const Order order = make_order();
+    const uint32_t words[4] = {static_cast<uint32_t>(order.section_heads), static_cast<uint32_t>(order.first_entry),
+                               static_cast<uint32_t>(order.end_entry), static_cast<uint32_t>(order.first_head)};
+    if (ptx::lane_index() == 0) ptx::st_shared_128(order_smem(), words);
+    ptx::warp_sync();
+  }
+  __device__ __forceinline__ Order order() const {
+    uint32_t words[4];
+    ptx::ld_shared_128(words, order_smem());
+    return Order{static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
+                 static_cast<int>(words[3])};
   }
 
   // Entries whose rows overlap, of lengths that lie, would share pieces of dq, and count each other's turns.
@@ -66,34 +141,19 @@ struct BandSchedule {
     return BandTile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
   }
 
-  // In the orders of fused.cuh, sections as of the dense batches. Whether an entry's head goes up or down is the same for all its tiles.
+  // Whether an entry's head goes up or down is the same for all its tiles, and for all of a section.
   __device__ __forceinline__ BandTile tile_with_turns(int number, const uint32_t (&kept)[4]) const {
     const bool has_rows = static_cast<int>(kept[3]) >= 0;
     const int num_tiles = has_rows ? static_cast<int>(kept[3]) : ~static_cast<int>(kept[3]);
     if (number >= num_tiles) return BandTile{-1, 0, 0, 0, {}, 0};
-    const bool is_causal = params.band.right < kUnbounded && params.band.left >= kUnbounded;
-    const int group = params.heads_q / params.heads_kv;
-    const bool all_downwards = is_causal && group > 1;
-    const int section_rows = ((params.seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
-    int section_heads = all_downwards ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
-    if (!Spec::kIsWide || (is_causal && !all_downwards)) {
-      section_heads = maximum(1, section_rows / maximum(1, group * params.seq_q));
-    }
-    if (all_downwards &&
-        section_heads < params.heads_kv) {  // or somewhat more: tiles that begin at one block want many heads
-      section_heads = ceil_div(params.heads_kv, maximum(1, (params.heads_kv + section_heads / 2) / section_heads));
-    }
+    const Order order = this->order();
     Finder finder(params, static_cast<int>(kept[0]), static_cast<int>(kept[1]), static_cast<int>(kept[2]));
-    const EntryTile found = finder.find_in_sections(number, section_heads);
+    const EntryTile found = finder.find_in_sections(number, order.section_heads);
     keep(finder, static_cast<int>(kept[3]));
     BandTile tile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
     if (!has_rows) tile.extents.row_count = 0;
-    const int64_t keys_behind = params.entries.cu_seqlens_k != nullptr
-                                    ? params.entries.keys_total - tile.extents.first_key - tile.extents.key_room
-                                    : static_cast<int64_t>(params.batch - 1 - found.entry) * params.seq_k;
-    const int64_t rows_behind =
-        keys_behind * params.heads_kv + static_cast<int64_t>(tile.extents.key_room) * (params.heads_kv - found.head);
-    tile.downwards = all_downwards || (is_causal && rows_behind <= section_rows);
+    tile.downwards =
+        found.entry >= order.first_entry && found.entry < order.end_entry && found.head >= order.first_head;
     if (!tile.downwards) tile.index = ceil_div(tile.extents.key_room, Spec::kOwnRows) - 1 - found.index;
     return tile;
   }

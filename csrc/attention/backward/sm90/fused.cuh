@@ -124,6 +124,9 @@ struct FusedQueries {
       if (tile.index < 0) break;
       ptx::mbarrier_wait(shared.own_full(0), parity);
       ptx::mbarrier_wait(shared.own_full(1), parity);
+      // Hazard: the next tile is written before every warp has read this one: the first consumer waits for these warps at blocks alone. Not
+      // behind the blocks: the next tile's rows would wait for the turns of this one's last.
+      release(shared.own_empty(0));
       const int first_key = tile.index * Spec::kOwnRows;
       const BlockRange first = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
       const BlockRange second = query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128);
@@ -148,8 +151,6 @@ struct FusedQueries {
           hand_over(sums, piece + head * pieces + at_block, turn);
         }
       }
-      // Hazard: the next tile is written before every warp has read this one: the first consumer waits for these warps at blocks alone.
-      release(shared.own_empty(0));
     }
     end_sums();
   }
