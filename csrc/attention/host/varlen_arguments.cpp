@@ -248,7 +248,8 @@ void check_not_expanded(const Tensor& cache, const char* name) {
   }
 }
 
-// Rows are copied in any order.
+// Rows are copied in any order. Values that lie in their keys (v is a part of k) are the same in caches and new rows, or the last to
+// be written would stay.
 void check_apart(const AppendArguments& arguments) {
   struct Memory {
     explicit Memory(const Tensor& of, const char* its_name) : tensor(of), name(its_name), range(memory_range(of)) {}
@@ -265,12 +266,18 @@ void check_apart(const AppendArguments& arguments) {
       }
     }
   }
+  if (host::is_same_memory(arguments.k_cache, arguments.v_cache) &&
+      !host::is_same_memory(arguments.k_new, arguments.v_new)) {
+    fail(ErrorCode::kShape,
+         "k_cache and v_cache are the same memory, but k_new and v_new are not, and would overwrite each other; "
+         "give v_cache memory of its own, or a v_new that is a view of k_new");
+  }
 }
 
 }  // namespace
 
 void check_varlen_arguments(VarlenArguments& arguments) {
-  check_tensors(arguments);
+  check_operands(arguments);
   check_layouts(arguments);
   check_batch(arguments);
   check_sizes(arguments);
