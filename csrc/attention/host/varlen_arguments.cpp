@@ -84,29 +84,6 @@ void check_same_sizes(const Tensor& tensor, const char* name, const int64_t* siz
   }
 }
 
-void check_tensors(VarlenArguments& arguments) {
-  const Tensor& q = arguments.q;
-  const Tensor& k = arguments.k;
-  const Tensor& v = arguments.v;
-  for (const auto& [tensor, name] : {std::pair(&q, "q"), std::pair(&k, "k"), std::pair(&v, "v")}) {
-    if (!tensor->is_defined()) fail(ErrorCode::kArgument, name, " is None; a tensor is needed");
-  }
-  arguments.device_type = q.device_type();
-  arguments.device_index = q.device_index();
-  for (const Tensor* other : {&k, &v}) {
-    if (other->device_type() != arguments.device_type || other->device_index() != arguments.device_index) {
-      fail(ErrorCode::kDevice, "q, k and v must be on one device; found ", describe_device(q), ", ", describe_device(k),
-           " and ", describe_device(v), "; move them with .to(q.device)");
-    }
-  }
-  arguments.torch_dtype = q.dtype();
-  if (k.dtype() != arguments.torch_dtype || v.dtype() != arguments.torch_dtype) {
-    fail(ErrorCode::kDtype, "q, k and v must share one dtype; found ", describe_dtype(q.dtype()), ", ",
-         describe_dtype(k.dtype()), " and ", describe_dtype(v.dtype()), "; convert them with .to(q.dtype)");
-  }
-  arguments.dtype = supported_dtype(arguments.torch_dtype, arguments.device_type == aoti_torch_device_type_cuda());
-}
-
 void check_layouts(const VarlenArguments& arguments) {
   const bool is_ragged = arguments.has_ragged_keys();
   if (is_ragged && arguments.has_pages()) {
@@ -326,7 +303,7 @@ void check_append_arguments(AppendArguments& arguments) {
   cache.v = alias(arguments.v_cache);
   cache.block_table = alias(arguments.block_table);
   cache.seqused_k = alias(arguments.cache_seqlens);
-  check_tensors(cache);
+  check_operands(cache);
   check_layouts(cache);
   check_batch(cache);
   check_sizes(cache);
