@@ -151,7 +151,8 @@ def attention_varlen(
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. What only the
             numbers in cu_seqlens_q, cu_seqlens_k, seqused_k and block_table can tell is checked on the CPU, and on a GPU where
-            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU). Unchecked wrong numbers are held to the tensors.
+            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU, and none can be captured). Unchecked wrong numbers are held
+            to the tensors.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward mode, a second derivative, or a gradient over pages.
     """
