@@ -5,12 +5,13 @@ from __future__ import annotations
 import numbers
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from flashmoe.errors import (
     ArgumentError,
@@ -69,6 +70,11 @@ def are_stand_ins(*inputs: Any) -> bool:
     return any(not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__") for x in inputs)
 
 
+def record(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The call as one node of the graph that the stand-ins among its arguments are of."""
+    return handle_torch_function(function, (*arguments, *options.values()), *arguments, **options)
+
+
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a real number of any type, symbolic ones included; tensors and truth values are none."""
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real)) and not isinstance(value, bool)
@@ -79,6 +85,7 @@ def check_flag(name: str, value: Any, hint: str = "") -> None:
     if isinstance(value, bool) or isinstance(value, torch.SymBool) or are_stand_ins(value):  # noqa: SIM101, the usual type first
         return
     kind = type(value).__name__
+    kind = f"numpy.{kind}" if kind in ("bool", "bool_") else kind  # Python's own have returned
     found = f"a {kind} of shape {shape_of(value)}" if isinstance(value, Tensor) else f"{value!r} ({kind})"
     msg = f"{name} must be True or False; found {found}; use bool({name}){hint}"
     raise ArgumentTypeError(msg)

@@ -5,7 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -15,10 +15,9 @@ from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
-from torch.overrides import handle_torch_function
 
 from flashmoe import _extension, keywords, routing, varlen
-from flashmoe.checks import are_stand_ins
+from flashmoe.checks import are_stand_ins, record
 from flashmoe.errors import DifferentiationError
 from flashmoe.operators.attention import arguments, autograd
 from flashmoe.operators.attention.drop_in import is_drop_in
@@ -139,7 +138,8 @@ def attention(
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
             if are_stand_ins(q, k, v):
-                return _record(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
+                traced: Tensor = record(attention, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
+                return traced
             if _is_unequal(q, v):  # whose rules are the other operators'
                 return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
             cause = arguments.explain(error, q, k, v, scale, causal)
@@ -170,13 +170,8 @@ def _banded(
         if not are_stand_ins(q, k, v):
             raise
         options = {"window": window, "softcap": softcap, "sinks": sinks, "attn_mask": attn_mask}
-        return _record(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
-
-
-def _record(*tensors: Any, **options: Any) -> Tensor:
-    """The call as one node of the graph that the stand-ins among ``tensors`` are of."""
-    traced: Tensor = handle_torch_function(attention, tensors, *tensors, **options)
-    return traced
+        traced: Tensor = record(attention, q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
+        return traced
 
 
 def _is_unequal(q: Tensor, v: Tensor) -> bool:
@@ -257,7 +252,7 @@ def scaled_dot_product_attention(
     if obstacle is not None:
         if are_stand_ins(query, key, value):
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            traced: Tensor = handle_torch_function(scaled_dot_product_attention, (query, key, value), *arguments)
+            traced: Tensor = record(scaled_dot_product_attention, *arguments)
             return traced
         routing.refuse_unequal_lengths(key, value)
         if routing.jagged_route is None or not routing.are_jagged(query, key, value):  # else torch's own choice is told

@@ -20,6 +20,17 @@ _RAGGED = {
     **dict.fromkeys(("attn_mask", "attention_mask", "mask"), "there is no mask; flashmoe.attention takes attn_mask"),
     **dict.fromkeys(("page_table", "block_tables"), "write block_table="),
     "deterministic": "leave it out: results and gradients are the same bits on every run",
+    "s_aux": "write sinks=",
+    "alibi_slopes": "there is no ALiBi; flashmoe.attention takes it as attn_mask",
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "there are no 8-bit keys; convert them to q's dtype"),
+}
+_CACHE = {
+    "seqused_k": "write cache_seqlens=, the keys before the new ones",
+    **dict.fromkeys(("k", "v"), "write k_new= and v_new="),
+    **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_interleaved"), "rotate q and k_new before the call"),
+    **dict.fromkeys(
+        ("cache_batch_idx", "cache_leftpad"), "sequence b has the cache's entry b; pages (block_table) may be anywhere"
+    ),
 }
 _SDPA = "flashmoe.scaled_dot_product_attention takes it"
 _ATTENTION = "flashmoe.attention takes it"
@@ -45,7 +56,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "dropout": "write dropout_p=",
     },
     "attention_varlen": {**_SCALE, **_LSE, **_RAGGED},
-    "attention_with_kvcache": {**_SCALE, **_LSE, **_RAGGED},
+    "attention_with_kvcache": {**_SCALE, **_LSE, **_RAGGED, **_CACHE},
 }
 
 

@@ -22,8 +22,9 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         lse_a, lse_b: [B, H, S] or [H, N], float32. -inf for a part without visible keys.
 
     Returns:
-        (out, lse) in the shapes and dtypes of the parts; computed in float32, of float64 in that. A row that sees no key in either has out 0 and lse
-        -inf. At most one part may have counted a sink. Differentiable in all four, any number of times.
+        (out, lse) in the shapes and dtypes of the parts, computed in float32, or in float64 where they are that. A row that sees no
+        key in either has out 0 and lse -inf. At most one part may have counted a sink. Differentiable in all four, any number of
+        times.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError: the parts do not belong together; the message says why.

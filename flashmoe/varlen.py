@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.checks import translate
+from flashmoe.checks import are_stand_ins, record, translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, FlashmoeError, ShapeError
 from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
 from flashmoe.transforms import has_tangent
@@ -151,15 +151,19 @@ def attention_varlen(
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. What only the
             numbers in cu_seqlens_q, cu_seqlens_k, seqused_k and block_table can tell is checked on the CPU, and on a GPU where
-            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU). Unchecked wrong numbers are held to the tensors.
+            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU, and none can be captured). Unchecked wrong numbers are held
+            to the tensors.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward mode, a second derivative, or a gradient over pages.
     """
     if misspelt:
         keywords.refuse("attention_varlen", misspelt, _VARLEN_ARGUMENTS)
-    if not isinstance(cu_seqlens_q, Tensor):
-        msg = f"cu_seqlens_q must be an int32 tensor [sequences + 1]; found {type(cu_seqlens_q).__name__}"
-        raise ArgumentTypeError(msg)
+    if not isinstance(q, Tensor) or not isinstance(cu_seqlens_q, Tensor):  # type: ignore[redundant-expr]
+        if are_stand_ins(q, cu_seqlens_q):
+            named = {name: value for name, value in locals().items() if name in _VARLEN_ARGUMENTS}
+            traced: Tensor = record(attention_varlen, **named)
+            return traced
+        _check_lengths("cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     if cu_seqlens_k is None and block_table is None:
         msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
         raise ArgumentError(msg)
@@ -266,12 +270,16 @@ def attention_with_kvcache(
     if misspelt:
         keywords.refuse("attention_with_kvcache", misspelt, _CACHE_ARGUMENTS)
     tensors = (q, k_cache, v_cache, k_new, v_new, sinks)
-    if is_grad_enabled() and any(t.requires_grad for t in tensors if isinstance(t, Tensor)):
+    given = tuple(tensor for tensor in tensors if isinstance(tensor, Tensor))
+    if (is_grad_enabled() and any(tensor.requires_grad for tensor in given)) or has_tangent(*given):
         msg = "attention_with_kvcache has no gradient; call it under torch.no_grad(), or use attention_varlen for training"
         raise DifferentiationError(msg)
-    if not isinstance(cache_seqlens, Tensor):
-        msg = f"cache_seqlens must be an int32 tensor [batch]; found {type(cache_seqlens).__name__}"
-        raise ArgumentTypeError(msg)
+    if not isinstance(q, Tensor) or not isinstance(cache_seqlens, Tensor):  # type: ignore[redundant-expr]
+        if are_stand_ins(q, cache_seqlens):
+            named = {name: value for name, value in locals().items() if name in _CACHE_ARGUMENTS}
+            traced: Tensor = record(attention_with_kvcache, **named)
+            return traced
+        _check_lengths("cache_seqlens", cache_seqlens, "batch")
     if (k_new is None) != (v_new is None):
         msg = "k_new and v_new belong together; one of them is None"
         raise ArgumentError(msg)
@@ -290,6 +298,13 @@ def attention_with_kvcache(
         raise type(error)(str(error).replace("seqused_k", "cache_seqlens")) from error
 
 
+def _check_lengths(name: str, lengths: Any, sizes: str) -> None:
+    if not isinstance(lengths, Tensor):
+        found = f"found {type(lengths).__name__}; convert it with torch.tensor(..., dtype=torch.int32)"
+        msg = f"{name} must be an int32 tensor [{sizes}]; {found}"
+        raise ArgumentTypeError(msg)
+
+
 def _room(pages: Tensor, block_table: Tensor) -> int:
     """Keys that a sequence's pages hold; 0 for tensors that the operator refuses."""
     try:
@@ -306,10 +321,7 @@ def _append_checked(*given: Any) -> None:
             varlen_arguments.validate_append(*given)
         typed = translate(error)
         if typed is None and transforms_are_active():
-            typed = ArgumentError(
-                "new keys are appended in place, which no transform of torch.func (vmap, functionalize) can follow; make the mapped "
-                "dimension part of the batch, or append before"
-            )
+            typed = ArgumentError(varlen.NO_TRANSFORM_APPENDS)
         if typed is None or isinstance(error, FlashmoeError):
             raise
         raise typed from error
@@ -334,6 +346,7 @@ def attend(
         try:
             mask = attn_mask.expand(sizes)
         except RuntimeError as error:
+            arguments.check_is_dense_tensor("attn_mask", attn_mask)
             raise ShapeError(varlen_arguments.wrong_mask(attn_mask, sizes)) from error
         if is_grad_enabled() and attn_mask.requires_grad:
             msg = (
@@ -368,11 +381,14 @@ def call(
     if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal, return_lse)
         scale = float(scale) if isinstance(scale, int) else scale
-    left, right = _sides(window, causal)
+    left, right = (-1, -1) if window is None else _sides(window)
     sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
     if not (sizes_are_ints and type(softcap) is float):  # of the usual types, the operator checks the values
+        integers = (max_seqlen_q, max_seqlen_k, left, right, num_splits)
+        max_seqlen_q, max_seqlen_k, left, right, num_splits = map(varlen_arguments.as_integer, integers)
         varlen_arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
         softcap = float(softcap)
+    right = 0 if causal and right >= -1 else right
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
     if isinstance(sinks, Tensor) and sinks.is_floating_point():
@@ -414,12 +430,10 @@ def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask:
     return is_needed or (sinks is not None and sinks.requires_grad) or (mask is not None and mask.requires_grad)
 
 
-def _sides(window: Window | None, causal: bool) -> Window:
-    if window is None:
-        return -1, 0 if causal else -1
+def _sides(window: Any) -> Window:
     try:
         left, right = window
     except (TypeError, ValueError) as error:
         msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}"
         raise ArgumentTypeError(msg) from error
-    return left, 0 if causal else right
+    return left, right

@@ -18,15 +18,6 @@ struct Pool {
 
 using StreamKey = std::pair<int32_t, CUstream>;
 
-bool is_capturing(CUstream stream) {
-  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  const CUresult result = driver().cuStreamIsCapturing(stream, &status);
-  // The legacy stream cannot be captured; asked while another stream is, the driver answers with this error.
-  if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return false;
-  check_driver(result, "cuStreamIsCapturing", "before a launch");
-  return status != CU_STREAM_CAPTURE_STATUS_NONE;
-}
-
 void clear(int32_t* counters, int64_t count, CUstream stream) {
   fill_words(counters, 0, count, stream, count, " tile counters");
 }
@@ -88,6 +79,15 @@ CounterPools& counter_pools() {
 }
 
 }  // namespace
+
+bool is_capturing(CUstream stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult result = driver().cuStreamIsCapturing(stream, &status);
+  // The legacy stream cannot be captured; asked while another stream is, the driver answers with this error.
+  if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return false;
+  check_driver(result, "cuStreamIsCapturing", "before a launch");
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
 
 TileCounter tile_counter(const CudaCall& call, int64_t count) {
   if (count > kMaxCounters)

@@ -10,6 +10,9 @@
 namespace flashmoe {
 namespace host {
 
+// Whether what is queued on the stream becomes part of a CUDA graph.
+bool is_capturing(CUstream stream);
+
 // What keeps a launch's counters alive; empty for those that live as long as the process.
 struct TileCounter {
   int32_t* address = nullptr;

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 import flashmoe
+from flashmoe.checks import check_flag
 from flashmoe.distributed.agreement import agree, explained, ranks_of
 from flashmoe.errors import ArgumentError, ShapeError
 
@@ -41,11 +42,15 @@ class ExpertParallel:
         group: of torch.distributed; None for the default group. Every rank of it calls together.
         padded: messages of fixed sizes, no synchronisation with the host.
         timeout: how long to wait for ranks that do not call.
+
+    Raises:
+        ArgumentTypeError: padded is neither True nor False.
     """
 
     def __init__(
         self, group: ProcessGroup | None = None, *, padded: bool = False, timeout: timedelta = TIMEOUT
     ) -> None:
+        check_flag("padded", padded)
         self.group, self.rank, self.size = ranks_of(group)
         self.padded = padded
         self.timeout = timeout

@@ -127,7 +127,7 @@ def test_mixed_cpu_and_gpu() -> None:
         ("return_lse", (None, 0, 1, "no")),
         ("scale", (True, False, "1")),
         ("softcap", (True, False, "50", None)),
-        ("window", (True, 3, (True, 1), (1.0, 2), "ab")),
+        ("window", (True, 3, (True, 1), (1.0, 2), "ab", (2, "x"))),
         ("num_splits", (True, "1", 1.0, None)),
     ],
 )
@@ -150,6 +150,23 @@ def test_options_of_a_wrong_type(option: str, values: tuple[Any, ...]) -> None:
         for call in calls:
             with pytest.raises(ArgumentTypeError, match=f"{option} must be"):
                 call(**{option: value})
+
+
+def test_integers_and_flags_of_numpy() -> None:
+    """Integers of any type are taken, as by torch; flags are not, as by torch, and are told apart from Python's."""
+    numpy = pytest.importorskip("numpy")
+    rows, ends = torch.randn(3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    three, side = numpy.int64(3), numpy.array([1, 0])
+    found = flashmoe.attention_varlen(
+        rows, rows, rows, ends, ends, three, three, window=side, num_splits=numpy.int32(1)
+    )
+    assert torch.equal(
+        found, flashmoe.attention_varlen(rows, rows, rows, ends, ends, 3, 3, window=(1, 0), num_splits=1)
+    )
+    with pytest.raises(
+        ArgumentTypeError, match=r"causal must be True or False; found .*\(numpy\.bool_?\); use bool\(causal\)"
+    ):
+        flashmoe.attention_varlen(rows, rows, rows, ends, ends, 3, 3, causal=numpy.bool_(True))
 
 
 def test_sizes_over_31_bits() -> None:

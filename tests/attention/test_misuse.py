@@ -270,6 +270,17 @@ def test_torch_fx_traces() -> None:
     mask = torch.rand(q.shape[2], k.shape[2]) < 0.8
     graph = torch.fx.symbolic_trace(lambda q, k, v, mask: flashmoe.attention(q, k, v, window=(2, 1), attn_mask=mask))
     assert torch.equal(graph(q, k, v, mask), flashmoe.attention(q, k, v, window=(2, 1), attn_mask=mask))
+    lengths, tokens, new = torch.tensor([0, 2, 5], dtype=torch.int32), torch.randn(5, 2, 8), torch.randn(2, 2, 1, 8)
+    graph = torch.fx.symbolic_trace(lambda q, n: flashmoe.attention_varlen(q, q, q, n, n, 3, 3, window=(1, 0)))
+    ragged = flashmoe.attention_varlen(tokens, tokens, tokens, lengths, lengths, 3, 3, window=(1, 0))
+    assert torch.equal(graph(tokens, lengths), ragged)
+    graph = torch.fx.symbolic_trace(lambda c, n: flashmoe.attention_with_kvcache(new, c, c, new, new, cache_seqlens=n))
+    first, second = torch.zeros(2, 2, 2, 4, 8).unbind()
+    assert torch.equal(
+        graph(first, lengths[:2]),
+        flashmoe.attention_with_kvcache(new, second, second, new, new, cache_seqlens=lengths[:2]),
+    )
+    assert torch.equal(first, second)
     graph = torch.fx.symbolic_trace(lambda q: flashmoe.scaled_dot_product_attention(q, q, q, is_causal=True))
     assert flashmoe.scaled_dot_product_attention in {node.target for node in graph.graph.nodes}
     assert torch.equal(graph(q), flashmoe.scaled_dot_product_attention(q, q, q, is_causal=True))

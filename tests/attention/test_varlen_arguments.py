@@ -150,7 +150,7 @@ def test_compiled(device: str) -> None:
     assert torch.equal(compiled(q, caches[1], new, _ints(device, 3, 0)), wanted)
     assert torch.equal(caches[0], caches[1])
     assert caches[0].any()
-    with pytest.raises(ArgumentError, match="which vmap cannot map"):
+    with pytest.raises(ArgumentError, match="in place"):
         torch.vmap(lambda one, cache: decode(one, cache, new, _ints(device, 3, 0)))(q[None], caches[0][None])
 
 
@@ -218,7 +218,18 @@ WRONG: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[dict[str, Any]
         "cu_seqlens_k",
     ),
     "no lengths": (_ragged, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][:0]}, ShapeError, "cu_seqlens_q is empty"),
-    "two dimensions": (_ragged, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][None]}, ShapeError, "cu_seqlens_q"),
+    "two dimensions": (
+        _ragged,
+        lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][None]},
+        ShapeError,
+        "1 dimension; .*reshape",
+    ),
+    "strided lengths": (
+        _ragged,
+        lambda a: {"cu_seqlens_k": a["cu_seqlens_k"].repeat_interleave(2)[::2]},
+        ShapeError,
+        "cu_seqlens_k must be contiguous.*call",
+    ),
     "dense rows": (_ragged, lambda a: {"q": a["q"][None]}, ShapeError, "tokens, heads, head_dim"),
     "no such heads": (_ragged, lambda a: {"q": a["q"][:, :3]}, ShapeError, "multiple"),
     "head dims": (_ragged, lambda a: {"q": a["q"][..., :8]}, ShapeError, "head_dim"),
@@ -274,7 +285,16 @@ NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[s
         "reaches 20.* 19 tokens",
     ),
     "longer than the longest": (_ragged, lambda _: {"max_seqlen_q": 8}, "sequence 2 has 9 tokens.*max_seqlen_q is 8"),
-    "more keys than there are": (_banded, lambda device: {"seqused_k": _ints(device, 7, 8)}, r"seqused_k\[1\] is 8"),
+    "more keys than there are": (
+        _banded,
+        lambda device: {"seqused_k": _ints(device, 7, 8)},
+        r"seqused_k\[1\] is 8; sequence 1 has room for 0 to 7 keys$",
+    ),
+    "more keys in pages than the longest has": (
+        _paged,
+        lambda _: {"max_seqlen_k": 6},
+        r"seqused_k\[0\] is 7; sequence 0 has room for 0 to 6 keys by max_seqlen_k$",
+    ),
     "negative keys": (_banded, lambda device: {"seqused_k": _ints(device, -1, 7)}, r"seqused_k\[0\] is -1"),
     "no such page": (
         _paged,
@@ -329,6 +349,11 @@ def test_functions_raise_typed_errors(device: str) -> None:
             "broadcast",
         ),
         (lambda: flashmoe.attention(*_dense(a), attn_mask=3), ArgumentTypeError, "attn_mask"),  # type: ignore[call-overload]
+        (
+            lambda: flashmoe.attention(*_dense(a), attn_mask=torch.ones(14, 19, device=device).to_sparse()),
+            ArgumentError,
+            "attn_mask must be a dense",
+        ),
         (lambda: cached(q, k, v, cache_seqlens=7), ArgumentTypeError, "cache_seqlens"),
         (lambda: cached(*_dense(a), k, cache_seqlens=cu_q), ArgumentError, "belong together"),
         (lambda: cached(*_dense(a), cache_seqlens=cu_k[:1].long()), DtypeError, "cache_seqlens must be torch.int32"),
@@ -346,6 +371,10 @@ def test_functions_raise_typed_errors(device: str) -> None:
         (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, softmax_scale=1.0), ArgumentTypeError, "write scale="),
         (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, window_size=(1, 1)), ArgumentTypeError, "write window="),
         (lambda: cached(q, k, v, cache_seqlens=cu_q, page_table=cu_q), ArgumentTypeError, "write block_table="),
+        (lambda: cached(q, k, v, cache_seqlens=cu_q, seqused_k=cu_q), ArgumentTypeError, "write cache_seqlens="),
+        (lambda: cached(q, k, v, cache_seqlens=cu_q, rotary_cos=q), ArgumentTypeError, "rotate q and k_new before"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, s_aux=cu_q), ArgumentTypeError, "write sinks="),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, k_descale=cu_q), ArgumentTypeError, "no 8-bit keys"),
     ]
     for call, kind, words in cases:
         with pytest.raises(kind, match=words):
@@ -411,15 +440,32 @@ def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
     assert torch.equal(found, flashmoe.attention_with_kvcache(q, keys, values, cache_seqlens=lengths + 1))
 
 
+def test_keys_and_values_in_the_same_memory(device: str) -> None:
+    """Values may be a part of their keys, in the cache and in what is new: in one of them alone, the last to be written would stay."""
+    cache = torch.zeros(2, 2, 9, 16, device=device).half()
+    q, new = torch.randn(2, 4, 1, 16, device=device).half(), torch.randn(2, 2, 1, 16, device=device).half()
+    lengths = _ints(device, 6, 7)
+    with pytest.raises(ShapeError, match="k_cache and v_cache are the same memory, but k_new and v_new are not"):
+        flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8].clone(), cache_seqlens=lengths)
+    assert not cache.any()
+    found = flashmoe.attention_with_kvcache(q, cache, cache[..., :8], new, new[..., :8], cache_seqlens=lengths)
+    assert torch.equal(cache[1, :, 7], new[1, :, 0])
+    assert torch.equal(found, flashmoe.attention_with_kvcache(q, cache, cache[..., :8], cache_seqlens=lengths + 1))
+
+
 def test_no_transform_follows_an_append(device: str) -> None:
+    """All of them say the same."""
     q, cache, new = (torch.randn(3, 2, 2, rows, 16, device=device).half() for rows in (1, 9, 1))
 
     def step(q: Tensor, cache: Tensor, new: Tensor) -> Tensor:
         return flashmoe.attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=_ints(device, 6, 7))
 
+    messages = set()
     for transform in (torch.vmap, lambda function: torch.vmap(torch.func.functionalize(function))):
-        with pytest.raises(ArgumentError, match=r"in place.*batch"):
+        with pytest.raises(ArgumentError, match=r"in place.*batch") as raised:
             transform(step)(q, cache, new)
+        messages.add(str(raised.value))
+    assert len(messages) == 1
 
 
 def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,10 +475,31 @@ def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ArgumentError, match="sequence 1 has room for 9 keys; 7 are there and 3 are new"):
         flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=_ints(device, 6, 7))
     assert not cache.any()
+    with pytest.raises(ArgumentError, match=r"cache_seqlens\[0\] is -1; a cache holds 0 keys or more"):
+        flashmoe.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=_ints(device, -1, 5))
+    with pytest.raises(ShapeError, match="k_new and k_cache must share the batch size; found 1 and 2"):
+        flashmoe.attention_with_kvcache(q, cache, cache, new[:1], new[:1], cache_seqlens=_ints(device, 6, 5))
     with pytest.raises(ShapeError, match="v_new must be"):
         flashmoe.attention_with_kvcache(q, cache, cache, new, new[..., :8], cache_seqlens=_ints(device, 6, 5))
     with pytest.raises(DtypeError, match="k_new must have the dtype"):
         flashmoe.attention_with_kvcache(q, cache, cache, new.float(), new, cache_seqlens=_ints(device, 6, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_lengths_are_not_checked_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typed error instead of an invalid capture."""
+    monkeypatch.setenv("FLASHMOE_CHECK_LENGTHS", "1")
+    arguments = _ragged("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(
+            (FlashmoeError, RuntimeError), match="no lengths can be read while a CUDA graph is captured; unset it"
+        ),
+        torch.cuda.graph(graph),
+    ):
+        _operator(**arguments)
+    assert _operator(**arguments)[0].isfinite().all()
 
 
 def test_the_switch_has_two_values(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

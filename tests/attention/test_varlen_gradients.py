@@ -182,6 +182,11 @@ def test_what_has_no_gradient(device: str) -> None:
         flashmoe.attention_with_kvcache(q, q, q, cache_seqlens=used)
     tokens, pages = q[0].transpose(0, 1), q.transpose(1, 2)
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    plain = q.detach()
+    with torch.autograd.forward_ad.dual_level():
+        new = torch.autograd.forward_ad.make_dual(plain, plain)  # whose tangents the cache would lose
+        with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
+            flashmoe.attention_with_kvcache(plain, plain, plain, new, new, cache_seqlens=used)
     out = flashmoe.attention_varlen(tokens, pages, pages, cu_seqlens, None, 5, 5, seqused_k=used, block_table=table)
     with pytest.raises(DifferentiationError, match="over pages has no gradient"):
         out.sum().backward()

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe.distributed import context_parallel_attention
-from flashmoe.errors import DistributedError
+from flashmoe.distributed import ExpertParallel, context_parallel_attention
+from flashmoe.errors import ArgumentTypeError, DistributedError
 
 PROGRAM = Path(__file__).parent / "jobs.py"
 LIMIT = 300  # seconds
@@ -85,3 +85,10 @@ def test_without_torch_distributed_the_error_says_so() -> None:
     assert not dist.is_initialized()
     with pytest.raises(DistributedError, match="init_process_group"):
         context_parallel_attention(q, q, q)
+
+
+def test_a_flag_is_true_or_false() -> None:
+    """Not whatever counts as true, on which the ranks would agree."""
+    for padded in (1, None, "no"):
+        with pytest.raises(ArgumentTypeError, match="padded must be True or False"):
+            ExpertParallel(padded=padded)  # type: ignore[arg-type]

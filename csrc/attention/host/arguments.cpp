@@ -54,8 +54,7 @@ void check_same_size(const Shape& left, const char* left_name, const Shape& righ
   }
 }
 
-}  // namespace
-
+// The element type, where attention has kernels for it on that kind of device.
 Dtype supported_dtype(int32_t torch_dtype, bool is_cuda) {
   const std::optional<Dtype> dtype = host::dtype_of(torch_dtype);
   if (!dtype.has_value()) {
@@ -69,6 +68,8 @@ Dtype supported_dtype(int32_t torch_dtype, bool is_cuda) {
   }
   return *dtype;
 }
+
+}  // namespace
 
 bool is_possible_scale(double scale) { return std::abs(scale) <= kMaxScale; }
 
@@ -95,29 +96,34 @@ Strides row_strides(const Tensor& tensor) {
   return {strides[0], strides[1], strides[2]};
 }
 
-void check_arguments(ForwardArguments& arguments) {
-  const Tensor& q = arguments.q;
-  const Tensor& k = arguments.k;
-  const Tensor& v = arguments.v;
+void check_operands(QueryKeyValue& operands) {
+  const Tensor& q = operands.q;
+  const Tensor& k = operands.k;
+  const Tensor& v = operands.v;
   for (const auto& [tensor, name] : {std::pair(&q, "q"), std::pair(&k, "k"), std::pair(&v, "v")}) {
     if (!tensor->is_defined()) fail(ErrorCode::kArgument, name, " is None; a tensor is needed");
   }
-  arguments.device_type = q.device_type();
-  arguments.device_index = q.device_index();
-  const bool is_cuda = arguments.device_type == aoti_torch_device_type_cuda();
+  operands.device_type = q.device_type();
+  operands.device_index = q.device_index();
   for (const Tensor* other : {&k, &v}) {
-    if (other->device_type() != arguments.device_type || other->device_index() != arguments.device_index) {
+    if (other->device_type() != operands.device_type || other->device_index() != operands.device_index) {
       fail(ErrorCode::kDevice, "q, k and v must be on one device; found ", describe_device(q), ", ", describe_device(k),
            " and ", describe_device(v), "; move them with .to(q.device)");
     }
   }
-  arguments.torch_dtype = q.dtype();
-  if (k.dtype() != arguments.torch_dtype || v.dtype() != arguments.torch_dtype) {
+  operands.torch_dtype = q.dtype();
+  if (k.dtype() != operands.torch_dtype || v.dtype() != operands.torch_dtype) {
     fail(ErrorCode::kDtype, "q, k and v must share one dtype; found ", describe_dtype(q.dtype()), ", ",
          describe_dtype(k.dtype()), " and ", describe_dtype(v.dtype()), "; convert them with .to(q.dtype)");
   }
-  arguments.dtype = supported_dtype(arguments.torch_dtype, is_cuda);
+  operands.dtype = supported_dtype(operands.torch_dtype, operands.device_type == aoti_torch_device_type_cuda());
+}
 
+void check_arguments(ForwardArguments& arguments) {
+  check_operands(arguments);
+  const Tensor& q = arguments.q;
+  const Tensor& k = arguments.k;
+  const Tensor& v = arguments.v;
   const Shape q_shape = check_shape(q, "q");
   const Shape k_shape = check_shape(k, "k");
   const Shape v_shape = check_shape(v, "v");

@@ -1,5 +1,5 @@
 // Checks of the forward operators' arguments, and the parameter block made from them. The Python statement of the same rules,
-// with longer explanations, is flashmoe/checks.py; a test holds the two against each other.
+// with longer explanations, is flashmoe/operators/attention/arguments.py; a test holds the two against each other.
 #pragma once
 
 #include "attention/host/select.h"
@@ -11,17 +11,22 @@ namespace attention {
 
 using host::Tensor;
 
-struct ForwardArguments {
-  Tensor q;  // [batch, heads_q,  seq_q, head_dim]
-  Tensor k;  // [batch, heads_kv, seq_k, head_dim]
-  Tensor v;  // [batch, heads_kv, seq_k, head_dim]
-  double scale = 0.0;
-  bool has_default_scale = false;  // then scale is set by check_arguments
-  bool is_causal = false;
+// What every operator attends with; check_operands sets all but the tensors.
+struct QueryKeyValue {
+  Tensor q;
+  Tensor k;
+  Tensor v;
   Dtype dtype = Dtype::kFloat32;
   int32_t torch_dtype = 0;
   int32_t device_type = 0;
   int32_t device_index = 0;
+};
+
+// q [batch, heads_q, seq_q, head_dim], k and v [batch, heads_kv, seq_k, head_dim].
+struct ForwardArguments : QueryKeyValue {
+  double scale = 0.0;
+  bool has_default_scale = false;  // then scale is set by check_arguments
+  bool is_causal = false;
 };
 
 struct ForwardOutputs {
@@ -29,11 +34,11 @@ struct ForwardOutputs {
   Tensor lse;  // [batch, heads_q, seq_q] fp32; empty where nobody wants it
 };
 
+// Throws unless q, k and v are tensors of one device and of one dtype that has kernels there.
+void check_operands(QueryKeyValue& operands);
+
 // Throws with a code and a message on the first rule that the arguments break.
 void check_arguments(ForwardArguments& arguments);
-
-// The element type, where attention has kernels for it on that kind of device.
-Dtype supported_dtype(int32_t torch_dtype, bool is_cuda);
 
 // Kernels hold scale * log2(e) in float32. False for NaN, too.
 bool is_possible_scale(double scale);

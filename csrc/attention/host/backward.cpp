@@ -174,21 +174,7 @@ std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, c
 }
 
 FusedQueryParams make_fused_query_params(const BackwardParams& params, Mask mask) {
-  FusedQueryParams queries{};
-  queries.out = params.out;
-  queries.dout = params.dout;
-  queries.lse = params.lse;
-  queries.dlse = params.dlse;
-  queries.row_dot = params.row_dot;
-  queries.dq = params.dq;
-  queries.out_stride = params.out_stride;
-  queries.dout_stride = params.dout_stride;
-  queries.dq_stride = params.dq_stride;
-  queries.batch = params.batch;
-  queries.heads = params.heads_q;
-  queries.rows = params.seq_q;
-  queries.head_dim = params.head_dim;
-  queries.scale = params.scale;
+  auto queries = fused_query_params<FusedQueryParams>(params);
   queries.keys = params.seq_k;
   queries.row_keys = mask == Mask::kCausal ? params.seq_k - params.seq_q + 1 : params.seq_k;
   return queries;

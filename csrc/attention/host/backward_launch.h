@@ -32,6 +32,27 @@ inline RowDotParams make_row_dot_params(const BackwardParams& params, int32_t he
           head_dim};
 }
 
+// What FusedQueryParams and VarlenFusedQueryParams have in common; sums come later.
+template <class QueryParams>
+QueryParams fused_query_params(const BackwardParams& params) {
+  QueryParams queries{};
+  queries.out = params.out;
+  queries.dout = params.dout;
+  queries.lse = params.lse;
+  queries.dlse = params.dlse;
+  queries.row_dot = params.row_dot;
+  queries.dq = params.dq;
+  queries.out_stride = params.out_stride;
+  queries.dout_stride = params.dout_stride;
+  queries.dq_stride = params.dq_stride;
+  queries.batch = params.batch;
+  queries.heads = params.heads_q;
+  queries.rows = params.seq_q;
+  queries.head_dim = params.head_dim;
+  queries.scale = params.scale;
+  return queries;
+}
+
 inline host::Launch row_dot_launch(const host::Kernel& kernel, const RowDotParams& params) {
   const int64_t rows = static_cast<int64_t>(params.batch) * params.heads * params.rows;
   const int64_t block_rows = kernel.threads / 4;

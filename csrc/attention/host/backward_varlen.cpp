@@ -54,32 +54,14 @@ Tensor result(const Tensor& tensor, const Kernel& kernel) {
 }
 
 VarlenBackwardArguments loadable_arguments(const VarlenBackwardArguments& arguments, const Kernel& kernel) {
-  const auto same = [](const Tensor& tensor) { return VarlenArguments::has(tensor) ? host::alias(tensor) : Tensor(); };
-  const VarlenArguments& from = arguments.forward;
+  const VarlenArguments& forward = arguments.forward;
   VarlenBackwardArguments copied;
-  VarlenArguments& forward = copied.forward;
-  forward.q = operand(from.q, kernel);
-  forward.k = operand(from.k, kernel);
-  forward.v = operand(from.v, kernel);
-  forward.cu_seqlens_q = same(from.cu_seqlens_q);
-  forward.cu_seqlens_k = same(from.cu_seqlens_k);
-  forward.seqused_k = same(from.seqused_k);
-  forward.sinks = same(from.sinks);
-  forward.mask = same(from.mask);
-  forward.max_seqlen_q = from.max_seqlen_q;
-  forward.max_seqlen_k = from.max_seqlen_k;
-  forward.scale = from.scale;
-  forward.softcap = from.softcap;
-  forward.window_left = from.window_left;
-  forward.window_right = from.window_right;
-  forward.dtype = from.dtype;
-  forward.torch_dtype = from.torch_dtype;
-  forward.device_type = from.device_type;
-  forward.device_index = from.device_index;
+  copied.forward =
+      with_operands(forward, operand(forward.q, kernel), operand(forward.k, kernel), operand(forward.v, kernel));
   copied.out = operand(arguments.out, kernel);
   copied.dout = operand(arguments.dout, kernel);
   copied.lse = host::alias(arguments.lse);
-  copied.dlse = same(arguments.dlse);
+  if (VarlenArguments::has(arguments.dlse)) copied.dlse = host::alias(arguments.dlse);
   return copied;
 }
 
@@ -166,24 +148,10 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
 }
 
 VarlenFusedQueryParams make_fused_query_params(const BackwardParams& params) {
-  VarlenFusedQueryParams queries{};
-  queries.out = params.out;
-  queries.dout = params.dout;
-  queries.lse = params.lse;
-  queries.dlse = params.dlse;
-  queries.row_dot = params.row_dot;
-  queries.dq = params.dq;
-  queries.out_stride = params.out_stride;
-  queries.dout_stride = params.dout_stride;
-  queries.dq_stride = params.dq_stride;
+  auto queries = fused_query_params<VarlenFusedQueryParams>(params);
   queries.cu_seqlens_q = params.entries.cu_seqlens_q;
   queries.rows_total = params.entries.rows_total;
-  queries.batch = params.batch;
-  queries.heads = params.heads_q;
-  queries.rows = params.seq_q;
-  queries.head_dim = params.head_dim;
   queries.head_dim_v = params.head_dim_v;
-  queries.scale = params.scale;
   return queries;
 }
 

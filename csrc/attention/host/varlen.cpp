@@ -61,29 +61,8 @@ void fill_without_keys(const VarlenArguments& arguments, const VarlenOutputs& ou
 
 // The same tensors again, except those that the kernel cannot load where they lie.
 VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kernel& kernel) {
-  const auto same = [](const Tensor& tensor) { return VarlenArguments::has(tensor) ? host::alias(tensor) : Tensor(); };
-  VarlenArguments result;
-  result.q = host::loadable(arguments.q, kernel);
-  result.k = host::loadable(arguments.k, kernel);
-  result.v = host::loadable(arguments.v, kernel);
-  result.cu_seqlens_q = same(arguments.cu_seqlens_q);
-  result.cu_seqlens_k = same(arguments.cu_seqlens_k);
-  result.seqused_k = same(arguments.seqused_k);
-  result.block_table = same(arguments.block_table);
-  result.sinks = same(arguments.sinks);
-  result.mask = same(arguments.mask);
-  result.max_seqlen_q = arguments.max_seqlen_q;
-  result.max_seqlen_k = arguments.max_seqlen_k;
-  result.scale = arguments.scale;
-  result.softcap = arguments.softcap;
-  result.window_left = arguments.window_left;
-  result.window_right = arguments.window_right;
-  result.num_splits = arguments.num_splits;
-  result.dtype = arguments.dtype;
-  result.torch_dtype = arguments.torch_dtype;
-  result.device_type = arguments.device_type;
-  result.device_index = arguments.device_index;
-  return result;
+  return with_operands(arguments, host::loadable(arguments.q, kernel), host::loadable(arguments.k, kernel),
+                       host::loadable(arguments.v, kernel));
 }
 
 TensorMaps make_varlen_tensor_maps(const ForwardParams& params, const Kernel& kernel) {

@@ -84,29 +84,6 @@ void check_same_sizes(const Tensor& tensor, const char* name, const int64_t* siz
   }
 }
 
-void check_tensors(VarlenArguments& arguments) {
-  const Tensor& q = arguments.q;
-  const Tensor& k = arguments.k;
-  const Tensor& v = arguments.v;
-  for (const auto& [tensor, name] : {std::pair(&q, "q"), std::pair(&k, "k"), std::pair(&v, "v")}) {
-    if (!tensor->is_defined()) fail(ErrorCode::kArgument, name, " is None; a tensor is needed");
-  }
-  arguments.device_type = q.device_type();
-  arguments.device_index = q.device_index();
-  for (const Tensor* other : {&k, &v}) {
-    if (other->device_type() != arguments.device_type || other->device_index() != arguments.device_index) {
-      fail(ErrorCode::kDevice, "q, k and v must be on one device; found ", describe_device(q), ", ", describe_device(k),
-           " and ", describe_device(v), "; move them with .to(q.device)");
-    }
-  }
-  arguments.torch_dtype = q.dtype();
-  if (k.dtype() != arguments.torch_dtype || v.dtype() != arguments.torch_dtype) {
-    fail(ErrorCode::kDtype, "q, k and v must share one dtype; found ", describe_dtype(q.dtype()), ", ",
-         describe_dtype(k.dtype()), " and ", describe_dtype(v.dtype()), "; convert them with .to(q.dtype)");
-  }
-  arguments.dtype = supported_dtype(arguments.torch_dtype, arguments.device_type == aoti_torch_device_type_cuda());
-}
-
 void check_layouts(const VarlenArguments& arguments) {
   const bool is_ragged = arguments.has_ragged_keys();
   if (is_ragged && arguments.has_pages()) {
@@ -248,7 +225,8 @@ void check_not_expanded(const Tensor& cache, const char* name) {
   }
 }
 
-// Rows are copied in any order.
+// Rows are copied in any order. Values that lie in their keys (v is a part of k) are the same in caches and new rows, or the last to
+// be written would stay.
 void check_apart(const AppendArguments& arguments) {
   struct Memory {
     explicit Memory(const Tensor& of, const char* its_name) : tensor(of), name(its_name), range(memory_range(of)) {}
@@ -265,12 +243,18 @@ void check_apart(const AppendArguments& arguments) {
       }
     }
   }
+  if (host::is_same_memory(arguments.k_cache, arguments.v_cache) &&
+      !host::is_same_memory(arguments.k_new, arguments.v_new)) {
+    fail(ErrorCode::kShape,
+         "k_cache and v_cache are the same memory, but k_new and v_new are not, and would overwrite each other; "
+         "give v_cache memory of its own, or a v_new that is a view of k_new");
+  }
 }
 
 }  // namespace
 
 void check_varlen_arguments(VarlenArguments& arguments) {
-  check_tensors(arguments);
+  check_operands(arguments);
   check_layouts(arguments);
   check_batch(arguments);
   check_sizes(arguments);
@@ -319,7 +303,7 @@ void check_append_arguments(AppendArguments& arguments) {
   cache.v = alias(arguments.v_cache);
   cache.block_table = alias(arguments.block_table);
   cache.seqused_k = alias(arguments.cache_seqlens);
-  check_tensors(cache);
+  check_operands(cache);
   check_layouts(cache);
   check_batch(cache);
   check_sizes(cache);

@@ -12,11 +12,8 @@
 namespace flashmoe {
 namespace attention {
 
-// A tensor that was not given has a null handle: see has().
-struct VarlenArguments {
-  Tensor q;
-  Tensor k;
-  Tensor v;                  // its head_dim may differ from that of q and k
+// A tensor that was not given has a null handle: see has(). v's head_dim may differ from that of q and k.
+struct VarlenArguments : QueryKeyValue {
   Tensor cu_seqlens_q;       // [batch + 1] int32, contiguous
   Tensor cu_seqlens_k;       // [batch + 1] int32, contiguous
   Tensor seqused_k;          // [batch] int32, contiguous
@@ -30,10 +27,6 @@ struct VarlenArguments {
   int64_t window_left = -1;  // -1: unbounded
   int64_t window_right = -1;
   int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
-  Dtype dtype = Dtype::kFloat32;
-  int32_t torch_dtype = 0;
-  int32_t device_type = 0;
-  int32_t device_index = 0;
 
   static bool has(const Tensor& tensor) { return tensor.get() != nullptr; }
   bool has_ragged_rows() const { return has(cu_seqlens_q); }
@@ -76,6 +69,9 @@ struct VarlenGradients {
 void check_varlen_arguments(VarlenArguments& arguments);
 
 void check_varlen_backward_arguments(VarlenBackwardArguments& arguments);
+
+// The same call on q, k and v of other memory.
+VarlenArguments with_operands(const VarlenArguments& arguments, Tensor q, Tensor k, Tensor v);
 
 // Kernels find a row's maximum before they scale, and take a softcap's factor as given: a scale of zero or less moves into a
 // copy of q. Softcap or not, the result is the same.

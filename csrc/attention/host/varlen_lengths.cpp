@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "host/tile_counters.h"
+
 namespace flashmoe {
 namespace attention {
 namespace {
@@ -13,12 +15,15 @@ using host::fail;
 
 const char* const kVariable = "FLASHMOE_CHECK_LENGTHS";
 
-bool is_check_wanted(int32_t device_type) {
+bool is_check_wanted(int32_t device_type, int32_t device_index) {
   if (device_type == aoti_torch_device_type_cpu()) return true;
   const char* value = std::getenv(kVariable);
   if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
-  if (std::strcmp(value, "1") == 0) return true;
-  fail(ErrorCode::kArgument, kVariable, " is ", value, "; supported: 0, 1");
+  if (std::strcmp(value, "1") != 0) fail(ErrorCode::kArgument, kVariable, " is ", value, "; supported: 0, 1");
+  if (host::is_capturing(host::CudaCall(host::device(device_index)).stream)) {
+    fail(ErrorCode::kArgument, kVariable, " is 1, but no lengths can be read while a CUDA graph is captured; unset it");
+  }
+  return true;
 }
 
 // An int32 tensor's numbers, in the CPU's memory.
@@ -69,11 +74,15 @@ void check_cu_seqlens(const Numbers& cu_seqlens, const char* name, int64_t token
   }
 }
 
+int64_t room_of_pages(const VarlenArguments& arguments) {
+  return arguments.block_table.sizes()[1] * arguments.k.sizes()[1];
+}
+
 // Keys that an entry may have.
 int64_t room_of(const VarlenArguments& arguments, const Numbers& cu_seqlens_k, int64_t entry) {
   if (cu_seqlens_k.are_there()) return cu_seqlens_k[entry + 1] - cu_seqlens_k[entry];
   if (!arguments.has_pages()) return arguments.max_seqlen_k;
-  return std::min(arguments.max_seqlen_k, arguments.block_table.sizes()[1] * arguments.k.sizes()[1]);
+  return std::min(arguments.max_seqlen_k, room_of_pages(arguments));
 }
 
 // The first of an entry's `used` keys that some row sees: pages in front of a window may have gone to others.
@@ -101,7 +110,7 @@ void check_pages(const Numbers& block_table, int64_t entry, int64_t begin, int64
 void check_varlen_lengths(const VarlenArguments& arguments) {
   if (!arguments.has_ragged_rows() && !arguments.has_ragged_keys() && !VarlenArguments::has(arguments.seqused_k))
     return;
-  if (!is_check_wanted(arguments.device_type)) return;
+  if (!is_check_wanted(arguments.device_type, arguments.device_index)) return;
   const Numbers cu_seqlens_q(arguments.cu_seqlens_q), cu_seqlens_k(arguments.cu_seqlens_k);
   if (cu_seqlens_q.are_there()) {
     check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", arguments.q.sizes()[0], arguments.max_seqlen_q, "max_seqlen_q");
@@ -113,8 +122,9 @@ void check_varlen_lengths(const VarlenArguments& arguments) {
   for (int64_t entry = 0; entry < seqused_k.count(); ++entry) {
     const int64_t used = seqused_k[entry], room = room_of(arguments, cu_seqlens_k, entry);
     if (used < 0 || used > room) {
+      const bool is_room_of_maximum = arguments.has_pages() && room < room_of_pages(arguments);
       fail(ErrorCode::kArgument, "seqused_k[", entry, "] is ", used, "; sequence ", entry, " has room for 0 to ", room,
-           " keys, by the tensors and max_seqlen_k");
+           " keys", is_room_of_maximum ? " by max_seqlen_k" : "");
     }
     if (!block_table.are_there()) continue;
     check_pages(block_table, entry, first_seen(arguments, cu_seqlens_q, entry, used), used, arguments.k.sizes()[1],
@@ -123,14 +133,17 @@ void check_varlen_lengths(const VarlenArguments& arguments) {
 }
 
 void check_append_lengths(const AppendArguments& arguments) {
-  if (!is_check_wanted(arguments.device_type)) return;
+  if (!is_check_wanted(arguments.device_type, arguments.device_index)) return;
   const bool is_paged = arguments.has_pages();
   const Numbers used(arguments.cache_seqlens), block_table(arguments.block_table);
   const int64_t* sizes = arguments.k_cache.sizes();
   const int64_t room = is_paged ? arguments.block_table.sizes()[1] * sizes[1] : sizes[2];
   const int64_t added = arguments.k_new.sizes()[2];
   for (int64_t entry = 0; entry < used.count(); ++entry) {
-    if (used[entry] < 0 || used[entry] + added > room) {
+    if (used[entry] < 0) {
+      fail(ErrorCode::kArgument, "cache_seqlens[", entry, "] is ", used[entry], "; a cache holds 0 keys or more");
+    }
+    if (used[entry] + added > room) {
       fail(ErrorCode::kArgument, "the cache of sequence ", entry, " has room for ", room, " keys; ", used[entry],
            " are there and ", added, " are new; give it a larger cache");
     }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "attention/host/varlen_arguments.h"
 
@@ -72,6 +73,32 @@ int32_t keys_of(const VarlenArguments& arguments) {
 }
 
 }  // namespace
+
+VarlenArguments with_operands(const VarlenArguments& arguments, Tensor q, Tensor k, Tensor v) {
+  const auto same = [](const Tensor& tensor) { return VarlenArguments::has(tensor) ? host::alias(tensor) : Tensor(); };
+  VarlenArguments result;
+  result.q = std::move(q);
+  result.k = std::move(k);
+  result.v = std::move(v);
+  result.dtype = arguments.dtype;
+  result.torch_dtype = arguments.torch_dtype;
+  result.device_type = arguments.device_type;
+  result.device_index = arguments.device_index;
+  result.cu_seqlens_q = same(arguments.cu_seqlens_q);
+  result.cu_seqlens_k = same(arguments.cu_seqlens_k);
+  result.seqused_k = same(arguments.seqused_k);
+  result.block_table = same(arguments.block_table);
+  result.sinks = same(arguments.sinks);
+  result.mask = same(arguments.mask);
+  result.max_seqlen_q = arguments.max_seqlen_q;
+  result.max_seqlen_k = arguments.max_seqlen_k;
+  result.scale = arguments.scale;
+  result.softcap = arguments.softcap;
+  result.window_left = arguments.window_left;
+  result.window_right = arguments.window_right;
+  result.num_splits = arguments.num_splits;
+  return result;
+}
 
 void make_scale_positive(VarlenArguments& arguments) {
   if (is_usable(arguments.scale)) return;

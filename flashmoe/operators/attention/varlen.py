@@ -29,6 +29,10 @@ BACKWARD_SCHEMA = (
     "(Tensor, Tensor, Tensor, Tensor)"
 )
 LEAST_SCALE = 2.0**-126  # a scale below is taken for zero: float32 holds no normal number there
+NO_TRANSFORM_APPENDS = (
+    "new keys are appended in place, which no transform of torch.func (vmap, functionalize) can follow; make the mapped dimension part "
+    "of the batch, a cache for each sequence, or append before"
+)
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 _DIFFERENTIABLE = (0, 1, 2, 7)  # q, k, v and sinks among the forward operator's arguments
 
@@ -78,10 +82,7 @@ def append(*arguments: Any) -> None:
 
 
 def vmap_append(*_: Any) -> NoReturn:
-    msg = (
-        "new keys go into a cache in place, which vmap cannot map; give every sequence a cache of its own in one batch"
-    )
-    raise ArgumentError(msg)
+    raise ArgumentError(NO_TRANSFORM_APPENDS)
 
 
 def backward_by_kernels(

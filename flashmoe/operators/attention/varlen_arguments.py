@@ -6,6 +6,7 @@ failed. What only device memory could tell (lengths, pages) is not looked at her
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -102,9 +103,12 @@ def _check_companion(name: str, tensor: Any, device: torch.device, dtype: torch.
     if tensor.dtype != dtype:
         msg = f"{name} must be {dtype}; found {tensor.dtype}; convert it with .to({dtype})"
         raise DtypeError(msg)
-    if tensor.dim() != rank or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
-        found = f"{shape_of(tensor)} with strides {tuple(tensor.stride())}"
-        msg = f"{name} must have {rank} dimension{'s' * (rank > 1)}, the last contiguous; found {found}; call .contiguous()"
+    dense.check_is_dense_tensor(name, tensor)
+    if tensor.dim() != rank:
+        msg = f"{name} must have {rank} dimension{'s' * (rank > 1)}; found {shape_of(tensor)}; reshape it"
+        raise ShapeError(msg)
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        msg = f"the last dimension of {name} must be contiguous; found strides {tuple(tensor.stride())}; call .contiguous()"
         raise ShapeError(msg)
 
 
@@ -159,6 +163,7 @@ def check_mask(mask: Any, q: Tensor, sizes: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor):
         msg = f"attn_mask must be a tensor or None; found {type(mask).__name__}; convert it with torch.as_tensor"
         raise ArgumentTypeError(msg)
+    dense.check_is_dense_tensor("attn_mask", mask)
     if mask.device != q.device:
         msg = f"attn_mask must be on q's device; found {mask.device} and {q.device}; move it with .to(q.device)"
         raise DeviceError(msg)
@@ -194,8 +199,13 @@ def check_numbers(
         raise ArgumentError(msg)
 
 
+def as_integer(value: Any) -> Any:
+    """An integer of another type, such as NumPy's, as an int; anything else as it is, for the check."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, (bool, torch.SymInt)) else value
+
+
 def check_integer(name: str, value: Any, least: int, most: int, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # see as_integer
         msg = f"{name} must be an int ({meaning}); found {type(value).__name__}; use int(...)"
         raise ArgumentTypeError(msg)
     if value < least or value > most:
@@ -237,6 +247,9 @@ def validate_append(
             )
             raise (DtypeError if tensor.dtype != k_cache.dtype else DeviceError)(msg)
     heads, batch = k_cache.shape[1 if block_table is None else 2], k_new.shape[0]
+    if block_table is None and k_cache.shape[0] != batch:
+        msg = f"k_new and k_cache must share the batch size; found {batch} and {k_cache.shape[0]}; give every sequence new keys"
+        raise ShapeError(msg)
     if isinstance(cache_seqlens, Tensor) and tuple(cache_seqlens.shape) != (batch,):
         msg = f"cache_seqlens must be int32 [{batch}], one for each sequence of k_new; found {shape_of(cache_seqlens)}"
         raise ShapeError(msg)

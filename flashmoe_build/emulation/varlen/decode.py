@@ -50,11 +50,33 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(few, right=0, has_sinks=True, spare_keys=3),
         replace(few, name="ragged, one split", right=1, left=n, splits=1, wants_lse=False),
         # Seventeen rows of a group, and rows of one head: two items of a head.
-        replace(one, name="wide group", rows=(1, 1), keys=(n + 1, 2 * n), heads_q=17, keys_layout=Keys.RAGGED),
-        replace(few, name="rows", rows=(18, 5), keys=(2 * n + 7, n), right=0, left=3 * n // 2),
+        replace(
+            one,
+            name="wide group",
+            rows=(1, 1),
+            keys=(n + 1, 2 * n),
+            heads_q=17,
+            keys_layout=Keys.RAGGED,
+            has_sinks=True,
+        ),
+        replace(few, name="rows", rows=(18, 5), keys=(2 * n + 7, n), right=0, left=3 * n // 2, heads_q=4, heads_kv=2),
         replace(few, name="mask", rows=(3, 3), keys=(n + 9, 2 * n), rows_layout=Rows.DENSE, mask=MaskTensor.BOOL),
         replace(one, name="additive mask", rows=(1, 1), keys=(n + 9, 3), keys_layout=Keys.DENSE, page_size=0),
         replace(few, name="many", rows=many, keys=(*(3 * rows for rows in many[:-1]), n + 9), right=0, heads_q=1),
+        # More blocks than are added at once, the first of which has another item's end, too.
+        replace(one, name="shared by most", rows=(1, 1), keys=(n, 35 * n - 3)),
+        # Whole items, and entries without rows in front of the ones that a block finds.
+        replace(few, name="many, one split", rows=many, keys=many, heads_q=1, splits=1),
+        # Equal entries without an array of lengths, in parts; sinks, since entries lie as heads do.
+        replace(
+            one,
+            name="equal, in parts",
+            rows=(1,) * 3,
+            keys=(9 * n,) * 3,
+            keys_layout=Keys.DENSE,
+            page_size=0,
+            has_sinks=True,
+        ),
     )
     for seed, problem in enumerate(every):
         made = problem
