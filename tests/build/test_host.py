@@ -1,0 +1,56 @@
+"""Precompiled headers save time and change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashmoe.errors import BuildError
+from flashmoe_build.compile import host
+from flashmoe_build.compile.cache import Cache
+from flashmoe_build.compile.toolchain import Toolchain, find_toolchain
+
+SOURCE = "csrc/host/copies.cpp"
+
+
+def compiled(root: Path, out: Path, toolchain: Toolchain, source: str = SOURCE) -> bytes:
+    cache = Cache(out / "cache")
+    made, cached = host.compile_source(root / source, root=root, out=out, toolchain=toolchain, cache=cache)
+    assert not cached
+    return made.read_bytes()
+
+
+def test_an_object_is_the_same_without_the_precompiled_headers(root: Path, tmp_path: Path) -> None:
+    toolchain = find_toolchain()
+    plain = tmp_path / "plain.o"
+    flags = [*host.COMMON_FLAGS, *host._path_flags(root, tmp_path, toolchain)]
+    subprocess.run([toolchain.cxx, *flags, "-c", str(root / SOURCE), "-o", str(plain)], cwd=root, check=True)
+    assert compiled(root, tmp_path, toolchain) == plain.read_bytes()
+    assert len(list(tmp_path.glob("precompiled/*/*.gch"))) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the file of another machine")
+def test_a_kernel_of_the_cpu_backend_has_none(root: Path, tmp_path: Path) -> None:
+    """Its target would come too late, and g++ would refuse the headers that were compiled for another."""
+    source = tmp_path / "kernel_avx2.cpp"
+    source.write_text('#pragma GCC target("avx2")\n#include "cpu/vector_avx2.h"\n')
+    assert compiled(root, tmp_path, find_toolchain(), str(source))
+    assert not (tmp_path / "precompiled").exists()
+
+
+def test_headers_of_a_stopped_compiler_are_made_again(root: Path, tmp_path: Path) -> None:
+    toolchain = find_toolchain()
+    stopped = tmp_path / "g++"
+    stopped.write_text('#!/bin/sh\nfor last; do :; done\necho half > "$last"\nkill -KILL $$\n')
+    stopped.chmod(0o755)
+    with pytest.raises(BuildError, match=r"precompiled\.h: g\+\+ ended with -9"):
+        compiled(root, tmp_path, dataclasses.replace(toolchain, cxx=str(stopped)))
+    assert list(tmp_path.glob("precompiled/*/*.tmp"))
+    assert not list(tmp_path.glob("precompiled/*/*.gch"))
+    compiled(root, tmp_path, toolchain)
+    assert len(list(tmp_path.glob("precompiled/*/*.gch"))) == 1
+    assert not list(tmp_path.glob("precompiled/*/*.tmp"))
