@@ -58,15 +58,17 @@ __device__ __forceinline__ KeyRange seen_blocks(const BandSequence& sequence, in
 
 // Short entries: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
 // each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
-// multiprocessors without a tile. A row's bits are the same either way.
+// multiprocessors without a tile, nor close to it. A row's bits are the same either way.
 template <typename Spec>
 struct SharedTiles {
   int count;  // of a key head
   int heads;  // of a tile, as equal as can be
 
   static __device__ __forceinline__ bool serve(const ForwardParams& params, int rows) {
-    return rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 && params.batch * params.heads_q > ptx::grid_size() &&
-           params.heads_q > params.heads_kv && params.band.mask == nullptr;
+    // A difference, not a product: "Registers of the plain loop" in docs/kernels/attention-varlen.md.
+    return rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
+           params.batch * params.heads_q - ptx::grid_size() > ptx::grid_size() && params.heads_q > params.heads_kv &&
+           params.band.mask == nullptr;
   }
   __device__ __forceinline__ SharedTiles(int group, int rows)
       : count(ceil_div(group * ceil_div(rows, 64), Spec::kNumConsumers)), heads(ceil_div(group, count)) {}
@@ -145,7 +147,7 @@ class EntryWalk {
   int before_ = 0;  // tiles of the entries before it
   Extent row_;      // of the lane's entry
   Extent key_;
-  int end_;         // tiles of the group's entries up to this lane's
+  int end_;  // tiles of the group's entries up to this lane's
 };
 
 // Heads of an entry that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
