@@ -272,6 +272,23 @@ def test_repeats_and_batches(device: str) -> None:
         assert torch.equal(alone[1][:, 0], lse[:, entry])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_short_entries(head_dim: int, device: str) -> None:
+    """In a large batch a GPU's tile has several heads of a short entry, alone it has one: the same bits."""
+    rows = (40, 64, 100, 3, 0, 130) * 7  # with ten heads more than three tiles for each of 132 multiprocessors
+    ragged = Ragged(rows, tuple(length + index % 90 for index, length in enumerate(rows)), 10, 2, head_dim, head_dim)
+    check_ragged(ragged, Band(causal=True), device, torch.bfloat16, with_sinks=True)
+    q, k, v = ragged.tensors(device, torch.bfloat16)
+    cu_q, cu_k = ragged.cu_seqlens(device)
+    out, lse = flashmoe.attention_varlen(q, k, v, cu_q, cu_k, *ragged.longest, causal=True, return_lse=True)
+    for entry in range(12, 18):
+        own, keys = (slice(int(cu[entry]), int(cu[entry + 1])) for cu in (cu_q, cu_k))
+        cu = [torch.tensor([0, part.stop - part.start], dtype=torch.int32, device=device) for part in (own, keys)]
+        alone = flashmoe.attention_varlen(q[own], k[keys], v[keys], *cu, *ragged.longest, causal=True, return_lse=True)
+        assert torch.equal(alone[0], out[own])
+        assert torch.equal(alone[1], lse[:, own])
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_change_bits(threads: int) -> None:
     q, k, v = USUAL.tensors("cpu", torch.bfloat16)

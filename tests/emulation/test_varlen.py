@@ -73,6 +73,28 @@ def test_a_result_does_not_depend_on_the_rows_that_follow_it() -> None:
     assert torch.equal(outs[0], outs[1])
 
 
+def test_heads_that_share_a_tile_have_the_bits_of_heads_that_do_not() -> None:
+    problem = VarlenProblem("short", "f16", (100, 64, 3), (150, 90, 9), 6, 2, 64, 64, right=0)
+    tensors = build(problem)
+    together = run_on(sm90(), problem, tensors, Settings(), Options())
+    assert together.passed, together.explain()
+    wanted = together.out.clone()
+    tensors.out.fill_(float("nan"))
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    assert cu_q is not None
+    assert cu_k is not None
+    for entry in range(3):  # too few tiles alone
+        report, results = launch(
+            *(sm90(), replace(problem, rows=problem.rows[entry : entry + 1], keys=problem.keys[entry : entry + 1])),
+            *(replace(tensors, cu_seqlens_q=cu_q[entry:].clone(), cu_seqlens_k=cu_k[entry:].clone()), Settings()),
+            Options(),
+        )
+        assert report.failure is None, str(report.failure)
+        rows = slice(int(cu_q[entry]), int(cu_q[entry + 1]))
+        assert torch.equal(tensors.out[rows], wanted[rows])
+        assert torch.equal(results.lse[:, rows], together.lse[:, rows])
+
+
 def test_lengths_that_lie_stay_inside_the_tensors() -> None:
     """cu_seqlens that decrease, pass either end, or hold more rows than max_seqlen_q: wrong rows at most, no other memory."""
     problem = VarlenProblem("wrong", "f16", (20, 30, 5), (40, 33, 9), 2, 1, 64, 64)

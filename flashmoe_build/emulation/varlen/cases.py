@@ -9,7 +9,7 @@ from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
 
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
-FEW = ("ragged", "paged", "window", "softcap", "soft softcap", "wide softcap")
+FEW = ("ragged", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles")
 ONE = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
 MAX_SPLITS = 5
@@ -85,6 +85,14 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     # More entries than a warp has lanes.
     rows = tuple(index % 3 for index in range(70))
     yield replace(_base(unit, "many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
+    if unit.row.family != "sm90":
+        return
+    # Short entries, enough of them: query heads that share keys share a tile (SharedTiles there), the last of a group with fewer.
+    short = _base(unit, "shared tiles", (9, m // 2, 0, 64, 1), (n + 5, 2 * n + 1, 4, 0, n))
+    short = replace(short, right=0, heads_q=10, has_sinks=True)
+    yield short
+    # With a mask tensor they do not.
+    yield replace(short, name="unshared tiles", mask=MaskTensor.ADDITIVE, mask_broadcast=(False, False, False))
 
 
 def _decoding(unit: Unit) -> Iterator[VarlenProblem]:

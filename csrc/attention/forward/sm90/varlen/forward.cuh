@@ -25,6 +25,8 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
 
+  TileScheduler<Spec> scheduler(params, shared);
+  if (warp == 1) scheduler.walk.start();  // first of all: the first tile waits for the lengths
   if (warp == 0 && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
     ptx::prefetch_tensor_map(&k_map);
@@ -41,7 +43,7 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
     if (warp == 0) {
       if (ptx::elect_one()) VarlenProducer<Spec>(params, shared, q_map, k_map, v_map).run();
     } else if (warp == 1) {
-      TileScheduler<Spec>(params, shared).run();
+      scheduler.run();
     }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();

@@ -153,10 +153,25 @@ struct VarlenProducer {
     value.advance();
   }
 
+  // The tile as a consumer warpgroup sees it. Where heads share it, the rows of each are numbered from those of its first warpgroup on, as if
+  // empty ones stood in front of the entry: what a consumer does is the same. Where there are no more heads, it has no rows.
+  static __device__ __forceinline__ VarlenTile own_tile(int consumer, const NextTile& next) {
+    VarlenTile tile = next.tile;
+    const int warpgroups = Spec::kNumConsumers >= 4 && tile.rows > 64 ? 2 : 1;  // of a head
+    const int head = consumer / warpgroups;
+    if (head < next.heads) {
+      tile.head += head;
+      tile.first_row -= head * warpgroups * 64;
+      tile.rows += head * warpgroups * 64;
+    }
+    return tile;
+  }
+
   // The rows of Q of one consumer warpgroup, if it has any, and the tile that they belong to.
-  __device__ __forceinline__ void load_query(int consumer, const VarlenTile& tile) const {
+  __device__ __forceinline__ void load_query(int consumer, const NextTile& next) const {
     ptx::Mbarrier* full = shared.query_full(query.stage, consumer);
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
+    const VarlenTile tile = own_tile(consumer, next);
     publish_tile(shared.tile(query.stage, consumer), tile);
     const int row = tile.m_block * Spec::kBlockM + consumer * 64;
     if (row >= tile.rows) {
@@ -175,16 +190,17 @@ struct VarlenProducer {
   // As for dense tensors: K(n-1), Q of warpgroup 0, V(n-1), Q of the others, then K(j), V(j) downwards. (K a block ahead of V, the order in
   // which the consumers are done with the buffers: 3% slower at 4096 keys, 7% to 12% at 16384.)
   template <typename Source>
-  __device__ __forceinline__ void load_tile(const Source& source, const VarlenTile& tile, int slot) {
+  __device__ __forceinline__ void load_tile(const Source& source, const NextTile& next, int slot) {
+    const VarlenTile& tile = next.tile;
     const KeyRange& range = tile.blocks;
     const int last_block = range.end - 1;
     const int draw = draw_block(range);
     if (last_block <= draw) ptx::mbarrier_arrive(shared.next_tile_wanted());
     load_key(source, last_block);
-    load_query(0, tile);
+    load_query(0, next);
     load_value(source, last_block, has_tail<Spec>(tile) ? shared.tail_full(slot) : shared.value_full(value.stage));
 #pragma unroll
-    for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) load_query(consumer, tile);
+    for (int consumer = 1; consumer < Spec::kNumConsumers; ++consumer) load_query(consumer, next);
     for (int block = last_block - 1; block >= range.begin; --block) {
       if (block == draw) ptx::mbarrier_arrive(shared.next_tile_wanted());
       load_key(source, block);
@@ -198,9 +214,9 @@ struct VarlenProducer {
       const auto next = read_tile<NextTile>(shared.next_tile(slot));
       if (next.tile.m_block < 0) break;
       if (params.entries.block_table == nullptr) {
-        load_tile(Rows{params, next}, next.tile, slot);
+        load_tile(Rows{params, next}, next, slot);
       } else {
-        load_tile(Pages(params, next), next.tile, slot);
+        load_tile(Pages(params, next), next, slot);
       }
       parity ^= slot;
       slot ^= 1;

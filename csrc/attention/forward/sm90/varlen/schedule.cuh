@@ -56,11 +56,32 @@ __device__ __forceinline__ KeyRange seen_blocks(const BandSequence& sequence, in
   return KeyRange{begin, maximum(end, begin + 1)};
 }
 
+// Short entries: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
+// each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
+// multiprocessors without a tile, nor close to it. A row's bits are the same either way.
+template <typename Spec>
+struct SharedTiles {
+  int count;  // of a key head
+  int heads;  // of a tile, as equal as can be
+
+  static __device__ __forceinline__ bool serve(const ForwardParams& params, int rows) {
+    // A difference, not a product: "Registers of the plain loop" in docs/kernels/attention-varlen.md.
+    return rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
+           params.batch * params.heads_q - ptx::grid_size() > ptx::grid_size() && params.heads_q > params.heads_kv &&
+           params.band.mask == nullptr;
+  }
+  __device__ __forceinline__ SharedTiles(int group, int rows)
+      : count(ceil_div(group * ceil_div(rows, 64), Spec::kNumConsumers)), heads(ceil_div(group, count)) {}
+};
+
 // A warp's walk over the entries of a batch, 32 at a time, one for each lane. Tile numbers that it is asked for must not decrease.
 template <typename Spec>
 class EntryWalk {
  public:
-  __device__ __forceinline__ explicit EntryWalk(const ForwardParams& params) : params_(params) { read_group(); }
+  __device__ __forceinline__ explicit EntryWalk(const ForwardParams& params) : params_(params) {}
+
+  // Before all else: reads the first entries.
+  __device__ __forceinline__ void start() { read_group(); }
 
   // Of the whole batch. All lanes.
   __device__ __forceinline__ int count_tiles() const {
@@ -73,10 +94,12 @@ class EntryWalk {
     return tiles;
   }
 
-  // Which entry has tile `index`, and the index of it among the entry's. All lanes.
+  // Which entry has tile `index`, where that lies, and the index of the tile among the entry's. All lanes.
   struct Place {
     int entry;
     int index;
+    Extent row;
+    Extent key;
   };
   __device__ __forceinline__ Place find(int index) {
     while (index - before_ >= ptx::shuffle_index(end_, 31)) {
@@ -87,17 +110,30 @@ class EntryWalk {
     const int in_group = index - before_;
     const int lane = ptx::population_count(ptx::vote_ballot(end_ <= in_group));  // ends do not decrease
     const int end_of_previous = ptx::shuffle_index(end_, maximum(0, lane - 1));
-    return Place{group_ + lane, in_group - (lane == 0 ? 0 : end_of_previous)};
+    return Place{group_ + lane, in_group - (lane == 0 ? 0 : end_of_previous), of_lane(row_, lane), of_lane(key_, lane)};
   }
 
  private:
+  static __device__ __forceinline__ Extent of_lane(const Extent& extent, int lane) {
+    return Extent{ptx::shuffle_index(extent.first, lane), ptx::shuffle_index(extent.length, lane)};
+  }
+  __device__ __forceinline__ int tiles_of_rows(int rows) const {
+    if (SharedTiles<Spec>::serve(params_, rows)) {
+      return SharedTiles<Spec>(heads_, rows).count * params_.heads_kv;
+    }
+    return ceil_div(rows, Spec::kBlockM) * params_.heads_q;
+  }
   __device__ __forceinline__ int tiles_of_entry(int entry) const {
-    if (entry >= params_.batch) return 0;
-    return ceil_div(row_extent(params_, entry).length, Spec::kBlockM) * params_.heads_q;
+    return entry < params_.batch ? tiles_of_rows(row_extent(params_, entry).length) : 0;
   }
   __device__ __forceinline__ void read_group() {
     const int lane = ptx::lane_index();
-    end_ = tiles_of_entry(group_ + lane);
+    row_ = key_ = Extent{0, 0};
+    if (group_ + lane < params_.batch) {  // asked for at once, rather than keys when the entry is known
+      row_ = row_extent(params_, group_ + lane);
+      key_ = key_extent(params_, group_ + lane);
+    }
+    end_ = tiles_of_rows(row_.length);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int behind = ptx::shuffle_index(end_, maximum(0, lane - distance));
@@ -106,9 +142,12 @@ class EntryWalk {
   }
 
   const ForwardParams& params_;
+  int heads_ = heads_per_key_head(params_);
   int group_ = 0;   // the entry of lane 0
   int before_ = 0;  // tiles of the entries before it
-  int end_;         // tiles of the group's entries up to this lane's
+  Extent row_;      // of the lane's entry
+  Extent key_;
+  int end_;  // tiles of the group's entries up to this lane's
 };
 
 // Heads of an entry that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
@@ -128,14 +167,31 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params, co
   return kv_heads * heads_per_key_head(params);
 }
 
+// What the loading thread needs of a tile.
+struct NextTile {
+  VarlenTile tile;
+  int first_key;  // of the entry, among all keys; 0 with pages
+  int kv_head;
+  int heads;  // that share the tile, the tile's own and those after it
+  int unused;
+};
+
 // Tile `index` of the batch. Where keys end at the diagonal, an entry's longest tiles come first.
 template <typename Spec>
-__device__ __forceinline__ VarlenTile decode_tile(const ForwardParams& params, EntryWalk<Spec>& walk, int index) {
+__device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, EntryWalk<Spec>& walk, int index) {
   const auto place = walk.find(index);
-  const BandSequence sequence(params, place.entry);
+  const BandSequence sequence(params, place.entry, place.row, place.key);
   const int m_blocks = ceil_div(sequence.rows(), Spec::kBlockM);
+  const int group = heads_per_key_head(params);
   ScheduledTile scheduled{0, place.index};
-  if (m_blocks > 1) {
+  int heads = 1;
+  if (SharedTiles<Spec>::serve(params, sequence.rows())) {
+    const SharedTiles<Spec> shared(group, sequence.rows());
+    const int kv_head = place.index / shared.count;
+    const int first = (place.index - kv_head * shared.count) * shared.heads;
+    scheduled.head = kv_head * group + first;
+    heads = minimum(shared.heads, group - first);
+  } else if (m_blocks > 1) {
     if (params.band.right < kUnbounded) {
       const int section_heads = heads_per_section<Spec>(params, sequence);
       const int first_head = place.index / (section_heads * m_blocks) * section_heads;
@@ -148,8 +204,9 @@ __device__ __forceinline__ VarlenTile decode_tile(const ForwardParams& params, E
   }
   const int first_row = scheduled.m_block * Spec::kBlockM;
   const KeyRange blocks = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
-  return VarlenTile{scheduled.m_block, scheduled.head,  place.entry, sequence.row.first,
-                    sequence.rows(),   sequence.keys(), blocks};
+  const VarlenTile tile{scheduled.m_block, scheduled.head,  place.entry, sequence.row.first,
+                        sequence.rows(),   sequence.keys(), blocks};
+  return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, 0};
 }
 
 }  // namespace sm90

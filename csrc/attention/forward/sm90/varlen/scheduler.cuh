@@ -16,14 +16,6 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// What the loading thread needs of a tile.
-struct NextTile {
-  VarlenTile tile;
-  int first_key;  // of the entry, among all keys; 0 with pages
-  int kv_head;
-  int unused[2];
-};
-
 // Key blocks of a tile that are still to be asked for when the loading thread wants the next tile (device/persistent.cuh).
 __device__ __forceinline__ int draw_block(const KeyRange& blocks) {
   return minimum(blocks.end - 1, blocks.begin + kDrawAhead);
@@ -40,9 +32,10 @@ struct TileScheduler {
   const int lane;
   RingPosition<Spec::kNumStages> value;  // where the loading thread puts V of the tile's last block
   int tail_parity[2] = {0, 0};
+  EntryWalk<Spec> walk;
 
   __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
-      : params(params_), shared(shared_), lane(ptx::lane_index()) {}
+      : params(params_), shared(shared_), lane(ptx::lane_index()), walk(params_) {}
 
   // V of a tile's last block arrives at one of two barriers of its own, in turn. Rows past the keys may hold anything, NaN among it, and
   // P = 0 times NaN is NaN: they become zeros before the consumers hear of it.
@@ -71,28 +64,23 @@ struct TileScheduler {
     if (lane == 0) ptx::mbarrier_arrive(shared.value_full(tail.stage));
   }
 
-  __device__ __forceinline__ void publish(int slot, const VarlenTile& tile) const {
+  __device__ __forceinline__ void publish(int slot, const NextTile& next) const {
     if (lane != 0) return;
-    NextTile next{tile, 0, 0, {0, 0}};
-    if (tile.m_block >= 0) {
-      next.first_key = params.entries.block_table == nullptr ? key_extent(params, tile.batch).first : 0;
-      next.kv_head = tile.head / heads_per_key_head(params);
-    }
     flashmoe::publish_tile(shared.next_tile(slot), next);
     ptx::mbarrier_arrive(shared.next_tile_full(slot));
   }
 
-  // A slot is free again: its reader has asked for the tile after it.
+  // The walk has started. A slot is free again: its reader has asked for the tile after it.
   __device__ __forceinline__ void run() {
-    EntryWalk<Spec> walk(params);
     const int num_tiles = walk.count_tiles();
     int index = ptx::block_index();
     Tail tail{0, 0, -1};  // still to be cleared, of the tile before
     for (int slot = 0;; slot ^= 1) {
       const bool is_end = index >= num_tiles;
-      VarlenTile tile{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}};
-      if (!is_end) tile = decode_tile<Spec>(params, walk, index);
-      publish(slot, tile);
+      NextTile next{{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}}, 0, 0, 0, 0};
+      if (!is_end) next = decode_tile<Spec>(params, walk, index);
+      const VarlenTile& tile = next.tile;
+      publish(slot, next);
       if (tail.first_row >= 0) finish_tail(tail);
       if (is_end) return;
       const int last_block = tile.blocks.end - 1;
