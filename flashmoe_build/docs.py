@@ -157,14 +157,24 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/attention-varlen.md", "ragged head dims", varlen.head_dim_table),
     ("docs/kernels/attention-varlen.md", "prefill from pages", varlen.pages_table),
     ("docs/kernels/attention-varlen.md", "scores", varlen.scores_table),
+    ("docs/kernels/attention-varlen.md", "softcap", varlen.softcap_table),
     ("docs/kernels/attention-varlen.md", "ragged backward", varlen.backward_table),
+    ("docs/kernels/attention-varlen.md", "scores backward", varlen.backward_scores_table),
+    ("docs/kernels/attention-backward.md", "fused and split", varlen.forms_table),
     ("docs/kernels/attention-varlen.md", "sm80 forced", varlen.family_table),
     ("docs/kernels/attention-varlen.md", "sm80 forced, backward", varlen.family_backward_table),
     ("docs/kernels/attention-varlen.md", "decoding in graphs", varlen.decode_table),
     ("docs/kernels/attention-varlen.md", "decoding from memory", varlen.flushed_table),
     ("docs/kernels/attention-varlen.md", "decoding by copy bandwidth", varlen.copy_table),
     ("docs/kernels/attention-varlen.md", "decoding beside others", varlen.means_table),
+    ("docs/kernels/attention-varlen.md", "decoding aims", varlen.aims_table),
+    ("docs/kernels/attention-varlen.md", "decoding shared pages", varlen.shared_table),
 )
+
+
+def reported(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, or a sentence where the newest report is older than the cases that it would show."""
+    return markdown(header, rows) if rows else "The newest report does not have these cases yet."
 
 
 def replace_part(text: str, name: str, body: str, origin: str) -> str:
@@ -181,7 +191,7 @@ def generate(root: Path, tables: Tables) -> Mapping[Path, str]:
     """The text that every file with a generated part should have."""
     bodies = [(name, part, write(tables)) for name, part, write in PARTS]
     if (ROOT / "docs" / "results").is_dir():
-        bodies += [(name, part, markdown(*rows(ROOT))) for name, part, rows in REPORTED]
+        bodies += [(name, part, reported(*rows(ROOT))) for name, part, rows in REPORTED]
     texts: dict[Path, str] = {}
     for name, part, body in bodies:
         path = root / name

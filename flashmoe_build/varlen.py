@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +53,52 @@ def pages_table(root: Path) -> Table:
 
 
 def scores_table(root: Path) -> Table:
-    """Windows, softcap, sinks and masks: TFLOP/s of visible work, and ours over what computes without them or the same."""
+    """Windows, sinks and masks: TFLOP/s of visible work, and ours over what computes without them or the same."""
     sides = {"flashmoe-plain": "without", "flashmoe-dense": "dense", FA3: "FA3", EFFICIENT: "efficient", CUDNN: "cuDNN"}
-    ratios = {
-        "flashmoe-plain": "to without",
-        "flashmoe-dense": "to dense",
-        EFFICIENT: "to efficient",
-        CUDNN: "to cuDNN",
-    }
-    rows: list[Sequence[str]] = []
+    cells = [(problem, cell) for problem, cell in _serving(root, "masks") if not problem.softcap]
+    return _scores(cells, sides)
+
+
+def backward_scores_table(root: Path) -> Table:
+    """The same of the backward pass, with softcaps."""
+    sides = {"flashmoe-plain": "without", "flashmoe-dense": "dense", EFFICIENT: "efficient", CUDNN: "cuDNN"}
+    return _scores(
+        [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain], sides
+    )
+
+
+def softcap_table(root: Path) -> Table:
+    """Time with a softcap over that without it by the scores' deviation, and in brackets our speed over FA3's."""
+    rows: dict[str, dict[int, str]] = {}
     for problem, cell in _serving(root, "masks"):
-        dtype = "" if problem.dtype == "bf16" else f", {problem.dtype.replace('f16', 'fp16')}"
+        if problem.softcap:
+            ours, theirs = _time_ratio(cell, "flashmoe-plain"), _ratio(cell, FA3)
+            name = f"D={problem.head_dim}, {_dtype(problem)}"
+            rows.setdefault(name, {})[problem.deviation] = f"{ours} ({theirs})" if theirs else ours
+    deviations = sorted({one for row in rows.values() for one in row})
+    header = ("scores of standard deviation", *map(str, deviations))
+    return header, [(name, *(rows[name].get(one, "") for one in deviations)) for name in sorted(rows, key=_by_dim)]
+
+
+def _by_dim(name: str) -> tuple[int, str]:
+    """D=64 before D=128."""
+    dim, dtype = name.removeprefix("D=").split(", ")
+    return int(dim), dtype
+
+
+def _scores(cells: Sequence[tuple[ServingProblem, Cell]], sides: dict[str, str]) -> Table:
+    rows: list[Sequence[str]] = []
+    ratios = [side for side in sides if side != FA3]
+    for problem, cell in cells:
+        dtype = "" if problem.dtype == "bf16" else f", {_dtype(problem)}"
         title = f"{_lengths(problem)}{problem.describe_scores()}{dtype}"
         rates = [_rate(cell, side) for side in ("flashmoe", *sides)]
         rows.append((_heads(problem), title, *rates, *(_ratio(cell, base) for base in ratios)))
-    return ("heads, D", "case", "flashmoe", *sides.values(), *ratios.values()), rows
+    return ("heads, D", "case", "flashmoe", *sides.values(), *(f"to {sides[side]}" for side in ratios)), rows
+
+
+def _dtype(problem: ServingProblem) -> str:
+    return {"f16": "fp16"}.get(problem.dtype, problem.dtype)
 
 
 def decode_table(root: Path) -> Table:
@@ -104,11 +136,38 @@ def flushed_table(root: Path) -> Table:
     """The same with the second-level cache flushed before each call, pages of 16."""
     rows: list[Sequence[str]] = []
     for problem, cell in _serving(root, "serving"):
-        if problem.page_size == 16:
+        if problem.page_size == 16 and problem.spread != "shared":
             name = _keys(problem) if problem.heads_q == 32 else f"{_keys(problem)}, {problem.heads_q} heads"
             times = (_time(cell, side) for side in ("flashmoe", FA3, CUDNN))
             rows.append((name, *times, _time_ratio(cell, FA3), _time_ratio(cell, CUDNN)))
     return ("sequences x keys", "flashmoe", "FA3", "cuDNN, dense", "of FA3's", "of cuDNN's"), rows
+
+
+def aims_table(root: Path) -> Table:
+    """In how many cases of ``serving`` ours takes no more than the share of the other's time that was aimed at."""
+    rows: list[Sequence[str]] = []
+    for side, name, aim in ((FA3, "FA3's on the same pages", 0.97), (CUDNN, "cuDNN's on dense caches", 1.03)):
+        found = [
+            (1 / cell["comparisons"][f"flashmoe / {side}"]["ratio"], problem)
+            for problem, cell in _serving(root, "serving")
+            if f"flashmoe / {side}" in cell["comparisons"] and problem.spread != "shared"
+        ]
+        worst, problem = max(found, key=lambda one: one[0])
+        held = sum(share <= aim for share, _ in found)
+        where = f"{worst:.2f}: {_keys(problem)}, {problem.heads_q} heads, pages of {problem.page_size}"
+        rows.append((f"{aim} of {name}", f"{held} of {len(found)}", where))
+    return ("time, at most", "cases", "worst"), rows
+
+
+def shared_table(root: Path) -> Table:
+    """Decoding where all sequences have the same pages, us, and the keys that the kernel takes in, counted for each sequence."""
+    rows: list[Sequence[str]] = []
+    for problem, cell in _serving(root, "serving"):
+        if problem.spread == "shared":
+            taken = replace(problem, spread="equal").bytes_moved / cell["contenders"]["flashmoe"]["median_us"] / 1e6
+            times = (_time(cell, side) for side in ("flashmoe", FA3))
+            rows.append((_keys(problem), f"{problem.head_dim}", *times, _time_ratio(cell, FA3), f"{taken:.1f}"))
+    return ("sequences x keys", "D", "flashmoe", "FA3", "of FA3's", "TB/s of keys"), rows
 
 
 def means_table(root: Path) -> Table:
@@ -133,12 +192,32 @@ def family_backward_table(root: Path) -> Table:
 def _backward(root: Path, report: str) -> Table:
     rows: dict[str, dict[int, str]] = {}
     for cell in _cells(root, report, "flashmoe-ragged"):
-        case = cell["case"]
-        grouped = "" if case["heads_q"] == case["heads_kv"] else f", {case['heads_q']} heads on {case['heads_kv']}"
-        name = f"{case['batch']} x {case['seq_q']} {'causal' if case['causal'] else 'full'}{grouped}"
         call, split = (_time_ratio(cell, f"flashmoe-dense{form}", "flashmoe-ragged") for form in ("", "-split"))
-        rows.setdefault(name, {})[case["head_dim"]] = f"{call} ({split})" if split else call
+        rows.setdefault(_backward_name(cell["case"]), {})[cell["case"]["head_dim"]] = (
+            f"{call} ({split})" if split else call
+        )
     return _spread(rows, "backward")
+
+
+def _backward_name(case: dict[str, Any]) -> str:
+    """A dense case in words: 8 x 2048 causal, 16 heads on 4."""
+    grouped = "" if case["heads_q"] == case["heads_kv"] else f", {case['heads_q']} heads on {case['heads_kv']}"
+    return f"{case['batch']} x {case['seq_q']} {'causal' if case['causal'] else 'full'}{grouped}"
+
+
+def forms_table(root: Path) -> Table:
+    """Our ragged backward pass as it is chosen: its time over that of the split form on the same batch, and of a dense call."""
+    rows: dict[str, dict[int, tuple[str, str]]] = {}
+    for cell in _cells(root, "ragged-train", "flashmoe-ragged"):
+        split, dense = (_time_ratio(cell, f"flashmoe-{base}", "flashmoe-ragged") for base in ("ragged-split", "dense"))
+        rows.setdefault(_backward_name(cell["case"]), {})[cell["case"]["head_dim"]] = (split, dense)
+    for problem, cell in _serving(root, "masks-train"):
+        if not (problem.softcap or problem.sinks or problem.mask != "none"):
+            name = f"{_lengths(problem)} causal{problem.describe_scores()}"
+            rows.setdefault(name, {})[problem.head_dim] = (_time_ratio(cell, "flashmoe-split"), "")
+    fused = (64, 128)  # head dims that have that form
+    header = ("backward", *(word for dim in fused for word in (f"D={dim}: to split", "to dense")))
+    return header, [(name, *(one for dim in fused for one in row.get(dim, ("", "")))) for name, row in rows.items()]
 
 
 def _by_head_dim(

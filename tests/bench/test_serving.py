@@ -21,6 +21,7 @@ from flashmoe.tools.problems.serving import SPREADS, ServingProblem
 from flashmoe.tools.report import Report
 
 DECODE = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=1, seq_k=100, page_size=16)
+SHARED = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=1, seq_k=100, page_size=16, spread="shared")
 RAGGED = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=90, seq_k=90, spread="ramp")
 WINDOW = ServingProblem("f32", 64, 4, 2, batch=2, seq_q=40, seq_k=40, window=7, sinks=True)
 CAPPED = ServingProblem("bf16", 64, 4, 2, 3, 1, 100, page_size=16, window=20, softcap=5, deviation=5)
@@ -35,6 +36,7 @@ BOOL = replace(ADDITIVE, mask="bool")
         (DECODE, "flashmoe-ragged"),
         (DECODE, "flashmoe-dense"),
         (DECODE, "sdpa"),
+        (SHARED, "flashmoe"),
         (RAGGED, "flashmoe"),
         (ServingProblem("bf16", 64, 4, 2, batch=2, seq_q=40, seq_k=40), "sdpa"),
         (ServingProblem("bf16", 64, 4, 2, batch=3, seq_q=7, seq_k=700, page_size=24, spread="one"), "flashmoe"),
@@ -72,6 +74,8 @@ def test_a_problem_is_counted_and_read_back() -> None:
         assert problem_from_json(problem.to_json()) == problem
         assert ServingProblem.from_key(problem.key) == problem
     assert DECODE.bytes_moved == 4 * 64 * (2 * 4 * 3 + 2 * 2 * 300)
+    assert SHARED.bytes_moved == 4 * 64 * (2 * 4 * 3 + 2 * 2 * 100)
+    assert SHARED.flops == DECODE.flops
     assert DECODE.flops == 4 * 4 * 64 * 300
     assert RAGGED.lengths_q == RAGGED.lengths_k == (30, 60, 90)
     assert RAGGED.flops == 4 * 4 * 64 * (30 * 15 + 60 * 30 + 90 * 45)
@@ -79,6 +83,14 @@ def test_a_problem_is_counted_and_read_back() -> None:
     assert CAPPED.flops == 4 * 4 * 64 * 3 * 20
     assert CAPPED.bytes_moved == 2 * 64 * (2 * 4 * 3 + 2 * 2 * 3 * 20)
     assert ADDITIVE.bytes_moved - ADDITIVE.plain.bytes_moved == 4 * 2 * 30 * 50
+
+
+def test_shared_pages_are_one_sequence_for_all() -> None:
+    inputs = SHARED.make_inputs("cpu", 0)
+    assert inputs.k.shape == (7, 16, 2, 64)
+    assert inputs.block_table is not None
+    assert torch.equal(inputs.block_table, inputs.block_table[:1].expand(3, 7))
+    assert inputs.block_table[0].sort().values.tolist() == list(range(7))
 
 
 def test_lengths_of_the_ragged_suite() -> None:
@@ -112,6 +124,17 @@ def test_a_yardstick_is_compared_by_the_work_that_it_does() -> None:
     assert kept["yardsticks"] == {"flashmoe-dense": window.plain.to_json()}
 
 
+def test_a_softcap_that_is_left_out_shows_in_the_log_sum_exp() -> None:
+    """Where scores hardly meet its curve: in bfloat16 the output alone would pass."""
+    case = ServingProblem("bf16", 128, 2, 2, batch=1, seq_q=512, seq_k=512, softcap=50)
+    inputs = case.make_inputs("cpu", 0)
+    plain = default_registry("serving")["flashmoe-plain"].prepare(inputs)
+    assert plain.lse is not None
+    reference = case.make_reference(inputs)
+    assert reference.judge(plain.call()).passed
+    assert reference.judge(plain.call(), plain.lse()).reason.startswith("LSE error")
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -119,6 +142,7 @@ def test_a_yardstick_is_compared_by_the_work_that_it_does() -> None:
         ({"mask": "additive"}, "mask"),
         ({"mask": "some"}, "mask"),
         ({"softcap": 0}, "softcap"),
+        ({"spread": "shared"}, "spread"),
         ({"deviation": 1.5}, "deviation"),
         ({"sinks": 1}, "sinks"),
     ],
@@ -135,6 +159,7 @@ def test_who_cannot_say_a_case_refuses_it() -> None:
         (WINDOW, "sdpa", "window 7, sinks"),
         (DECODE, "flashmoe-plain", DECODE.key),
         (RAGGED, "flashmoe-dense", RAGGED.key),
+        (SHARED, "sdpa", "share pages"),
     ):
         with pytest.raises(ArgumentError, match=word):
             default_registry("serving")[name].prepare(problem.make_inputs("cpu", 0))

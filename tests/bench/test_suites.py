@@ -50,6 +50,7 @@ def test_the_expected_suites_exist() -> None:
         "ragged",
         "ragged-train",
         "masks",
+        "masks-train",
         "cpu",
         "cpu-train",
         "moe-decode",

@@ -72,6 +72,11 @@ def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:
         speed.aggregates(tmp_path, "x", "flashmoe-sm80")
 
 
+def test_cases_newer_than_every_report_leave_a_sentence() -> None:
+    assert "does not have these cases" in docs.reported(("case",), [])
+    assert docs.reported(("case",), [("8 x 2048",)]).endswith("| 8 x 2048 |")
+
+
 def test_every_gpu_and_every_row_is_there() -> None:
     text = docs.gpu_table(TABLES)
     assert all(gpu.products in text for gpu in TABLES.gpus)

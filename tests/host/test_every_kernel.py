@@ -159,6 +159,9 @@ def test_where_ragged_batches_have_the_fused_backward_kernel(choose: Chooser) ->
     assert not fused(64, 32, 1 << 20, 900), "a bound that no entry reaches"
     assert fused(128, 16, 4096, 16384)
     assert not fused(128, 16, 2048, 16384)
+    assert fused(64, 16, 16384, 16384, window=4096)
+    assert not fused(128, 16, 16384, 16384, window=4096), "tiles wait for each other"
+    assert fused(128, 16, 16384, 16384, window=16384), "a window that hides nothing"
     assert not fused(256, 16, 4096, 16384)
 
 

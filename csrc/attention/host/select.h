@@ -21,6 +21,7 @@ struct SelectorInput {
   int64_t heads_kv;
   int64_t seq_q;
   int64_t seq_k;
+  bool has_window = false;  // seq_k is then what a row sees of more keys
 };
 
 struct Choice {

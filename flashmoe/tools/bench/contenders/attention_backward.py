@@ -73,10 +73,18 @@ def contenders() -> tuple[Contender, ...]:
     return (
         Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
         Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
-        # Yardsticks of the ragged kernels: what a dense call takes, and the dense kernels of the same form.
+        # Yardsticks of the ragged kernels: what a dense call takes, and the kernels of the split form.
         Contender("flashmoe-dense", "flashmoe, dense rows", both, flashmoe_available, _flashmoe),
-        Contender(
-            "flashmoe-dense-split", "flashmoe, dense rows, split form", ("cuda",), flashmoe_available, _flashmoe, split
+        *(
+            Contender(
+                f"flashmoe-{rows}-split",
+                f"flashmoe, {rows} rows, split form",
+                ("cuda",),
+                flashmoe_available,
+                one,
+                split,
+            )
+            for rows, one in (("dense", _flashmoe), ("ragged", _flashmoe_ragged))
         ),
         *others,
         Contender("flash-attn-3-deterministic", "FA3 deterministic", ("cuda",), installed(fa3), deterministic),

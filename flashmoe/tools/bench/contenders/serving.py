@@ -85,12 +85,15 @@ def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The same keys in dense caches [B, Hkv, Sk, D], which torch's attention and our dense kernels need."""
     problem = inputs.problem
     if problem.spread != "equal":
-        msg = f"{problem.key}: the sequences differ in length, which a dense call cannot say"
+        msg = f"{problem.key}: the sequences differ in length or share pages, which a dense call cannot say"
         raise ArgumentError(msg)
-    return tuple(  # type: ignore[return-value]
-        torch.stack([inputs.keys_of(tensor, entry) for entry in range(problem.batch)]).transpose(1, 2)
-        for tensor in (inputs.k, inputs.v)
-    )
+
+    def dense(tensor: torch.Tensor) -> torch.Tensor:
+        if inputs.block_table is None:  # a view: gradients pass through it without a copy
+            return tensor.view(problem.batch, -1, *tensor.shape[1:]).transpose(1, 2)
+        return torch.stack([inputs.keys_of(tensor, entry) for entry in range(problem.batch)]).transpose(1, 2)
+
+    return dense(inputs.k), dense(inputs.v)
 
 
 def _dense(inputs: Inputs) -> Prepared:

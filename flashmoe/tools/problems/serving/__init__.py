@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # torch: reading and comparing reports needs none
     from flashmoe.tools.problems.serving.tensors import Inputs, Reference
 
 SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
-SPREADS = ("equal", "ramp", "mixed", *SHORT)
+SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
 MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # of 4096
 MASKS = ("none", "additive", "bool")
 _SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
@@ -36,7 +36,7 @@ _FIELDS = {
 }
 _KEY = re.compile(
     r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
-    r"(-p(?P<p>\d+))?(-(?P<spread>ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
+    r"(-p(?P<p>\d+))?(-(?P<spread>shared|ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
     r"(-(?P<tensor>additive|bool))?(-sd(?P<sd>\d+))?"
 )
 
@@ -46,8 +46,8 @@ class ServingProblem:
     """``batch`` sequences of up to seq_q queries and seq_k keys; with seq_q = seq_k each has as many of both.
 
     ``page_size``: keys lie in pages in random order; 0: ragged, one sequence behind the other. ``spread``: all sequences equal;
-    ramp, of seq_k / batch, 2 seq_k / batch and so on; mixed, of twelve lengths in turn, from seq_k to a hundredth of it; one of seq_k
-    keys among others of 512, or of 34. The mask is bottom-right.
+    shared, equal and of the same pages; ramp, of seq_k / batch, 2 seq_k / batch and so on; mixed, of twelve lengths in turn, from
+    seq_k to a hundredth of it; one of seq_k keys among others of 512, or of 34. The mask is bottom-right.
 
     ``window``: how many keys a row sees, its own among them; 0: all. ``softcap``: 0 for none. ``sinks``: a logit for each head that
     joins the sum. ``mask``: a tensor for each sequence, the same for all heads. ``deviation``: of the scores, before the softcap.
@@ -113,9 +113,8 @@ class ServingProblem:
     @property
     def title(self) -> str:
         where = f"pages of {self.page_size}" if self.page_size else "ragged"
-        spread = {"equal": "", "ramp": ", lengths up to that", "mixed": ", twelve lengths"}.get(self.spread)
-        if spread is None:
-            spread = f", others of {SHORT[self.spread]}"
+        words = {"shared": ", the same for all", "ramp": ", lengths up to that", "mixed": ", twelve lengths"}
+        spread = f", others of {SHORT[self.spread]}" if self.spread in SHORT else words.get(self.spread, "")
         mask = "" if self.causal else ", full"
         return (
             f"{self.dtype} B={self.batch} H={self.heads_q} on {self.heads_kv} Sq={self.seq_q} Sk={self.seq_k} "
@@ -146,13 +145,18 @@ class ServingProblem:
 
     @property
     def bytes_moved(self) -> int:
-        """Each of Q, K and V read once, the keys that a window shows, a mask likewise, and O written once."""
-        lengths = zip(self.lengths_q, self.lengths_k, strict=True)
+        """Each of Q, K and V read once, the keys that a window shows, shared pages once for all, a mask, and O written once."""
+        is_shared = self.spread == "shared"
+        lengths = list(zip(self.lengths_q, self.lengths_k, strict=True))[: 1 if is_shared else None]
         seen = (min(keys, self.window + rows - 1) if self.window else keys for rows, keys in lengths)
         size = DTYPE_BYTES[self.dtype]
         queries, keys = 2 * self.heads_q * sum(self.lengths_q), 2 * self.heads_kv * sum(seen)
-        mask = {"none": 0, "additive": size, "bool": 1}[self.mask] * self.batch * self.seq_q * self.seq_k
-        return (queries + keys) * self.head_dim * size + mask
+        return (queries + keys) * self.head_dim * size + self.mask_bytes
+
+    @property
+    def mask_bytes(self) -> int:
+        size = {"none": 0, "additive": DTYPE_BYTES[self.dtype], "bool": 1}[self.mask]
+        return size * self.batch * self.seq_q * self.seq_k
 
     def to_json(self) -> dict[str, Any]:
         """Without what is as the fields' defaults say: reports hold hundreds of these."""
@@ -215,6 +219,8 @@ class ServingProblem:
 
     def _check(self, where: str) -> None:
         fields.divide(self.heads_q, self.heads_kv, where, "heads", "heads_kv")
+        if self.spread == "shared" and not self.page_size:
+            fields.fail(where, "spread", self.spread, "another without page_size: pages are what sequences share")
         if self.window and not self.causal:
             fields.fail(where, "causal", self.causal, "true with a window, whose last key is the row's own")
         if self.mask != "none" and (self.causal or self.page_size or self.spread != "equal"):

@@ -76,13 +76,15 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
     shape: tuple[int, ...] = (sum(keys), problem.heads_kv, d)
     if problem.page_size:
         longest = -(-max(keys) // problem.page_size)
-        counts = [-(-one // problem.page_size) for one in keys]
+        counts = [-(-one // problem.page_size) for one in keys][: 1 if problem.spread == "shared" else None]
         order = torch.randperm(sum(counts), generator=generator, device=device).to(torch.int32)
         table = torch.zeros(problem.batch, longest, dtype=torch.int32, device=device)
         first = 0
         for entry, count in enumerate(counts):
             table[entry, :count] = order[first : first + count]
             first += count
+        if problem.spread == "shared":
+            table[1:] = table[0]
         shape = (sum(counts), problem.page_size, problem.heads_kv, d)
     k, v = values(*shape), values(*shape)
     sinks, mask = None, None
@@ -149,7 +151,9 @@ def attend(
     """One head's attention by definition, out [Sq, D] and log-sum-exp [Sq], in the dtype of q [Sq, D], k and v [Sk, D]."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(problem.scale)
     if problem.softcap:
-        scores = scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
+        scores = (
+            scores.div_(problem.softcap).tanh_() * problem.softcap
+        )  # a new tensor: tanh's derivative reads its result
     if mask is not None:
         scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores.add_(mask)
     if problem.window:
