@@ -24,9 +24,6 @@ from flashmoe.tools.tables import load_tables
 from .gradients import assert_kernel_ran, check_gradients, has_kernel, make_leaves, ours
 from .reference import DTYPES, Problem, make_inputs
 
-# torch's notice where a matrix product is the first that a thread of autograd does on a GPU.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
-
 HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
 LENGTHS = (
     (1, 239),
