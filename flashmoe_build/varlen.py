@@ -162,7 +162,7 @@ def aims_table(root: Path) -> Table:
 def shared_table(root: Path) -> Table:
     """Decoding where all sequences have the same pages, us, and the keys that the kernel takes in, counted for each sequence."""
     rows: list[Sequence[str]] = []
-    for problem, cell in _serving(root, "serving"):
+    for problem, cell in _serving(root, "serving-shared"):
         if problem.spread == "shared":
             taken = replace(problem, spread="equal").bytes_moved / cell["contenders"]["flashmoe"]["median_us"] / 1e6
             times = (_time(cell, side) for side in ("flashmoe", FA3))
