@@ -151,9 +151,8 @@ def attend(
     """One head's attention by definition, out [Sq, D] and log-sum-exp [Sq], in the dtype of q [Sq, D], k and v [Sk, D]."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(problem.scale)
     if problem.softcap:
-        scores = (
-            scores.div_(problem.softcap).tanh_() * problem.softcap
-        )  # a new tensor: tanh's derivative reads its result
+        # The product is a new tensor: tanh's derivative reads its result.
+        scores = scores.div_(problem.softcap).tanh_() * problem.softcap
     if mask is not None:
         scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores.add_(mask)
     if problem.window:
