@@ -216,7 +216,8 @@ struct Plan {
   // multiprocessor.)
   __device__ __forceinline__ static bool fills_rounds(int items) {
     const int blocks = ptx::grid_size();
-    const int last_round = items - quotient<Spec>(items - 1, blocks) * blocks;
+    // Of ceil(items / blocks) rounds, not of one more than floor((items - 1) / blocks): there may be no items.
+    const int last_round = items + blocks - quotient<Spec>(items + blocks - 1, blocks) * blocks;
     return items >= blocks && 64 * (quotient<Spec>(2 * blocks, 5) - last_round) <= items;
   }
 
