@@ -240,6 +240,8 @@ struct FusedConsumer {
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
     [[maybe_unused]] uint64_t q_stream, dout_stream;
+    constexpr uint64_t kLeadingSlab = static_cast<uint64_t>(Spec::kStreamSlabBytes >> 4)
+                                      << 16;  // of the transposed operand
     if constexpr (kMask == MaskKind::kBand) {
       // Worked out ahead of the wait, over which ptxas moves nothing: the first product would stand behind it.
       q_stream = described(shared.first(at.stage));
@@ -279,7 +281,11 @@ struct FusedConsumer {
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     Product::pack_scores(p_packed, scores);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    if constexpr (kMask == MaskKind::kBand) {
+      Product::issue_output(dv, p_packed, dout_stream | kLeadingSlab);
+    } else {
+      Product::issue_output(dv, p_packed, shared.second(at.stage));
+    }
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -289,7 +295,11 @@ struct FusedConsumer {
     }
     Product::pack_scores(ds_packed, gradients);
     hand_scores(ds_packed);
-    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    if constexpr (kMask == MaskKind::kBand) {
+      Product::issue_output(dk, ds_packed, q_stream | kLeadingSlab);
+    } else {
+      Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    }
     at.advance();
   }
 
