@@ -290,8 +290,8 @@ __device__ __forceinline__ void store_statistics(const Statistics<Spec>& statist
   }
 }
 
-// A warp that streams the statistics of the blocks that produce_band_queries loads, or of every second one: `warp` 0 and 1 of two, so that
-// two blocks' are on their way. It learns of a tile as the consumers do, with the own rows, for which they wait, too.
+// A warp that streams the statistics of the blocks that produce_band_queries loads: of all, or, one of two (`warp` 0 and 1), of every second
+// one, so that the first two of a tile are fetched at once. It learns of a tile as the consumers do, with the own rows, for which they wait, too.
 template <typename Spec>
 __device__ __forceinline__ void produce_band_statistics(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                         int warp) {

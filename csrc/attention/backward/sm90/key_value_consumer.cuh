@@ -288,33 +288,12 @@ struct KeyValueGradientConsumer {
     step(No{}, Yes{}, even, odd);
   }
 
-  // The last two blocks of a band, masked, with lookahead.
-  __device__ __forceinline__ void compute_band_two(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
-                                                   uint32_t (&p_packed)[Product::kPacked],
-                                                   uint32_t (&ds_packed)[Product::kPacked], Place& place) {
-    float even[Product::kScores];
-    float odd[Product::kScores];
-    float gradients[Product::kScores];
-    float lse_log2[Product::kColumns];
-    wait_block();
-    issue_scores(even);
-    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_gradients(gradients);
-    step_ahead<true, true, false>(dk, dv, even, odd, gradients, lse_log2, p_packed, ds_packed, place);
-    ++place.block;
-    step_ahead<true, false, true>(dk, dv, odd, even, gradients, lse_log2, p_packed, ds_packed, place);
-  }
-
   // The blocks of one head.
   __device__ __forceinline__ void compute(const BlockRange& range, float (&dk)[Product::kOutputs],
                                           float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
                                           uint32_t (&ds_packed)[Product::kPacked], Place place) {
     int& block = place.block;
     if constexpr (kIsBand && Spec::kLookahead) {
-      if (range.end - block == 2) {
-        finish_products(dk, dv);
-        return compute_band_two(dk, dv, p_packed, ds_packed, place);
-      }
       for (;; ++block) {
         if (block == range.full_begin && block + 1 < range.full_end) {
           finish_products(dk, dv);
