@@ -4,9 +4,7 @@
 //   b (kx8)    b0 = (k 2t, 2t+1; column g)               b1 = (k 2t+8, 2t+9; column g) (k = 16 only)
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "ptx/elements.cuh"
 #include "ptx/types.cuh"
 
 namespace flashmoe {
@@ -15,34 +13,39 @@ namespace ptx {
 template <typename Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
-#if __CUDA_ARCH__ >= 800
-template <>
-__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                            uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#endif
-
 template <typename Element>
 __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0);
 
-template <>
-__device__ __forceinline__ void mma_m16n8k8<__half>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(b0));
-}
+#define FLASHMOE_DEFINE_MMA_K16(Element, type)                                                              \
+  template <>                                                                                               \
+  __device__ __forceinline__ void mma_m16n8k16<Element>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, \
+                                                        uint32_t b1) {                                      \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                              \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                              \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                    \
+  }
+
+#define FLASHMOE_DEFINE_MMA_K8(Element, type)                                                                  \
+  template <>                                                                                                  \
+  __device__ __forceinline__ void mma_m16n8k8<Element>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) { \
+    asm("mma.sync.aligned.m16n8k8.row.col.f32." type "." type                                                  \
+        ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "                                                     \
+        "%2, %3};"                                                                                             \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                       \
+        : "r"(a0), "r"(a1), "r"(b0));                                                                          \
+  }
+
+#if __CUDA_ARCH__ >= 800
+FLASHMOE_DEFINE_MMA_K16(F16, "f16")
+FLASHMOE_DEFINE_MMA_K16(BF16, "bf16")
+FLASHMOE_DEFINE_MMA_K16(XF16, "xf16")
+#endif
+FLASHMOE_DEFINE_MMA_K8(F16, "f16")
+FLASHMOE_DEFINE_MMA_K8(XF16, "xf16")
+
+#undef FLASHMOE_DEFINE_MMA_K16
+#undef FLASHMOE_DEFINE_MMA_K8
 
 }  // namespace ptx
 }  // namespace flashmoe

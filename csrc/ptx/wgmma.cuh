@@ -11,9 +11,7 @@
 // wgmma_fence_operands on the accumulators, which keeps the compiler from moving their uses above the wait.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "ptx/elements.cuh"
 #include "ptx/memory.cuh"
 
 namespace flashmoe {
@@ -142,9 +140,10 @@ struct Wgmma;
     }                                                                                                                \
   };
 
-#define FLASHMOE_DEFINE_WGMMA(n, count, p0, p1, p2, p3, p4, p5, p6)               \
-  FLASHMOE_DEFINE_WGMMA_TYPE(__half, "f16", n, count, p0, p1, p2, p3, p4, p5, p6) \
-  FLASHMOE_DEFINE_WGMMA_TYPE(__nv_bfloat16, "bf16", n, count, p0, p1, p2, p3, p4, p5, p6)
+#define FLASHMOE_DEFINE_WGMMA(n, count, p0, p1, p2, p3, p4, p5, p6)              \
+  FLASHMOE_DEFINE_WGMMA_TYPE(F16, "f16", n, count, p0, p1, p2, p3, p4, p5, p6)   \
+  FLASHMOE_DEFINE_WGMMA_TYPE(BF16, "bf16", n, count, p0, p1, p2, p3, p4, p5, p6) \
+  FLASHMOE_DEFINE_WGMMA_TYPE(XF16, "xf16", n, count, p0, p1, p2, p3, p4, p5, p6)
 
 FLASHMOE_DEFINE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 FLASHMOE_DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)

@@ -106,6 +106,7 @@ class KernelRow:
     why: str
     allow: Mapping[str, str]
     virtual: Mapping[str, str]  # by target, where the family's virtual architecture would lack an instruction
+    by_dtype: str  # why the code depends on which 16-bit type it computes with; empty: it does not
 
     @property
     def operation(self) -> str:
@@ -264,6 +265,7 @@ def _row(fields: Fields, descriptors: Mapping[tuple[str, str], Descriptor]) -> K
         why=fields.take("why", str),
         allow=fields.table("allow", optional=True).every(str),
         virtual=fields.table("virtual", optional=True).every(str),
+        by_dtype=fields.take("by_dtype", str, default=""),
     )
     for part in (options, cost, fields):
         part.done()

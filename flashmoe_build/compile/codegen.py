@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from flashmoe.tools.operations import MAX_AXES, MAX_COSTS, Axis, Descriptor
 from flashmoe.tools.tables import Entry, Tables, Unit
+from flashmoe_build.compile.elements import EITHER, SHARED
 
-ELEMENT_TYPES: Mapping[str, str] = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float"}
+ELEMENT_TYPES: Mapping[str, str] = {
+    "f16": "flashmoe::ptx::F16",
+    "bf16": "flashmoe::ptx::BF16",
+    EITHER: "flashmoe::ptx::XF16",
+    "f32": "float",
+}
 CPP_DTYPES: Mapping[str, str] = {"f16": "Dtype::kFloat16", "bf16": "Dtype::kBFloat16", "f32": "Dtype::kFloat32"}
 
 
@@ -25,6 +31,7 @@ class PlacedBinary:
 def unit_source(unit: Unit) -> str:
     """The translation unit: the family's spec with this row's numbers, and its entry points."""
     row, kind = unit.row, unit.row.descriptor
+    shared_bytes = row.smem_bytes(SHARED[0] if unit.dtype == EITHER else unit.dtype)
     numbers = [
         ELEMENT_TYPES[unit.dtype],
         *(str(row.axes[axis.name]) for axis in kind.numbers),
@@ -35,7 +42,7 @@ def unit_source(unit: Unit) -> str:
         f'#include "{kind.header}"',
         "",
         f"using Spec = {kind.spec}<{', '.join(numbers)}>;",
-        f"static_assert(Spec::kSharedBytes == {row.smem_bytes(unit.dtype)},",
+        f"static_assert(Spec::kSharedBytes == {shared_bytes},",
         '              "operations.toml and the kernel disagree about shared memory");',
         f'static_assert(Spec::kNumThreads == {row.threads}, "kernels.toml and the kernel disagree about threads");',
         "",

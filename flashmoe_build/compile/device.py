@@ -1,11 +1,12 @@
 """Device code: translation unit -> PTX (NVRTC) -> machine code (ptxas), cached by content, checked against the table.
 
-Targets that share a virtual architecture and a tile share their PTX, and the optimiser, half of a compilation's work, runs
-once for all of them. A cubin is kept under the hash of its PTX: an edit that does not change the PTX assembles nothing.
+Targets that share a virtual architecture and a tile share their PTX, as f16 and bf16 do (elements.py), and the optimiser, half
+of a compilation's work, runs once for all of them. A cubin is kept under the hash of its PTX: an edit that does not change the PTX assembles nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.compile import nvrtc, ptxas
 from flashmoe_build.compile.cache import Cache, content_key
 from flashmoe_build.compile.codegen import unit_source
+from flashmoe_build.compile.elements import front_end, with_dtype
 from flashmoe_build.compile.jobs import run_staged
 from flashmoe_build.compile.nvrtc import Ptx
 from flashmoe_build.compile.resources import findings, parse_log, summary
@@ -73,24 +75,24 @@ def compile_units(
     """Compile all units; raises BuildError with every finding of the first unit that fails."""
     sources: dict[tuple[str, str], list[Unit]] = {}  # by (source, virtual architecture)
     for unit in units:
-        sources.setdefault((unit_source(unit), unit.virtual), []).append(unit)
+        sources.setdefault((unit_source(front_end(unit)), unit.virtual), []).append(unit)
 
     with Progress("device code", len(units) + len(sources)) as progress:
 
-        def front_end(key: tuple[str, str]) -> Ptx:
-            source, virtual = key
-            name = sources[key][0].name
-            ptx = nvrtc.compile_ptx(source, name, virtual, csrc=root / "csrc", toolchain=toolchain, cache=cache)
-            progress.advance(f"{name}.{virtual} {'cached' if ptx.cached else f'{ptx.seconds:.1f}s'}")
+        def to_ptx(key: tuple[str, str]) -> Ptx:
+            unit = sources[key][0]
+            ptx = compile_front_end(unit, root=root, toolchain=toolchain, cache=cache)
+            name = f"{front_end(unit).name}.{unit.virtual}"
+            progress.advance(f"{name} {'cached' if ptx.cached else f'{ptx.seconds:.1f}s'}")
             return ptx
 
-        def back_end(unit: Unit, ptx: Ptx) -> CompiledUnit:
+        def to_binary(unit: Unit, ptx: Ptx) -> CompiledUnit:
             done = finish_unit(unit, ptx, toolchain=toolchain, cache=cache)
             _check(done, tables)
             progress.advance(f"{unit.binary_name} {'cached' if done.cached else f'{done.seconds:.1f}s'}")
             return done
 
-        ptx, compiled = run_staged(sources, front_end, back_end, jobs)
+        ptx, compiled = run_staged(sources, to_ptx, to_binary, jobs)
     by_unit = {item.unit.binary_name: item for item in compiled}
     return DeviceCode(tuple(by_unit[unit.binary_name] for unit in units), tuple(ptx))
 
@@ -106,24 +108,33 @@ def _check(done: CompiledUnit, tables: Tables) -> None:
         raise BuildError(msg)
 
 
+def compile_front_end(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> Ptx:
+    """The PTX that the unit's is written from: of either 16-bit type where one serves both."""
+    front = front_end(unit)
+    return nvrtc.compile_ptx(
+        unit_source(front), front.name, front.virtual, csrc=root / "csrc", toolchain=toolchain, cache=cache
+    )
+
+
 def compile_unit(unit: Unit, *, root: Path, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
     """One unit by itself."""
-    csrc = root / "csrc"
-    ptx = nvrtc.compile_ptx(unit_source(unit), unit.name, unit.virtual, csrc=csrc, toolchain=toolchain, cache=cache)
+    ptx = compile_front_end(unit, root=root, toolchain=toolchain, cache=cache)
     return finish_unit(unit, ptx, toolchain=toolchain, cache=cache)
 
 
 def finish_unit(unit: Unit, ptx: Ptx, *, toolchain: Toolchain, cache: Cache) -> CompiledUnit:
-    """The unit's binary: the PTX itself for a PTX target, else what ptxas makes of it."""
+    """The unit's binary from ``compile_front_end``'s PTX: the PTX of its type for a PTX target, else what ptxas makes of it."""
+    text = with_dtype(ptx.text, unit.dtype, unit.virtual)
+    digest = hashlib.sha256(text).hexdigest()
     if unit.target.is_ptx:
-        return CompiledUnit(unit, ptx.text, ptx.sha256, ptx.log, ptx.seconds, ptx.peak_bytes, ptx.cached)
+        return CompiledUnit(unit, text, digest, ptx.log, ptx.seconds, ptx.peak_bytes, ptx.cached)
     target = unit.target.name
-    depends_on = {"ptx": ptx.sha256, "ptxas": toolchain.ptxas_sha256, "options": ptxas.OPTIONS, "target": target}
+    depends_on = {"ptx": digest, "ptxas": toolchain.ptxas_sha256, "options": ptxas.OPTIONS, "target": target}
     key = content_key("", (), cache.folder, depends_on)
     known = cache.load(key, ".cubin")
     cached = known is not None
     if known is None:
-        made = ptxas.assemble(ptx.text, unit.name, target, toolchain)
+        made = ptxas.assemble(text, unit.name, target, toolchain)
         facts = {"log": made.log, "seconds": made.seconds, "peak_bytes": made.peak_bytes}
         cache.store(key, ".cubin", made.cubin, facts)
         known = cache.load(key, ".cubin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from flashmoe.tools.tables import Tables, Unit, load_tables
 from flashmoe_build.compile import ptxas
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source, unit_source
-from flashmoe_build.compile.device import DeviceCode, compile_units
+from flashmoe_build.compile.device import DeviceCode, compile_front_end, compile_unit, compile_units
+from flashmoe_build.compile.elements import front_end, with_dtype
 from flashmoe_build.compile.jobs import run_staged
 from flashmoe_build.compile.nvrtc import compile_ptx
 from flashmoe_build.compile.toolchain import find_toolchain
 
 TARGETS = ("sm_80", "sm_90a", "sm_120a", "compute_80")
 COMBINE = "attention_combine_sm80_f16"  # the smallest kernel; one tile for all targets
+COMBINE_FRONT = "attention_combine_sm80_xf16"
 HEADER = "attention/combine/combine.cuh"
 
 
@@ -58,9 +61,9 @@ def test_machine_code_for_8_6_is_what_ptxas_makes_for_8_9(tree: Path) -> None:
     """So that 8.9 needs no target of its own. To be looked at again with another ptxas."""
     tables, toolchain = load_tables(tree / "csrc"), find_toolchain()
     unit = next(unit for unit in units_of(tables) if unit.target.name == "sm_80")
-    cache = Cache(tree / "cache")
-    ptx = compile_ptx(unit_source(unit), unit.name, unit.virtual, csrc=tree / "csrc", toolchain=toolchain, cache=cache)
-    made = [ptxas.assemble(ptx.text, unit.name, target, toolchain).cubin for target in ("sm_86", "sm_89")]
+    ptx = compile_front_end(unit, root=tree, toolchain=toolchain, cache=Cache(tree / "cache"))
+    text = with_dtype(ptx.text, unit.dtype, unit.virtual)
+    made = [ptxas.assemble(text, unit.name, target, toolchain).cubin for target in ("sm_86", "sm_89")]
     sections = [list(ELFFile(BytesIO(cubin)).iter_sections()) for cubin in made]
     first, second = (
         {s.name: (s["sh_info"], s.data()) for s in of if s.name.startswith((".text", ".nv.const"))} for of in sections
@@ -93,16 +96,53 @@ def test_targets_share_ptx_and_an_edit_costs_what_it_changes(tree: Path) -> None
 def test_a_dependent_kernel_waits_where_the_host_launches_it_early(tmp_path: Path, root: Path, target: str) -> None:
     """The host asks for an early launch from a virtual capability of 9.0 on; without the wait partial results are read too soon."""
     unit = next(unit for unit in load_tables(root / "csrc").units((target,)) if unit.name.startswith(COMBINE))
-    ptx = compile_ptx(
-        unit_source(unit),
-        unit.name,
-        unit.virtual,
-        csrc=root / "csrc",
-        toolchain=find_toolchain(),
-        cache=Cache(tmp_path),
-    )
+    ptx = compile_front_end(unit, root=root, toolchain=find_toolchain(), cache=Cache(tmp_path))
     assert (b"griddepcontrol.wait" in ptx.text) == (unit.virtual_capability >= (9, 0))
     assert (unit.virtual_capability >= (9, 0)) == (unit.target.capability >= (9, 0))
+
+
+def instructions(ptx: bytes, dtype: str) -> list[str]:
+    """The lines of the kernels, without those that name the unit or its C++ types."""
+    lines = (line.strip() for line in ptx.decode().replace(f"_{dtype}_", "_").splitlines())
+    return [line for line in lines if line and not line.startswith((".global", "//"))]
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("operation", ["attention_row_dot_sm80", "moe_combine_sm80", "attention_append_sm80"])
+def test_one_ptx_serves_both_16_bit_types(tmp_path: Path, root: Path, operation: str, target: str, dtype: str) -> None:
+    """What is written from it is what NVRTC makes for the type itself, also where bf16 needs other instructions (sm_80)."""
+    unit = next(unit for unit in load_tables(root / "csrc").units((target,)) if unit.name == f"{operation}_{dtype}")
+    toolchain, cache = find_toolchain(), Cache(tmp_path)
+    either = compile_front_end(unit, root=root, toolchain=toolchain, cache=cache)
+    alone = compile_ptx(
+        unit_source(unit), unit.name, unit.virtual, csrc=root / "csrc", toolchain=toolchain, cache=cache
+    )
+    written = instructions(with_dtype(either.text, dtype, unit.virtual), dtype)
+    assert written == instructions(with_dtype(alone.text, dtype, unit.virtual), dtype)
+    assert not any("xf16" in line for line in written)
+    assert compile_unit(unit, root=root, toolchain=toolchain, cache=cache).output[:4] == b"\x7fELF"
+
+
+def test_bf16_is_widened_without_the_instruction_of_9_0() -> None:
+    widen = b"\tcvt.f32.xf16 %f1, %rs2;\n\tcvt.rn.xf16x2.f32 %r1, %f1, %f2;\n"
+    plain = b"\tcvt.f32.bf16 %f1, %rs2;\n\tcvt.rn.bf16x2.f32 %r1, %f1, %f2;\n"
+    assert with_dtype(widen, "bf16", "compute_90a") == plain
+    assert with_dtype(widen, "f16", "compute_75") == plain.replace(b"bf16", b"f16")
+    moved = b"\tmov.b32 %f1, {0, %rs2};\n\tcvt.rn.bf16x2.f32 %r1, %f1, %f2;\n"
+    assert with_dtype(widen, "bf16", "compute_80") == moved
+    assert with_dtype(plain, "bf16", "compute_80") == moved
+
+
+def test_code_that_depends_on_the_type_does_not_compile_for_either(tmp_path: Path, root: Path) -> None:
+    """Its row says so (by_dtype), and each type has PTX of its own."""
+    units = [unit for unit in load_tables(root / "csrc").units(("sm_90a",)) if unit.row.by_dtype]
+    assert {unit.row.operation for unit in units} == {"attention_varlen_forward"}
+    assert [front_end(unit) for unit in units] == units
+    unit = next(unit for unit in units if unit.name == "attention_varlen_forward_sm90_bf16_d64_scores")
+    either = replace(unit, row=replace(unit.row, by_dtype=""))
+    with pytest.raises(BuildError, match="a softcap depends on the type's range"):
+        compile_front_end(either, root=root, toolchain=find_toolchain(), cache=Cache(tmp_path))
 
 
 def test_the_host_is_told_the_virtual_capability(root: Path) -> None:
@@ -117,7 +157,7 @@ def test_the_host_is_told_the_virtual_capability(root: Path) -> None:
 
 def test_a_front_end_error_names_unit_and_line(tree: Path) -> None:
     edit(tree, "#pragma once", "#pragma once\n#error planted")
-    with pytest.raises(BuildError, match=rf"(?s){COMBINE}.*combine.cuh\(\d+\).*planted"):
+    with pytest.raises(BuildError, match=rf"(?s){COMBINE_FRONT}.*combine.cuh\(\d+\).*planted"):
         build(tree)
 
 

@@ -12,7 +12,7 @@ from flashmoe_build.emulation.signatures import functions
 REAL = CSRC / "ptx"
 EMULATED = CSRC / "emulation" / "include" / "ptx"
 # Plain C++ that both builds share.
-SHARED = {"types.cuh"}
+SHARED = {"elements.cuh", "types.cuh"}
 
 
 def wrapper_headers() -> list[str]:

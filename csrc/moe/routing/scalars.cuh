@@ -1,9 +1,8 @@
 // Reading tensors whose dtype is known at run time: bits first, so that many loads are in flight before one is converted.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "moe/params/routing.h"
+#include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
@@ -18,7 +17,7 @@ __device__ __forceinline__ uint32_t load_bits(const void* gmem, int64_t index, S
 
 __device__ __forceinline__ float float_of_bits(uint32_t bits, Scalar dtype) {
   if (dtype == Scalar::kFloat32) return ptx::bits_float(bits);
-  if (dtype == Scalar::kFloat16) return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  if (dtype == Scalar::kFloat16) return ptx::unpack<ptx::F16>(bits).x;
   return ptx::bits_float(bits << 16);
 }
 

@@ -3,7 +3,7 @@
 // project that the emulation comes from. BUG plants one.
 #pragma once
 
-#include <cuda_fp16.h>
+#include "ptx/elements.cuh"
 
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -21,9 +21,9 @@ namespace foreign {
 using namespace flashmoe::ptx;
 
 struct Params {
-  const __half* a;  // [tiles][16][16]
-  const __half* b;  // [tiles][8][16]
-  float* c;         // [16][8]
+  const F16* a;  // [tiles][16][16]
+  const F16* b;  // [tiles][8][16]
+  float* c;      // [16][8]
   int tiles;
 };
 
@@ -44,7 +44,7 @@ __device__ inline void multiply(const Params& p, unsigned char* smem, float (&d)
     uint32_t a[4], b[2];
     ldmatrix_x4(a, smem + lane % 16 * 32 + lane / 16 * 16);
     ldmatrix_x2(b, smem + 512 + lane % 8 * 32 + lane / 8 % 2 * 16);
-    mma_m16n8k16<__half>(d, a, b[0], b[1]);
+    mma_m16n8k16<F16>(d, a, b[0], b[1]);
     warp_sync();  // before the next tile lands in the same place
   }
 }

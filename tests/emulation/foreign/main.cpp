@@ -5,19 +5,24 @@
 #include <vector>
 
 #include "emulation/api.h"
+#include "emulation/numerics.h"
 #include "kernel.cuh"
+
+using flashmoe::emulation::f16_to_float;
+using flashmoe::emulation::float_to_f16;
+using flashmoe::ptx::F16;
 
 int main(int count, char** words) {
   const int tiles = 11;
-  std::vector<__half> a(tiles * 256), b(tiles * 128);
+  std::vector<F16> a(tiles * 256), b(tiles * 128);
   std::vector<float> c(128);
   std::srand(1);
-  for (__half& x : a) x = __float2half_rn(static_cast<float>(std::rand() % 17 - 8));
-  for (__half& x : b) x = __float2half_rn(static_cast<float>(std::rand() % 17 - 8));
+  for (F16& x : a) x.bits = float_to_f16(static_cast<float>(std::rand() % 17 - 8));
+  for (F16& x : b) x.bits = float_to_f16(static_cast<float>(std::rand() % 17 - 8));
 
   foreign::Params params{};
-  params.a = reinterpret_cast<__half*>(emulation_add_buffer(a.data(), a.size() * 2, 0, 1, "a"));
-  params.b = reinterpret_cast<__half*>(emulation_add_buffer(b.data(), b.size() * 2, 0, 1, "b"));
+  params.a = reinterpret_cast<F16*>(emulation_add_buffer(a.data(), a.size() * 2, 0, 1, "a"));
+  params.b = reinterpret_cast<F16*>(emulation_add_buffer(b.data(), b.size() * 2, 0, 1, "b"));
   params.c = reinterpret_cast<float*>(emulation_add_buffer(c.data(), c.size() * 4, 1, 0, "c"));
   params.tiles = tiles;
 
@@ -42,8 +47,8 @@ int main(int count, char** words) {
   for (int i = 0; i < 128; ++i) {
     double sum = 0;
     for (int k = 0; k < tiles * 16; ++k) {
-      sum += static_cast<double>(__half2float(a[k / 16 * 256 + i / 8 * 16 + k % 16])) *
-             __half2float(b[k / 16 * 128 + i % 8 * 16 + k % 16]);
+      sum += static_cast<double>(f16_to_float(a[k / 16 * 256 + i / 8 * 16 + k % 16].bits)) *
+             f16_to_float(b[k / 16 * 128 + i % 8 * 16 + k % 16].bits);
     }
     worst = std::fmax(worst, std::fabs(sum - c[i]));
   }

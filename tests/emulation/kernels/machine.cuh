@@ -4,6 +4,7 @@
 
 #include "ptx/atomics.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -287,19 +288,6 @@ constexpr int kOutputOffset = 2 * kStageBytes;
 constexpr int kBarrierOffset = kOutputOffset + 64 * 128;
 constexpr int kPipelineBytes = kBarrierOffset + 5 * 8 + 24;
 
-template <typename Element>
-__device__ inline uint32_t pack_pair(float low, float high);
-template <>
-__device__ inline uint32_t pack_pair<__half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-template <>
-__device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
 __device__ inline void produce(const PipelineParams& p, unsigned char* smem, Mbarrier* full, Mbarrier* empty,
                                const TensorMap* a_map, const TensorMap* b_map) {
   if (warp_index() != 0 || !elect_one()) return;
@@ -362,8 +350,8 @@ __device__ inline void consume(const PipelineParams& p, unsigned char* smem, Mba
   for (int step = 0; step < 4; ++step) {
     const int row = warp * 16 + lane % 16, chunk = step * 2 + lane / 16;
     const float* e = d + 8 * step;
-    const uint32_t words[4] = {pack_pair<Element>(e[0], e[1]), pack_pair<Element>(e[2], e[3]),
-                               pack_pair<Element>(e[4], e[5]), pack_pair<Element>(e[6], e[7])};
+    const uint32_t words[4] = {pack<Element>(e[0], e[1]), pack<Element>(e[2], e[3]), pack<Element>(e[4], e[5]),
+                               pack<Element>(e[6], e[7])};
     const int place = p.fault == 16 ? chunk : chunk ^ (row % 8);
     stmatrix_x4(out_smem + row * 128 + place * 16, words);
   }
@@ -421,13 +409,13 @@ MACHINE_TEST(collectives, machine_test::collectives(p))
 MACHINE_TEST(matches, machine_test::matches(p))
 MACHINE_TEST(copy_ring, machine_test::copy_ring(p))
 MACHINE_TEST(copy_arrivals, machine_test::copy_arrivals(p))
-MACHINE_TEST(product_f16, machine_test::warp_product<__half>(p))
-MACHINE_TEST(product_bf16, machine_test::warp_product<__nv_bfloat16>(p))
+MACHINE_TEST(product_f16, machine_test::warp_product<F16>(p))
+MACHINE_TEST(product_bf16, machine_test::warp_product<BF16>(p))
 MACHINE_TEST(named_barriers, machine_test::named_barriers(p))
 MACHINE_TEST(barrier_rounds, machine_test::barrier_rounds(p))
 MACHINE_TEST(phases, machine_test::phases(p))
 MACHINE_TEST(registers, machine_test::registers(p))
 MACHINE_TEST(dependent, machine_test::dependent(p))
 MACHINE_TEST(draw, machine_test::draw(p))
-PIPELINE_TEST(pipeline_f16, __half, false)
-PIPELINE_TEST(pipeline_bf16_registers, __nv_bfloat16, true)
+PIPELINE_TEST(pipeline_f16, F16, false)
+PIPELINE_TEST(pipeline_bf16_registers, BF16, true)

@@ -1,10 +1,9 @@
 // The softcap as a part of the softmax, in the accumulator layout of wgmma (../softmax.cuh).
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include "attention/forward/sm90/softmax.cuh"
 #include "device/reduce.cuh"
+#include "ptx/elements.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shuffle.cuh"
 
@@ -131,7 +130,7 @@ __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowSt
 template <typename Element>
 constexpr bool kHasRangeOfFloat = false;
 template <>
-constexpr bool kHasRangeOfFloat<__nv_bfloat16> = true;
+constexpr bool kHasRangeOfFloat<ptx::BF16> = true;
 constexpr float kReach = 90.0f;
 
 // The largest of a thread's scores, or any below zero where all are: three at a time, as integers.

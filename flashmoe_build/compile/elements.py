@@ -1,0 +1,34 @@
+"""One PTX for both 16-bit types: NVRTC compiles a kernel of ptx::XF16 (csrc/ptx/elements.cuh), whose instructions and symbols say
+``xf16``, and ``f16`` and ``bf16`` are written there afterwards.
+
+The optimiser, most of NVRTC's work, sees instructions that name the type as opaque text, and would do the same for either. A row
+whose code depends on the type says so in the table (``by_dtype``) and has PTX of each; code that asks for more than the
+name of XF16 does not compile.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from flashmoe.tools.tables import Target, Unit
+
+EITHER = "xf16"
+SHARED = ("f16", "bf16")
+_WIDEN = re.compile(rb"\bcvt\.f32\.bf16\s+(%?\w+),\s*(%?\w+)\s*;")
+
+
+def front_end(unit: Unit) -> Unit:
+    """What NVRTC compiles for ``unit``: the same for f16 and bf16, unless the row says why not."""
+    return replace(unit, dtype=EITHER) if unit.dtype in SHARED and not unit.row.by_dtype else unit
+
+
+def with_dtype(ptx: bytes, dtype: str, virtual: str) -> bytes:
+    """The PTX of one type, from what NVRTC made of ``front_end`` for the architecture ``virtual``."""
+    written = ptx.replace(EITHER.encode(), dtype.encode())
+    if dtype == "bf16" and Target(virtual, ()).capability < (
+        9,
+        0,
+    ):  # without that conversion: the upper half of a float
+        return _WIDEN.sub(rb"mov.b32 \1, {0, \2};", written)
+    return written
