@@ -7,6 +7,8 @@
 #include "attention/params/backward.h"
 #include "attention/schedule.cuh"
 #include "device/math.cuh"
+#include "device/swizzle.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -28,6 +30,8 @@ struct BandTile {
   int row;
   EntryExtents extents;
 };
+constexpr int kNoTile = -1;
+constexpr int kClearsStrays = -2;  // row: which part of them
 
 template <MaskKind kMask>
 struct TileOfMask {
@@ -141,12 +145,66 @@ __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& par
     constexpr int kFittingRows = kL2GroupBytes / (2 * Spec::kRowBytes);
     const EntryTile found =
         tile_of_slot<Spec::kOwnRows, Spec::kStreamsQueries, kFittingRows>(params, ptx::block_index());
+    if (found.entry < 0) return BandTile{kClearsStrays, found.head, found.index, {}};
     const EntryExtents extents = entry_extents(params, found.entry);
     const int row = found.index * Spec::kOwnRows;
     const bool is_tile = row < (Spec::kStreamsQueries ? extents.key_room : extents.row_room);
-    return BandTile{is_tile ? found.entry : -1, found.head, row, extents};
+    return BandTile{is_tile ? found.entry : kNoTile, found.head, row, extents};
   } else {
     return locate_dense_tile<Spec, kMask>(params);
+  }
+}
+
+// Zeros into the rows [begin, end) of a head of a gradient, the share `part` of `parts`. The rows count from the tensor's first.
+template <typename Spec>
+__device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, int head, int columns, KeyRange rows,
+                                           int part, int parts) {
+  constexpr int kChunks = Spec::kHeadDim / kChunkElements;
+  constexpr int kPassRows = Spec::kNumThreads / kChunks;
+  const int thread = ptx::thread_index();
+  const int column = thread % kChunks * kChunkElements;
+  auto* gmem = static_cast<typename Spec::Element*>(tensor) + head * stride.head + column;
+  if (column >= columns) return;
+#pragma unroll 1
+  for (int row = rows.begin + part * kPassRows + thread / kChunks; row < rows.end; row += parts * kPassRows) {
+    ptx::st_global_128(gmem + row * stride.row, {0, 0, 0, 0});
+  }
+}
+// Of a band: of all gradients that the kernel makes.
+template <typename Spec>
+__device__ __forceinline__ void clear_own_rows(const BackwardParams& params, int head, KeyRange rows, int part,
+                                               int parts) {
+  if constexpr (Spec::kStreamsQueries) {
+    clear_rows<Spec>(params.dk, params.dk_stride, head, params.head_dim, rows, part, parts);
+    clear_rows<Spec>(params.dv, params.dv_stride, head, params.head_dim_v, rows, part, parts);
+  } else {
+    clear_rows<Spec>(params.dq, params.dq_stride, head, params.head_dim, rows, part, parts);
+    float* row_dot = params.row_dot + static_cast<int64_t>(head) * params.entries.rows_total;
+    const int step = parts * Spec::kNumThreads;
+#pragma unroll 1
+    for (int row = rows.begin + part * Spec::kNumThreads + ptx::thread_index(); row < rows.end; row += step) {
+      ptx::st_global_float(row_dot + row, 0.0f);
+    }
+  }
+}
+
+// Gradients of rows that no block has as a tile are zero. In a grid of equal slots those are the rows in front of the first entry and
+// behind the last, and what an entry holds beyond the longest length. In other grids their blocks find nothing to do here.
+template <typename Spec>
+__device__ __forceinline__ void clear_strays(const BackwardParams& params, const BandTile& tile) {
+  if (tile.batch == kClearsStrays) {
+    const int total = Spec::kStreamsQueries ? params.entries.keys_total : params.entries.rows_total;
+    const Extent in_front = own_extent<Spec::kStreamsQueries>(params, params.batch + 1);
+    const Extent behind = own_extent<Spec::kStreamsQueries>(params, params.batch);
+    clear_own_rows<Spec>(params, tile.head, {0, in_front.length}, tile.row, kClearingSlots);
+    clear_own_rows<Spec>(params, tile.head, {behind.first, total}, tile.row, kClearingSlots);
+  } else if (tile.batch >= 0 && tile.batch < params.batch) {
+    const int bound = tiles_of_longest<Spec::kOwnRows, Spec::kStreamsQueries>(params) * Spec::kOwnRows;
+    const int first = Spec::kStreamsQueries ? tile.extents.first_key : tile.extents.first_row;
+    const int room = Spec::kStreamsQueries ? tile.extents.key_room : tile.extents.row_room;
+    if (room > bound && tile.row + Spec::kOwnRows == bound) {
+      clear_own_rows<Spec>(params, tile.head, {first + bound, first + room}, 0, 1);
+    }
   }
 }
 
