@@ -222,6 +222,22 @@ bool can_load_pages(const Kernel& kernel, int32_t page_size) {
 
 }  // namespace
 
+int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m) {
+  const int64_t of_longest = ceil_div(rows, block_m) * batch;
+  return rows_total == 0 ? of_longest : std::min(of_longest, ceil_div(rows_total, block_m) + batch);
+}
+
+namespace {
+
+// Of entries that one tile of `shorter` holds, and where there are fewer tiles than multiprocessors.
+bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, const Kernel& shorter) {
+  if (shorter.axes[axis::kHeadDim] != kernel.axes[axis::kHeadDim]) return false;
+  const int64_t tiles = most_row_blocks(input.rows, input.batch, input.rows_total, kernel.block_m) * input.heads;
+  return input.rows <= shorter.block_m || tiles < input.request.num_multiprocessors;
+}
+
+}  // namespace
+
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   const host::KernelRequest& request = input.request;
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
@@ -238,6 +254,10 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
       // A family that has kernels of their own for score functions does without them in the others.
       const Kernel* found = input.has_score_functions ? find("scores") : nullptr;
       if (found == nullptr) found = find("");
+      if (found != nullptr && found->num_tensor_maps == 0) {
+        const Kernel* shorter = find(kVariantNames[kM64]);
+        if (shorter != nullptr && prefers_shorter(input, *found, *shorter)) found = shorter;
+      }
       if (found != nullptr && can_load_pages(*found, input.page_size)) return found;
     }
   }

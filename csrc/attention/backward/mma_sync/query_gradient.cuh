@@ -169,8 +169,10 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   using Element = typename Spec::Element;
   const WarpPlace<Spec> place(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
-  if constexpr (kMask == MaskKind::kBand) clear_strays<Spec>(params, tile);
-  if (kMask == MaskKind::kBand && tile.batch < 0) return false;
+  if constexpr (kMask == MaskKind::kBand) {
+    if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+    if (tile.batch < 0) return false;
+  }
   keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);

@@ -155,55 +155,57 @@ __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& par
   }
 }
 
-// Zeros into the rows [begin, end) of a head of a gradient, the share `part` of `parts`. The rows count from the tensor's first.
+// Zeros into rows of a head of a gradient: the part of `tile`, a block that clears strays. Rows count from the tensor's first.
 template <typename Spec>
-__device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, int head, int columns, KeyRange rows,
-                                           int part, int parts) {
+__device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, const BandTile& tile, int columns,
+                                           const Extent& rows) {
   constexpr int kChunks = Spec::kHeadDim / kChunkElements;
   constexpr int kPassRows = Spec::kNumThreads / kChunks;
   const int thread = ptx::thread_index();
   const int column = thread % kChunks * kChunkElements;
-  auto* gmem = static_cast<typename Spec::Element*>(tensor) + head * stride.head + column;
   if (column >= columns) return;
+  auto* gmem =
+      static_cast<typename Spec::Element*>(tensor) + tile.head * stride.head + rows.first * stride.row + column;
 #pragma unroll 1
-  for (int row = rows.begin + part * kPassRows + thread / kChunks; row < rows.end; row += parts * kPassRows) {
+  for (int row = tile.row * kPassRows + thread / kChunks; row < rows.length; row += kClearingSlots * kPassRows) {
     ptx::st_global_128(gmem + row * stride.row, {0, 0, 0, 0});
   }
 }
-// Of a band: of all gradients that the kernel makes.
+// The same of all gradients that the kernel makes.
 template <typename Spec>
-__device__ __forceinline__ void clear_own_rows(const BackwardParams& params, int head, KeyRange rows, int part,
-                                               int parts) {
+__device__ __forceinline__ void clear_own_rows(const BackwardParams& params, const BandTile& tile, const Extent& rows) {
   if constexpr (Spec::kStreamsQueries) {
-    clear_rows<Spec>(params.dk, params.dk_stride, head, params.head_dim, rows, part, parts);
-    clear_rows<Spec>(params.dv, params.dv_stride, head, params.head_dim_v, rows, part, parts);
+    clear_rows<Spec>(params.dk, params.dk_stride, tile, params.head_dim, rows);
+    clear_rows<Spec>(params.dv, params.dv_stride, tile, params.head_dim_v, rows);
   } else {
-    clear_rows<Spec>(params.dq, params.dq_stride, head, params.head_dim, rows, part, parts);
-    float* row_dot = params.row_dot + static_cast<int64_t>(head) * params.entries.rows_total;
-    const int step = parts * Spec::kNumThreads;
+    clear_rows<Spec>(params.dq, params.dq_stride, tile, params.head_dim, rows);
+    float* row_dot = params.row_dot + static_cast<int64_t>(tile.head) * params.entries.rows_total + rows.first;
+    constexpr int kStep = kClearingSlots * Spec::kNumThreads;
 #pragma unroll 1
-    for (int row = rows.begin + part * Spec::kNumThreads + ptx::thread_index(); row < rows.end; row += step) {
+    for (int row = tile.row * Spec::kNumThreads + ptx::thread_index(); row < rows.length; row += kStep) {
       ptx::st_global_float(row_dot + row, 0.0f);
     }
   }
 }
 
-// Gradients of rows that no block has as a tile are zero. In a grid of equal slots those are the rows in front of the first entry and
-// behind the last, and what an entry holds beyond the longest length. In other grids their blocks find nothing to do here.
+// What a block that clears strays does: in a grid of equal slots, gradients of rows that no block has as a tile are zero. Those are in front of the
+// first entry, behind the last, and beyond the longest length in an entry that is longer by cu_seqlens.
 template <typename Spec>
 __device__ __forceinline__ void clear_strays(const BackwardParams& params, const BandTile& tile) {
-  if (tile.batch == kClearsStrays) {
-    const int total = Spec::kStreamsQueries ? params.entries.keys_total : params.entries.rows_total;
-    const Extent in_front = own_extent<Spec::kStreamsQueries>(params, params.batch + 1);
-    const Extent behind = own_extent<Spec::kStreamsQueries>(params, params.batch);
-    clear_own_rows<Spec>(params, tile.head, {0, in_front.length}, tile.row, kClearingSlots);
-    clear_own_rows<Spec>(params, tile.head, {behind.first, total}, tile.row, kClearingSlots);
-  } else if (tile.batch >= 0 && tile.batch < params.batch) {
-    const int bound = tiles_of_longest<Spec::kOwnRows, Spec::kStreamsQueries>(params) * Spec::kOwnRows;
-    const int first = Spec::kStreamsQueries ? tile.extents.first_key : tile.extents.first_row;
-    const int room = Spec::kStreamsQueries ? tile.extents.key_room : tile.extents.row_room;
-    if (room > bound && tile.row + Spec::kOwnRows == bound) {
-      clear_own_rows<Spec>(params, tile.head, {first + bound, first + room}, 0, 1);
+  constexpr bool kOwnsKeys = Spec::kStreamsQueries;
+  const Extent in_front = own_extent<kOwnsKeys>(params, params.batch + 1);
+  const Extent behind = own_extent<kOwnsKeys>(params, params.batch);
+  clear_own_rows<Spec>(params, tile, in_front);
+  clear_own_rows<Spec>(params, tile, behind);
+  const int most = tiles_of_longest<Spec::kOwnRows, kOwnsKeys>(params) * Spec::kOwnRows;
+  const int lane = ptx::lane_index();
+#pragma unroll 1
+  for (int first = 0; first < params.batch; first += 32) {
+    const Extent own = first + lane < params.batch ? own_extent<kOwnsKeys>(params, first + lane) : Extent{0, 0};
+    for (uint32_t longer = ptx::vote_ballot(own.length > most); longer != 0; longer &= longer - 1) {
+      const int from = ptx::population_count((longer & (0 - longer)) - 1);
+      clear_own_rows<Spec>(params, tile,
+                           {ptx::shuffle_index(own.first, from) + most, ptx::shuffle_index(own.length, from) - most});
     }
   }
 }
