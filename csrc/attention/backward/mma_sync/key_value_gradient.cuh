@@ -147,8 +147,10 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const bool is_value = place.role == 0;
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kBand) {
-    if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
-    if (tile.batch < 0) return false;
+    if (tile.batch < 0) {
+      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      return false;
+    }
   }
   keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
@@ -264,8 +266,10 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   const WarpPlace<Spec> place(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kBand) {
-    if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
-    if (tile.batch < 0) return false;
+    if (tile.batch < 0) {
+      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      return false;
+    }
   }
   keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);

@@ -170,8 +170,10 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   const WarpPlace<Spec> place(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kBand) {
-    if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
-    if (tile.batch < 0) return false;
+    if (tile.batch < 0) {
+      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      return false;
+    }
   }
   keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);

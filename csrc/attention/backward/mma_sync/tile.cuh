@@ -138,6 +138,42 @@ __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& param
   return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
 
+// As entry_extents, but every length is asked for before one is waited for.
+__device__ __forceinline__ EntryExtents extents_at_once(const BackwardParams& params, int entry) {
+  const Batch& entries = params.entries;
+  const bool is_sequence = entry < params.batch;
+  // The places of two words of cu_seqlens: those of an entry, and of what is behind all of them or in front.
+  const int at = min(entry, params.batch);
+  const int next = is_sequence ? entry + 1 : 0;
+  int row_first = 0, row_end = 0, key_first = 0, key_end = 0, used = 0;
+  const bool has_rows = entries.cu_seqlens_q != nullptr;
+  const bool has_keys = entries.cu_seqlens_k != nullptr;
+  const bool has_used = entries.seqused_k != nullptr && is_sequence;
+  if (has_rows) {
+    row_first = load_length(entries.cu_seqlens_q + at);
+    row_end = load_length(entries.cu_seqlens_q + next);
+  }
+  if (has_keys) {
+    key_first = load_length(entries.cu_seqlens_k + at);
+    key_end = load_length(entries.cu_seqlens_k + next);
+  }
+  if (has_used) used = load_length(entries.seqused_k + entry);
+  const auto extent = [&](bool is_ragged, int first, int end, int total, int most) {
+    if (!is_ragged) return Extent{0, is_sequence ? most : 0};
+    first = entry > params.batch ? 0 : max(0, min(total, first));
+    end = entry == params.batch ? total : max(first, min(total, end));
+    return Extent{first, end - first};
+  };
+  const Extent row = extent(has_rows, row_first, row_end, entries.rows_total, params.seq_q);
+  const Extent key = extent(has_keys, key_first, key_end, entries.keys_total, params.seq_k);
+  EntryExtents extents{0, 0, row.first, key.first, row.length, key.length};
+  if (!is_sequence) return extents;
+  extents.row_count = min(row.length, params.seq_q);
+  extents.key_count = min(key.length, params.seq_k);
+  if (has_used) extents.key_count = max(0, min(extents.key_count, used));
+  return extents;
+}
+
 // Band: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
@@ -146,7 +182,7 @@ __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& par
     const EntryTile found =
         tile_of_slot<Spec::kOwnRows, Spec::kStreamsQueries, kFittingRows>(params, ptx::block_index());
     if (found.entry < 0) return BandTile{kClearsStrays, found.head, found.index, {}};
-    const EntryExtents extents = entry_extents(params, found.entry);
+    const EntryExtents extents = extents_at_once(params, found.entry);
     const int row = found.index * Spec::kOwnRows;
     const bool is_tile = row < (Spec::kStreamsQueries ? extents.key_room : extents.row_room);
     return BandTile{is_tile ? found.entry : kNoTile, found.head, row, extents};
