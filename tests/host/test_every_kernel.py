@@ -183,18 +183,21 @@ def test_pages_of_no_eight_keys_are_not_for_tma(choose: Chooser) -> None:
 
 def test_short_entries_have_short_tiles_and_so_have_few(choose: Chooser) -> None:
     """In the families without a persistent schedule, which share tiles or draw them. Pages and score functions change nothing."""
-    for rows, batch, rows_total, is_short in (
-        (64, 256, 256 * 64, True),
-        (17, 64, 0, True),
-        (65, 256, 256 * 65, False),
-        (4096, 8, 16384, False),
-        (512, 1, 512, True),  # 32 heads of four tiles for 132 multiprocessors
-        (4096, 1, 300, True),  # no entry is as long as it may be
-        (513, 1, 513, False),
-        (512, 1, 0, True),
+    for rows, keys, batch, rows_total, is_short in (
+        (64, 64, 256, 256 * 64, True),
+        (17, 4096, 64, 0, True),
+        (65, 513, 256, 256 * 65, False),
+        (65, 65, 256, 256 * 65, True),
+        (512, 512, 32, 32 * 512, True),
+        (513, 512, 32, 32 * 512, False),
+        (4096, 4096, 8, 16384, False),
+        (512, 1024, 1, 512, True),  # 32 heads of four tiles for 132 multiprocessors
+        (4096, 4096, 1, 300, True),  # no entry is as long as it may be
+        (513, 513, 1, 513, False),
+        (512, 1024, 1, 0, True),
     ):
         for head_dim, width in ((64, 64), (72, 128)):
-            sizes = {"rows": rows, "batch": batch, "rows_total": rows_total}
+            sizes = {"rows": rows, "keys": keys, "batch": batch, "rows_total": rows_total}
             for more in ({}, {"page_size": 3}, {"has_score_functions": True}):
                 found = choose.varlen(80, head_dim, **sizes, **more)  # type: ignore[attr-defined]
                 variant = "_m64" if is_short else ""

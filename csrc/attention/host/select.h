@@ -46,6 +46,7 @@ struct VarlenSelectorInput {
   int32_t head_dim;   // the larger of the two
   int32_t page_size;  // 0 without pages
   int64_t rows;       // of the longest entry and a head, heads that share keys counted as rows where they are
+  int64_t keys;       // of the longest entry
   int64_t heads;      // those that are not rows
   int64_t batch;
   int64_t rows_total;        // of ragged rows; otherwise 0

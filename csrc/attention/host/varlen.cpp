@@ -107,6 +107,7 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
   const bool is_folded = has_one_row_each(arguments);
   input.rows = is_folded ? group : arguments.max_seqlen_q;
+  input.keys = arguments.max_seqlen_k;
   input.heads = is_folded ? arguments.heads_kv() : arguments.heads_q();
   input.batch = arguments.batch();
   input.rows_total = arguments.has_ragged_rows() ? arguments.q.sizes()[0] : 0;

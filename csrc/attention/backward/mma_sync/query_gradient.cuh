@@ -102,7 +102,14 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (n * 8 + i >= end || (kMask == MaskKind::kBand && n * 8 + i < begin)) scores[m][n][2 * half + i] = 0.0f;
+          if (n * 8 + i >= end) scores[m][n][2 * half + i] = 0.0f;
+      if (kMask == MaskKind::kBand && has_left_end(params)) {
+#pragma unroll
+        for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i < begin) scores[m][n][2 * half + i] = 0.0f;
+      }
     }
 }
 

@@ -109,6 +109,9 @@ __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, c
   return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
+// Of a band: whether its window ends at the left.
+__device__ __forceinline__ bool has_left_end(const BackwardParams& params) { return params.band.left < kUnbounded; }
+
 __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) {
   return params.heads_q / params.heads_kv;
 }
