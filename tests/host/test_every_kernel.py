@@ -204,3 +204,13 @@ def test_short_entries_have_short_tiles_and_so_have_few(choose: Chooser) -> None
                 assert found == (f"flashmoe_attention_varlen_forward_sm80_f16_d{width}{variant}", "sm_80")
         assert "sm90" in choose.varlen(90, 64, rows=rows, batch=batch, rows_total=rows_total)[0]  # type: ignore[attr-defined]
         assert choose.varlen(80, 256, rows=rows)[0].endswith("_d256")  # type: ignore[attr-defined]
+
+
+def test_short_tiles_have_the_keys_of_the_others() -> None:
+    """Which of them a batch has depends on the other entries; the bits of an entry must not."""
+    ragged = [unit for unit in UNITS if unit.row.operation == "attention_varlen_forward"]
+    keys = {(unit.name, unit.target.name): unit.row.block_n for unit in ragged}
+    short = [unit for unit in ragged if unit.row.variant == "m64"]
+    assert len(short) == 12
+    for unit in short:
+        assert keys[unit.name.removesuffix("_m64"), unit.target.name] == unit.row.block_n, unit.name
