@@ -24,7 +24,13 @@ SIZES = (  # batch, heads, seq_q, seq_k
     (4, 16, 512, 8192),
     (1, 8, 4, 8192),  # few query rows, many keys: divided over several blocks
 )
-VARLEN = ((4096, 0, False), (4096, 0, True), (4096, 3, False), (64, 0, False), (1, 16, True))  # rows, page_size, functions
+VARLEN = (
+    (4096, 0, False),
+    (4096, 0, True),
+    (4096, 3, False),
+    (64, 0, False),
+    (1, 16, True),
+)  # rows, page_size, functions
 
 
 def families(capability: int) -> tuple[str, ...]:
