@@ -229,14 +229,15 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 
 namespace {
 
-// Tiles of half the rows, of which more fit a multiprocessor. On an H100 they win where an entry's end fills no whole tile, where what a
-// block starts and ends with counts for more than its loop, and where there are fewer tiles than multiprocessors.
+// Tiles of half the rows. On an H100 they win where entries have no more rows, where there are fewer tiles than multiprocessors, and, if more of
+// them fit a multiprocessor, where what a block starts and ends with counts for more than its loop.
 bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, const Kernel& shorter) {
-  constexpr int64_t kMostShortKeys = 512;
+  constexpr int64_t kMostShortKeys = 256;
   if (shorter.axes[axis::kHeadDim] != kernel.axes[axis::kHeadDim]) return false;
   const int64_t tiles = most_row_blocks(input.rows, input.batch, input.rows_total, kernel.block_m) * input.heads;
-  return input.rows <= shorter.block_m || std::max(input.rows, input.keys) <= kMostShortKeys ||
-         tiles < input.request.num_multiprocessors;
+  const bool is_short = std::max(input.rows, input.keys) <= kMostShortKeys;
+  return input.rows <= shorter.block_m || tiles < input.request.num_multiprocessors ||
+         (is_short && shorter.min_blocks > kernel.min_blocks);
 }
 
 }  // namespace

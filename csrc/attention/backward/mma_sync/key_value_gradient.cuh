@@ -82,15 +82,7 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (n * 8 + i < unseen) scores[m][n][2 * half + i] = 0.0f;
-      // Else a key is seen to the last query.
-      if (kMask == MaskKind::kBand && (has_left_end(params) || key + m * 16 + half * 8 + lane / 4 >= lengths.keys())) {
-#pragma unroll
-        for (int n = 0; n < Spec::kMmaN; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (n * 8 + i >= end) scores[m][n][2 * half + i] = 0.0f;
-      }
+          if (n * 8 + i < unseen || (kMask == MaskKind::kBand && n * 8 + i >= end)) scores[m][n][2 * half + i] = 0.0f;
     }
 }
 
