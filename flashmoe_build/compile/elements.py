@@ -1,9 +1,9 @@
 """One PTX for both 16-bit types: NVRTC compiles a kernel of ptx::XF16 (csrc/ptx/elements.cuh), whose instructions and symbols say
 ``xf16``, and ``f16`` and ``bf16`` are written there afterwards.
 
-The optimiser, most of NVRTC's work, sees instructions that name the type as opaque text, and would do the same for either. A row
-whose code depends on the type says so in the table (``by_dtype``) and has PTX of each; code that asks for more than the
-name of XF16 does not compile.
+The optimiser, most of NVRTC's work, sees instructions that name the type as opaque text, and does the same for either. Code that
+depends on the type asserts that it is not XF16 (ptx::kIsEither), and its row says so in the table (``by_dtype``): each type has PTX
+of its own then.
 """
 
 from __future__ import annotations

@@ -73,6 +73,21 @@ def test_inline_assembly_only_in_ptx() -> None:
     assert found == []
 
 
+def test_code_that_depends_on_a_16_bit_type_says_so() -> None:
+    """One PTX serves f16 and bf16 (elements.py), so a kernel may not ask which it computes with."""
+    known = {
+        "attention/forward/sm90/varlen/softcap.cuh",  # asserted by VarlenSpec; `by_dtype` in kernels.toml
+        "moe/routing/scalars.cuh",  # a type that is known at run time
+    }
+    found = {
+        relative(path)
+        for path in DEVICE_HEADERS
+        if path.parent.name != "ptx"
+        and re.search(r"\b(?:B?F16|__half2?|__nv_bfloat16\w*)\b", path.read_text(encoding="utf-8"))
+    }
+    assert found == known
+
+
 def test_includes_are_closed_over_tracked_files(root: Path) -> None:
     """A header that exists on one machine only."""
     listed = subprocess.run(["git", "ls-files", "csrc"], cwd=root, capture_output=True, text=True, check=True)

@@ -100,11 +100,11 @@ __device__ inline void function(const Params& p) {
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ probe::Params params) { \
     call(params);                                                                                            \
   }
-PROBE(probe_mma_f16, 32, (probe::multiply<F16, 16>))
-PROBE(probe_mma_bf16, 32, (probe::multiply<BF16, 16>))
-PROBE(probe_mma_k8_f16, 32, (probe::multiply<F16, 8>))
-PROBE(probe_wgmma_f16, 128, (probe::warpgroup_multiply<F16>))
-PROBE(probe_wgmma_bf16, 128, (probe::warpgroup_multiply<BF16>))
+PROBE(probe_mma_f16, 32, (probe::multiply<flashmoe::ptx::F16, 16>))
+PROBE(probe_mma_bf16, 32, (probe::multiply<flashmoe::ptx::BF16, 16>))
+PROBE(probe_mma_k8_f16, 32, (probe::multiply<flashmoe::ptx::F16, 8>))
+PROBE(probe_wgmma_f16, 128, (probe::warpgroup_multiply<flashmoe::ptx::F16>))
+PROBE(probe_wgmma_bf16, 128, (probe::warpgroup_multiply<flashmoe::ptx::BF16>))
 PROBE(probe_exp2, 128, (probe::function<0>))
 PROBE(probe_lg2, 128, (probe::function<1>))
 PROBE(probe_rcp, 128, (probe::function<2>))
