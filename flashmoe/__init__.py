@@ -24,17 +24,18 @@ from flashmoe._version import __version__
 if TYPE_CHECKING:
     from flashmoe.functional import attention, scaled_dot_product_attention
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
+    from flashmoe.kvcache import attention_with_kvcache
     from flashmoe.merge import merge_attention
     from flashmoe.module import Attention
     from flashmoe.moe.functional import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
     from flashmoe.routing import explain
-    from flashmoe.varlen import attention_varlen, attention_with_kvcache
+    from flashmoe.varlen import attention_varlen
 
 _LAZY = {
     "attention": "flashmoe.functional",
     "attention_varlen": "flashmoe.varlen",
-    "attention_with_kvcache": "flashmoe.varlen",
+    "attention_with_kvcache": "flashmoe.kvcache",
     "merge_attention": "flashmoe.merge",
     "scaled_dot_product_attention": "flashmoe.functional",
     "Attention": "flashmoe.module",

@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
+from torch.compiler import is_compiling
+
 from flashmoe.errors import ArgumentTypeError
 
 _SCALE = dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "write scale=")
@@ -63,7 +65,8 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 def refuse(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:
     """Raise for the first keyword of ``given``; ``like`` is the function of ``HINTS`` whose arguments ``function`` takes."""
     name, known = next(iter(given)), tuple(known)
-    near = difflib.get_close_matches(name, known, 1)
+    # torch.compile cannot trace difflib, and would say that in place of the message.
+    near = [] if is_compiling() else difflib.get_close_matches(name, known, 1)
     hint = HINTS.get(like or function, {}).get(name) or (f"write {near[0]}=" if near else f"it has {', '.join(known)}")
     msg = f"{function}() has no argument {name!r}: {hint}"
     raise ArgumentTypeError(msg)

@@ -46,7 +46,7 @@ FUNCTIONS = {
         "flashmoe.functional.attention",
         "flashmoe.functional.scaled_dot_product_attention",
         "flashmoe.varlen.attention_varlen",
-        "flashmoe.varlen.attention_with_kvcache",
+        "flashmoe.kvcache.attention_with_kvcache",
         "flashmoe.merge.merge_attention",
         "flashmoe.routing.explain",
         "flashmoe.module.Attention",

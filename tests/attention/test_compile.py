@@ -138,6 +138,12 @@ def test_wrong_arguments_do_not_compile_silently(device: str) -> None:
         compiled(q[..., :8].contiguous(), k, v)
 
 
+def test_a_misspelt_keyword_is_named_in_a_whole_graph(device: str) -> None:
+    compiled = torch.compile(flashmoe.attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no argument 'softmax_scale': write scale="):
+        compiled(*_inputs(device), softmax_scale=1.0)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_a_dynamic_length(strict: bool) -> None:
     module = flashmoe.Attention(64, 4, 2, causal=True)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 import pytest
-from audit_builders import audit, failures
+from audit_builders import SITE, audit, failures, run
 
+from flashmoe.tools.audit.elf import open_elf, read_bytes, section_data
+from flashmoe.tools.audit.embedded import BINARY_SECTION, read_embedded
 from flashmoe.tools.report import Verdict
+
+NVDISASM = SITE / "triton" / "backends" / "nvidia" / "bin" / "nvdisasm"  # comes with triton, which torch installs
 
 
 def session_library() -> Path | None:
@@ -38,3 +43,39 @@ def test_library_of_this_session_is_proved() -> None:
     assert report.verdict in (Verdict.PASS, Verdict.WARN)
     subject = report.data["subjects"][0]
     assert subject["ours"] is True
+
+
+def loops(listing: str) -> list[list[str]]:
+    """The instructions of each loop of nvdisasm's listing."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    found = []
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif re.search(r"/\*[0-9a-f]{4,}\*/\s+\S", line):
+            code.append(line)
+            branch = re.search(r"BRA\b.*`\((\.L_x_\d+)\)", line)
+            if branch and branch[1] in labels:  # backwards
+                found.append(code[labels[branch[1]] :])
+    return found
+
+
+def test_plain_loops_of_ragged_prefill_reuse_their_operands(tmp_path: Path) -> None:
+    """docs/kernels/attention-varlen.md, "Registers of the plain loop": code elsewhere in the kernel moves the loop's registers."""
+    library = session_library()
+    if library is None:
+        pytest.skip("no library in this session")
+    blob = section_data(open_elf(read_bytes(library), library.name), BINARY_SECTION)
+    assert blob is not None
+    places = {one.label: slice(one.offset, one.offset + one.size) for one in read_embedded(library)}
+    least = {64: 42, 128: 92, 256: 154}
+    names = {f"attention_varlen_forward_sm90_{dtype}_d{dim}.sm_90a": dim for dtype in ("f16", "bf16") for dim in least}
+    if not names.keys() <= places.keys():
+        pytest.skip("this session's library has no sm_90a")
+    cubin = tmp_path / "kernel.cubin"
+    for name, dim in names.items():
+        cubin.write_bytes(blob[places[name]])
+        multiplying = [loop for loop in loops(run([str(NVDISASM), "-c", str(cubin)])) if "HGMMA" in "".join(loop)]
+        plain = min(multiplying, key=len)
+        assert sum(line.count(".reuse") for line in plain) >= least[dim], name

@@ -49,6 +49,7 @@ def test_the_expected_suites_exist() -> None:
         "serving-graph",
         "ragged",
         "ragged-train",
+        "short-entries",
         "masks",
         "masks-train",
         "cpu",

@@ -1,4 +1,4 @@
-"""The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants`` (docs/results/2026-11-21-cpu/mutations.json)."""
+"""The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants`` (docs/results/2026-11-23-cpu/mutations.json)."""
 
 from __future__ import annotations
 

@@ -49,13 +49,15 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
   }
 }
 
-// Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1.
-extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size, int rows,
-                             int has_score_functions, char* answer, int length) {
+// Writes "symbol target" of the kernel for ragged, paged and banded attention, or the error's text; returns 0 or 1. sizes: rows
+// and keys of the longest entry, heads, batch, rows_total.
+extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, int head_dim, int page_size,
+                             const long long* sizes, int has_score_functions, char* answer, int length) {
   const host::KernelRequest request{capability, 132, "a GPU", forced,
                                     is_bf16 ? host::Dtype::kBFloat16 : host::Dtype::kFloat16};
   try {
-    const host::Kernel* kernel = attention::select_varlen_forward({request, head_dim, page_size, rows, has_score_functions != 0});
+    const host::Kernel* kernel = attention::select_varlen_forward(
+        {request, head_dim, page_size, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], has_score_functions != 0});
     std::snprintf(answer, length, "%s %s", kernel->symbol, host::kernel_table().binaries[kernel->binary].target);
     return 0;
   } catch (const std::exception& error) {
@@ -206,6 +208,10 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         head_dim: int,
         *,
         rows: int,
+        keys: int = 4096,
+        heads: int = 32,
+        batch: int = 64,
+        rows_total: int = 0,
         page_size: int = 0,
         has_score_functions: bool = False,
         bf16: bool = False,
@@ -214,8 +220,9 @@ def compile_chooser(folder: Path, targets: tuple[str, ...] | None) -> Chooser:
         """Symbol and target; empty where none serves."""
         answer = ctypes.create_string_buffer(4096)
         name = forced.encode() if forced is not None else None
+        sizes = (ctypes.c_longlong * 5)(rows, keys, heads, batch, rows_total)
         status = loaded.choose_varlen(
-            capability, name, bf16, head_dim, page_size, rows, has_score_functions, answer, len(answer)
+            capability, name, bf16, head_dim, page_size, sizes, has_score_functions, answer, len(answer)
         )
         return tuple(answer.value.decode().split()) if status == 0 else ()
 

@@ -24,6 +24,13 @@ SIZES = (  # batch, heads, seq_q, seq_k
     (4, 16, 512, 8192),
     (1, 8, 4, 8192),  # few query rows, many keys: divided over several blocks
 )
+VARLEN = (
+    (4096, 0, False),
+    (4096, 0, True),
+    (4096, 3, False),
+    (64, 0, False),
+    (1, 16, True),
+)  # rows, page_size, functions
 
 
 def families(capability: int) -> tuple[str, ...]:
@@ -37,7 +44,7 @@ def loads_best(unit: Unit) -> int:
 
 
 def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, forced: str | None) -> Chosen:
-    """Of ragged, paged and banded attention: many rows, with score functions too, pages that TMA cannot load, decoding."""
+    """Of ragged, paged and banded attention: many rows, with score functions too, pages that TMA cannot load, few rows, decoding."""
     asked = (
         choose.varlen(  # type: ignore[attr-defined]
             capability,
@@ -48,7 +55,7 @@ def varlen_kernels(choose: Chooser, capability: int, head_dim: int, bf16: bool, 
             bf16=bf16,
             forced=forced,
         )
-        for rows, page_size, functions in ((4096, 0, False), (4096, 0, True), (4096, 3, False), (1, 16, True))
+        for rows, page_size, functions in VARLEN
     )
     more: Chosen = choose.more(capability, head_dim, bf16=bf16, forced=forced)  # type: ignore[attr-defined]
     return more | {(chosen[0], chosen[1]) for chosen in asked if chosen}
@@ -178,3 +185,41 @@ def test_pages_of_no_eight_keys_are_not_for_tma(choose: Chooser) -> None:
     for page_size, serves in ((0, True), (8, True), (48, True), (528, True), (4, False), (3, False), (1, False)):
         found = choose.varlen(90, 72, rows=100, page_size=page_size, forced="sm90")  # type: ignore[attr-defined]
         assert found == (("flashmoe_attention_varlen_forward_sm90_f16_d128", "sm_90a") if serves else ())
+
+
+def test_short_entries_have_short_tiles_and_so_have_few(choose: Chooser) -> None:
+    """In the families without a persistent schedule, which share tiles or draw them. Pages and score functions change nothing."""
+    for rows, keys, batch, rows_total, is_short in (
+        (64, 64, 256, 256 * 64, True),
+        (17, 4096, 64, 0, True),
+        (65, 513, 256, 256 * 65, False),
+        (65, 65, 256, 256 * 65, None),
+        (256, 256, 32, 32 * 256, None),
+        (257, 256, 32, 32 * 257, False),
+        (4096, 4096, 8, 16384, False),
+        (512, 1024, 1, 512, True),  # 32 heads of four tiles for 132 multiprocessors
+        (4096, 4096, 1, 300, True),  # no entry is as long as it may be
+        (513, 513, 1, 513, False),
+        (512, 1024, 1, 0, True),
+    ):
+        for head_dim, width in ((64, 64), (72, 128)):
+            sizes = {"rows": rows, "keys": keys, "batch": batch, "rows_total": rows_total}
+            for more in ({}, {"page_size": 3}, {"has_score_functions": True}):
+                found = choose.varlen(80, head_dim, **sizes, **more)  # type: ignore[attr-defined]
+                wins = (
+                    head_dim == 64 if is_short is None else is_short
+                )  # None: where more of the short ones fit a multiprocessor
+                variant = "_m64" if wins else ""
+                assert found == (f"flashmoe_attention_varlen_forward_sm80_f16_d{width}{variant}", "sm_80")
+        assert "sm90" in choose.varlen(90, 64, rows=rows, batch=batch, rows_total=rows_total)[0]  # type: ignore[attr-defined]
+        assert choose.varlen(80, 256, rows=rows)[0].endswith("_d256")  # type: ignore[attr-defined]
+
+
+def test_short_tiles_have_the_keys_of_the_others() -> None:
+    """Which of them a batch has depends on the other entries; the bits of an entry must not."""
+    ragged = [unit for unit in UNITS if unit.row.operation == "attention_varlen_forward"]
+    keys = {(unit.name, unit.target.name): unit.row.block_n for unit in ragged}
+    short = [unit for unit in ragged if unit.row.variant == "m64"]
+    assert len(short) == 12
+    for unit in short:
+        assert keys[unit.name.removesuffix("_m64"), unit.target.name] == unit.row.block_n, unit.name

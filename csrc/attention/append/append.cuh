@@ -24,8 +24,7 @@ __device__ __forceinline__ int64_t cache_row_offset(const AppendParams& params, 
                                                     int key) {
   if (key < 0 || key >= params.room) return -1;
   if (params.block_table == nullptr) return batch * stride.batch + key * stride.row;
-  const int index = key / params.page_size;
-  if (index >= params.block_table_pages) return -1;
+  const int index = key / params.page_size;  // within the table: the host's `room` is what its row has pages for
   const int page = load_length(params.block_table + batch * params.block_table_stride + index);
   if (page < 0 || page >= params.num_pages) return -1;
   return page * stride.batch + (key - index * params.page_size) * stride.row;

@@ -99,19 +99,11 @@ __device__ __forceinline__ int first_slot(const BackwardParams& params, int entr
   return max(0, min(kOwnsKeys ? params.entries.keys_total : params.entries.rows_total, row)) / kOwnRows + entry + 1;
 }
 
-// The tile that block `number` of the grid has; past those of its entry where it has none.
-template <int kOwnRows, bool kOwnsKeys, int kFittingRows>
-__device__ __forceinline__ EntryTile tile_of_slot(const BackwardParams& params, int number) {
-  const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
-  if ((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) == nullptr) {
-    const int tiles_of_head = ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
-    const int entry = number / (tiles_of_head * heads);
-    return tile_of_entry<kOwnsKeys, kFittingRows>(params, entry, tiles_of_head, number - entry * tiles_of_head * heads);
-  }
-  const int slot = number / heads;
+// The last entry whose slots begin at `slot` or before, one in 32 of what is left at a time; -1 in front of all. The entry
+// `batch` has what lies behind the others.
+template <int kOwnRows, bool kOwnsKeys>
+__device__ __forceinline__ int entry_of_slot(const BackwardParams& params, int slot) {
   const int lane = ptx::lane_index();
-  // The last entry whose slots begin at `slot` or before, one in 32 of what is left at a time; -1 in front of all. The entry
-  // `batch` has what lies behind the others.
   int entry = -1;
   for (int left = params.batch + 1; left > 0;) {  // entries behind `entry`
     const int step = ceil_div(left, 32);
@@ -123,9 +115,47 @@ __device__ __forceinline__ EntryTile tile_of_slot(const BackwardParams& params, 
     entry += passed;
     left = min(step - 1, left - passed);
   }
-  const int begin = entry < 0 ? 0 : first_slot<kOwnRows, kOwnsKeys>(params, entry);
-  const int end = entry < params.batch ? first_slot<kOwnRows, kOwnsKeys>(params, entry + 1) : ptx::grid_size() / heads;
-  if (entry < 0) entry = params.batch + 1;
+  return entry;
+}
+
+// Tiles that an entry of the longest length has.
+template <int kOwnRows, bool kOwnsKeys>
+__device__ __forceinline__ int tiles_of_longest(const BackwardParams& params) {
+  return ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
+}
+
+// The tile that block `number` of the grid has; past those of its entry where it has none. A negative entry: the block has the part
+// `index` of the kClearingSlots that a head's strays are divided into.
+//
+// Where no entry may have more than few tiles, each has as many slots as the longest. That is what the host asks for if it makes
+// the smaller grid. Otherwise an entry has the slots that begin where its rows do.
+template <int kOwnRows, bool kOwnsKeys, int kFittingRows>
+__device__ __forceinline__ EntryTile tile_of_slot(const BackwardParams& params, int number) {
+  const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
+  if ((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) == nullptr) {
+    const int tiles_of_head = ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
+    const int entry = number / (tiles_of_head * heads);
+    return tile_of_entry<kOwnsKeys, kFittingRows>(params, entry, tiles_of_head, number - entry * tiles_of_head * heads);
+  }
+  int slot = number / heads;
+  const int most = tiles_of_longest<kOwnRows, kOwnsKeys>(params);
+  const bool is_equal = (static_cast<int64_t>(most) * params.batch + kClearingSlots) * heads == ptx::grid_size();
+  int entry;
+  int begin;
+  int end;
+  if (is_equal) {
+    if (slot < kClearingSlots) return EntryTile{-1, slot, number - slot * heads};
+    number -= kClearingSlots * heads;
+    slot -= kClearingSlots;
+    entry = most == 1 ? slot : slot / most;
+    begin = entry * most;
+    end = begin + most;
+  } else {
+    entry = entry_of_slot<kOwnRows, kOwnsKeys>(params, slot);
+    begin = entry < 0 ? 0 : first_slot<kOwnRows, kOwnsKeys>(params, entry);
+    end = entry < params.batch ? first_slot<kOwnRows, kOwnsKeys>(params, entry + 1) : ptx::grid_size() / heads;
+    if (entry < 0) entry = params.batch + 1;
+  }
   const int64_t rows_of_stream = kOwnsKeys ? static_cast<int64_t>(params.seq_q) * params.heads_q
                                            : static_cast<int64_t>(params.seq_k) * params.heads_kv;
   if (rows_of_stream <= kFittingRows) {  // the same as below, where all heads are one section: no more divisions

@@ -216,7 +216,10 @@ struct Plan {
   // multiprocessor.)
   __device__ __forceinline__ static bool fills_rounds(int items) {
     const int blocks = ptx::grid_size();
-    const int last_round = items - quotient<Spec>(items - 1, blocks) * blocks;
+    // Unsigned: there may be no items.
+    const uint32_t full_rounds =
+        static_cast<uint32_t>(quotient<Spec>(items - 1, blocks)) * static_cast<uint32_t>(blocks);
+    const int last_round = static_cast<int>(static_cast<uint32_t>(items) - full_rounds);
     return items >= blocks && 64 * (quotient<Spec>(2 * blocks, 5) - last_round) <= items;
   }
 

@@ -49,11 +49,10 @@ AppendParams make_params(const AppendArguments& arguments) {
   if (is_paged) {
     params.block_table = static_cast<const int32_t*>(arguments.block_table.data());
     params.block_table_stride = arguments.block_table.strides()[0];
-    params.block_table_pages = static_cast<int32_t>(arguments.block_table.sizes()[1]);
     params.num_pages = static_cast<int32_t>(cache_sizes[0]);
     params.page_size = static_cast<int32_t>(cache_sizes[1]);
-    params.room = static_cast<int32_t>(
-        std::min<int64_t>(static_cast<int64_t>(params.block_table_pages) * params.page_size, kUnbounded));
+    params.room =
+        static_cast<int32_t>(std::min<int64_t>(arguments.block_table.sizes()[1] * params.page_size, kUnbounded));
   }
   params.is_aligned = is_aligned(arguments.k_cache) && is_aligned(arguments.v_cache) && is_aligned(arguments.k_new) &&
                       is_aligned(arguments.v_new);

@@ -82,6 +82,15 @@ int64_t most_tiles(bool is_ragged, int64_t total, int64_t longest, int64_t entri
   return is_ragged ? ceil_div(total, block) + entries + 2 : ceil_div(longest, block) * entries;
 }
 
+// Of one block a tile, fewer where all entries are short: each has as many as the longest, whatever its own length. Kernels tell by the
+// grid which it is.
+int64_t most_blocks(bool is_ragged, int64_t total, int64_t longest, int64_t entries, int64_t block,
+                    bool is_persistent) {
+  const int64_t tiles = most_tiles(is_ragged, total, longest, entries, block);
+  if (!is_ragged || is_persistent) return tiles;
+  return std::min(tiles, ceil_div(longest, block) * entries + kClearingSlots);
+}
+
 template <class Maps>
 std::vector<CUtensorMap> encode_all(const Kernel& kernel, const Maps& maps) {
   std::vector<CUtensorMap> encoded;
@@ -118,10 +127,10 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
   const Kernel& dkv = *kernels.dkv;
   const Batch& entries = params.entries;
   params.entry_rows = entry_rows(params);
-  const int64_t dq_tiles =
-      most_tiles(entries.cu_seqlens_q != nullptr, entries.rows_total, params.seq_q, params.batch, dq.block_m);
-  const int64_t dkv_tiles =
-      most_tiles(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch, dkv.block_n);
+  const int64_t dq_tiles = most_blocks(entries.cu_seqlens_q != nullptr, entries.rows_total, params.seq_q, params.batch,
+                                       dq.block_m, dq.is_persistent);
+  const int64_t dkv_tiles = most_blocks(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch,
+                                        dkv.block_n, dkv.is_persistent);
   const int64_t dq_grid = host::grid_for(dq, dq_tiles * params.heads_q, gpu);
   const int64_t dkv_grid = host::grid_for(dkv, dkv_tiles * params.heads_kv, gpu);
   const host::CudaCall call(gpu);

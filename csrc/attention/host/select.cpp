@@ -222,6 +222,26 @@ bool can_load_pages(const Kernel& kernel, int32_t page_size) {
 
 }  // namespace
 
+int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m) {
+  const int64_t of_longest = ceil_div(rows, block_m) * batch;
+  return rows_total == 0 ? of_longest : std::min(of_longest, ceil_div(rows_total, block_m) + batch);
+}
+
+namespace {
+
+// Tiles of half the rows. On an H100 they win where entries have no more rows, where there are fewer tiles than multiprocessors, and, if more of
+// them fit a multiprocessor, where what a block starts and ends with counts for more than its loop.
+bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, const Kernel& shorter) {
+  constexpr int64_t kMostShortKeys = 256;
+  if (shorter.axes[axis::kHeadDim] != kernel.axes[axis::kHeadDim]) return false;
+  const int64_t tiles = most_row_blocks(input.rows, input.batch, input.rows_total, kernel.block_m) * input.heads;
+  const bool is_short = std::max(input.rows, input.keys) <= kMostShortKeys;
+  return input.rows <= shorter.block_m || tiles < input.request.num_multiprocessors ||
+         (is_short && shorter.min_blocks > kernel.min_blocks);
+}
+
+}  // namespace
+
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   const host::KernelRequest& request = input.request;
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
@@ -238,6 +258,10 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
       // A family that has kernels of their own for score functions does without them in the others.
       const Kernel* found = input.has_score_functions ? find("scores") : nullptr;
       if (found == nullptr) found = find("");
+      if (found != nullptr && found->num_tensor_maps == 0) {
+        const Kernel* shorter = find(kVariantNames[kM64]);
+        if (shorter != nullptr && prefers_shorter(input, *found, *shorter)) found = shorter;
+      }
       if (found != nullptr && can_load_pages(*found, input.page_size)) return found;
     }
   }

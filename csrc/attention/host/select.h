@@ -43,11 +43,18 @@ struct BackwardKernels {
 // Of ragged, paged and banded attention. What no host knows, the lengths of the entries, plays no part.
 struct VarlenSelectorInput {
   host::KernelRequest request;
-  int32_t head_dim;          // the larger of the two
-  int32_t page_size;         // 0 without pages
-  int64_t rows;              // of the longest entry and a head, heads that share keys counted as rows where they are
+  int32_t head_dim;   // the larger of the two
+  int32_t page_size;  // 0 without pages
+  int64_t rows;       // of the longest entry and a head, heads that share keys counted as rows where they are
+  int64_t keys;       // of the longest entry
+  int64_t heads;      // those that are not rows
+  int64_t batch;
+  int64_t rows_total;        // of ragged rows; otherwise 0
   bool has_score_functions;  // a softcap or a mask tensor
 };
+
+// Row blocks of a head, at most: of each entry the last one may be broken.
+int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m);
 
 // Few rows are a decoding kernel's, whatever the family.
 const Kernel* select_varlen_forward(const VarlenSelectorInput& input);

@@ -105,7 +105,12 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
   input.request = host::make_request(gpu, arguments.dtype);
   input.head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
   input.page_size = arguments.has_pages() ? static_cast<int32_t>(arguments.k.sizes()[1]) : 0;
-  input.rows = has_one_row_each(arguments) ? group : arguments.max_seqlen_q;
+  const bool is_folded = has_one_row_each(arguments);
+  input.rows = is_folded ? group : arguments.max_seqlen_q;
+  input.keys = arguments.max_seqlen_k;
+  input.heads = is_folded ? arguments.heads_kv() : arguments.heads_q();
+  input.batch = arguments.batch();
+  input.rows_total = arguments.has_ragged_rows() ? arguments.q.sizes()[0] : 0;
   input.has_score_functions = has_softcap(arguments) || VarlenArguments::has(arguments.mask);
   return *select_varlen_forward(input);
 }
@@ -167,9 +172,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
 }
 
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
-  const int64_t of_longest = ceil_div(params.seq_q, block_m) * params.batch;
-  if (params.entries.cu_seqlens_q == nullptr) return of_longest;
-  return std::min(of_longest, ceil_div(params.entries.rows_total, block_m) + params.batch);
+  return most_row_blocks(params.seq_q, params.batch, params.entries.rows_total, block_m);
 }
 
 void forward_varlen_cuda(const VarlenArguments& arguments, const VarlenOutputs& outputs) {

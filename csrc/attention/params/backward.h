@@ -19,6 +19,10 @@ struct EntryRows {
   int32_t dv;
 };
 
+// Of grids in which every entry has as many slots as the longest: the slots of each head, in front of all others, whose blocks clear
+// what belongs to no entry.
+constexpr int32_t kClearingSlots = 4;
+
 struct BackwardParams {
   const void* q;      // [batch, heads_q,  seq_q, head_dim]
   const void* k;      // [batch, heads_kv, seq_k, head_dim]

@@ -140,7 +140,6 @@ def _params(
         cache_seqlens=add(lengths, "cache_seqlens"),
         block_table=0 if table is None else add(table, "block_table"),
         block_table_stride=0 if table is None else table.stride(0),
-        block_table_pages=0 if table is None else table.shape[1],
         page_size=p.page_size,
         num_pages=k_cache.shape[0] if is_paged else 0,
         batch=len(p.held),

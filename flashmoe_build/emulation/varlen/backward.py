@@ -35,6 +35,7 @@ from flashmoe_build.emulation.varlen.run import Batch, _add, _band, _strides
 from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _entries_of_rows, build
 
 EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
+CLEARING_SLOTS = 4  # kClearingSlots of attention/params/backward.h
 FUSED = "attention_varlen_backward_fused"
 RESULTS = {
     "attention_varlen_backward_dq": ("dq",),
@@ -108,6 +109,12 @@ def _problems(unit: Unit) -> Iterator[VarlenProblem]:
     # More entries than a warp has lanes.
     rows = tuple(index % 3 for index in range(70))
     yield replace(base("many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
+    # As many slots for every entry: some without a tile, and zeros in front of all, behind them and beyond the most keys.
+    if unit.row.schedule == "grid":
+        short = base("equal slots", (m, 5, m - 3, 0, m), (n, 7, n - 1, 0, n))
+        yield replace(short, right=0, spare_keys=n // 2 + 1)
+        pairs = base("equal slots, two tiles", (2 * m, 2 * m - 1, m + 5, 2 * m), (2 * n, n - 1, 2 * n - 1, 2 * n))
+        yield replace(pairs, heads_q=3, heads_kv=3)
     # Tiles that take turns: the last head of the one long entry goes down, the others up.
     if unit.row.operation == FUSED:
         both = base("both directions", (n + 9, 3, m), (2 * n + 5, 3, n))
@@ -263,8 +270,10 @@ def own_blocks(p: VarlenProblem, unit: Unit) -> int:
     else:
         block, is_dense, most = unit.row.block_n, p.keys_layout is Keys.DENSE, p.most_keys
         total = max(1, sum(p.keys) + p.spare_keys * len(p.keys))
+    of_longest = math.ceil(most / block) * len(p.rows)
     # Each entry ends with a broken tile at most, and so do the two with what belongs to none.
-    return math.ceil(most / block) * len(p.rows) if is_dense else math.ceil(total / block) + len(p.rows) + 2
+    tiles = of_longest if is_dense else math.ceil(total / block) + len(p.rows) + 2
+    return tiles if is_dense or unit.row.schedule == "persistent" else min(tiles, of_longest + CLEARING_SLOTS)
 
 
 def geometry(unit: Unit, p: VarlenProblem) -> Geometry:

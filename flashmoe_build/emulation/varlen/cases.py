@@ -24,8 +24,9 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         if functions is not None and problem.has_score_functions != bool(functions):
             continue
         is_wide = unit.row.axes["head_dim"] > 64
-        if unit.dtype == "bf16" or is_wide:
-            names = ONE if unit.dtype == "bf16" and is_wide and not functions else FEW
+        is_short = unit.row.variant == "m64"
+        if unit.dtype == "bf16" or is_wide or is_short:
+            names = ONE if unit.dtype == "bf16" and (is_wide or is_short) and not functions else FEW
             if unit.row.family == "sm80" and unit.row.options.get("masked_loop"):
                 names = (*names, "wide window")  # full tiles between others
             if problem.name not in names and not is_split:

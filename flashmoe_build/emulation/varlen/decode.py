@@ -65,6 +65,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(few, name="many", rows=many, keys=(*(3 * rows for rows in many[:-1]), n + 9), right=0, heads_q=1),
         # More blocks than are added at once, the first of which has another item's end, too.
         replace(one, name="shared by most", rows=(1, 1), keys=(n, 35 * n - 3)),
+        replace(few, name="no rows", rows=(0, 0, 0), keys=(n, 0, 5), slack=2),
         # Whole items, and entries without rows in front of the ones that a block finds.
         replace(few, name="many, one split", rows=many, keys=many, heads_q=1, splits=1),
         # Equal entries without an array of lengths, in parts; sinks, since entries lie as heads do.

@@ -146,7 +146,12 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const WarpPlace<Spec> place(warp_of_block());
   const bool is_value = place.role == 0;
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
-  if (kMask == MaskKind::kBand && tile.batch < 0) return false;
+  if constexpr (kMask == MaskKind::kBand) {
+    if (tile.batch < 0) {
+      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      return false;
+    }
+  }
   keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);
@@ -260,7 +265,12 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   static_assert(Spec::kSharers == 1, "P and dS do not leave the warp");
   const WarpPlace<Spec> place(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
-  if (kMask == MaskKind::kBand && tile.batch < 0) return false;
+  if constexpr (kMask == MaskKind::kBand) {
+    if (tile.batch < 0) {
+      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      return false;
+    }
+  }
   keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);

@@ -102,7 +102,14 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (n * 8 + i >= end || (kMask == MaskKind::kBand && n * 8 + i < begin)) scores[m][n][2 * half + i] = 0.0f;
+          if (n * 8 + i >= end) scores[m][n][2 * half + i] = 0.0f;
+      if (kMask == MaskKind::kBand && has_left_end(params)) {
+#pragma unroll
+        for (int n = 0; n < Spec::kMmaN; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i < begin) scores[m][n][2 * half + i] = 0.0f;
+      }
     }
 }
 
@@ -169,7 +176,12 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   using Element = typename Spec::Element;
   const WarpPlace<Spec> place(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
-  if (kMask == MaskKind::kBand && tile.batch < 0) return false;
+  if constexpr (kMask == MaskKind::kBand) {
+    if (tile.batch < 0) {
+      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      return false;
+    }
+  }
   keep_tile<Spec, kMask>(smem, tile);
   const StreamRange range = stream_range<Spec, kMask>(params, tile);
   Stream stream(params, tile, range, smem);

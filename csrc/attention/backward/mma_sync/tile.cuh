@@ -7,6 +7,8 @@
 #include "attention/params/backward.h"
 #include "attention/schedule.cuh"
 #include "device/math.cuh"
+#include "device/swizzle.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe {
@@ -28,6 +30,8 @@ struct BandTile {
   int row;
   EntryExtents extents;
 };
+constexpr int kNoTile = -1;
+constexpr int kClearsStrays = -2;  // row: which part of them
 
 template <MaskKind kMask>
 struct TileOfMask {
@@ -105,6 +109,9 @@ __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, c
   return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
+// Of a band: whether its window ends at the left.
+__device__ __forceinline__ bool has_left_end(const BackwardParams& params) { return params.band.left < kUnbounded; }
+
 __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) {
   return params.heads_q / params.heads_kv;
 }
@@ -134,6 +141,42 @@ __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& param
   return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
 
+// As entry_extents, but every length is asked for before one is waited for.
+__device__ __forceinline__ EntryExtents extents_at_once(const BackwardParams& params, int entry) {
+  const Batch& entries = params.entries;
+  const bool is_sequence = entry < params.batch;
+  // The places of two words of cu_seqlens: those of an entry, and of what is behind all of them or in front.
+  const int at = min(entry, params.batch);
+  const int next = is_sequence ? entry + 1 : 0;
+  int row_first = 0, row_end = 0, key_first = 0, key_end = 0, used = 0;
+  const bool has_rows = entries.cu_seqlens_q != nullptr;
+  const bool has_keys = entries.cu_seqlens_k != nullptr;
+  const bool has_used = entries.seqused_k != nullptr && is_sequence;
+  if (has_rows) {
+    row_first = load_length(entries.cu_seqlens_q + at);
+    row_end = load_length(entries.cu_seqlens_q + next);
+  }
+  if (has_keys) {
+    key_first = load_length(entries.cu_seqlens_k + at);
+    key_end = load_length(entries.cu_seqlens_k + next);
+  }
+  if (has_used) used = load_length(entries.seqused_k + entry);
+  const auto extent = [&](bool is_ragged, int first, int end, int total, int most) {
+    if (!is_ragged) return Extent{0, is_sequence ? most : 0};
+    first = entry > params.batch ? 0 : max(0, min(total, first));
+    end = entry == params.batch ? total : max(first, min(total, end));
+    return Extent{first, end - first};
+  };
+  const Extent row = extent(has_rows, row_first, row_end, entries.rows_total, params.seq_q);
+  const Extent key = extent(has_keys, key_first, key_end, entries.keys_total, params.seq_k);
+  EntryExtents extents{0, 0, row.first, key.first, row.length, key.length};
+  if (!is_sequence) return extents;
+  extents.row_count = min(row.length, params.seq_q);
+  extents.key_count = min(key.length, params.seq_k);
+  if (has_used) extents.key_count = max(0, min(extents.key_count, used));
+  return extents;
+}
+
 // Band: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
@@ -141,12 +184,68 @@ __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& par
     constexpr int kFittingRows = kL2GroupBytes / (2 * Spec::kRowBytes);
     const EntryTile found =
         tile_of_slot<Spec::kOwnRows, Spec::kStreamsQueries, kFittingRows>(params, ptx::block_index());
-    const EntryExtents extents = entry_extents(params, found.entry);
+    if (found.entry < 0) return BandTile{kClearsStrays, found.head, found.index, {}};
+    const EntryExtents extents = extents_at_once(params, found.entry);
     const int row = found.index * Spec::kOwnRows;
     const bool is_tile = row < (Spec::kStreamsQueries ? extents.key_room : extents.row_room);
-    return BandTile{is_tile ? found.entry : -1, found.head, row, extents};
+    return BandTile{is_tile ? found.entry : kNoTile, found.head, row, extents};
   } else {
     return locate_dense_tile<Spec, kMask>(params);
+  }
+}
+
+// Zeros into rows of a head of a gradient: the part of `tile`, a block that clears strays. Rows count from the tensor's first.
+template <typename Spec>
+__device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, const BandTile& tile, int columns,
+                                           const Extent& rows) {
+  constexpr int kChunks = Spec::kHeadDim / kChunkElements;
+  constexpr int kPassRows = Spec::kNumThreads / kChunks;
+  const int thread = ptx::thread_index();
+  const int column = thread % kChunks * kChunkElements;
+  if (column >= columns) return;
+  auto* gmem =
+      static_cast<typename Spec::Element*>(tensor) + tile.head * stride.head + rows.first * stride.row + column;
+#pragma unroll 1
+  for (int row = tile.row * kPassRows + thread / kChunks; row < rows.length; row += kClearingSlots * kPassRows) {
+    ptx::st_global_128(gmem + row * stride.row, {0, 0, 0, 0});
+  }
+}
+// The same of all gradients that the kernel makes.
+template <typename Spec>
+__device__ __forceinline__ void clear_own_rows(const BackwardParams& params, const BandTile& tile, const Extent& rows) {
+  if constexpr (Spec::kStreamsQueries) {
+    clear_rows<Spec>(params.dk, params.dk_stride, tile, params.head_dim, rows);
+    clear_rows<Spec>(params.dv, params.dv_stride, tile, params.head_dim_v, rows);
+  } else {
+    clear_rows<Spec>(params.dq, params.dq_stride, tile, params.head_dim, rows);
+    float* row_dot = params.row_dot + static_cast<int64_t>(tile.head) * params.entries.rows_total + rows.first;
+    constexpr int kStep = kClearingSlots * Spec::kNumThreads;
+#pragma unroll 1
+    for (int row = tile.row * Spec::kNumThreads + ptx::thread_index(); row < rows.length; row += kStep) {
+      ptx::st_global_float(row_dot + row, 0.0f);
+    }
+  }
+}
+
+// What a block that clears strays does: in a grid of equal slots, gradients of rows that no block has as a tile are zero. Those are in front of the
+// first entry, behind the last, and beyond the longest length in an entry that is longer by cu_seqlens.
+template <typename Spec>
+__device__ __forceinline__ void clear_strays(const BackwardParams& params, const BandTile& tile) {
+  constexpr bool kOwnsKeys = Spec::kStreamsQueries;
+  const Extent in_front = own_extent<kOwnsKeys>(params, params.batch + 1);
+  const Extent behind = own_extent<kOwnsKeys>(params, params.batch);
+  clear_own_rows<Spec>(params, tile, in_front);
+  clear_own_rows<Spec>(params, tile, behind);
+  const int most = tiles_of_longest<Spec::kOwnRows, kOwnsKeys>(params) * Spec::kOwnRows;
+  const int lane = ptx::lane_index();
+#pragma unroll 1
+  for (int first = 0; first < params.batch; first += 32) {
+    const Extent own = first + lane < params.batch ? own_extent<kOwnsKeys>(params, first + lane) : Extent{0, 0};
+    for (uint32_t longer = ptx::vote_ballot(own.length > most); longer != 0; longer &= longer - 1) {
+      const int from = ptx::population_count((longer & (0 - longer)) - 1);
+      clear_own_rows<Spec>(params, tile,
+                           {ptx::shuffle_index(own.first, from) + most, ptx::shuffle_index(own.length, from) - most});
+    }
   }
 }
 

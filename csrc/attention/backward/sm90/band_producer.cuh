@@ -277,13 +277,36 @@ __device__ __forceinline__ void produce_band_queries(const BackwardParams& param
   if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
 }
 
-// A warp that streams the statistics of the blocks that produce_band_queries loads. It learns of a tile as the consumers do,
-// with the own rows, for which they wait, too.
+// As Statistics::store, to places that are kept, in bytes: it is a third of what this warp does for a block.
 template <typename Spec>
-__device__ __forceinline__ void produce_band_statistics(const BackwardParams& params,
-                                                        const SharedMemory<Spec>& shared) {
+__device__ __forceinline__ void store_statistics(const Statistics<Spec>& statistics, unsigned char* smem,
+                                                 const int (&places)[Statistics<Spec>::kRows]) {
+  constexpr float kLog2e = 1.44269504088896340736f;
+#pragma unroll
+  for (int i = 0; i < Statistics<Spec>::kRows; ++i) {
+    const float lse = statistics.lse[i];
+    ptx::st_shared_float(smem + places[i], lse == ptx::negative_infinity() ? -ptx::negative_infinity() : lse * kLog2e);
+    ptx::st_shared_float(smem + places[i] + 4 * Spec::kStreamRows, statistics.row_dot[i]);
+  }
+}
+
+// A warp that streams the statistics of the blocks that produce_band_queries loads: of all, or, one of two (`warp` 0 and 1), of every second
+// one, so that the first two of a tile are fetched at once. It learns of a tile as the consumers do, with the own rows, for which they wait, too.
+template <typename Spec>
+__device__ __forceinline__ void produce_band_statistics(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                                        int warp) {
+  constexpr int kWarps = Spec::kTakesTurns ? 1 : 2;
   RingPosition<Spec::kFirstStages> at;
   Statistics<Spec> statistics;
+  constexpr bool kKeepsPlaces = Spec::kTakesTurns && Spec::kProducerRegisters >= 32;  // elsewhere there are 24
+  [[maybe_unused]] int places[Statistics<Spec>::kRows];
+  if constexpr (kKeepsPlaces) {
+#pragma unroll
+    for (int i = 0; i < Statistics<Spec>::kRows; ++i) places[i] = 4 * statistics_place(i * 32 + ptx::lane_index());
+  }
+  const int group = params.heads_q / params.heads_kv;
+  [[maybe_unused]] int to_pass = warp;  // blocks of the other warp before the next of this one
+  if (warp > 0) at.advance();
   for (int parity = 0;; parity ^= 1) {
     ptx::mbarrier_wait(shared.tile_full(0), parity);
     const BandTile tile = read_tile<BandTile>(shared.tile(0));
@@ -291,22 +314,16 @@ __device__ __forceinline__ void produce_band_statistics(const BackwardParams& pa
     // Hazard: the next tile is written before every lane has read this one: consumers of a tile without blocks wait for no
     // statistics.
     release(shared.own_empty(0));
-    const int group = params.heads_q / params.heads_kv;
     int64_t first = first_statistic(params, tile, tile.head * group);
     const int64_t head_rows = first_statistic(params, tile, tile.head * group + 1) - first;
+    const int64_t back_to_first = head_rows * (1 - group);
     const bool downwards = Spec::kTakesTurns && tile.downwards != 0;
     int block = downwards ? tile.end_block - 1 : tile.begin_block;
     int heads_left = group;
     int left = group * (tile.end_block - tile.begin_block);
-    if (left > 0) statistics.fetch(params, first, tile.extents.row_count, block);
-    for (; left > 0; --left) {
-      // Hazard: the statistics of this stage may still be read.
-      ptx::mbarrier_wait(shared.first_empty(at.stage), at.parity ^ 1);
-      statistics.store(shared.statistics(at.stage));
-      ptx::mbarrier_arrive(shared.first_full(at.stage));
-      at.advance();
+    const auto pass = [&] {  // to the next block
       if constexpr (Spec::kTakesTurns) {
-        first += --heads_left > 0 ? head_rows : head_rows * (1 - group);
+        first += --heads_left > 0 ? head_rows : back_to_first;
         if (heads_left == 0) {
           heads_left = group;
           block += downwards ? -1 : 1;
@@ -315,8 +332,29 @@ __device__ __forceinline__ void produce_band_statistics(const BackwardParams& pa
         block = tile.begin_block;
         first += head_rows;
       }
-      if (left > 1) statistics.fetch(params, first, tile.extents.row_count, block);
+    };
+    if constexpr (kWarps > 1) {
+      if (to_pass > 0) pass();
+      left -= to_pass;
     }
+    if (left > 0) statistics.fetch(params, first, tile.extents.row_count, block);
+    for (; left > 0; left -= kWarps) {
+      // Hazard: the statistics of this stage may still be read.
+      ptx::mbarrier_wait(shared.first_empty(at.stage), at.parity ^ 1);
+      if constexpr (kKeepsPlaces) {
+        store_statistics(statistics, shared.statistics(at.stage), places);
+      } else {
+        statistics.store(shared.statistics(at.stage));
+      }
+      ptx::mbarrier_arrive(shared.first_full(at.stage));
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) {
+        at.advance();
+        pass();
+      }
+      if (left > kWarps) statistics.fetch(params, first, tile.extents.row_count, block);
+    }
+    if constexpr (kWarps > 1) to_pass = -left;
   }
 }
 

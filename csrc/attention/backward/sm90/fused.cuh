@@ -132,23 +132,30 @@ struct FusedQueries {
       const BlockRange second = query_blocks<Spec, kMask>(params, tile, first_key + 64, first_key + 128);
       const int pieces = first_piece(params, tile, 1) - first_piece(params, tile, 0);
       const int piece = first_piece(params, tile, tile.head * heads);
-      for (int i = tile.begin_block; i < tile.end_block; ++i) {
-        const int at_block = goes_down<kMask>(tile) ? tile.begin_block + tile.end_block - 1 - i : i;
-        const int turn = turn_of<Spec, kMask>(params, tile, at_block);
-        const bool has_first = at_block >= first.begin && at_block < first.end;
-        const bool has_second = at_block >= second.begin && at_block < second.end;
-        for (int head = 0; head < heads; ++head) {
+      // Blocks that both consumers' keys are seen from.
+      const int both_begin = maximum(first.begin, second.begin);
+      const int num_both = maximum(0, minimum(first.end, second.end) - both_begin);
+      const bool downwards = goes_down<kMask>(tile);
+      const bool has_diagonal = !downwards && params.band.right < kUnbounded;
+      const int onwards = downwards ? -1 : 1;
+      int at_block = downwards ? tile.end_block - 1 : tile.begin_block;
+      int turn = turn_of<Spec, kMask>(params, tile, at_block);
+      for (int left = tile.end_block - tile.begin_block; left > 0; --left, at_block += onwards) {
+        if (has_diagonal) turn = turn_of<Spec, kMask>(params, tile, at_block);
+        const bool has_both = static_cast<uint32_t>(at_block - both_begin) < static_cast<uint32_t>(num_both);
+        int at_piece = piece + at_block;
+        for (int head = heads; head > 0; --head, at_piece += pieces) {
           float sums[kSums];
           ptx::mbarrier_wait(shared.scores_full(at.stage), at.parity);
-          if (!has_second) {
-            multiply<1>(sums);
-          } else if (has_first) {
+          if (has_both) {
             multiply<2>(sums);
+          } else if (at_block >= first.begin && at_block < first.end) {
+            multiply<1>(sums);
           } else {
             multiply_second(sums);
           }
           release(shared.scores_empty(at.stage));
-          hand_over(sums, piece + head * pieces + at_block, turn);
+          hand_over(sums, at_piece, turn);
         }
       }
     }
@@ -267,7 +274,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
         produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
       }
     } else if (kMask == MaskKind::kBand && warp == Spec::kQueryBuffers + 1) {
-      if constexpr (kMask == MaskKind::kBand) produce_band_statistics<Spec>(params, shared);
+      if constexpr (kMask == MaskKind::kBand) produce_band_statistics<Spec>(params, shared, 0);
     } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }

@@ -181,7 +181,10 @@ struct FusedConsumer {
   // memory bounds this kernel.
   static __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores], uint32_t (&own)[kOwn],
                                                       const unsigned char* stream_smem) {
-    const uint64_t stream = ptx::make_smem_descriptor(stream_smem, 0, 1024);
+    issue_scores(scores, own, ptx::make_smem_descriptor(stream_smem, 0, 1024));
+  }
+  static __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores], uint32_t (&own)[kOwn],
+                                                      uint64_t stream) {
     ptx::wgmma_fence_operands(own);
     ptx::wgmma_fence();
 #pragma unroll
@@ -191,6 +194,10 @@ struct FusedConsumer {
           scores, a[0], a[1], a[2], a[3], ptx::advance_smem_descriptor(stream, step * 32), step == 0 ? 0 : 1);
     }
     ptx::wgmma_commit();
+  }
+  // Of a block of the stream; at this place of the program.
+  static __device__ __forceinline__ uint64_t described(const unsigned char* stream_smem) {
+    return static_cast<uint64_t>(ptx::recompute(static_cast<int64_t>(ptx::make_smem_descriptor(stream_smem, 0, 1024))));
   }
   static __device__ __forceinline__ void load_own(uint32_t (&own)[kOwn], const unsigned char* smem) {
     const int lane = ptx::lane_index();
@@ -232,26 +239,53 @@ struct FusedConsumer {
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
-    wait_block();
-    load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_scores(scores, own_k, shared.first(at.stage));
+    [[maybe_unused]] uint64_t q_stream, dout_stream;
+    constexpr uint64_t kLeadingSlab = static_cast<uint64_t>(Spec::kStreamSlabBytes >> 4)
+                                      << 16;  // of the transposed operand
+    if constexpr (kMask == MaskKind::kBand) {
+      // Worked out ahead of the wait, over which ptxas moves nothing: the first product would stand behind it.
+      q_stream = described(shared.first(at.stage));
+      dout_stream = described(shared.second(at.stage));
+      const int statistics = ptx::recompute(at.stage * Spec::kStatisticsBytes);
+      wait_block();
+      load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
+      issue_scores(scores, own_k, q_stream);
+    } else {
+      wait_block();
+      load_columns<Spec>(lse_log2, shared.statistics(at.stage));
+      issue_scores(scores, own_k, shared.first(at.stage));
+    }
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(dk);
     if (used.stage != at.stage) release_used();
-    issue_scores(gradients, own_v, shared.second(at.stage));
+    if constexpr (kMask == MaskKind::kBand) {
+      issue_scores(gradients, own_v, dout_stream);
+    } else {
+      issue_scores(gradients, own_v, shared.second(at.stage));
+    }
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+      if constexpr (kMask == MaskKind::kBand) {
+        // Worked out here, not ahead of the branch for every block.
+        const BlockPlace own{place.tile_smem, place.head, place.first_key, ptx::recompute(place.block)};
+        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, own);
+      } else {
+        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+      }
     } else {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     Product::pack_scores(p_packed, scores);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    if constexpr (kMask == MaskKind::kBand) {
+      Product::issue_output(dv, p_packed, dout_stream | kLeadingSlab);
+    } else {
+      Product::issue_output(dv, p_packed, shared.second(at.stage));
+    }
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -261,7 +295,11 @@ struct FusedConsumer {
     }
     Product::pack_scores(ds_packed, gradients);
     hand_scores(ds_packed);
-    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    if constexpr (kMask == MaskKind::kBand) {
+      Product::issue_output(dk, ds_packed, q_stream | kLeadingSlab);
+    } else {
+      Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    }
     at.advance();
   }
 
@@ -316,12 +354,27 @@ struct FusedConsumer {
         Product::clear(dv);
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = goes_down<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
-        for (int i = range.begin; i < range.end; ++i) {
-          const int block = goes_down<kMask>(tile) ? range.begin + range.end - 1 - i : i;
-          const BlockPlace place{shared.tile(consumer), 0, first_key, block};
-          for (int head = 0; head < heads; ++head) {
-            step(dk, dv, p_packed, ds_packed, own_k, own_v, place,
-                 is_masked || block < range.full_begin || (kMask == MaskKind::kBand && block >= range.full_end));
+        if constexpr (kMask == MaskKind::kBand) {
+          // Between two blocks stands as little as in the dense kernel: nothing runs beside it.
+          const int onwards = goes_down<kMask>(tile) ? -1 : 1;
+          const int num_full = is_masked ? 0 : maximum(0, range.full_end - range.full_begin);
+          int block = goes_down<kMask>(tile) ? range.end - 1 : range.begin;
+          for (int left = range.end - range.begin; left > 0; --left, block += onwards) {
+            const BlockPlace place{shared.tile(consumer), 0, first_key, block};
+            const bool is_full = static_cast<uint32_t>(block - range.full_begin) < static_cast<uint32_t>(num_full);
+            const int needs_mask = ptx::recompute(is_full ? 0 : 1);
+            int head = heads;
+            do {
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, place, needs_mask != 0);
+            } while (--head > 0);
+          }
+        } else {
+          for (int i = range.begin; i < range.end; ++i) {
+            const int block = goes_down<kMask>(tile) ? range.begin + range.end - 1 - i : i;
+            const BlockPlace place{shared.tile(consumer), 0, first_key, block};
+            for (int head = 0; head < heads; ++head) {
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
+            }
           }
         }
         finish_products(dk, dv);

@@ -44,8 +44,8 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
     if constexpr (kMask == MaskKind::kBand) {
       if (warp == 0) {
         produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
-      } else if (warp == 1) {
-        produce_band_statistics<Spec>(params, shared);
+      } else if (warp <= 2) {
+        produce_band_statistics<Spec>(params, shared, warp - 1);
       }
     } else if (warp == 0) {
       produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);

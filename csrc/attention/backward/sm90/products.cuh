@@ -60,7 +60,10 @@ struct Products {
   // output[64 x kHeadDim] += a[64 x kStreamRows] stream[kStreamRows x kHeadDim]; asynchronous.
   static __device__ __forceinline__ void issue_output(float (&output)[kOutputs], uint32_t (&packed)[kPacked],
                                                       const unsigned char* stream_smem) {
-    const uint64_t stream = ptx::make_smem_descriptor(stream_smem, Spec::kStreamSlabBytes, 1024);
+    issue_output(output, packed, ptx::make_smem_descriptor(stream_smem, Spec::kStreamSlabBytes, 1024));
+  }
+  static __device__ __forceinline__ void issue_output(float (&output)[kOutputs], uint32_t (&packed)[kPacked],
+                                                      uint64_t stream) {
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence_operands(packed);
     ptx::wgmma_fence();

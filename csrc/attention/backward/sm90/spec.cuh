@@ -47,7 +47,7 @@ struct TileSpec {
   static constexpr bool kServesPlain = false;
   static constexpr bool kTakesTurns = false;  // tiles of a head wait for each other: see fused.cuh
   static constexpr int kTileReaders =
-      kIsBand_ && kHasStatistics_ ? 1 : 0;  // warps beside the consumers that read the first own tile's record
+      kIsBand_ && kHasStatistics_ ? 2 : 0;  // warps beside the consumers that read the first own tile's record
 
   static constexpr int kNumOwnTiles = kOwnRows / 64;
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
