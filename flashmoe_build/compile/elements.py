@@ -15,6 +15,7 @@ from flashmoe.tools.tables import Target, Unit
 
 EITHER = "xf16"
 SHARED = ("f16", "bf16")
+_WIDENS_BF16 = (9, 0)  # the first compute capability that has cvt.f32.bf16
 _WIDEN = re.compile(rb"\bcvt\.f32\.bf16\s+(%?\w+),\s*(%?\w+)\s*;")
 
 
@@ -26,9 +27,7 @@ def front_end(unit: Unit) -> Unit:
 def with_dtype(ptx: bytes, dtype: str, virtual: str) -> bytes:
     """The PTX of one type, from what NVRTC made of ``front_end`` for the architecture ``virtual``."""
     written = ptx.replace(EITHER.encode(), dtype.encode())
-    if dtype == "bf16" and Target(virtual, ()).capability < (
-        9,
-        0,
-    ):  # without that conversion: the upper half of a float
+    if dtype == "bf16" and Target(virtual, ()).capability < _WIDENS_BF16:
+        # A bf16 is the upper half of a float.
         return _WIDEN.sub(rb"mov.b32 \1, {0, \2};", written)
     return written
