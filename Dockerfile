@@ -23,7 +23,7 @@ COPY --chown=flashmoe:flashmoe nox noxfile.py pyproject.toml ./
 COPY --chown=flashmoe:flashmoe lockfiles lockfiles
 COPY --chown=flashmoe:flashmoe docker/with-network docker/with-network
 COPY --chown=flashmoe:flashmoe flashmoe/__init__.py flashmoe/_path.py flashmoe/_version.py flashmoe/errors.py flashmoe/
-COPY --chown=flashmoe:flashmoe flashmoe/tools/__init__.py flashmoe/tools/progress.py flashmoe/tools/
+COPY --chown=flashmoe:flashmoe flashmoe_tools/__init__.py flashmoe_tools/progress.py flashmoe_tools/
 COPY --chown=flashmoe:flashmoe flashmoe_build/__init__.py flashmoe_build/
 COPY --chown=flashmoe:flashmoe flashmoe_build/environments flashmoe_build/environments
 # One layer, with uv's cache inside it until its end: the three environments are hard links to the same 7 GB. A cache

@@ -41,10 +41,10 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["force_include"][str(record)] = COMMIT_FILE
 
     def _compile(self, build_data: dict[str, Any]) -> None:
-        from flashmoe.tools.tables import table_files
-        from flashmoe.tools.versions import with_version
         from flashmoe_build.compile.build import build
         from flashmoe_build.release.wheel import build_folder, wheel_tag
+        from flashmoe_tools.tables import table_files
+        from flashmoe_tools.versions import with_version
 
         built = build(build_folder(ROOT))
         source = ROOT / "flashmoe" / "_version.py"
@@ -73,7 +73,7 @@ class FlashmoeMetadataHook(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         from flashmoe._version import __version__
-        from flashmoe.tools.links import long_description
+        from flashmoe_tools.links import long_description
 
         text = (ROOT / "README.md").read_text(encoding="utf-8")
         body = long_description(text, __version__, metadata["urls"]["Source"])

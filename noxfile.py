@@ -136,11 +136,11 @@ def symbols(session: nox.Session) -> None:
 def smoke(session: nox.Session) -> None:
     """Install the newest wheel and compare a few small results with plain PyTorch."""
     if asks_for_help(session):
-        program(session, locked(session, "test"), "flashmoe.smoke", "--help")
+        program(session, locked(session, "test"), "flashmoe_tools.smoke", "--help")
         return
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("smoke")):
-        program(session, python, "flashmoe.smoke", "--json", REPORTS / "smoke.json", *session.posargs)
+        program(session, python, "flashmoe_tools.smoke", "--json", REPORTS / "smoke.json", *session.posargs)
 
 
 @nox.session
@@ -180,7 +180,7 @@ def test(session: nox.Session) -> None:
     python = installed(session, wheel_file(session))
     arguments = absolute_paths([word for word in session.posargs if word != "--cov"])
     coverage = (  # doubles the time of what is Python
-        *("--cov=flashmoe", "--cov=flashmoe_build", f"--cov-config={ROOT / 'pyproject.toml'}"),
+        *("--cov=flashmoe", "--cov=flashmoe_build", "--cov=flashmoe_tools", f"--cov-config={ROOT / 'pyproject.toml'}"),
         *(f"--cov-report=json:{ROOT / 'build' / 'coverage' / 'coverage.json'}", "--cov-report=term:skip-covered"),
     )
     if not any(word.startswith(str(ROOT)) for word in arguments):

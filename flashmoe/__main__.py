@@ -11,20 +11,20 @@ from importlib import import_module
 from flashmoe._path import leave_current_folder
 from flashmoe._version import DISTRIBUTION, __version__
 from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError, explain_os_error
-from flashmoe.tools.streams import prepare_streams
+from flashmoe_tools.streams import prepare_streams
 
 COMMANDS = {
-    "demo": ("flashmoe.tools.demo", "half a minute: our attention against torch's on this machine, errors and times"),
-    "doctor": ("flashmoe.tools.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
-    "audit": ("flashmoe.tools.audit.cli", "prove the symbols and resources of an extension or a wheel"),
-    "verify": ("flashmoe.tools.verify.cli", "hold a wheel against its provenance, or against a rebuild of its commit"),
-    "smem": ("flashmoe.tools.smem.cli", "what a kernel tile costs in shared memory, on which GPU it fits"),
-    "bench": ("flashmoe.tools.bench.cli", "time attention and mixture of experts against torch's own"),
+    "demo": ("flashmoe_tools.demo", "half a minute: our attention against torch's on this machine, errors and times"),
+    "doctor": ("flashmoe_tools.doctor.cli", "check this machine: Python, torch, driver, GPUs, extension"),
+    "audit": ("flashmoe_tools.audit.cli", "prove the symbols and resources of an extension or a wheel"),
+    "verify": ("flashmoe_tools.verify.cli", "hold a wheel against its provenance, or against a rebuild of its commit"),
+    "smem": ("flashmoe_tools.smem.cli", "what a kernel tile costs in shared memory, on which GPU it fits"),
+    "bench": ("flashmoe_tools.bench.cli", "time attention and mixture of experts against torch's own"),
     "gate": ("flashmoe_build.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
-    "profile": ("flashmoe.tools.profile.cli", "where the time of a kernel goes, and the rule that says so"),
+    "profile": ("flashmoe_tools.profile.cli", "where the time of a kernel goes, and the rule that says so"),
     "history": ("flashmoe_build.gate.history", "what the gate found for each commit; the last known good"),
     "bisect": ("flashmoe_build.gate.bisect", "find the first commit that fails a gate"),
-    "completion": ("flashmoe.tools.completion", "print the completion of this command for a shell"),
+    "completion": ("flashmoe_tools.completion", "print the completion of this command for a shell"),
 }
 
 CHECKOUT_PACKAGE = "flashmoe_build"  # not in the wheel

@@ -11,7 +11,7 @@ import sys
 
 
 def is_started_as_program(arguments: list[str]) -> bool:
-    """Whether this is the command line of ``python -m flashmoe...``."""
+    """Whether this is the command line of ``python -m flashmoe...`` or ``python -m flashmoe_tools...``."""
     words = iter(arguments[1:])
     for word in words:
         if not word.startswith("-") or word.startswith("--"):
@@ -19,7 +19,7 @@ def is_started_as_program(arguments: list[str]) -> bool:
         if word in ("-W", "-X"):
             next(words, None)
         elif word.endswith("m"):
-            return next(words, "").partition(".")[0] == "flashmoe"
+            return next(words, "").partition(".")[0] in ("flashmoe", "flashmoe_tools")
     return False
 
 

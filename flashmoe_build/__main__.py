@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError, explain_os_error
-from flashmoe.tools.streams import prepare_streams
 from flashmoe_build.compile.build import ROOT, build
 from flashmoe_build.compile.toolchain import PLATFORM_VARIABLE, PLATFORMS
 from flashmoe_build.release.wheel import build_folder, build_sdist, build_wheel
+from flashmoe_tools.streams import prepare_streams
 
 
 def main() -> int:

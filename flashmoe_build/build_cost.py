@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError
-from flashmoe.tools.bench.record import DATA_SCHEMA
-from flashmoe.tools.bench.suites import BuildCase, Suite
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, read_report, utc_now
+from flashmoe_tools.bench.record import DATA_SCHEMA
+from flashmoe_tools.bench.suites import BuildCase, Suite
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, read_report, utc_now
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_SECONDS = 1800.0

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
-from flashmoe.tools.operations import KernelRow
-from flashmoe.tools.tables import Gpu, Tables, load_tables
 from flashmoe_build import peers, speed, varlen
+from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.tables import Gpu, Tables, load_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATION = "attention_forward"

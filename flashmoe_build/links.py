@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flashmoe.tools.links import absolute, rewrite
+from flashmoe_tools.links import absolute, rewrite
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -18,7 +18,7 @@ from importlib import util
 from pathlib import Path
 
 from flashmoe.errors import ExitCode
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300

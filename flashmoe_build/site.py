@@ -155,7 +155,7 @@ def settings(home: str) -> dict[str, Any]:
         "extensions": ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"],
         "myst_heading_anchors": 4,
         "autoapi_dirs": [str(ROOT / "flashmoe")],
-        "autoapi_ignore": ["*/flashmoe/tools/*", "*/flashmoe/__main__.py", "*/flashmoe/smoke.py"],
+        "autoapi_ignore": ["*/flashmoe/__main__.py"],
         "autoapi_generate_api_docs": False,
         "autoapi_keep_files": False,
         "autoapi_python_class_content": "class",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashmoe.tools.problems import problem_from_json
-from flashmoe.tools.problems.serving import MIXED, SHORT, ServingProblem
 from flashmoe_build.speed import aggregates, ratio
+from flashmoe_tools.problems import problem_from_json
+from flashmoe_tools.problems.serving import MIXED, SHORT, ServingProblem
 
 Cell = dict[str, Any]
 Table = tuple[Sequence[str], list[Sequence[str]]]

@@ -152,8 +152,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def write_report(path: Path, counts: dict[str, int], gpu_ran: int, gpu_not_run: int, seconds: float) -> None:
-    from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now
-    from flashmoe.tools.report import write_report as write
+    from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now
+    from flashmoe_tools.report import write_report as write
 
     bad = counts["failed"] + counts["error"]
     verdict = Verdict.FAIL if bad else Verdict.PASS if counts["passed"] else Verdict.SKIP

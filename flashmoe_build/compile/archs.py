@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable, Mapping
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.tables import Tables, Target
+from flashmoe_tools.tables import Tables, Target
 
 VARIABLES = ("FLASHMOE_ARCHS", "FA_ARCHS")
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, cuda.h

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError
-from flashmoe.tools import sbom
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_json, write_report
-from flashmoe.tools.tables import Target, load_tables
 from flashmoe_build.compile.archs import requested, resolve
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.device import DeviceCode, compile_units
@@ -23,6 +20,9 @@ from flashmoe_build.compile.toolchain import PINNED_DISTRIBUTIONS, Toolchain, ch
 from flashmoe_build.environments.exclusive import hold_until_exit
 from flashmoe_build.environments.lock import verify_environment
 from flashmoe_build.release.provenance import provenance
+from flashmoe_tools import sbom
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_json, write_report
+from flashmoe_tools.tables import Target, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 

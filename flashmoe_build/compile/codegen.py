@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmoe.tools.operations import MAX_AXES, MAX_COSTS, Axis, Descriptor
-from flashmoe.tools.tables import Entry, Tables, Unit
 from flashmoe_build.compile.elements import EITHER, SHARED
+from flashmoe_tools.operations import MAX_AXES, MAX_COSTS, Axis, Descriptor
+from flashmoe_tools.tables import Entry, Tables, Unit
 
 ELEMENT_TYPES: Mapping[str, str] = {
     "f16": "flashmoe::ptx::F16",

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.compile import nvrtc, ptxas
 from flashmoe_build.compile.cache import Cache, content_key
 from flashmoe_build.compile.codegen import unit_source
@@ -23,6 +21,8 @@ from flashmoe_build.compile.jobs import run_staged
 from flashmoe_build.compile.nvrtc import Ptx
 from flashmoe_build.compile.resources import findings, parse_log, summary
 from flashmoe_build.compile.toolchain import Toolchain
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.tables import Tables, Unit
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from flashmoe.tools.tables import Target, Unit
+from flashmoe_tools.tables import Target, Unit
 
 EITHER = "xf16"
 SHARED = ("f16", "bf16")

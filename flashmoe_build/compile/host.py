@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.tables import Tables
 from flashmoe_build.compile.cache import Cache, content_key, include_closure
 from flashmoe_build.compile.codegen import PlacedBinary, embed_source, index_json, kernel_table_source
 from flashmoe_build.compile.device import CompiledUnit
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.compile.toolchain import Toolchain
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.tables import Tables
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10.0, the first release with a versioned stable ABI
 LIBRARY_NAME = "libflashmoe.so"

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.engine import OutOfReachError, engine, run
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / "docker" / "base-packages.txt"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.progress import Progress
+from flashmoe_tools.progress import Progress
 
 START_TIME_LIMIT = 60  # seconds
 CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError, UnsupportedGpuError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tools.tables import Gpu, load_tables
 from flashmoe_build.containers.engine import docker_program, run
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.tables import Gpu, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_DIGEST = re.compile(r"[\w./:-]+@sha256:[0-9a-f]{64}")

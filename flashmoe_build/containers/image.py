@@ -15,10 +15,10 @@ from typing import Any
 
 from flashmoe._version import __version__
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.base import BASE_TAG
 from flashmoe_build.containers.engine import OutOfReachError, ca_bundle, engine, require_space, run
 from flashmoe_build.release.version import find_commit
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"test": "flashmoe-test", "bench": "flashmoe-bench"}

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.compile.archs import VARIABLES
 from flashmoe_build.containers.engine import OutOfReachError, engine, run
 from flashmoe_build.containers.image import TARGETS, make_context
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT = 1800  # seconds of one container

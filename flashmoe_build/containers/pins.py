@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.containers.engine import OutOfReachError, engine
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"

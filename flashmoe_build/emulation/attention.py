@@ -12,13 +12,13 @@ from functools import lru_cache
 import torch
 
 from flashmoe.errors import InternalError
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.compile.codegen import map_parameters
 from flashmoe_build.emulation.build import CSRC, MAP_BYTES, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import Layout, NamedProblem, Problem, disagreements, make_inputs, reference
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 ELEMENT = 2  # bytes
 # Rows this many elements apart put the 32nd row past 2^31 elements.

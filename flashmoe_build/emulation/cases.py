@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashmoe.errors import ArgumentError, TableError
-from flashmoe.tools.tables import Tables, Unit
 from flashmoe_build.emulation import backward, fused_queries, huge, row_dot
 from flashmoe_build.emulation.attention import run_forward
 from flashmoe_build.emulation.build import Options
@@ -22,6 +21,7 @@ from flashmoe_build.emulation.varlen import backward as varlen_backward
 from flashmoe_build.emulation.varlen import cases as varlen_cases
 from flashmoe_build.emulation.varlen import fused_queries as varlen_fused_queries
 from flashmoe_build.emulation.varlen import run as varlen
+from flashmoe_tools.tables import Tables, Unit
 
 # Each family adds as its own GPU does; the seeds of the suite use every policy for work in flight.
 FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}

@@ -13,11 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 from flashmoe.errors import ArgumentError, TableError
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.compile.cache import content_key, include_closure
 from flashmoe_build.compile.codegen import unit_source
 from flashmoe_build.emulation.build import CSRC, REPOSITORY, Options, library_file
 from flashmoe_build.emulation.cases import Case, Kernel, kernels, suite
+from flashmoe_tools.tables import Unit, load_tables
 
 ONE_IN = 2  # problems of a kernel's suite that the quick form runs
 UPSTREAMS = ("@{upstream}", "origin/HEAD", "origin/main")

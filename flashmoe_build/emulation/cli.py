@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError
-from flashmoe.tools.bench.stopping import stop_signals
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.emulation.build import Options, compiler
 from flashmoe_build.emulation.cases import Case, kernels, matching, suite
 from flashmoe_build.emulation.changed import find_changes, quick_cases, stamp, variants
 from flashmoe_build.emulation.machine import TENSOR_CORES, AsyncPolicy
 from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 from flashmoe_build.emulation.runs import Runs, run_cases, summarised
+from flashmoe_tools.bench.stopping import stop_signals
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.tables import load_tables
 
 POLICIES = {
     "seed": AsyncPolicy.FROM_SEED,

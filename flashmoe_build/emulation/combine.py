@@ -7,11 +7,11 @@ import math
 
 import torch
 
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, load, mapped, place
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, Reference, disagreements
+from flashmoe_tools.tables import Unit
 
 
 def make_partials(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation import row_dot
 from flashmoe_build.emulation.attention import Outcome, Strides, launch_registers, load, mapped, place
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, worst_place
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 FusedQueryParams = structure(Header("FusedQueryParams", "attention/params/fused_backward.h"), (CSRC,))
 PIECE_ROWS = 64

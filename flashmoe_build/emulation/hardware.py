@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from flashmoe.errors import BuildError, ExitCode
-from flashmoe.tools.tables import Tables, Unit, load_tables
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.device import compile_unit
 from flashmoe_build.compile.nvrtc import compile_ptx
@@ -30,6 +29,7 @@ from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
 from flashmoe_build.emulation.combine import combine_geometry, make_partials, run_combine
 from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.problem import DTYPES, Problem, Shape, Values, make_inputs
+from flashmoe_tools.tables import Tables, Unit, load_tables
 
 TARGET = "sm_90a"
 # Whose launches are recorded. The others multiply with the same instructions, in the same order.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     ForwardParams,
     Outcome,
@@ -32,6 +31,7 @@ from flashmoe_build.emulation.problem import (
     make_inputs,
     reference,
 )
+from flashmoe_tools.tables import Unit
 
 NAN = float("nan")
 COMBINED_ROWS = 4  # of a block of the combine kernel

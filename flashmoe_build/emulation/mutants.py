@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError, ExitCode, TableError
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tools.tables import load_tables
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.tables import load_tables
 
 if sys.version_info >= (3, 11):
     import tomllib

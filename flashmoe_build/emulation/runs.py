@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from flashmoe.tools.interpreter import runnable
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Verdict
 from flashmoe_build.emulation.attention import Outcome
 from flashmoe_build.emulation.build import Options, jobs, kernel_library
 from flashmoe_build.emulation.cases import Case, run_case
+from flashmoe_tools.interpreter import runnable
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Verdict
 
 NAMED = 3  # kernels that the summary of a kind names
 

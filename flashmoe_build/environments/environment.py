@@ -26,9 +26,9 @@ from pathlib import Path
 
 from flashmoe._version import DISTRIBUTION
 from flashmoe.errors import FlashmoeError, LockError, explain_os_error
-from flashmoe.tools.progress import Progress
 from flashmoe_build.environments.exclusive import exclusive
 from flashmoe_build.environments.lock import read_lock, verify_environment
+from flashmoe_tools.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORTED = ((3, 12), (3, 11), (3, 10))  # numpy<2 has no wheel for later ones
@@ -355,7 +355,7 @@ def remove_bytecode(folder: Path) -> None:
     Files in a wheel carry the commit's time, so for an edited file of the same length the old bytecode would look current.
     """
     for packages in folder.glob("lib/python*/site-packages"):
-        for compiled in [*packages.glob("__pycache__/flashmoe*.pyc"), *packages.glob("flashmoe/**/__pycache__/*.pyc")]:
+        for compiled in [*packages.glob("__pycache__/flashmoe*.pyc"), *packages.glob("flashmoe*/**/__pycache__/*.pyc")]:
             compiled.unlink(missing_ok=True)
 
 

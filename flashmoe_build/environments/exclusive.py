@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from flashmoe.tools.progress import Progress
+from flashmoe_tools.progress import Progress
 
 POLL_S = 0.2
 _held: dict[Path, TextIO] = {}

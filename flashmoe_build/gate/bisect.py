@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe.tools.bench.stopping import stop_signals
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, typed_command, utc_now, write_report
 from flashmoe_build.gate.ladder import OWN_LADDER, read_ladder, select
+from flashmoe_tools.bench.stopping import stop_signals
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, typed_command, utc_now, write_report
 
 GATES = ("symbols", "correctness", "speed")
 # What each gate needs below it; a commit that fails at one of these cannot be judged and is skipped.

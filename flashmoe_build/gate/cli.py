@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe.tools.bench.stopping import stop_signals
-from flashmoe.tools.interpreter import runnable
-from flashmoe.tools.report import Report, Verdict, typed_command, write_report
 from flashmoe_build.gate.climb import Budget, Climb, find_places
 from flashmoe_build.gate.history import append_record, record_of
 from flashmoe_build.gate.ladder import OWN_LADDER, read_ladder, select
+from flashmoe_tools.bench.stopping import stop_signals
+from flashmoe_tools.interpreter import runnable
+from flashmoe_tools.report import Report, Verdict, typed_command, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

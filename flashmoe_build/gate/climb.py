@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import flashmoe
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.gate.execute import Outcome, execute, judge
 from flashmoe_build.gate.ladder import Places, Rung
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 DATA_SCHEMA = "flashmoe.gate/1"
 

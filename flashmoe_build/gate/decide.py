@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashmoe.tools.bench.summary import speed_word
-from flashmoe.tools.bench.thresholds import Thresholds, load_thresholds
-from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe_tools.bench.summary import speed_word
+from flashmoe_tools.bench.thresholds import Thresholds, load_thresholds
+from flashmoe_tools.report import Check, Report, Verdict
 
 WORDS: Mapping[str, tuple[Verdict, str]] = {
     "stop": (Verdict.FAIL, "stop and profile: do not tune before it is known where the time goes"),

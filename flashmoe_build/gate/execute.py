@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import ReportError
-from flashmoe.tools.report import Check, Report, Verdict, overall, read_report
+from flashmoe_tools.report import Check, Report, Verdict, overall, read_report
 
 GRACE_SECONDS = 10.0
 TAIL = 600

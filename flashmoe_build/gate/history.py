@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.tools.report import Report, Verdict, built_commit
+from flashmoe_tools.report import Report, Verdict, built_commit
 
 SCHEMA = "flashmoe.history/1"
 FOLDER = Path("docs") / "results" / "history"

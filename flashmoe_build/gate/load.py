@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 
 def load_check() -> Check:

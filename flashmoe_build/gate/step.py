@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashmoe.tools.report import Report, Verdict, read_report, write_report
 from flashmoe_build.gate.climb import Budget, Climb, find_places
 from flashmoe_build.gate.history import commit_of
 from flashmoe_build.gate.ladder import Places, Rung, read_ladder, select
+from flashmoe_tools.report import Report, Verdict, read_report, write_report
 
 CODES = {"good": 0, "bad": 1, "skip": 125}
 STEP_SECONDS = 1800.0
@@ -46,7 +46,7 @@ def speed_word(here: Report, good: Report, case: str, bad: Report | None = None)
     The ends are told apart by the rule for two runs. Between them it is enough to know which end a commit is like: on
     which side of their geometric middle its whole interval lies. Noise that forbids SAME need not hide a regression.
     """
-    from flashmoe.tools.bench.compare import compare_reports  # scipy: only this gate waits for it
+    from flashmoe_tools.bench.compare import compare_reports  # scipy: only this gate waits for it
 
     compared = compare_reports(good, here)
     rows = [row for row in compared.data["changes"] if row["case"] == case]

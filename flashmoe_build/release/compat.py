@@ -24,9 +24,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from flashmoe.errors import ExitCode, FlashmoeError, LockError
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.environments.environment import find_uv, probe_python, python_candidates
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR = Version("2.10")

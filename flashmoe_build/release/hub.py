@@ -23,8 +23,8 @@ from typing import Any
 
 from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import BuildError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.links import ROOT, repository
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 OUT = ROOT / "build" / "hub"
 NAME = "flashmoe"
@@ -33,7 +33,7 @@ LIBRARY = "libflashmoe.so"
 # major version and of any minor one that is not newer.
 VARIANTS = tuple(f"torch-stable-abi210-{backend}-x86_64-linux" for backend in ("cpu", "cu120", "cu130"))
 MINIMUM_KERNELS = "0.17.0"  # older ones give the module another name
-LEFT_OUT = ("flashmoe/tools/", "flashmoe/_tables/", "flashmoe/__main__.py", "flashmoe/smoke.py")
+LEFT_OUT = ("flashmoe/_tables/", "flashmoe/__main__.py")
 CHECKER_MANYLINUX, CHECKER_PYTHON = "manylinux_2_28", "3.9"
 README = """---
 license: apache-2.0

@@ -29,13 +29,13 @@ from typing import Any
 
 from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tools.verify.content import LIBRARY, RECORD, Content, read_wheel
-from flashmoe.tools.versions import version_of
 from flashmoe_build.containers.base import PINS, bootstrap, differences, installed, parse_pins
 from flashmoe_build.containers.engine import OutOfReachError, run
 from flashmoe_build.release.reproduce import OTHER_USER, ROOT, World, check_out
 from flashmoe_build.release.version import base_version, find_commit
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.verify.content import LIBRARY, RECORD, Content, read_wheel
+from flashmoe_tools.versions import version_of
 
 OTHER_SUITE, PINNED_SUITE = "trixie", "bookworm"
 TIME_LIMIT = 7200  # seconds of one build

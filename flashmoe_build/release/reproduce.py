@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.bench.stopping import stop_signals
-from flashmoe.tools.progress import Progress
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_build.compile.archs import VARIABLES
 from flashmoe_build.release.version import find_commit
+from flashmoe_tools.bench.stopping import stop_signals
+from flashmoe_tools.progress import Progress
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 3600  # seconds of one build

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.report import write_json
 from flashmoe_build.compile.toolchain import PLATFORMS
 from flashmoe_build.environments.lock import Pin, read_lock
+from flashmoe_tools.report import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "provenance.intoto.json"

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe.tools.versions import release_tag, stated_version, version_of
+from flashmoe_tools.versions import release_tag, stated_version, version_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT_FILE = "COMMIT.json"  # in an sdist, which has no repository

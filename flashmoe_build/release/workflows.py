@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flashmoe.errors import ExitCode, FlashmoeError, ReportError
-from flashmoe.tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe.tools.tables import Gpu, load_tables
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.tables import Gpu, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".github" / "workflows"

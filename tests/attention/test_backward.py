@@ -19,7 +19,7 @@ from flashmoe import _extension
 from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.operators.attention import backward
-from flashmoe.tools.tables import load_tables
+from flashmoe_tools.tables import load_tables
 
 from .gradients import assert_kernel_ran, check_gradients, has_kernel, make_leaves, ours
 from .reference import DTYPES, Problem, make_inputs

@@ -7,7 +7,7 @@ from itertools import count, product
 import pytest
 import torch
 
-from flashmoe.tools.tables import load_tables
+from flashmoe_tools.tables import load_tables
 
 from .reference import DTYPES, Problem, check_attention, make_inputs
 

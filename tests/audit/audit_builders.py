@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashmoe.tools.audit import Options, audit
-from flashmoe.tools.report import Check, Report, Verdict
-from flashmoe.tools.tables import Tables, Unit, load_tables
+from flashmoe_tools.audit import Options, audit
+from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.tables import Tables, Unit, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_path("purelib"))

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from audit_builders import Row, Workshop, row_of, small_tables
 
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.tables import Tables
 
 
 @pytest.fixture(scope="session")

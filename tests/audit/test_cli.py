@@ -15,9 +15,9 @@ from audit_builders import Workshop, audit, package_files
 
 import flashmoe
 from flashmoe.errors import ExitCode
-from flashmoe.tools.audit.render import kernel_table, plain, show
-from flashmoe.tools.report import read_report
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.audit.render import kernel_table, plain, show
+from flashmoe_tools.report import read_report
+from flashmoe_tools.tables import Tables
 
 
 def environment() -> dict[str, str]:
@@ -158,7 +158,7 @@ def test_a_plain_install_says_what_a_command_needs_beside_it(
 
 
 def test_torch_is_not_imported(sound: Path) -> None:
-    script = f"import sys; from pathlib import Path; from flashmoe.tools.audit import audit; audit(Path({str(sound)!r})); assert 'torch' not in sys.modules"
+    script = f"import sys; from pathlib import Path; from flashmoe_tools.audit import audit; audit(Path({str(sound)!r})); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], cwd="/", env=environment(), check=True, timeout=120)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from audit_builders import SITE, device_code, kernel_source, run
 
-from flashmoe.tools.audit.cubin import CubinFacts, architecture, read_cubin
-from flashmoe.tools.audit.errors import AuditError, EmbeddedError
-from flashmoe.tools.audit.ptx import read_ptx
+from flashmoe_tools.audit.cubin import CubinFacts, architecture, read_cubin
+from flashmoe_tools.audit.errors import AuditError, EmbeddedError
+from flashmoe_tools.audit.ptx import read_ptx
 
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a"]
 TOOLS = SITE / "triton" / "backends" / "nvidia" / "bin"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from audit_builders import Row, Workshop, audit, failures, named, package_files
 
-from flashmoe.tools.audit import inputs
-from flashmoe.tools.audit.render import plain, show
-from flashmoe.tools.report import Check, Report, Verdict
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.audit import inputs
+from flashmoe_tools.audit.render import plain, show
+from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.tables import Tables
 
 NAME = "science-1.0-cp311-cp311-linux_x86_64.whl"
 

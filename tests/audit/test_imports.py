@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from audit_builders import Workshop, audit, failures, named
 
-from flashmoe.tools.report import Report, Verdict
+from flashmoe_tools.report import Report, Verdict
 
 MODULE = 'extern "C" __attribute__((visibility("default"))) void* PyInit__ext() { return nullptr; }'
 NAME = "science-1.0-cp311-cp311-linux_x86_64.whl"

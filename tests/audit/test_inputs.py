@@ -13,11 +13,11 @@ from audit_builders import PACKAGE, Workshop, audit, complete, failures, package
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashmoe.tools.audit.cubin import read_cubin
-from flashmoe.tools.audit.elf import read_elf
-from flashmoe.tools.audit.engine import exit_is_empty
-from flashmoe.tools.audit.errors import AuditError
-from flashmoe.tools.report import Check, Verdict
+from flashmoe_tools.audit.cubin import read_cubin
+from flashmoe_tools.audit.elf import read_elf
+from flashmoe_tools.audit.engine import exit_is_empty
+from flashmoe_tools.audit.errors import AuditError
+from flashmoe_tools.report import Check, Verdict
 
 
 def refused(path: Path, kind: str) -> Check:

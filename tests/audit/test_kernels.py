@@ -20,9 +20,9 @@ from audit_builders import (
     row_of,
 )
 
-from flashmoe.tools.audit.resources import MAX_PARAM_BYTES, check_launches
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import Tables, Unit
+from flashmoe_tools.audit.resources import MAX_PARAM_BYTES, check_launches
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import Tables, Unit
 
 
 def unit_of(tables: Tables, dtype: str, target: str) -> Unit:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe.tools.audit.launch import Launch, Need, launchability
-from flashmoe.tools.smem.occupancy import warp_registers
-from flashmoe.tools.tables import load_tables
+from flashmoe_tools.audit.launch import Launch, Need, launchability
+from flashmoe_tools.smem.occupancy import warp_registers
+from flashmoe_tools.tables import load_tables
 
 
 def launch(gpu: str, *, registers: int | None = 64, threads: int = 128, static: int = 0, dynamic: int = 0) -> Launch:

@@ -11,8 +11,8 @@ import pytest
 from audit_builders import Workshop, audit, named, run
 from faults import FAULTS, broken
 
-from flashmoe.tools.audit import Options, loader, sandbox
-from flashmoe.tools.report import Verdict
+from flashmoe_tools.audit import Options, loader, sandbox
+from flashmoe_tools.report import Verdict
 
 SOURCE = """
 #include <cstdio>

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from audit_builders import EMBED, HOST, ROOT, Row, Workshop, audit, named, only_failure
 
-from flashmoe.tools.audit.policy import load_policy, version_key
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.audit.policy import load_policy, version_key
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import Tables
 
 
 def test_glibc_above_the_floor(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:

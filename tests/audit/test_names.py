@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe.tools.audit.binutils import demangle
-from flashmoe.tools.audit.names import canonical_types, explain, is_torch, qualified_name, root, template_arguments
+from flashmoe_tools.audit.binutils import demangle
+from flashmoe_tools.audit.names import canonical_types, explain, is_torch, qualified_name, root, template_arguments
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from audit_builders import SITE, audit, failures, run
 
-from flashmoe.tools.audit.elf import open_elf, read_bytes, section_data
-from flashmoe.tools.audit.embedded import BINARY_SECTION, read_embedded
-from flashmoe.tools.report import Verdict
+from flashmoe_tools.audit.elf import open_elf, read_bytes, section_data
+from flashmoe_tools.audit.embedded import BINARY_SECTION, read_embedded
+from flashmoe_tools.report import Verdict
 
 NVDISASM = SITE / "triton" / "backends" / "nvidia" / "bin" / "nvdisasm"  # comes with triton, which torch installs
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from audit_builders import SITE, Row, Workshop, audit, failures, package_files, torch_library_folder
 
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import Tables
 
 
 def test_library_passes(sound: Path, tables: Tables) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from audit_builders import EXPORTS, HOST, Options, Row, Workshop, audit, failures, named, only_failure, run
 
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import Tables
 
 INSTANTIATED = """
 struct __half { unsigned short x; };

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.tools.audit.errors import ShimDataError
-from flashmoe.tools.audit.policy import DATA
-from flashmoe.tools.audit.resolve import cuda_folders
-from flashmoe.tools.audit.torch_libraries import installed_torch, release, shim_data, shims_for, write_data
+from flashmoe_tools.audit.errors import ShimDataError
+from flashmoe_tools.audit.policy import DATA
+from flashmoe_tools.audit.resolve import cuda_folders
+from flashmoe_tools.audit.torch_libraries import installed_torch, release, shim_data, shims_for, write_data
 
 
 def test_committed_data_is_what_the_script_writes(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_committed_data_is_what_the_script_writes(tmp_path: Path) -> None:
     assert torch is not None
     committed = DATA / f"torch_shims_{release(torch.version)}.json"
     assert committed.is_file(), (
-        f"write it: python -m flashmoe.tools.audit.torch_libraries --write (torch {torch.version})"
+        f"write it: python -m flashmoe_tools.audit.torch_libraries --write (torch {torch.version})"
     )
     assert write_data(tmp_path).read_bytes() == committed.read_bytes()
 

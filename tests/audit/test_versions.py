@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from audit_builders import HOST, Options, Row, Workshop, audit, failures, named, only_failure, run
 
-from flashmoe.tools.audit import resolve
-from flashmoe.tools.audit.lookup import is_known_version
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.audit import resolve
+from flashmoe_tools.audit.lookup import is_known_version
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import Tables
 
 FOO = 'extern "C" int foo() { return 1; }\nextern "C" int bar() { return 2; }\n'
 CALL = 'extern "C" int bar(); extern "C" int PyInit__C() { return bar(); }'

@@ -18,8 +18,8 @@ from audit_builders import (
     package_files,
 )
 
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import Tables
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import Tables
 
 MODULE = 'extern "C" __attribute__((visibility("default"))) void* PyInit_%s() { return nullptr; }'
 LOCAL = "flash_science-1.0-cp311-cp311-linux_x86_64.whl"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from flashmoe.tools.bench.compare import decide_change, difference
-from flashmoe.tools.bench.statistics import log_ratios, paired_ratio
-from flashmoe.tools.bench.thresholds import load_thresholds
-from flashmoe.tools.bench.verdict import decide
-from flashmoe.tools.report import write_json
+from flashmoe_tools.bench.compare import decide_change, difference
+from flashmoe_tools.bench.statistics import log_ratios, paired_ratio
+from flashmoe_tools.bench.thresholds import load_thresholds
+from flashmoe_tools.bench.verdict import decide
+from flashmoe_tools.report import write_json
 from tests.bench.synthetic import interleaved_samples
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmoe.tools.bench.cli import only_dtypes
-from flashmoe.tools.bench.plan import block_orders
-from flashmoe.tools.bench.record import DATA_SCHEMA, cell_checks, cell_record
-from flashmoe.tools.bench.runner import Cell, Timing
-from flashmoe.tools.bench.suites import Suite, load_suite
-from flashmoe.tools.bench.summary import CeilingRates, aggregate
-from flashmoe.tools.bench.telemetry import Reading
-from flashmoe.tools.problems import Verification
-from flashmoe.tools.problems.attention import AttentionProblem
-from flashmoe.tools.report import Check, Report, Verdict
+from flashmoe_tools.bench.cli import only_dtypes
+from flashmoe_tools.bench.plan import block_orders
+from flashmoe_tools.bench.record import DATA_SCHEMA, cell_checks, cell_record
+from flashmoe_tools.bench.runner import Cell, Timing
+from flashmoe_tools.bench.suites import Suite, load_suite
+from flashmoe_tools.bench.summary import CeilingRates, aggregate
+from flashmoe_tools.bench.telemetry import Reading
+from flashmoe_tools.problems import Verification
+from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.report import Check, Report, Verdict
 
 CEILINGS = {"matmul_tflops": {"bf16": 790.0, "f16": 790.0}, "copy_gbps": 2900.0, "samples": {"copy": [1, 2, 3]}}
 

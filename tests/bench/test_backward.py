@@ -9,18 +9,18 @@ import torch
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError
-from flashmoe.tools.bench.cli import only_cases
-from flashmoe.tools.bench.compare import compare_reports
-from flashmoe.tools.bench.contenders import default_registry
-from flashmoe.tools.bench.markdown import bench_markdown
-from flashmoe.tools.bench.ratchet import Mark, evaluate
-from flashmoe.tools.bench.suites import load_suite
-from flashmoe.tools.problems import problem_from_json, problem_type
-from flashmoe.tools.problems.attention import AttentionProblem
-from flashmoe.tools.problems.attention_backward import AttentionBackwardProblem
-from flashmoe.tools.problems.attention_training import AttentionTrainingProblem
-from flashmoe.tools.profile.resources import slowest_case
-from flashmoe.tools.report import Verdict, read_report
+from flashmoe_tools.bench.cli import only_cases
+from flashmoe_tools.bench.compare import compare_reports
+from flashmoe_tools.bench.contenders import default_registry
+from flashmoe_tools.bench.markdown import bench_markdown
+from flashmoe_tools.bench.ratchet import Mark, evaluate
+from flashmoe_tools.bench.suites import load_suite
+from flashmoe_tools.problems import problem_from_json, problem_type
+from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.problems.attention_backward import AttentionBackwardProblem
+from flashmoe_tools.problems.attention_training import AttentionTrainingProblem
+from flashmoe_tools.profile.resources import slowest_case
+from flashmoe_tools.report import Verdict, read_report
 
 SMALL = AttentionBackwardProblem.from_key("backward-bf16-d64-causal-b2-h4kv2-q48k80")
 
@@ -92,7 +92,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 def test_a_quick_run_on_the_cpu_is_written_compared_and_held_to_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
+    monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
     target, page = tmp_path / "a.json", tmp_path / "a.html"
     quick = ["bench", "--suite", "llm-train", "--quick", "--device", "cpu", "--repeats", "5", "--time-budget", "120"]
     main([*quick, "--json", str(target), "--html", str(page)])

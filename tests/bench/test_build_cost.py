@@ -9,15 +9,15 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe.tools.bench.suites import load_suite, parse_suite
-from flashmoe.tools.report import Verdict
 from flashmoe_build import build_cost
+from flashmoe_tools.bench.suites import load_suite, parse_suite
+from flashmoe_tools.report import Verdict
 
 BUILDER = """
 import argparse, hashlib, os, sys
 from pathlib import Path
 sys.path.insert(0, {package!r})
-from flashmoe.tools.report import Check, Report, Verdict, write_report
+from flashmoe_tools.report import Check, Report, Verdict, write_report
 parser = argparse.ArgumentParser()
 parser.add_argument("--library-only", action="store_true")
 parser.add_argument("--out", type=Path)

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from flashmoe.__main__ import main
-from flashmoe.tools.bench.call_cost import share_checks, shares
-from flashmoe.tools.bench.contenders import Contender, Prepared
-from flashmoe.tools.bench.markdown import bench_markdown
-from flashmoe.tools.bench.page import render_page
-from flashmoe.tools.bench.sampling import CALL_CALLS, CallSampler, WallSampler, make_sampler
-from flashmoe.tools.bench.session import Options, Session
-from flashmoe.tools.bench.suites import Suite, load_suite
-from flashmoe.tools.bench.thresholds import load_thresholds
-from flashmoe.tools.problems.attention.tensors import Inputs
-from flashmoe.tools.report import Verdict, read_report
+from flashmoe_tools.bench.call_cost import share_checks, shares
+from flashmoe_tools.bench.contenders import Contender, Prepared
+from flashmoe_tools.bench.markdown import bench_markdown
+from flashmoe_tools.bench.page import render_page
+from flashmoe_tools.bench.sampling import CALL_CALLS, CallSampler, WallSampler, make_sampler
+from flashmoe_tools.bench.session import Options, Session
+from flashmoe_tools.bench.suites import Suite, load_suite
+from flashmoe_tools.bench.thresholds import load_thresholds
+from flashmoe_tools.problems.attention.tensors import Inputs
+from flashmoe_tools.report import Verdict, read_report
 
 BUSY_SECONDS = 50e-6
 
@@ -119,7 +119,7 @@ def _session(device: str, ours: float, baseline: float) -> Session:
 
 def test_a_planted_cost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the busy time on our side, on a CPU; page and table are drawn, and say what the numbers are."""
-    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
+    monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
     report = _session("cpu", 200e-6, 400e-6).run(lambda _: None)
     (row,) = report.data["call_shares"]
     assert 0.4 < row["geometric_mean"] < 0.75

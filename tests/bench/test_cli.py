@@ -10,7 +10,7 @@ import torch
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DeviceError, ExitCode
-from flashmoe.tools.bench.cli import (
+from flashmoe_tools.bench.cli import (
     add_arguments,
     default_suite,
     fit_suite,
@@ -18,8 +18,8 @@ from flashmoe.tools.bench.cli import (
     only_cases,
     resolve_device,
 )
-from flashmoe.tools.bench.suites import Suite, load_suite
-from flashmoe.tools.report import typed_command, write_report
+from flashmoe_tools.bench.suites import Suite, load_suite
+from flashmoe_tools.report import typed_command, write_report
 from tests.bench.synthetic import synthetic_report
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from flashmoe.__main__ import main
-from flashmoe.tools.bench.ceilings import measure_ceilings
-from flashmoe.tools.bench.contenders import Contender, Prepared, default_registry
-from flashmoe.tools.bench.sampling import EventSampler, GraphSampler, call_time_ns, peak_bytes
-from flashmoe.tools.bench.session import Options, Session
-from flashmoe.tools.bench.suites import Suite, parse_suite
-from flashmoe.tools.bench.verify import verify
-from flashmoe.tools.problems.attention.tensors import Inputs, make_inputs, make_reference
-from flashmoe.tools.report import Verdict, read_report
+from flashmoe_tools.bench.ceilings import measure_ceilings
+from flashmoe_tools.bench.contenders import Contender, Prepared, default_registry
+from flashmoe_tools.bench.sampling import EventSampler, GraphSampler, call_time_ns, peak_bytes
+from flashmoe_tools.bench.session import Options, Session
+from flashmoe_tools.bench.suites import Suite, parse_suite
+from flashmoe_tools.bench.verify import verify
+from flashmoe_tools.problems.attention.tensors import Inputs, make_inputs, make_reference
+from flashmoe_tools.report import Verdict, read_report
 
 pytestmark = pytest.mark.gpu
 CYCLES = 200_000  # about 0.1 ms on any GPU of today

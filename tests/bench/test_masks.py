@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashmoe.tools.bench.contenders import default_registry
-from flashmoe.tools.problems.attention import AttentionProblem
-from flashmoe.tools.problems.attention.tensors import make_inputs
+from flashmoe_tools.bench.contenders import default_registry
+from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.problems.attention.tensors import make_inputs
 
 
 @pytest.mark.parametrize("heads_kv", [2, 8])

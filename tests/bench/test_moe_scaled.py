@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from flashmoe.errors import ArgumentError
-from flashmoe.tools.bench.contenders import default_registry
-from flashmoe.tools.bench.suites import load_suite, parse_suite
-from flashmoe.tools.problems import problem_from_json, problem_from_key
-from flashmoe.tools.problems.fields import SuiteError
-from flashmoe.tools.problems.moe_scaled import MoeScaledProblem
-from flashmoe.tools.problems.moe_scaled.tensors import ScaledInputs, ScaledReference, SixteenBits
-from flashmoe.tools.profile.resources import build_facts
+from flashmoe_tools.bench.contenders import default_registry
+from flashmoe_tools.bench.suites import load_suite, parse_suite
+from flashmoe_tools.problems import problem_from_json, problem_from_key
+from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.problems.moe_scaled import MoeScaledProblem
+from flashmoe_tools.problems.moe_scaled.tensors import ScaledInputs, ScaledReference, SixteenBits
+from flashmoe_tools.profile.resources import build_facts
 
 SMALL = MoeScaledProblem("e4m3", experts=8, top_k=2, hidden=256, intermediate=128, tokens=5)
 ROW = {"experts": 8, "top_k": 2, "hidden": 256, "intermediate": 128, "tokens": [1, 8]}

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ArgumentError
-from flashmoe.tools import problems
-from flashmoe.tools.bench import ceilings, contenders
-from flashmoe.tools.bench.cli import merge
-from flashmoe.tools.bench.contenders import default_registry
-from flashmoe.tools.bench.markdown import bench_markdown, describe_case
-from flashmoe.tools.bench.session import Options, Session
-from flashmoe.tools.bench.suites import parse_suite
-from flashmoe.tools.report import Verdict, read_report, write_report
+from flashmoe_tools import problems
+from flashmoe_tools.bench import ceilings, contenders
+from flashmoe_tools.bench.cli import merge
+from flashmoe_tools.bench.contenders import default_registry
+from flashmoe_tools.bench.markdown import bench_markdown, describe_case
+from flashmoe_tools.bench.session import Options, Session
+from flashmoe_tools.bench.suites import parse_suite
+from flashmoe_tools.report import Verdict, read_report, write_report
 
 PROBLEMS = """
 from dataclasses import asdict, dataclass
 import torch
-from flashmoe.tools.problems import Verification, fields
+from flashmoe_tools.problems import Verification, fields
 
 @dataclass(frozen=True)
 class Inputs:
@@ -76,7 +76,7 @@ class Double:
 PROBLEM = Double
 """
 CONTENDERS = """
-from flashmoe.tools.bench.contenders import Contender, Prepared, always
+from flashmoe_tools.bench.contenders import Contender, Prepared, always
 
 def contenders():
     return (
@@ -112,7 +112,7 @@ def test_a_further_operation_is_timed_and_read_back(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 64})
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
-    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
+    monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
     suite = parse_suite(SUITE, "toy.toml")
     report = Session(suite, Options("cpu"), default_registry("toy")).run(lambda _: None)
     assert [cell["case"]["key"] for cell in report.data["cells"]] == ["toy-64", "toy-128"]

@@ -15,14 +15,14 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.tools.bench import figure
-from flashmoe.tools.bench.heat import SHADES, heat_level, heat_rows, legend
-from flashmoe.tools.bench.index import write_index
-from flashmoe.tools.bench.markdown import bench_markdown
-from flashmoe.tools.bench.page import flatten, render_page
-from flashmoe.tools.bench.places import in_front
-from flashmoe.tools.problems.attention import AttentionProblem
-from flashmoe.tools.report import Check, Report, Verdict, write_report
+from flashmoe_tools.bench import figure
+from flashmoe_tools.bench.heat import SHADES, heat_level, heat_rows, legend
+from flashmoe_tools.bench.index import write_index
+from flashmoe_tools.bench.markdown import bench_markdown
+from flashmoe_tools.bench.page import flatten, render_page
+from flashmoe_tools.bench.places import in_front
+from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.report import Check, Report, Verdict, write_report
 from tests.bench.synthetic import synthetic_report
 
 FETCHING = {"script", "link", "img", "iframe", "object", "embed", "source", "video", "audio", "base", "form"}
@@ -143,7 +143,7 @@ def test_a_page_without_the_plotting_library_says_what_to_install(
     write_report(tmp_path / "a.json", synthetic_report("decode"))
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("flashmoe.tools.bench.page", "flashmoe.tools.bench.figure"):
+    for name in ("flashmoe_tools.bench.page", "flashmoe_tools.bench.figure"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     words = ["bench", "--render", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]

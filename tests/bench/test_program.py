@@ -13,7 +13,7 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
-from flashmoe.tools.report import read_report
+from flashmoe_tools.report import read_report
 
 SUITE = """
 schema = 1

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from flashmoe.errors import ArgumentError
-from flashmoe.tools.bench import ceilings
-from flashmoe.tools.bench.contenders import Contender, Prepared, choose, default_registry
-from flashmoe.tools.bench.markdown import bench_markdown
-from flashmoe.tools.bench.record import cell_checks, quiet_check
-from flashmoe.tools.bench.session import Options, Session
-from flashmoe.tools.bench.suites import Suite, parse_suite
-from flashmoe.tools.bench.telemetry import Telemetry
-from flashmoe.tools.bench.verify import verify
-from flashmoe.tools.problems.attention import AttentionProblem
-from flashmoe.tools.problems.attention.tensors import Inputs, choose_pairs, make_inputs, make_reference
-from flashmoe.tools.report import Report, Verdict, read_report, write_report
+from flashmoe_tools.bench import ceilings
+from flashmoe_tools.bench.contenders import Contender, Prepared, choose, default_registry
+from flashmoe_tools.bench.markdown import bench_markdown
+from flashmoe_tools.bench.record import cell_checks, quiet_check
+from flashmoe_tools.bench.session import Options, Session
+from flashmoe_tools.bench.suites import Suite, parse_suite
+from flashmoe_tools.bench.telemetry import Telemetry
+from flashmoe_tools.bench.verify import verify
+from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.problems.attention.tensors import Inputs, choose_pairs, make_inputs, make_reference
+from flashmoe_tools.report import Report, Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
 CASE = AttentionProblem("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
@@ -36,7 +36,7 @@ def quick_and_steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 128})
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
-    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
+    monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -250,7 +250,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path, monkeypatch: py
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Telemetry, "read", read)
-    monkeypatch.setattr("flashmoe.tools.bench.runner.READ_SECONDS", 0.0)
+    monkeypatch.setattr("flashmoe_tools.bench.runner.READ_SECONDS", 0.0)
     report, session = run(suite(["ours", "base"]), [contender("ours", plain, ours=True), contender("base", plain)])
     assert session.stopped == "interrupted"
     write_report(tmp_path / "partial.json", report)

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from flashmoe.errors import ArgumentError
-from flashmoe.tools.bench.contenders import default_registry
-from flashmoe.tools.bench.keep import expand, summarise_bench
-from flashmoe.tools.bench.record import cell_record
-from flashmoe.tools.bench.runner import Cell, Timing
-from flashmoe.tools.bench.suites import load_suite
-from flashmoe.tools.problems import Verification, problem_from_json
-from flashmoe.tools.problems.fields import SuiteError
-from flashmoe.tools.problems.serving import SPREADS, ServingProblem
-from flashmoe.tools.report import Report
+from flashmoe_tools.bench.contenders import default_registry
+from flashmoe_tools.bench.keep import expand, summarise_bench
+from flashmoe_tools.bench.record import cell_record
+from flashmoe_tools.bench.runner import Cell, Timing
+from flashmoe_tools.bench.suites import load_suite
+from flashmoe_tools.problems import Verification, problem_from_json
+from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.problems.serving import SPREADS, ServingProblem
+from flashmoe_tools.report import Report
 
 DECODE = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=1, seq_k=100, page_size=16)
 SHARED = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=1, seq_k=100, page_size=16, spread="shared")

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from flashmoe.tools.bench.plan import block_orders, plan_samples, share_of_budget
-from flashmoe.tools.bench.statistics import (
+from flashmoe_tools.bench.plan import block_orders, plan_samples, share_of_budget
+from flashmoe_tools.bench.statistics import (
     Interval,
     Ratio,
     cliffs_delta,
@@ -18,7 +18,7 @@ from flashmoe.tools.bench.statistics import (
     paired_ratio,
     signed_rank_p,
 )
-from flashmoe.tools.bench.verdict import Reason, Speed, decide
+from flashmoe_tools.bench.verdict import Reason, Speed, decide
 from tests.bench.figures import SCENES, TWO_RUNS, Scene, TwoRuns, two_run_shares, verdict_shares
 
 RUNS = 240

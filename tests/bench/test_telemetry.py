@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from flashmoe.tools.bench.telemetry import Reading, Telemetry, cpu_busy, summarise, throttle_words
+from flashmoe_tools.bench.telemetry import Reading, Telemetry, cpu_busy, summarise, throttle_words
 
 
 class FakeNvml(ModuleType):
@@ -94,9 +94,9 @@ def test_a_reading_that_fails_is_missing_not_fatal(monkeypatch: pytest.MonkeyPat
 
 def test_the_processors_are_watched_while_this_process_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([(100, 1000), (130, 1100)])
-    monkeypatch.setattr("flashmoe.tools.bench.telemetry._processor_ticks", lambda: next(readings))
+    monkeypatch.setattr("flashmoe_tools.bench.telemetry._processor_ticks", lambda: next(readings))
     assert cpu_busy(0.0) == 0.3
-    monkeypatch.setattr("flashmoe.tools.bench.telemetry._processor_ticks", lambda: None)
+    monkeypatch.setattr("flashmoe_tools.bench.telemetry._processor_ticks", lambda: None)
     assert cpu_busy(0.0) is None
     monkeypatch.undo()
     here = cpu_busy(0.05)

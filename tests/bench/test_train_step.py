@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from flashmoe.__main__ import main
-from flashmoe.tools.bench.contenders import default_registry
-from flashmoe.tools.bench.suites import load_suite, parse_suite
-from flashmoe.tools.problems import problem_from_json
-from flashmoe.tools.problems.fields import SuiteError
-from flashmoe.tools.problems.train_step import TrainStepProblem
-from flashmoe.tools.report import read_report
+from flashmoe_tools.bench.contenders import default_registry
+from flashmoe_tools.bench.suites import load_suite, parse_suite
+from flashmoe_tools.problems import problem_from_json
+from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.problems.train_step import TrainStepProblem
+from flashmoe_tools.report import read_report
 
 SMALL = TrainStepProblem("bf16", 2, width=64, heads=4, heads_kv=2, ffn=96, vocabulary=50, batch=2, seq=40)
 ROW = {"dtype": "f32", "layers": 1, "width": 64, "heads": 4, "heads_kv": 2, "ffn": 8, "vocabulary": 9, "batch": 1}
@@ -55,7 +55,7 @@ def test_a_wrong_gradient_of_one_weight_is_refused(value: float) -> None:
 
 
 def test_a_quick_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashmoe.tools.bench.session.quiet_check", lambda *_: None)
+    monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
     target = tmp_path / "a.json"
     quick = ["bench", "--suite", "train-step", "--quick", "--device", "cpu", "--contenders", "flashmoe,sdpa"]
     main([*quick, "--repeats", "5", "--time-budget", "60", "--json", str(target)])

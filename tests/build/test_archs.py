@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.compile import archs
+from flashmoe_tools.tables import load_tables
 
 
 def names(request: str) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 from elftools.elf.elffile import ELFFile
 
 from flashmoe.errors import BuildError, TableError
-from flashmoe.tools.tables import Tables, Unit, load_tables
 from flashmoe_build.compile import ptxas
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source, unit_source
@@ -20,6 +19,7 @@ from flashmoe_build.compile.elements import front_end, with_dtype
 from flashmoe_build.compile.jobs import run_staged
 from flashmoe_build.compile.nvrtc import compile_ptx
 from flashmoe_build.compile.toolchain import find_toolchain
+from flashmoe_tools.tables import Tables, Unit, load_tables
 
 TARGETS = ("sm_80", "sm_90a", "sm_120a", "compute_80")
 COMBINE = "attention_combine_sm80_f16"  # the smallest kernel; one tile for all targets

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.compile.cache import Cache
 from flashmoe_build.compile.nvrtc import compile_ptx
 from flashmoe_build.compile.ptxas import assemble
 from flashmoe_build.compile.resources import findings, parse_log
 from flashmoe_build.compile.toolchain import find_toolchain
+from flashmoe_tools.tables import Unit, load_tables
 
 
 @pytest.fixture(scope="module")

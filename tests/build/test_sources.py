@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.compile.codegen import unit_source
 from flashmoe_build.compile.nvrtc_worker import compile_job
 from flashmoe_build.compile.toolchain import find_toolchain
+from flashmoe_tools.tables import load_tables
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 DEVICE_HEADERS = sorted(set(CSRC.rglob("*.cuh")) - set((CSRC / "emulation").rglob("*.cuh")))

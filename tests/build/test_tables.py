@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import TableError
-from flashmoe.tools.tables import load_tables
+from flashmoe_tools.tables import load_tables
 
 ROWS, DESCRIPTORS = "attention/kernels.toml", "attention/operations.toml"
 GOOD_ROW = """

@@ -52,7 +52,7 @@ def test_nothing_in_the_current_folder_is_executed(tmp_path: Path, started: list
     ("line", "is_program"),
     [
         ("python -m flashmoe audit x", True),
-        ("python -Bm flashmoe.smoke", True),
+        ("python -Bm flashmoe_tools.smoke", True),
         ("python -X dev -m flashmoe", True),
         ("python -m flashmoe_build", False),
         ("python -m pytest flashmoe", False),

@@ -242,10 +242,10 @@ def _killed(rank: int, size: int) -> None:
 
 def _suite(rank: int, size: int) -> None:
     """The benchmark suite on its smallest problems."""
-    from flashmoe.tools.bench.distributed import session
-    from flashmoe.tools.bench.distributed.measure import Ranks
-    from flashmoe.tools.bench.suites import parse_suite
-    from flashmoe.tools.report import Verdict
+    from flashmoe_tools.bench.distributed import session
+    from flashmoe_tools.bench.distributed.measure import Ranks
+    from flashmoe_tools.bench.suites import parse_suite
+    from flashmoe_tools.report import Verdict
 
     attention = {"what": "attention", "length": 64, "heads": 4, "heads_kv": 2, "head_dim": 64}
     experts = {"what": "experts", "tokens": 8, "hidden": 16, "inner": 8, "experts": 4, "top_k": 2}

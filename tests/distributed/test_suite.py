@@ -10,12 +10,12 @@ import pytest
 
 from flashmoe.distributed import model
 from flashmoe.errors import ArgumentError
-from flashmoe.tools.bench.distributed.overlap import measure_overlap, merged
-from flashmoe.tools.bench.distributed.parts import AttentionPart, ExpertsPart, parse_parts
-from flashmoe.tools.bench.distributed.session import as_text, measure_distributed
-from flashmoe.tools.bench.suites import load_suite
-from flashmoe.tools.problems.fields import SuiteError
-from flashmoe.tools.report import Check, Report, Verdict, read_report
+from flashmoe_tools.bench.distributed.overlap import measure_overlap, merged
+from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart, parse_parts
+from flashmoe_tools.bench.distributed.session import as_text, measure_distributed
+from flashmoe_tools.bench.suites import load_suite
+from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.report import Check, Report, Verdict, read_report
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "2026-11-22-h100-x2" / "distributed.json"
 ATTENTION = {"what": "attention", "length": 64, "heads": 4, "heads_kv": 2}

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from flashmoe.errors import ExitCode, ReportError, TableError
-from flashmoe.tools.report import Check, Report, Verdict, count, read_report, write_report
-from flashmoe.tools.report import main as report_main
-from flashmoe.tools.tables import load_tables, table_files
 from flashmoe_build import docs, speed
 from flashmoe_build.links import repository
+from flashmoe_tools.report import Check, Report, Verdict, count, read_report, write_report
+from flashmoe_tools.report import main as report_main
+from flashmoe_tools.tables import load_tables, table_files
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = load_tables(ROOT / "csrc")

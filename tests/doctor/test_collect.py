@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.tools.doctor import cli, collect
-from flashmoe.tools.doctor.driver import read_driver
-from flashmoe.tools.doctor.facts import Driver, Gpu, Links
-from flashmoe.tools.doctor.links import read_links
-from flashmoe.tools.doctor.shadow import find_shadows
+from flashmoe_tools.doctor import cli, collect
+from flashmoe_tools.doctor.driver import read_driver
+from flashmoe_tools.doctor.facts import Driver, Gpu, Links
+from flashmoe_tools.doctor.links import read_links
+from flashmoe_tools.doctor.shadow import find_shadows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,7 +142,7 @@ def test_a_package_that_is_installed_twice(tmp_path: Path, monkeypatch: pytest.M
 
 def test_torchs_cuda_version_is_read_without_importing_torch() -> None:
     code = (
-        "import sys; from flashmoe.tools.doctor.collect import torch_cuda; cuda = torch_cuda(); "
+        "import sys; from flashmoe_tools.doctor.collect import torch_cuda; cuda = torch_cuda(); "
         "assert 'torch' not in sys.modules; import torch; assert cuda == (torch.version.cuda or ''), cuda"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(collect.__file__).parents[2])}
@@ -254,7 +254,7 @@ def test_a_time_limit_that_is_no_time_is_a_usage_error(seconds: str) -> None:
 
 def test_starting_the_doctor_imports_no_torch() -> None:
     code = (
-        "import sys, flashmoe.tools.doctor.cli, flashmoe.tools.doctor.collect, flashmoe.tools.doctor.judge; "
+        "import sys, flashmoe_tools.doctor.cli, flashmoe_tools.doctor.collect, flashmoe_tools.doctor.judge; "
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(collect.__file__).parents[2])}
@@ -262,8 +262,8 @@ def test_starting_the_doctor_imports_no_torch() -> None:
 
 
 def test_a_missing_dependency_of_python_3_10_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashmoe.tools.tables", None)
-    assert "flashmoe.tools.tables" in str(cli.read_tables())
+    monkeypatch.setitem(sys.modules, "flashmoe_tools.tables", None)
+    assert "flashmoe_tools.tables" in str(cli.read_tables())
 
 
 def test_a_report_file_can_be_written(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from flashmoe.errors import ExitCode
-from flashmoe.tools.doctor import judge as judging
-from flashmoe.tools.doctor.cli import render
-from flashmoe.tools.doctor.facts import Compiler, Driver, Extension, Facts, Gpu, Links, Lock, Package, Probe, Python
-from flashmoe.tools.doctor.judge import judge, serving_target
-from flashmoe.tools.report import Check, Report, Verdict
-from flashmoe.tools.tables import load_tables
+from flashmoe_tools.doctor import judge as judging
+from flashmoe_tools.doctor.cli import render
+from flashmoe_tools.doctor.facts import Compiler, Driver, Extension, Facts, Gpu, Links, Lock, Package, Probe, Python
+from flashmoe_tools.doctor.judge import judge, serving_target
+from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.tables import load_tables
 
 TABLES = load_tables()
 ALL_TARGETS = tuple(target.name for target in TABLES.targets)

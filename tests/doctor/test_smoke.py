@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flashmoe import smoke
-from flashmoe.tools.problems import Verification
-from flashmoe.tools.problems.attention.tensors import attend
-from flashmoe.tools.report import Verdict
+from flashmoe_tools.problems import Verification
+from flashmoe_tools.problems.attention.tensors import attend
+from flashmoe_tools.report import Verdict
 
 CASE = smoke.Case("cpu", "float16", 65, causal=True)
 RIGHT = Verification(passed=True, max_error=1e-4, tolerance=1e-3, lse_error=1e-6, coverage=1.0)

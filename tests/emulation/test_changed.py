@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe.tools.report import Verdict, read_report
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.emulation import cli
 from flashmoe_build.emulation.build import CSRC, Options
 from flashmoe_build.emulation.cases import kernels, matching
 from flashmoe_build.emulation.changed import Changes, find_changes, quick_cases, variants
 from flashmoe_build.emulation.mutants import load_mutants, overlay
+from flashmoe_tools.report import Verdict, read_report
+from flashmoe_tools.tables import load_tables
 
 
 def git(root: Path, *words: str) -> str:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from flashmoe.errors import ExitCode
-from flashmoe.tools.interpreter import interpreter, runnable
-from flashmoe.tools.report import Check, Verdict
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.cases import Case, suite
 from flashmoe_build.emulation.cli import main, parser, selected_cases
 from flashmoe_build.emulation.mutants import load_mutants, overlay
 from flashmoe_build.emulation.runs import Runs, kind_of, run_cases, summarised
+from flashmoe_tools.interpreter import interpreter, runnable
+from flashmoe_tools.report import Check, Verdict
+from flashmoe_tools.tables import load_tables
 
 CASES = list(suite(load_tables()))
 

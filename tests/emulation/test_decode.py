@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import Settings
 from flashmoe_build.emulation.varlen import decode
 from flashmoe_build.emulation.varlen.problem import Keys, VarlenProblem
 from flashmoe_build.emulation.varlen.tensors import build
+from flashmoe_tools.tables import Unit, load_tables
 
 NAME = "attention_decode_sm80_f16_d64"
 

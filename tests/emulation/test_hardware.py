@@ -7,7 +7,6 @@ import io
 import pytest
 import torch
 
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.emulation.attention import ForwardParams
 from flashmoe_build.emulation.hardware import (
     OPERATIONS,
@@ -19,6 +18,7 @@ from flashmoe_build.emulation.hardware import (
     unwritten,
 )
 from flashmoe_build.emulation.on_gpu import totals, ulps
+from flashmoe_tools.tables import Unit, load_tables
 
 UNITS = {unit.name: unit for unit in gpu_units(load_tables(), "")}
 

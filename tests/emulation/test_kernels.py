@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe.tools.interpreter import runnable
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.emulation.build import Options, jobs, kernel_library
 from flashmoe_build.emulation.cases import Case, kernels, run_case, suite
 from flashmoe_build.emulation.machine import AsyncPolicy
+from flashmoe_tools.interpreter import runnable
+from flashmoe_tools.tables import load_tables
 
 CASES = list(suite(load_tables()))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import Settings
 from flashmoe_build.emulation.moe.backward import GatedBackwardProblem, run_gated_backward
 from flashmoe_build.emulation.moe.few_rows import GATED, Outcome, Problem, run
+from flashmoe_tools.tables import Unit, load_tables
 
 
 def unit(variant: str) -> Unit:

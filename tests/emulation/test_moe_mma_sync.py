@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
 from flashmoe_build.emulation.moe.mma_sync import Problem, run
+from flashmoe_tools.tables import Unit, load_tables
 
 SETTINGS = Settings(core=TENSOR_CORES["t4"])
 

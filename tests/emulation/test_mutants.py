@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from flashmoe.errors import TableError
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.emulation import mutants
 from flashmoe_build.emulation.mutants import Kill, Mutant, anchor_pattern, hunt, load_mutants, markdown, patched
+from flashmoe_tools.tables import load_tables
 
 MUTANTS = load_mutants()
 FAST = [mutant for mutant in MUTANTS if mutant.fast]

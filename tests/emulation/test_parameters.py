@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.operations import Header
 from flashmoe_build.emulation.build import Options, library
 from flashmoe_build.emulation.parameters import layout_checks, structure
+from flashmoe_tools.operations import Header
 
 GOOD = """
 struct Inner { int64_t row; };  // elements

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.emulation.attention import run_forward
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import Settings
@@ -16,6 +15,7 @@ from flashmoe_build.emulation.varlen import backward
 from flashmoe_build.emulation.varlen.problem import VarlenProblem
 from flashmoe_build.emulation.varlen.run import launch, run_on
 from flashmoe_build.emulation.varlen.tensors import build
+from flashmoe_tools.tables import Unit, load_tables
 
 NAME = "attention_varlen_forward_sm90_f16_d64"
 LIES = ([30, 20, 40, 61], [3, 50, 10**6, 2 * 10**6], [-5, 10, 61, -7])

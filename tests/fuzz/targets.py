@@ -27,17 +27,17 @@ from elftools.elf.elffile import ELFFile
 from hypothesis import strategies as st
 
 from flashmoe.errors import FlashmoeError, ReportError, TableError
-from flashmoe.tools.audit import Options, audit, sandbox
-from flashmoe.tools.audit.binutils import parse_rows
-from flashmoe.tools.audit.elf import provided, read_elf
-from flashmoe.tools.audit.embedded import parse_index
-from flashmoe.tools.audit.errors import AuditError
-from flashmoe.tools.audit.imports import Imports
-from flashmoe.tools.audit.inputs import Wheel
-from flashmoe.tools.audit.ptx import read_ptx
-from flashmoe.tools.audit.wheels import read_provenance
-from flashmoe.tools.report import Verdict, read_report
-from flashmoe.tools.tables import load_tables, table_directory
+from flashmoe_tools.audit import Options, audit, sandbox
+from flashmoe_tools.audit.binutils import parse_rows
+from flashmoe_tools.audit.elf import provided, read_elf
+from flashmoe_tools.audit.embedded import parse_index
+from flashmoe_tools.audit.errors import AuditError
+from flashmoe_tools.audit.imports import Imports
+from flashmoe_tools.audit.inputs import Wheel
+from flashmoe_tools.audit.ptx import read_ptx
+from flashmoe_tools.audit.wheels import read_provenance
+from flashmoe_tools.report import Verdict, read_report
+from flashmoe_tools.tables import load_tables, table_directory
 
 # Nothing of it runs when it is loaded (no constructor, -nostartfiles), so that only its tables can stop the loader.
 LIBRARY = """

@@ -12,8 +12,8 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ExtensionError
-from flashmoe.tools.report import read_report
 from flashmoe_build.gate.step import speed_word
+from flashmoe_tools.report import read_report
 from tests.bench.synthetic import synthetic_report
 
 CHECK = """

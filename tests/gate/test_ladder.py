@@ -16,7 +16,6 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import ExitCode, ExtensionError
-from flashmoe.tools.report import Report, ReportError, Verdict, read_report, write_report
 from flashmoe_build.gate import history
 from flashmoe_build.gate.cli import render as render_gate
 from flashmoe_build.gate.climb import Budget, Climb, find_places
@@ -26,6 +25,7 @@ from flashmoe_build.gate.history import append_record, last_known_good, read_his
 from flashmoe_build.gate.ladder import LadderError, read_ladder, select
 from flashmoe_build.gate.load import load_check
 from flashmoe_build.gate.load import main as load_main
+from flashmoe_tools.report import Report, ReportError, Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
 WRITE = """

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from flashmoe.tools.tables import load_tables  # noqa: E402
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source  # noqa: E402
 from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
+from flashmoe_tools.tables import load_tables  # noqa: E402
 
 HARNESS = """
 #include <cstdio>

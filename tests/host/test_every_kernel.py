@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe.tools.tables import Unit, load_tables
+from flashmoe_tools.tables import Unit, load_tables
 
 Chooser = Callable[..., Any]
 Chosen = set[tuple[str, str]]  # symbol and target

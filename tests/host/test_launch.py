@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
 from flashmoe_build.compile.toolchain import find_toolchain
+from flashmoe_tools.tables import load_tables
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
 from flashmoe_build.compile.toolchain import find_toolchain
+from flashmoe_tools.tables import load_tables
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

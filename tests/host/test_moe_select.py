@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe.tools.tables import Unit, load_tables
 from flashmoe_build.compile.codegen import PlacedBinary, kernel_table_source
 from flashmoe_build.compile.toolchain import find_toolchain
+from flashmoe_tools.tables import Unit, load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = load_tables()

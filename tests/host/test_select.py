@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flashmoe.tools.tables import load_tables
+from flashmoe_tools.tables import load_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable

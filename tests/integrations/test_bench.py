@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe.integrations import bench
-from flashmoe.integrations.bench import CONTENDERS, Contender
-from flashmoe.tools.report import Verdict, read_report
+from flashmoe_tools.bench.models import CONTENDERS, Contender
+from flashmoe_tools.report import Verdict, read_report
 
 pytest.importorskip("transformers")
 
@@ -52,7 +52,7 @@ def test_a_tiny_model_is_checked_timed_and_reported(tmp_path: Path, capsys: pyte
     assert bench.main([*words, "--json", str(path)]) == 0
     report = read_report(path)
     assert report.verdict is Verdict.PASS
-    assert report.command[:3] == ("python", "-m", "flashmoe.integrations.bench")
+    assert report.command[:3] == ("python", "-m", "flashmoe_tools.bench.models")
     assert report.environment["torch"]
     assert len(report.environment["commit"]) >= 40
     assert [row["contender"] for row in report.data["rows"]] == [

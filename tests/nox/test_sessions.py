@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from flashmoe.tools.report import Verdict
 from flashmoe_build import lint
 from flashmoe_build.gate.ladder import read_ladder, select
+from flashmoe_tools.report import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 NOXFILE = ROOT / "noxfile.py"

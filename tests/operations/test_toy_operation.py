@@ -18,10 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from flashmoe.tools.audit.embedded import read_embedded  # noqa: E402
-from flashmoe.tools.audit.kernels import audit_kernels  # noqa: E402
-from flashmoe.tools.report import Verdict  # noqa: E402
-from flashmoe.tools.tables import Tables, Unit, load_tables  # noqa: E402
 from flashmoe_build import docs  # noqa: E402
 from flashmoe_build.compile.cache import Cache  # noqa: E402
 from flashmoe_build.compile.codegen import embed_source, index_json, kernel_table_source  # noqa: E402
@@ -31,6 +27,10 @@ from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
 from flashmoe_build.emulation.build import Options, kernel_library  # noqa: E402
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings  # noqa: E402
 from flashmoe_build.emulation.parameters import structure  # noqa: E402
+from flashmoe_tools.audit.embedded import read_embedded  # noqa: E402
+from flashmoe_tools.audit.kernels import audit_kernels  # noqa: E402
+from flashmoe_tools.report import Verdict  # noqa: E402
+from flashmoe_tools.tables import Tables, Unit, load_tables  # noqa: E402
 
 HERE = Path(__file__).parent
 PLAIN, RELU = "flashmoe_toy_scale_sm80_f32_v4_plain", "flashmoe_toy_scale_sm80_f32_v4_relu"

@@ -12,16 +12,16 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DriverError, ReportError
-from flashmoe.tools.bench.suites import load_suite, suite_names
-from flashmoe.tools.problems import problem_from_key
-from flashmoe.tools.problems.attention import AttentionProblem
-from flashmoe.tools.profile.collect import collect, find_ncu, last_call, ncu_command
-from flashmoe.tools.profile.diagnose import diagnose, load_rules, parse_rules
-from flashmoe.tools.profile.difference import render
-from flashmoe.tools.profile.metrics import derive, fields, metric_names, parse_csv
-from flashmoe.tools.profile.resources import build_facts, slowest_case, timing_facts
-from flashmoe.tools.profile.target import WARM_UP_CALLS
-from flashmoe.tools.report import Check, Report, Verdict, read_report, write_report
+from flashmoe_tools.bench.suites import load_suite, suite_names
+from flashmoe_tools.problems import problem_from_key
+from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.profile.collect import collect, find_ncu, last_call, ncu_command
+from flashmoe_tools.profile.diagnose import diagnose, load_rules, parse_rules
+from flashmoe_tools.profile.difference import render
+from flashmoe_tools.profile.metrics import derive, fields, metric_names, parse_csv
+from flashmoe_tools.profile.resources import build_facts, slowest_case, timing_facts
+from flashmoe_tools.profile.target import WARM_UP_CALLS
+from flashmoe_tools.report import Check, Report, Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"

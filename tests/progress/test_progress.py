@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from flashmoe.tools import progress
-from flashmoe.tools.progress import Progress
+from flashmoe_tools import progress
+from flashmoe_tools.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from release_builders import Workshop, git, package_of, provenance_of, rows, version_here, write_sources
 
-from flashmoe.tools.sbom import NAME, bill
+from flashmoe_tools.sbom import NAME, bill
 
 WheelMaker = Callable[..., Path]
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "audit"))
 
 from audit_builders import PACKAGE, Row, Workshop
 
-from flashmoe.tools import links, sbom
+from flashmoe_tools import links, sbom
 
 __all__ = ["Row", "Workshop", "git", "package_of", "provenance_of", "rows", "version_here", "write_sources"]
 
@@ -32,6 +32,8 @@ tools = ["rich"]
 Source = "https://example.org/project"
 [project.scripts]
 flashmoe = "flashmoe.__main__:main"
+[tool.hatch.build.targets.wheel]
+packages = ["flashmoe", "flashmoe_tools"]
 """
 METADATA = """\
 Metadata-Version: 2.5
@@ -63,9 +65,9 @@ def write_sources(root: Path) -> None:
     files = {
         **PACKAGE,
         "flashmoe/_version.py": VERSION,
-        "flashmoe/tools/__init__.py": "",
-        "flashmoe/tools/links.py": Path(links.__file__).read_text(),
-        "flashmoe/tools/sbom.py": Path(sbom.__file__).read_text(),
+        "flashmoe_tools/__init__.py": "",
+        "flashmoe_tools/links.py": Path(links.__file__).read_text(),
+        "flashmoe_tools/sbom.py": Path(sbom.__file__).read_text(),
         "pyproject.toml": PYPROJECT,
         "README.md": README,
         "LICENSE": "as is\n",
@@ -88,9 +90,9 @@ def package_of(version: str) -> dict[str, bytes | str]:
     return {
         **PACKAGE,
         "flashmoe/_version.py": VERSION.replace("0.1.0", version),
-        "flashmoe/tools/__init__.py": "",
-        "flashmoe/tools/links.py": Path(links.__file__).read_text(),
-        "flashmoe/tools/sbom.py": Path(sbom.__file__).read_text(),
+        "flashmoe_tools/__init__.py": "",
+        "flashmoe_tools/links.py": Path(links.__file__).read_text(),
+        "flashmoe_tools/sbom.py": Path(sbom.__file__).read_text(),
         **{f"flashmoe/_tables/{name}": f"# {name}\n" for name in TABLES},
         f"{info}/METADATA": METADATA.format(version=version),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hatchling 1\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_x86_64\n",

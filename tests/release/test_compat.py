@@ -11,9 +11,9 @@ import pytest
 from packaging.version import Version
 
 from flashmoe.errors import LockError
-from flashmoe.tools.report import Verdict
 from flashmoe_build.release import compat
 from flashmoe_build.release.compat import Cell, Setup, known_versions, run_version
+from flashmoe_tools.report import Verdict
 
 INDEX = "torch (2.11.0)\nAvailable versions: 2.11.0, 2.10.1, 2.10.0, 2.10.0rc1, 2.9.1, 2.9.0, 1.13.1\n"
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from flashmoe.errors import BuildError, UnsupportedGpuError
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.containers import base, engine, gpu, image, pins
 from flashmoe_build.containers.engine import OutOfReachError
 from flashmoe_build.containers.image_test import BENCH, TEST, compare_wheels, require_images
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.report import Verdict
 from flashmoe_build.release import hub
+from flashmoe_tools.report import Verdict
 
 
 def test_targets_are_written_as_the_hub_writes_them() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import BuildError, ExitCode
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.verify.content import read_wheel
 from flashmoe_build.release import independent, reproduce
 from flashmoe_build.release.independent import judge
 from flashmoe_build.release.version import Commit
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.verify.content import read_wheel
 
 WheelMaker = Callable[..., Path]
 OTHER = {"cxx": "g++ 14.2.0", **dict.fromkeys(("nvrtc_sha256", "ptxas_sha256"), "ab" * 32)}

@@ -9,9 +9,9 @@ import pytest
 from release_builders import git
 
 from flashmoe.errors import BuildError, ExitCode
-from flashmoe.tools.report import Check, Report, Verdict, read_report
 from flashmoe_build.release import reproduce as program
 from flashmoe_build.release.reproduce import Machine, World, compare, plan, reproduce
+from flashmoe_tools.report import Check, Report, Verdict, read_report
 
 # A build as the sessions call it, that writes into its wheel what each world varies.
 LEAKY = """

@@ -11,7 +11,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from release_builders import provenance_of
 
-from flashmoe.tools.sbom import bill
+from flashmoe_tools.sbom import bill
 
 
 @pytest.fixture

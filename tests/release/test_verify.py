@@ -28,14 +28,14 @@ from release_builders import (
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
-from flashmoe.tools.report import Check, Report, Verdict
-from flashmoe.tools.verify.cli import Request, verify
-from flashmoe.tools.verify.content import read_wheel
-from flashmoe.tools.verify.errors import VerifyError
-from flashmoe.tools.verify.files import LINKS
-from flashmoe.tools.verify.rebuild import build_environment, compare, find_compiler, rebuild
-from flashmoe.tools.verify.repository import Clone, Objects, find_clone
-from flashmoe.tools.verify.signature import judge_statement
+from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.verify.cli import Request, verify
+from flashmoe_tools.verify.content import read_wheel
+from flashmoe_tools.verify.errors import VerifyError
+from flashmoe_tools.verify.files import LINKS
+from flashmoe_tools.verify.rebuild import build_environment, compare, find_compiler, rebuild
+from flashmoe_tools.verify.repository import Clone, Objects, find_clone
+from flashmoe_tools.verify.signature import judge_statement
 
 WheelMaker = Callable[..., Path]
 # The build of no target leaves one byte where the binaries would be.
@@ -119,7 +119,7 @@ def test_an_edited_member_whose_record_was_not_edited(make_wheel: WheelMaker, cl
         ("flashmoe/__init__.py", "import os\n", "differs: flashmoe/__init__.py"),
         ("flashmoe/_version.py", VERSION, "differs: flashmoe/_version.py"),
         ("flashmoe/_tables/attention/kernels.toml", "", "differs: flashmoe/_tables/attention/kernels.toml"),
-        ("flashmoe/tools/__init__.py", None, "missing: flashmoe/tools/__init__.py"),
+        ("flashmoe_tools/__init__.py", None, "missing: flashmoe_tools/__init__.py"),
         ("flashmoe/hidden.py", "", "not made by a build of the commit: flashmoe/hidden.py"),
         ("flashmoe/attention.cubin", b"", "not made by a build of the commit: flashmoe/attention.cubin"),
         ("evil.pth", "import os", "not made by a build of the commit: evil.pth"),

@@ -11,10 +11,10 @@ import pytest
 from release_builders import git, provenance_of
 
 from flashmoe.errors import BuildError
-from flashmoe.tools.versions import stated_version, version_of, with_version
 from flashmoe_build.environments.lock import read_lock
 from flashmoe_build.release import version
 from flashmoe_build.release.statement import statement, write_statement
+from flashmoe_tools.versions import stated_version, version_of, with_version
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ReportError
-from flashmoe.tools.report import Verdict
-from flashmoe.tools.tables import load_tables
 from flashmoe_build.release.workflows import BEGIN, PUSHED, REQUIRED, generated, judge, main, renewed, summary
+from flashmoe_tools.report import Verdict
+from flashmoe_tools.tables import load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

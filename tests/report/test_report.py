@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ExitCode, ReportError
-from flashmoe.tools.report import Check, Report, Verdict, overall, write_json, write_report, write_summary
+from flashmoe_tools.report import Check, Report, Verdict, overall, write_json, write_report, write_summary
 
 REPORT = Report("test", (Check("a", Verdict.PASS),))
 

@@ -12,9 +12,9 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode
-from flashmoe.tools.operations import KernelRow
-from flashmoe.tools.smem import cli as smem
-from flashmoe.tools.smem.occupancy import (
+from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.smem import cli as smem
+from flashmoe_tools.smem.occupancy import (
     Layout,
     check_dtype,
     families,
@@ -26,7 +26,7 @@ from flashmoe.tools.smem.occupancy import (
     tiles,
     with_head_dim,
 )
-from flashmoe.tools.tables import entries, load_tables
+from flashmoe_tools.tables import entries, load_tables
 
 TABLES = load_tables()
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
     Outcome,
@@ -34,6 +33,7 @@ from flashmoe_build.emulation.moe.gemm import (
     route,
 )
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
+from flashmoe_tools.tables import Unit
 
 DOT_COLUMNS = 128  # kDotColumns
 

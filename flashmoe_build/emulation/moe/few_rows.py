@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import EMULATED_MULTIPROCESSORS, launch_registers, load, mapped
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 GemmParams = structure(Header("GemmParams", "moe/params/gemm.h"), (CSRC,))
 GATED = "grouped_gemm_gated_few_rows"

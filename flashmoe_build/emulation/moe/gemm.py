@@ -11,8 +11,6 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
     Outcome,
@@ -25,6 +23,8 @@ from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 GemmParams = structure(Header("GemmParams", "moe/params/gemm.h"), (CSRC,))
 UNTOUCHED = 7.0  # what stands where a result must leave memory alone

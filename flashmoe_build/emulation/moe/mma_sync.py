@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import EMULATED_MULTIPROCESSORS, Outcome, launch_registers, load, mapped
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 GemmParams = structure(Header("GemmParams", "moe/params/gemm.h"), (CSRC,))
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")

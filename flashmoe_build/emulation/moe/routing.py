@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import Outcome, launch_registers, load, mapped
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
@@ -31,6 +29,8 @@ from flashmoe_build.emulation.moe.routing_problems import (
 )
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, NamedProblem, worst_place
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 HEADER = "moe/params/routing.h"
 PARAMS = {

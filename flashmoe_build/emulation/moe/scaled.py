@@ -12,9 +12,6 @@ from itertools import pairwise
 import torch
 
 from flashmoe.operators.moe.quantize import BLOCK, E4M3, quantize
-from flashmoe.tools.operations import Header
-from flashmoe.tools.problems.dtypes import TORCH_DTYPES
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
     Outcome,
@@ -39,6 +36,9 @@ from flashmoe_build.emulation.moe.gemm import (
 )
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
+from flashmoe_tools.operations import Header
+from flashmoe_tools.problems.dtypes import TORCH_DTYPES
+from flashmoe_tools.tables import Unit
 
 ScaledGemmParams, QuantizeParams = (
     structure(Header(name, "moe/params/scaled.h"), (CSRC,)) for name in ("ScaledGemmParams", "QuantizeParams")

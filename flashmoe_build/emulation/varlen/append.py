@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import Outcome, Strides, launch_registers, load, mapped
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, NamedProblem
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 AppendParams = structure(Header("AppendParams", "attention/params/append.h"), (CSRC,))
 HEADS = 2

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
     Outcome,
@@ -33,6 +31,8 @@ from flashmoe_build.emulation.varlen.problem import LOG2E, Keys, MaskTensor, Row
 from flashmoe_build.emulation.varlen.reference import visible
 from flashmoe_build.emulation.varlen.run import Batch, _add, _band, _strides
 from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _entries_of_rows, build
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
 CLEARING_SLOTS = 4  # kClearingSlots of attention/params/backward.h

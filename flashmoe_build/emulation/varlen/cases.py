@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
+from flashmoe_tools.tables import Unit
 
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
 FEW = ("ragged", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles")

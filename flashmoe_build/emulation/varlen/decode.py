@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import Outcome, launch_registers, load, mapped
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.varlen.problem import Keys, MaskTensor, Rows, VarlenProblem
 from flashmoe_build.emulation.varlen.run import Results, disagreements, parameters
 from flashmoe_build.emulation.varlen.tensors import Tensors, build
+from flashmoe_tools.tables import Unit
 
 BLOCKS = 19  # of the grid: shares end inside items, and items inside shares; more than are added up at once
 # The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import Outcome, launch_registers, load, mapped
 from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
@@ -25,6 +23,8 @@ from flashmoe_build.emulation.varlen.fused import expected_turns, make_sums, row
 from flashmoe_build.emulation.varlen.problem import Keys, Rows, VarlenProblem
 from flashmoe_build.emulation.varlen.run import _add, _strides
 from flashmoe_build.emulation.varlen.tensors import NAN, build
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 VarlenFusedQueryParams = structure(Header("VarlenFusedQueryParams", "attention/params/fused_backward.h"), (CSRC,))
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe.tools.operations import Header
-from flashmoe.tools.tables import Unit
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
     HEADER,
@@ -28,6 +26,8 @@ from flashmoe_build.emulation.problem import worst_place
 from flashmoe_build.emulation.varlen.problem import LOG2E, Keys, MaskTensor, Rows, VarlenProblem
 from flashmoe_build.emulation.varlen.reference import reference
 from flashmoe_build.emulation.varlen.tensors import Tensors, build
+from flashmoe_tools.operations import Header
+from flashmoe_tools.tables import Unit
 
 Batch = structure(Header("Batch", HEADER), (CSRC,))
 Band = structure(Header("Band", HEADER), (CSRC,))

@@ -1,0 +1,194 @@
+"""What is under audit: one shared object, a wheel, or a folder; opened with typed failures, unpacked with limits."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+import stat
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from flashmoe._version import WHEEL_PREFIX
+from flashmoe_tools.audit.errors import AuditError, DamagedWheelError, EmptyInputError, UnreadableError
+
+EXTENSION = re.compile(r".+\.so(?:\.\d\w*)*$")  # libssl.so.1.1.1k, too
+OUR_LIBRARY = "libflashmoe.so"
+MAX_UNPACKED = 8 << 30  # bytes of all members together; torch's own wheel unpacks to 3 GB
+MAX_RATIO = 200  # unpacked to packed, of one member or of all, above RATIO_FROM bytes; machine code reaches about 10
+RATIO_FROM = 16 << 20
+MAX_MEMBERS = 100_000
+MAX_TEXT = 128 << 20  # bytes of text kept in memory, of all members together; torch's own wheel has 45 MB of Python
+MAX_SOURCE = 2 << 20  # bytes of one such text; torch's largest has 1.2 MB
+PIECE = 1 << 20  # bytes read at a time
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel's content as far as the audit needs it; ``extensions`` are unpacked under ``root``."""
+
+    path: Path
+    root: Path
+    names: tuple[str, ...]
+    extensions: tuple[str, ...]
+    sources: Mapping[str, str | None] = field(repr=False)  # None: larger than MAX_SOURCE, not read
+    metadata: Mapping[str, str] = field(repr=False)  # the text files of .dist-info, by file name
+    other: Mapping[str, bytes] = field(repr=False)  # JSON and TOML data files, by member name
+    digests: Mapping[str, str] = field(repr=False)  # sha256 of each member, as RECORD writes it
+
+    @property
+    def is_ours(self) -> bool:
+        return self.path.name.startswith(WHEEL_PREFIX)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Shared objects and wheels to audit, with the name under which each is reported."""
+
+    libraries: tuple[tuple[str, Path], ...]
+    wheels: tuple[Path, ...]
+
+
+def collect(path: Path) -> Inputs:
+    """Sort out what ``path`` is. Raises UnreadableError or EmptyInputError."""
+    if not path.exists():
+        msg = f"{path} is a broken symbolic link" if path.is_symlink() else f"{path} does not exist"
+        raise UnreadableError(msg, "give the path of a shared object, a wheel, or a folder that holds one")
+    if path.is_dir():
+        return _folder(path)
+    return Inputs((), (path,)) if path.suffix == ".whl" else Inputs(((path.name, path),), ())
+
+
+def _folder(path: Path) -> Inputs:
+    try:
+        files = sorted(p for p in path.rglob("*") if not p.is_dir())
+    except OSError as error:
+        msg = f"cannot list {path}: {error.strerror}"
+        raise UnreadableError(msg, "make the folder readable for this user") from error
+    libraries = tuple((str(p.relative_to(path)), p) for p in files if EXTENSION.fullmatch(p.name))
+    wheels = tuple(p for p in files if p.suffix == ".whl")
+    if not libraries and not wheels:
+        msg = f"{path} holds no extension (*.so) and no wheel; it has {len(files)} files"
+        raise EmptyInputError(msg, "build first, or give the folder that the build wrote")
+    return Inputs(libraries, wheels)
+
+
+def unpack(path: Path, root: Path) -> Wheel:
+    """Read a wheel, unpacking its shared objects under ``root``. Raises DamagedWheelError or EmptyInputError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [m for m in archive.infolist() if not m.is_dir()]
+            _check_members(path, members)
+            return _read(path, archive, members, root)
+    except AuditError:
+        raise
+    except FileNotFoundError as error:
+        msg = f"{path} does not exist"
+        raise UnreadableError(msg, "build it first (./nox -s build), or give the path of a wheel") from error
+    except OSError as error:
+        msg = f"cannot read {path.name}: {error.strerror or error}"
+        raise UnreadableError(msg, "make the file readable for this user") from error
+    except (
+        Exception
+    ) as error:  # BadZipFile, zlib.error, NotImplementedError (compression), RuntimeError (encrypted), ...
+        msg = f"{path.name} is not a valid wheel: {type(error).__name__}: {error}"
+        raise DamagedWheelError(msg, "build or download the wheel again") from error
+
+
+def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    problem = _problem_of_each(members) or _problem_together(members)
+    if problem:
+        msg = f"{path.name} is not a valid wheel: {problem}"
+        raise DamagedWheelError(msg, "do not install it; build or download the wheel again")
+
+
+def _problem_together(members: list[zipfile.ZipInfo]) -> str:
+    """Why the members are no wheel together, or an empty text."""
+    unpacked, packed = sum(m.file_size for m in members), sum(m.compress_size for m in members)
+    if len(members) > MAX_MEMBERS:
+        return f"it has {len(members)} members, more than {MAX_MEMBERS}"
+    if unpacked > MAX_UNPACKED:
+        return f"it unpacks to {unpacked} bytes, more than {MAX_UNPACKED}"
+    if unpacked > RATIO_FROM and unpacked > MAX_RATIO * packed:
+        return f"its members unpack from {packed} to {unpacked} bytes"
+    if len({m.filename.split("/", 1)[0] for m in members if _is_metadata(PurePosixPath(m.filename))}) > 1:
+        return "it has several .dist-info folders, so it is unclear which of them counts"
+    return ""
+
+
+def _problem_of_each(members: list[zipfile.ZipInfo]) -> str:
+    """What is wrong with the first member that no wheel should hold, or an empty text."""
+    seen: set[str] = set()
+    for member in members:
+        where = PurePosixPath(member.filename)
+        if where.is_absolute() or ".." in where.parts or "\\" in member.filename:
+            return f"member {member.filename!r} points outside the wheel"
+        if member.filename in seen:
+            return f"member {member.filename!r} is in it twice"
+        if stat.S_ISLNK(member.external_attr >> 16):
+            return f"member {member.filename!r} is a symbolic link"
+        if member.flag_bits & 1:
+            return f"member {member.filename!r} is encrypted"
+        if member.file_size > RATIO_FROM and member.file_size > MAX_RATIO * max(1, member.compress_size):
+            return f"member {member.filename!r} unpacks from {member.compress_size} to {member.file_size} bytes"
+        seen.add(member.filename)
+    return ""
+
+
+def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], root: Path) -> Wheel:
+    """Shared objects go to the disk, small texts into memory, everything through its hash and CRC, a piece at a time."""
+    names = tuple(m.filename for m in members)
+    extensions = tuple(n for n in names if EXTENSION.fullmatch(PurePosixPath(n).name))
+    if not extensions:
+        msg = f"{path.name} holds no extension: none of its {len(names)} files is a shared object"
+        raise EmptyInputError(msg, "the build did not put the library into the wheel; look at the wheel hook")
+    sources, metadata, other, digests = {}, {}, {}, {}
+    budget = MAX_TEXT
+    for member in members:
+        name, place = member.filename, PurePosixPath(member.filename)
+        is_read = _is_metadata(place) or (_is_text(place) and member.file_size <= MAX_SOURCE)
+        kept = io.BytesIO() if is_read else None
+        if kept is not None:
+            budget -= member.file_size
+        if budget < 0:
+            msg = f"{path.name} holds more than {MAX_TEXT} bytes of Python, JSON and TOML, more than an audit reads"
+            raise DamagedWheelError(msg, "audit the shared objects in it, unpacked")
+        digests[name] = _copy(archive, member, root / name if name in extensions else None, kept)
+        data = kept.getvalue() if kept is not None else b""
+        if place.suffix == ".py":
+            sources[name] = data.decode("utf-8", "replace") if kept is not None else None
+        elif _is_metadata(place):
+            metadata[place.name] = data.decode("utf-8", "replace")
+        if place.suffix in (".json", ".toml") and kept is not None:
+            other[name] = data
+    for needed in ("WHEEL", "METADATA", "RECORD"):
+        if needed not in metadata:
+            msg = f"{path.name} is not a valid wheel: .dist-info/{needed} is missing"
+            raise DamagedWheelError(msg, "build it with a wheel builder (pip wheel, hatchling), not with zip")
+    return Wheel(path, root, names, extensions, sources, metadata, other, digests)
+
+
+def _is_metadata(place: PurePosixPath) -> bool:
+    return len(place.parts) == 2 and place.parent.name.endswith(".dist-info")
+
+
+def _is_text(place: PurePosixPath) -> bool:
+    return place.suffix in (".py", ".json", ".toml")
+
+
+def _copy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path | None, kept: io.BytesIO | None) -> str:
+    """Read one member to its end, which checks its CRC; returns its sha256 as RECORD writes it."""
+    digest = hashlib.sha256()
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(member) as stream, target.open("wb") if target is not None else io.BytesIO() as copy:
+        while piece := stream.read(PIECE):
+            digest.update(piece)
+            if target is not None:
+                copy.write(piece)
+            if kept is not None:
+                kept.write(piece)
+    return base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()

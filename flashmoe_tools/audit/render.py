@@ -1,0 +1,124 @@
+"""The audit's report for people: coloured tables on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from flashmoe_tools.report import Check, Report, Verdict
+
+_COLOURS = {
+    Verdict.PASS: "green",
+    Verdict.WARN: "yellow",
+    Verdict.UNPROVED: "yellow",
+    Verdict.FAIL: "red",
+    Verdict.SKIP: "cyan",
+}
+LEGEND = (
+    "each target: registers per thread, then blocks per multiprocessor on each GPU that it covers, in arch.toml's order"
+)
+
+
+def kernel_table(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A header and one row per unit, the targets side by side; the worst of its kernels is shown."""
+    launches = [row for subject in data.get("subjects", []) for row in subject.get("launchability", [])]
+    if not launches:
+        return []
+    units: dict[str, list[Mapping[str, Any]]] = {}
+    for row in launches:
+        units.setdefault(row["unit"], []).append(row)
+    targets = sorted({row["target"] for row in launches})
+    rows = [("unit", "threads", "static", "dynamic", *targets)]
+    for unit, members in sorted(units.items()):
+        sizes = (str(max(row[key] for row in members)) for key in ("threads", "smem_static", "smem_dynamic"))
+        rows.append((unit, *sizes, *(_cell([row for row in members if row["target"] == target]) for target in targets)))
+    return rows
+
+
+def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    blocks: dict[str, int] = {}
+    for row in rows:
+        count = 0 if row["problems"] else row["blocks_per_sm"]
+        blocks[row["gpu"]] = min(count, blocks.get(row["gpu"], count))
+    registers = [row["registers"] for row in rows if row["registers"] is not None]
+    return f"{max(registers) if registers else '-'}: {' '.join(str(count) for count in blocks.values())}"
+
+
+def printable(text: str) -> str:
+    """``text`` with what would move the cursor or start a line as escapes: names come from the file under audit."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def details(check: Check) -> list[tuple[str, str]]:
+    """The details of a check that did not pass."""
+    rows = (("found", check.found), ("expected", check.expected), ("why", check.why), ("next", check.next_step))
+    return [(word, printable(text)) for word, text in rows if text]
+
+
+def plain(report: Report) -> Iterable[str]:
+    """Lines for a log."""
+    for check in report.checks:
+        if check.verdict is Verdict.PASS:
+            yield f"{check.verdict}  {printable(check.name)}: {printable(check.found)}"
+            continue
+        yield f"{check.verdict}  {printable(check.name)}"
+        yield from (f"        {word:9}{text}" for word, text in details(check))
+    table = kernel_table(report.data)
+    if table:
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        yield from ("", LEGEND)
+        yield from (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        )
+    yield ""
+    yield summary(report)
+
+
+def summary(report: Report) -> str:
+    counts = {verdict: sum(c.verdict is verdict for c in report.checks) for verdict in Verdict}
+    numbers = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    what = printable(str(report.data.get("path", "")))
+    return f"audit of {what}: {report.verdict} ({numbers or 'nothing checked'}; {report.seconds:.1f} s)"
+
+
+def show(report: Report, stream: TextIO | None = None) -> None:
+    """Print the report; rich tables only on a terminal, and only where rich is installed."""
+    out = stream if stream is not None else sys.stdout
+    if out.isatty():
+        try:
+            _show_rich(report, out)
+        except ImportError:
+            pass
+        else:
+            return
+    text = "\n".join(plain(report)) + "\n"
+    encoding = getattr(out, "encoding", None) or "utf-8"  # an ASCII log still gets every line
+    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _show_rich(report: Report, out: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=out)
+    table = Table(title=Text(f"audit of {printable(str(report.data.get('path', '')))}"), show_lines=False)
+    for column in ("verdict", "check", "result"):
+        table.add_column(column, overflow="fold")
+    for check in report.checks:
+        rows = (f"{word}: {t}" for word, t in details(check))
+        text = printable(check.found) if check.verdict is Verdict.PASS else "\n".join(rows)
+        table.add_row(Text(str(check.verdict), style=_COLOURS[check.verdict]), Text(printable(check.name)), Text(text))
+    console.print(table)
+    launchable = kernel_table(report.data)
+    if launchable:
+        kernels = Table(title="launchability", caption=LEGEND)
+        for column in launchable[0]:
+            kernels.add_column(column, overflow="fold")
+        for row in launchable[1:]:
+            kernels.add_row(*(Text(cell) for cell in row))
+        console.print(kernels)
+    console.print(Text(summary(report), style=_COLOURS[report.verdict]))

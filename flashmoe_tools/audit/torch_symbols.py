@@ -1,0 +1,183 @@
+"""Checks on what an extension takes from torch: no C++ symbols; stable C shims that exist in a needed library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from flashmoe_tools.audit.binutils import demangle
+from flashmoe_tools.audit.context import Context, failed, limited, listing, may_stay_open, passed, skipped, warned
+from flashmoe_tools.audit.elf import exported_names
+from flashmoe_tools.audit.errors import ShimDataError
+from flashmoe_tools.audit.names import explain, is_torch, qualified_name, root
+from flashmoe_tools.audit.torch_libraries import SHIM, release, shims_for
+from flashmoe_tools.report import Check
+
+
+def check_torch_symbols(context: Context) -> list[Check]:
+    """C++ names of torch that the file imports or exports. torch's C++ ABI changes with every release."""
+    wanted = [s.name for s in context.facts.undefined if is_torch(s.name)]
+    given = [s.name for s in context.facts.exported if is_torch(s.name)] if context.ours else []
+    if not wanted and not given:
+        local = sum(is_torch(n) for n in context.facts.defined_names)
+        return [passed("torch C++ symbols", f"none wanted, none exported ({local} header-only ones stayed local)")]
+    names = demangle([*wanted, *given])
+    checks = []
+    if wanted:
+        checks.append(
+            failed(
+                "torch C++ symbols",
+                found=f"{len(wanted)} wanted: {listing(names[n] for n in wanted)}",
+                expected="none: only the stable C shims (aoti_torch_*, torch_*)",
+                why="C++ symbols of torch change between releases, so the file works only with the torch it was built for.",
+                cause=f"sources include torch's C++ headers (namespaces {', '.join(sorted({root(n) for n in wanted}))})",
+                next_step="use only torch/csrc/stable and torch/headeronly, and build with TORCH_TARGET_VERSION set",
+            )
+        )
+    if given:
+        checks.append(
+            failed(
+                "torch C++ symbols exported",
+                found=f"{len(given)} exported: {listing(names[n] for n in given)}",
+                expected="header-only templates of torch stay local",
+                why="Another library could bind to this copy, built from other headers.",
+                cause="compiled without -fvisibility=hidden, or the version script exports too much",
+                next_step="compile with -fvisibility=hidden and link with the version script",
+            )
+        )
+    return [*checks, *_check_resolves(context, wanted)]
+
+
+def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
+    """Whether the installed torch has the C++ names that the file imports; if not, it was built for another torch."""
+    name, torch = "resolves against the installed torch", context.torch
+    if not wanted or torch is None:
+        return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []
+    symbols = {s.name: s for s in context.facts.undefined}
+    lost = [n for n in wanted if not may_stay_open(context, symbols[n]) and not context.closure.gives(symbols[n])]
+    if not lost:
+        return [passed(name, f"all {len(wanted)} are exported by torch {torch.version}: it imports with this one")]
+    names = demangle(lost)
+    checks = []
+    for mangled in lost:
+        cause, next_step = _why_lost(context, torch.version, mangled, names[mangled])
+        checks.append(
+            failed(
+                f"not in torch {torch.version}: {names[mangled]}",
+                found=f"{names[mangled]} is undefined [{mangled}]",
+                expected=f"exported by a library of torch {torch.version} that the file brings in",
+                why="The loader stops at it: `undefined symbol` at import.",
+                cause=cause,
+                next_step=next_step,
+            )
+        )
+    return limited(checks)
+
+
+def _why_lost(context: Context, version: str, mangled: str, demangled: str) -> tuple[str, str]:
+    """Why a C++ name of torch is not found, and what to do. Another signature is only the cause where nothing else is."""
+    library = context.resolver.elsewhere(mangled, context.closure)
+    if library is not None:
+        return f"{library} exports it, but nothing that is needed brings that library in", f"link with {library}"
+    if context.closure.absent:
+        absent = listing(context.closure.absent)
+        return f"not on this machine: {absent}", "install the packages that provide these libraries"
+    remedy = "build it again with this torch, install the torch it was built for, or move it to the stable ABI"
+    near = explain(demangled, _torch_candidates(context, demangled))
+    if near is not None:
+        return f"built against another torch than {version}: here {near.cause}", remedy
+    return f"built against another torch than {version}, which has no symbol of that name", remedy
+
+
+def _torch_candidates(context: Context, demangled: str) -> tuple[str, ...]:
+    last = qualified_name(demangled).rsplit("::", 1)[-1]
+    part = f"{len(last)}{last}"
+    names = (
+        {n for path in context.torch.libraries.values() for n in exported_names(path) if part in n}
+        if context.torch
+        else set()
+    )
+    return tuple(demangle(names).values())
+
+
+def check_shims(context: Context) -> list[Check]:
+    """Each stable C shim: known for the target torch version, and exported by a library that is needed."""
+    name = "torch shims"
+    used = sorted(s.name for s in context.facts.undefined if SHIM.fullmatch(s.name))
+    if not used:
+        return (
+            [skipped(name, "uses none")]
+            if not context.ours
+            else [
+                failed(
+                    name,
+                    found="no shim is used",
+                    expected="aoti_torch_* or torch_* symbols",
+                    why="Without them no operator can be registered with torch.",
+                    cause="the registration was not linked in",
+                    next_step="link the object that registers the operators",
+                )
+            ]
+        )
+    try:
+        shims = shims_for(context.torch_version)
+    except ShimDataError as error:
+        return [
+            failed(
+                name,
+                found=str(error),
+                expected=f"the shims of torch {context.torch_version}",
+                why="Without it they cannot be checked.",
+                next_step=error.next_step,
+            )
+        ]
+    unknown = [s for s in used if s not in shims.library]
+    checks = [
+        failed(
+            f"unknown shim: {s}",
+            found=f"{s} is undefined",
+            expected=f"a shim of torch {release(shims.version)}",
+            why="The loader stops at it: `undefined symbol` at import.",
+            cause=f"torch {release(context.torch_version)} does not have it: a misspelt name, or one of a later torch",
+            next_step="use a shim that the target has, or raise the target torch version (--torch-version)",
+        )
+        for s in unknown
+    ]
+    absent = sorted({shims.library[s] for s in used if s in shims.library} - set(context.facts.needed))
+    checks += [
+        failed(
+            f"shim library: {library}",
+            found=f"needed: {listing(context.facts.needed) or 'nothing'}",
+            expected=f"{library} in DT_NEEDED, which exports {listing((s for s in used if shims.library.get(s) == library), 3)}",
+            why="The loader resolves them only if something else has loaded that library for everyone.",
+            cause="linked without it, or with --as-needed before the objects",
+            next_step=f"link with {library} after the objects",
+        )
+        for library in absent
+    ]
+    return limited(checks) or [
+        passed(name, f"{len(used)} used, all exported by torch {shims.version}", "known and in DT_NEEDED")
+    ]
+
+
+def check_run_time_names(context: Context, strings: Sequence[str]) -> list[Check]:
+    """Shims that are looked up by name with dlsym: the symbol tables do not show them, the constants do."""
+    names = sorted({s for s in strings if re.fullmatch(r"aoti_torch_\w+", s)})
+    if not names:
+        return []
+    try:
+        known = shims_for(context.torch_version).library
+    except ShimDataError:
+        return []
+    unknown = [n for n in names if n not in known]
+    if unknown:
+        return [
+            warned(
+                "shims looked up at run time",
+                listing(unknown),
+                f"shims of torch {context.torch_version}",
+                "dlsym gives a null pointer for a name that the loaded torch does not have.",
+                "make sure that the code handles its absence",
+            )
+        ]
+    return [passed("shims looked up at run time", listing(names))]

@@ -1,0 +1,158 @@
+"""Calls that all ranks of a group make together: their time, the bytes that leave a rank, their profile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_tools.bench.distributed.overlap import Overlap, measure_overlap
+
+Call = Callable[[], Any]
+
+
+class Ranks:
+    """This process among the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
+        self.is_gpu = device.type == "cuda"
+
+    def wait(self) -> None:
+        dist.barrier()
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def milliseconds(self, call: Call) -> float:
+        self.wait()
+        if not self.is_gpu:
+            begun = time.perf_counter()
+            call()
+            return (time.perf_counter() - begun) * 1e3
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        call()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last))
+
+    def interleaved(self, calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
+        """Milliseconds of each call, of the slowest rank, in rounds of one call each: all see the same clocks and heat."""
+        for call in calls.values():
+            call()
+        samples = torch.tensor(
+            [[self.milliseconds(call) for call in calls.values()] for _ in range(repeats)], device=self.device
+        )
+        dist.all_reduce(samples, dist.ReduceOp.MAX)
+        return dict(zip(calls, samples.t().tolist(), strict=True))
+
+    def everywhere(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def overlap(self, call: Call) -> list[dict[str, float]]:
+        """Of one call, on every rank; nothing where there is no GPU to profile."""
+        if not self.is_gpu:
+            return []
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]):
+            call()  # starting a profiler takes as long as the call: once for nothing
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            self.wait()
+            call()
+            torch.cuda.synchronize()
+        kernels = [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profiler.events() or ()
+            if str(event.device_type).endswith("CUDA") and not event.name.startswith(("nccl:", "gpu_"))
+        ]
+        return [found.to_json() for found in self.everywhere(_after_barrier(kernels))]
+
+
+def _after_barrier(kernels: list[tuple[str, float, float]]) -> Overlap:
+    """Without the barrier's own kernel, the first of all."""
+    kernels.sort(key=lambda kernel: kernel[1])
+    return measure_overlap(kernels[1:] if kernels and "nccl" in kernels[0][0].lower() else kernels)
+
+
+def median(samples: list[float]) -> float:
+    return statistics.median(samples)
+
+
+class Bytes:
+    """What left this rank."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank, self.sent = size, rank, 0
+
+    def add(self, tensor: torch.Tensor, share: float = 1.0) -> None:
+        self.sent += round(tensor.numel() * tensor.element_size() * share)
+
+
+@contextmanager
+def counted(ranks: Ranks) -> Iterator[Bytes]:
+    """Counts the bytes of the exchanges that flashmoe.distributed begins meanwhile."""
+    found = Bytes(ranks.size, ranks.rank)
+    others = (ranks.size - 1) / ranks.size
+    real = {
+        name: getattr(dist, name)
+        for name in ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    }
+
+    def batch(operations: list[Any]) -> Any:
+        for operation in operations:
+            if operation.op is dist.isend:
+                found.add(operation.tensor)
+        return real["batch_isend_irecv"](operations)
+
+    def all_to_all(output: Any, tensor: Any, incoming: Any = None, outgoing: Any = None, **options: Any) -> Any:
+        if outgoing is None:
+            found.add(tensor, others)
+        else:
+            rows = sum(outgoing) - outgoing[ranks.rank]
+            found.add(tensor, rows / max(1, tensor.shape[0]))
+        return real["all_to_all_single"](output, tensor, incoming, outgoing, **options)
+
+    def all_gather(output: Any, tensor: Any, **options: Any) -> Any:
+        found.add(tensor, ranks.size - 1)
+        return real["all_gather_into_tensor"](output, tensor, **options)
+
+    def reduce_scatter(output: Any, tensor: Any, **options: Any) -> Any:
+        found.add(tensor, others)
+        return real["reduce_scatter_tensor"](output, tensor, **options)
+
+    replaced: dict[str, Any] = dict(zip(real, (batch, all_to_all, all_gather, reduce_scatter), strict=True))
+    for name, function in replaced.items():
+        setattr(dist, name, function)
+    try:
+        yield found
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def link_rates(ranks: Ranks) -> dict[str, float]:
+    """GB/s each way of a message to the next rank, and of an exchange of all with all (what leaves a rank)."""
+    count = (1 << 28) if ranks.is_gpu else 1 << 20
+    sent = torch.empty(count, device=ranks.device, dtype=torch.uint8)
+    received = torch.empty_like(sent)
+
+    def message() -> None:
+        operations = [
+            dist.P2POp(dist.isend, sent, (ranks.rank + 1) % ranks.size),
+            dist.P2POp(dist.irecv, received, (ranks.rank - 1) % ranks.size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    calls = {"message": message, "all_to_all": lambda: dist.all_to_all_single(received, sent)}
+    times = ranks.interleaved(calls, 7)
+    leaving = {"message": count, "all_to_all": count * (ranks.size - 1) / ranks.size}
+    return {name: leaving[name] / median(samples) / 1e6 for name, samples in times.items()}

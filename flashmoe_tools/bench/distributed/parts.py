@@ -1,0 +1,86 @@
+"""The parts of the suite of several GPUs: attention of a divided sequence, divided experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoe_tools.problems import fields
+
+ELEMENT = 2  # bytes of bfloat16
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """B = 1, causal; forward and backward."""
+
+    length: int
+    heads: int
+    heads_kv: int
+    head_dim: int = 128
+    at_least: float = 0.0  # of one GPU's speed, on two; 0: no bar
+
+    @property
+    def key(self) -> str:
+        return f"attention-s{self.length}-h{self.heads}-{self.heads_kv}-d{self.head_dim}"
+
+    def least_bytes(self, size: int, element: int) -> int:
+        """What one rank must send, on average: the keys and values that others see, once, and one sum of gradients to each owner.
+
+        Zig-zag: a higher rank sees the first half of a lower one's keys, a lower rank all of a higher one's.
+        """
+        part = 2 * self.length // size * self.heads_kv * self.head_dim * element
+        return round(2 * part * (size - 1) * 0.75)
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    """A layer of experts, the same number of tokens on every rank; forward."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    at_most: float = 0.0  # of computation and rows at the measured rate; 0: no bar
+
+    @property
+    def key(self) -> str:
+        return f"experts-t{self.tokens}-h{self.hidden}-i{self.inner}-e{self.experts}-k{self.top_k}"
+
+
+Part = AttentionPart | ExpertsPart
+_FIELDS = {
+    "attention": ({"length", "heads", "heads_kv", "head_dim"}, "at_least", AttentionPart),
+    "experts": ({"tokens", "hidden", "inner", "experts", "top_k"}, "at_most", ExpertsPart),
+}
+
+
+def parse_parts(rows: Any, source: str) -> tuple[tuple[Part, ...], frozenset[str]]:
+    """The parts that a suite's ``[[parts]]`` state, and the keys of those of the quick run. A wrong field is a SuiteError."""
+    if not isinstance(rows, list) or not rows:
+        fields.fail(source, "parts", rows, "at least one [[parts]] table")
+    found, quick = [], set()
+    for number, row in enumerate(rows, start=1):
+        where = f"{source}: parts[{number}]"
+        part = _part(dict(fields.table(row, source, f"parts[{number}]")), where)
+        found.append(part)
+        if fields.flag(row.get("quick", False), where, "quick"):
+            quick.add(part.key)
+    return tuple(found), frozenset(quick)
+
+
+def _part(row: Mapping[str, Any], where: str) -> Part:
+    counted, bar, make = _FIELDS[fields.choice(row.get("what"), tuple(_FIELDS), where, "what")]
+    fields.known(row, {"what", "quick", bar, *counted}, where)
+    values: dict[str, Any] = {name: fields.count(row[name], where, name) for name in counted if name in row}
+    missing = sorted(counted - {"head_dim"} - set(values))
+    if missing:
+        fields.fail(where, missing[0], None, "a whole number, at least 1")
+    if bar in row:
+        if isinstance(row[bar], bool) or not isinstance(row[bar], (int, float)):
+            fields.fail(where, bar, row[bar], "a number")
+        values[bar] = float(row[bar])
+    part: Part = make(**values)
+    return part

@@ -1,0 +1,193 @@
+"""Runs the suite of several GPUs on this rank; rank 0 has the report."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe._version import __version__
+from flashmoe.errors import ArgumentError
+from flashmoe_tools.bench.distributed.contenders import AttentionCalls, ExpertsCalls
+from flashmoe_tools.bench.distributed.measure import Ranks, counted, link_rates, median
+from flashmoe_tools.bench.distributed.model import Attention, Rates, context_parallel
+from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
+from flashmoe_tools.bench.record import DATA_SCHEMA
+from flashmoe_tools.bench.suites import Suite
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now
+
+LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of the largest element
+MODEL = 0.10  # how far the paper model may be from what is measured
+START = "torchrun --standalone --nproc-per-node 2 -m flashmoe bench --suite {name}"
+
+
+def measure_distributed(suite: Suite, wanted: str, command: tuple[str, ...]) -> Report | None:
+    """The report on rank 0, None on the others. Raises ArgumentError where torchrun did not start this process."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        msg = f"suite {suite.name} runs as one process a GPU; start it with: {START.format(name=suite.name)}"
+        raise ArgumentError(msg)
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        msg = f"suite {suite.name} needs at least two ranks; start it with: {START.format(name=suite.name)}"
+        raise ArgumentError(msg)
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    device = torch.device("cuda", local) if wanted == "cuda" else torch.device("cpu")
+    if wanted == "cuda":
+        if torch.cuda.device_count() <= local:
+            msg = f"rank {local} of this host has no GPU: there are {torch.cuda.device_count()}; start as many processes as GPUs"
+            raise ArgumentError(msg)
+        torch.cuda.set_device(device)
+    options: dict[str, Any] = {"device_id": device} if wanted == "cuda" else {}
+    dist.init_process_group("nccl" if wanted == "cuda" else "gloo", timeout=timedelta(minutes=5), **options)
+    try:
+        return _measure(suite, Ranks(device), command)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(suite: Suite, ranks: Ranks, command: tuple[str, ...]) -> Report | None:
+    started, clock = utc_now(), time.monotonic()
+    links = link_rates(ranks)
+    rows, checks = [], []
+    for part in suite.parts:
+        if ranks.rank == 0:
+            print(f"{part.key} ...", flush=True)
+        row, found = (
+            _attention(part, ranks, suite.repeats, links)
+            if isinstance(part, AttentionPart)
+            else _experts(part, ranks, suite.repeats, links)
+        )
+        rows.append(row)
+        checks += found
+        if ranks.is_gpu:
+            torch.cuda.empty_cache()
+    if ranks.rank != 0:
+        return None
+    data = {
+        "schema": DATA_SCHEMA,
+        "suite": {"name": suite.name, "title": suite.title, "repeats": suite.repeats},
+        "ranks": ranks.size,
+        "links_gbps": links,
+        "parts": rows,
+    }
+    environment = {**host_environment(), "flashmoe": __version__, "torch": torch.__version__}
+    if ranks.is_gpu:
+        environment |= {"gpu": torch.cuda.get_device_name(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return Report("bench-distributed", tuple(checks), data, environment, command, started, time.monotonic() - clock)
+
+
+def _right(part: AttentionPart | ExpertsPart, error: float, ranks: Ranks) -> Check:
+    limit = LIMIT[torch.bfloat16 if ranks.is_gpu else torch.float32]
+    worst = max(ranks.everywhere(error))
+    word = Verdict.PASS if worst <= limit else Verdict.FAIL
+    return Check(f"{part.key} result", word, f"{worst:.2g} of the largest element", f"at most {limit:g} from one GPU's")
+
+
+def _attention(
+    part: AttentionPart, ranks: Ranks, repeats: int, links: dict[str, float]
+) -> tuple[dict[str, Any], list[Check]]:
+    calls = AttentionCalls(part, ranks)
+    checks = [_right(part, calls.error(), ranks)]
+    with counted(ranks) as sent:
+        calls.divided("ring")
+    with calls.calls() as (timed, reason):
+        times = ranks.interleaved(timed, repeats)
+    medians = {name: median(samples) for name, samples in times.items()}
+    element = 2 if ranks.is_gpu else 4
+    least = part.least_bytes(ranks.size, element)
+    overlaps = ranks.overlap(lambda: calls.divided("ring"))
+    row = {
+        "key": part.key,
+        "ms": medians,
+        "samples": times,
+        "of_one": {name: medians["one"] / value for name, value in medians.items() if name != "one"},
+        "ideal_ms": medians["one"] / ranks.size,
+        "bytes_sent": sent.sent,
+        "bytes_least": least,
+        "overlap": overlaps,
+        "without_torch": reason,
+    }
+    best = min(medians["ring"], medians["all_gather"])
+    found = f"{medians['one'] / best:.2f} of one GPU ({best:.2f} ms, half of it {medians['one'] / ranks.size:.2f})"
+    word = Verdict.PASS if medians["one"] / best >= part.at_least else Verdict.WARN
+    checks.append(Check(f"{part.key} speed", word, found, f"at least {part.at_least:g}" if part.at_least else ""))
+    if ranks.is_gpu:
+        checks.append(_model(part, ranks, medians, links, row))
+    return row, checks
+
+
+def _model(
+    part: AttentionPart, ranks: Ranks, medians: dict[str, float], links: dict[str, float], row: dict[str, Any]
+) -> Check:
+    problem = Attention(part.length, part.heads, part.heads_kv, part.head_dim)
+    rates = Rates(attention=problem.products() / medians["one"] / 1e9, link=links["message"])
+    told = context_parallel(problem, ranks.size, rates).together
+    row["model_ms"] = told
+    off = told / medians["ring"] - 1
+    word = Verdict.PASS if abs(off) <= MODEL else Verdict.WARN
+    return Check(f"{part.key} model", word, f"{told:.2f} ms, {off:+.1%}", f"within {MODEL:.0%} of the ring")
+
+
+def _experts(
+    part: ExpertsPart, ranks: Ranks, repeats: int, links: dict[str, float]
+) -> tuple[dict[str, Any], list[Check]]:
+    calls = ExpertsCalls(part, ranks)
+    checks = [_right(part, calls.error(), ranks)]
+    with counted(ranks) as sent:
+        calls.divided("experts")
+    timed = calls.calls()
+    if ranks.is_gpu:
+        timed["padded, graph"] = calls.graph()
+    times = ranks.interleaved(timed, 4 * repeats)
+    medians = {name: median(samples) for name, samples in times.items()}
+    least = max(ranks.everywhere(2 * calls.rows_sent * part.hidden * calls.x.element_size()))
+    travel = least / links["all_to_all"] / 1e6
+    of = {name: value / (medians["one"] + travel) for name, value in medians.items() if name != "one"}
+    row = {
+        "key": part.key,
+        "ms": medians,
+        "samples": times,
+        "rows_ms": travel,
+        "of_compute_and_rows": of,
+        "bytes_sent": sent.sent,
+        "bytes_least": 2 * calls.rows_sent * part.hidden * calls.x.element_size(),
+        "overlap": ranks.overlap(lambda: calls.divided("experts")),
+    }
+    best = min(of, key=lambda name: of[name])
+    word = Verdict.PASS if not part.at_most or of[best] <= part.at_most else Verdict.WARN
+    found = f"{of[best]:.2f} ({best}: {medians[best]:.2f} ms; one GPU {medians['one']:.2f}, rows {travel:.2f})"
+    checks.append(Check(f"{part.key} speed", word, found, f"at most {part.at_most:g}" if part.at_most else ""))
+    return row, checks
+
+
+def as_text(report: Report) -> str:
+    """The report for people."""
+    links = report.data["links_gbps"]
+    lines = [
+        f"{report.data['ranks']} ranks; GB/s each way: {links['message']:.0f} to the next, {links['all_to_all']:.0f} all to all"
+    ]
+    for row in report.data["parts"]:
+        lines.append(row["key"])
+        lines += [f"  {name:<14} {value:10.3f} ms  {_relative(row, name)}" for name, value in row["ms"].items()]
+        lines.append(f"  sent {row['bytes_sent'] / 1e6:.1f} MB a rank, at least {row['bytes_least'] / 1e6:.1f}")
+        for rank, found in enumerate(row["overlap"]):
+            share = f"messages {found['messages']:.2f} ms, {found['share']:.0%} of it hidden; computing {found['computing']:.2f}"
+            lines.append(f"  rank {rank} profiled: {found['span']:.2f} ms, {share}")
+        if row.get("without_torch"):
+            lines.append(f"  without torch's context parallel: {row['without_torch']}")
+    lines += [
+        f"{check.verdict} {check.name}: {check.found} {f'({check.expected})' if check.expected else ''}"
+        for check in report.checks
+    ]
+    return "\n".join(lines)
+
+
+def _relative(row: dict[str, Any], name: str) -> str:
+    if name in row.get("of_one", {}):
+        return f"{row['of_one'][name]:.2f} of one GPU"
+    if name in row.get("of_compute_and_rows", {}):
+        return f"{row['of_compute_and_rows'][name]:.2f} of compute and rows"
+    return ""

@@ -1,0 +1,196 @@
+"""One slot: a few timed calls of one contender. Everything is in nanoseconds.
+
+events  CUDA events around each call, L2 overwritten before it; the queue is kept full, so launches cost no GPU time
+graph   a CUDA graph of several calls, replayed: what a call takes inside a graph, caches warm
+        (both: one call that is not timed begins each slot, as the first after another's is up to 6% slower)
+wall    perf_counter_ns around each call (CPU)
+call    CPU time of an eager call, on a CPU or a GPU: the queue is empty first and never fills
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from flashmoe_tools.bench.contenders import Call
+
+_cuda: Any = torch.cuda  # its classes are untyped
+GRAPH_CALLS = 20
+GRAPH_SECONDS = 0.005  # a graph holds fewer calls where they take this long: a replay's start is microseconds
+CALL_CALLS = 50  # far from the thousand launches that a GPU's queue holds
+CPU_TIME_CALLS = 8
+# Twice the largest L2 there is, and long enough on every GPU for the CPU to queue the next call meanwhile.
+FLUSH_BYTES = 256 * 2**20
+
+
+class Sampler(Protocol):
+    """Prepares a call once per cell, then takes samples of it."""
+
+    timing: str
+    untimed: int  # calls that begin a slot
+
+    def prepare(self, call: Call) -> Any: ...
+
+    def slot(self, prepared: Any, count: int) -> list[int]: ...
+
+
+class WallSampler:
+    """CPU timing: one call, one sample."""
+
+    timing = "wall"
+    untimed = 0
+
+    def prepare(self, call: Call) -> Call:
+        return call
+
+    def slot(self, prepared: Call, count: int) -> list[int]:
+        clock = time.perf_counter_ns
+        samples = []
+        for _ in range(count):
+            start = clock()
+            prepared()
+            samples.append(clock() - start)
+        return samples
+
+
+class CallSampler:
+    """What a call costs the thread that makes it, until it returns; a sample is the mean of ``CALL_CALLS`` calls in a row."""
+
+    timing = "call"
+    untimed = 1
+
+    def __init__(self, device: str) -> None:
+        self._wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else _nothing
+
+    def prepare(self, call: Call) -> Call:
+        return call
+
+    def slot(self, prepared: Call, count: int) -> list[int]:
+        clock = time.perf_counter_ns
+        samples = []
+        for _ in range(count):
+            self._wait()
+            prepared()  # the first after a wait also pays for waking the driver's path
+            start = clock()
+            for _ in range(CALL_CALLS):
+                prepared()
+            samples.append(round((clock() - start) / CALL_CALLS))
+        self._wait()
+        return samples
+
+
+def _nothing() -> None:
+    """A CPU has no queue to wait for."""
+
+
+class EventSampler:
+    """GPU timing of eager calls. ``flush`` overwrites L2 before each, as real work between two calls would."""
+
+    timing = "events"
+    untimed = 1
+
+    def __init__(self, *, flush: bool) -> None:
+        self._scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if flush else None
+
+    def prepare(self, call: Call) -> Call:
+        return call
+
+    def slot(self, prepared: Call, count: int) -> list[int]:
+        events = [(_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(count)]
+        prepared()
+        for start, end in events:
+            if self._scratch is not None:
+                self._scratch.zero_()
+            start.record()
+            prepared()
+            end.record()
+        torch.cuda.synchronize()
+        return [round(start.elapsed_time(end) * 1e6) for start, end in events]
+
+
+class GraphSampler:
+    """GPU timing inside a CUDA graph of up to ``GRAPH_CALLS`` calls; a sample is one replay divided by the calls."""
+
+    timing = "graph"
+    untimed = 1
+
+    def prepare(self, call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
+        side = _cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+            start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        calls = graph_calls(start.elapsed_time(end) / 1e3)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        return graph, calls
+
+    def slot(self, prepared: tuple[torch.cuda.CUDAGraph, int], count: int) -> list[int]:
+        graph, calls = prepared
+        events = [(_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)) for _ in range(count)]
+        graph.replay()  # the first replay after other work also pays for warming the caches
+        for start, end in events:
+            start.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [round(start.elapsed_time(end) * 1e6 / calls) for start, end in events]
+
+
+def graph_calls(call_seconds: float) -> int:
+    """How many calls a graph holds, from the time that one took outside it."""
+    return max(1, min(GRAPH_CALLS, round(GRAPH_SECONDS / max(call_seconds, 1e-9))))
+
+
+def make_sampler(device: str, timing: str, *, flush: bool) -> Sampler:
+    """The sampler of a suite's ``timing``; a CPU's attention is always timed by the wall clock."""
+    if timing == "call":
+        return CallSampler(device)
+    if device == "cpu" or timing == "wall":
+        return WallSampler()
+    return GraphSampler() if timing == "graph" else EventSampler(flush=flush)
+
+
+def call_time_ns(call: Call, device: str, count: int = CPU_TIME_CALLS) -> list[int]:
+    """CPU time of eager calls: until each returns, with a queue that is empty first and never fills."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    samples = WallSampler().slot(call, count)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return samples
+
+
+def peak_bytes(call: Call, device: str) -> int | None:
+    """Memory that one call needs beyond what is allocated already; None where torch does not count (CPU)."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def warm_up(sampler: Sampler, prepared: Any, seconds: float) -> float:
+    """Calls for about ``seconds`` (at least twice); returns seconds of wall time for one call, measured last."""
+    started = time.perf_counter()
+    sampler.slot(prepared, 1)
+    cost = 0.0
+    while True:
+        before = time.perf_counter()
+        sampler.slot(prepared, 1)
+        cost = (time.perf_counter() - before) / (1 + sampler.untimed)
+        if time.perf_counter() - started >= seconds:
+            return cost

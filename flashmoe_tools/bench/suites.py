@@ -1,0 +1,208 @@
+"""Suites: what a benchmark run times, read from TOML and checked field by field.
+
+``operation`` (attention by default) names the type of problem (flashmoe_tools.problems), which reads the ``[[cases]]`` tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flashmoe_tools.bench.distributed.parts import Part, parse_parts
+from flashmoe_tools.problems import DEFAULT_OPERATION, Problem, fields, operations, problem_type
+from flashmoe_tools.problems.fields import SuiteError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCHEMA = 1
+SUITE_FOLDER = Path(__file__).resolve().parent / "suites"
+DEVICES = ("cpu", "cuda")
+TIMINGS = ("events", "graph", "wall", "call")
+KINDS = ("operation", "build", "distributed")
+MAX_CASES = 4096
+_SUITE_FIELDS = {
+    "schema",
+    "name",
+    "title",
+    "kind",
+    "devices",
+    "contenders",
+    "baseline",
+    "quick",
+    "cases",
+    "builds",
+    "parts",
+}
+_SUITE_FIELDS |= {"operation", "repeats", "block", "timing", "flush_l2"}
+
+
+@dataclass(frozen=True)
+class BuildCase:
+    """One build to time: the targets, and a file to touch first (empty: build from nothing).
+
+    ``replace`` is what the touch does: (old, new) text, the old text standing in the file once. Without it a comment is added.
+    """
+
+    archs: str
+    touch: str = ""
+    replace: tuple[str, str] | None = None
+
+    @property
+    def key(self) -> str:
+        if not self.touch:
+            return f"build-{self.archs}-cold"
+        return f"build-{self.archs}-{'edit' if self.replace else 'touch'}-{Path(self.touch).stem}"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What to time and how: ``repeats`` samples a side, in blocks of ``block`` samples of each contender."""
+
+    name: str
+    title: str
+    cases: tuple[Problem, ...]
+    devices: tuple[str, ...] = DEVICES
+    repeats: int = 300
+    block: int = 10
+    timing: str = "events"
+    flush_l2: bool = True
+    baseline: str = "sdpa-flash"
+    contenders: tuple[str, ...] = ("flashmoe", "sdpa-flash")
+    kind: str = "operation"
+    operation: str = DEFAULT_OPERATION
+    quick_repeats: int = 30
+    quick_budget: float = 25.0
+    quick_keys: frozenset[str] = field(default_factory=frozenset)
+    quick_only: tuple[Problem, ...] = ()
+    builds: tuple[BuildCase, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+    def quick(self) -> Suite:
+        """The cases marked ``quick`` (all when none is), with fewer samples. Those marked "only" are in no other run."""
+        chosen = (*self.quick_only, *(case for case in self.cases if case.key in self.quick_keys)) or self.cases
+        parts = tuple(part for part in self.parts if part.key in self.quick_keys) or self.parts
+        return replace(
+            self, cases=chosen, parts=parts, repeats=min(self.repeats, self.quick_repeats), block=min(self.block, 3)
+        )
+
+
+def suite_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in SUITE_FOLDER.glob("*.toml")))
+
+
+def load_suite(name_or_path: str) -> Suite:
+    """A suite of ours by its name, or a person's own file by its path. Raises SuiteError with file and field."""
+    own = SUITE_FOLDER / f"{name_or_path}.toml"
+    path = own if name_or_path in suite_names() else Path(name_or_path)
+    if not path.is_file():
+        msg = f"no suite {name_or_path!r}: known suites are {', '.join(suite_names())}; or give the path of a TOML file"
+        raise SuiteError(msg)
+    try:
+        with path.open("rb") as stream:
+            table = tomllib.load(stream)
+    except tomllib.TOMLDecodeError as error:
+        msg = f"{path.name} is not TOML: {error}"
+        raise SuiteError(msg) from error
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"cannot read {path.name}: {error}"
+        raise SuiteError(msg) from error
+    return parse_suite(table, path.name)
+
+
+def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
+    """The suite that ``table`` states. Every unknown, missing or impossible field is a SuiteError that names it."""
+    fields.known(table, _SUITE_FIELDS, source)
+    if table.get("schema") != SCHEMA:
+        fields.fail(source, "schema", table.get("schema"), f"schema = {SCHEMA}")
+    kind = fields.choice(table.get("kind", "operation"), KINDS, source, "kind")
+    operation = fields.choice(table.get("operation", DEFAULT_OPERATION), operations(), source, "operation")
+    quick = fields.table(table.get("quick", {}), source, "quick")
+    fields.known(quick, {"repeats", "time_budget"}, f"{source}: [quick]")
+    rows = table.get("cases", [])
+    parts, quick_parts = parse_parts(table.get("parts"), source) if kind == "distributed" else ((), frozenset())
+    cases = _Cases() if kind != "operation" else _cases(rows, source, problem_type(operation))
+    return Suite(
+        name=fields.text(table.get("name"), source, "name"),
+        title=fields.text(table.get("title", table.get("name")), source, "title"),
+        cases=tuple(cases.full.values()),
+        devices=tuple(
+            fields.choice(one, DEVICES, source, "devices") for one in fields.axis(table.get("devices", list(DEVICES)))
+        ),
+        repeats=fields.count(table.get("repeats", 300), source, "repeats"),
+        block=fields.count(table.get("block", 10), source, "block"),
+        timing=fields.choice(table.get("timing", "events"), TIMINGS, source, "timing"),
+        flush_l2=fields.flag(table.get("flush_l2", True), source, "flush_l2"),
+        baseline=fields.text(table.get("baseline", "sdpa-flash"), source, "baseline"),
+        contenders=tuple(
+            fields.text(one, source, "contenders")
+            for one in fields.axis(table.get("contenders", ["flashmoe", "sdpa-flash"]))
+        ),
+        kind=kind,
+        operation=operation,
+        quick_repeats=fields.count(quick.get("repeats", 30), source, "quick.repeats"),
+        quick_budget=float(fields.count(quick.get("time_budget", 25), source, "quick.time_budget")),
+        quick_keys=frozenset(cases.quick) | quick_parts,
+        quick_only=tuple(cases.only.values()),
+        builds=_builds(table.get("builds", []), source) if kind == "build" else (),
+        parts=parts,
+    )
+
+
+@dataclass(frozen=True)
+class _Cases:
+    """Of the whole suite, the keys of those that the quick run takes too, and what that run alone has."""
+
+    full: dict[str, Problem] = field(default_factory=dict)
+    quick: set[str] = field(default_factory=set)
+    only: dict[str, Problem] = field(default_factory=dict)
+
+
+def _cases(rows: Any, source: str, problem: type[Problem]) -> _Cases:
+    if not isinstance(rows, list) or not rows:
+        fields.fail(source, "cases", rows, "at least one [[cases]] table")
+    found = _Cases()
+    for number, row in enumerate(rows, start=1):
+        where = f"{source}: cases[{number}]"
+        table = dict(fields.table(row, source, f"cases[{number}]"))
+        quick = table.pop("quick", False)
+        target = found.only if quick == "only" else found.full
+        is_marked = quick != "only" and fields.flag(quick, where, "quick")
+        for case in problem.expand(table, where):
+            target.setdefault(case.key, case)
+            if is_marked:
+                found.quick.add(case.key)
+        if len(target) > MAX_CASES:
+            fields.fail(where, "cases", len(target), f"at most {MAX_CASES} cases in a suite")
+    return found
+
+
+def _builds(rows: Any, source: str) -> tuple[BuildCase, ...]:
+    if not isinstance(rows, list) or not rows:
+        fields.fail(source, "builds", rows, "at least one [[builds]] table")
+    found = []
+    for number, row in enumerate(rows, start=1):
+        table = fields.table(row, source, f"builds[{number}]")
+        where = f"{source}: builds[{number}]"
+        fields.known(table, {"archs", "touch", "replace"}, where)
+        found.append(
+            BuildCase(
+                fields.text(table.get("archs"), source, "archs"),
+                str(table.get("touch", "")),
+                _replacement(table.get("replace"), where),
+            )
+        )
+    return tuple(found)
+
+
+def _replacement(value: Any, where: str) -> tuple[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) and text for text in value):
+        fields.fail(where, "replace", value, "two texts, the old and the new one")
+    return value[0], value[1]

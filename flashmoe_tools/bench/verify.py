@@ -1,0 +1,13 @@
+"""The correctness rule that a contender must pass before it is timed: its problem's own (flashmoe_tools.problems)."""
+
+from __future__ import annotations
+
+from flashmoe_tools.bench.contenders import Prepared
+from flashmoe_tools.problems import Inputs, Reference, Verification
+
+
+def verify(prepared: Prepared, inputs: Inputs, reference: Reference) -> Verification:
+    """Runs the contender once and judges its result. Its errors propagate."""
+    inputs.poison()
+    result = prepared.call()
+    return reference.judge(result, None if prepared.lse is None else prepared.lse())

@@ -1,0 +1,147 @@
+"""What a wheel holds and what it says of itself. Everything in it is somebody's claim: read with types, believed nowhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashmoe_tools.audit.embedded import Binary, read_embedded
+from flashmoe_tools.audit.errors import AuditError, NoBinariesError
+from flashmoe_tools.audit.inputs import Wheel, unpack
+from flashmoe_tools.audit.wheels import check_provenance, check_record
+from flashmoe_tools.report import Check, Verdict
+from flashmoe_tools.verify.errors import VerifyError
+
+PACKAGE = "flashmoe"  # the folder that is imported, whatever the distribution is called
+LIBRARY = f"{PACKAGE}/lib{PACKAGE}.so"
+RECORD = f"{PACKAGE}/provenance.json"
+SCHEMA = "flashmoe.provenance/1"
+MACHINES = {62: "x86_64", 183: "aarch64"}  # ELF's e_machine
+UNTRUSTED = "An untrusted file that cannot be read is not one to install."
+
+
+@dataclass(frozen=True)
+class Stated:
+    """The provenance in the wheel, as far as it is used."""
+
+    version: str
+    commit: str
+    dirty: bool
+    epoch: int
+    lock: str  # sha256 of lockfiles/build.txt; empty if it is not stated
+    cxx: str
+    targets: tuple[str, ...]
+    extension: str
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A wheel of ours: its provenance, the hash of every member, and its device binaries."""
+
+    wheel: Wheel
+    sha256: str
+    stated: Stated
+    members: Mapping[str, str]
+    binaries: tuple[Binary, ...]
+
+    @property
+    def machine(self) -> str:
+        """What the library is for, as its own header says."""
+        return MACHINES.get(int.from_bytes(self.read(LIBRARY)[18:20], "little"), "x86_64")
+
+    @property
+    def cubins(self) -> dict[str, str]:
+        """sha256 of the bytes that are embedded, by name and target."""
+        return {binary.label: binary.actual_sha256 for binary in self.binaries}
+
+    def read(self, name: str) -> bytes:
+        with zipfile.ZipFile(self.wheel.path) as archive:
+            return archive.read(name)
+
+
+def read_wheel(path: Path, scratch: Path) -> Content:
+    """Open a wheel of ours. Raises VerifyError for another project's, AuditError for a damaged one."""
+    wheel = unpack(path, scratch)
+    if LIBRARY not in wheel.names:
+        msg = f"{path.name} has no {LIBRARY}, so it is not a wheel of flashmoe; `python -m flashmoe audit` accepts any wheel"
+        raise VerifyError(msg)
+    stated = read_stated(wheel.other.get(RECORD), path.name)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: hashlib.sha256(archive.read(name)).hexdigest() for name in wheel.names}
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Content(wheel, digest, stated, members, device_binaries(wheel.root / LIBRARY))
+
+
+def device_binaries(library: Path) -> tuple[Binary, ...]:
+    """The embedded binaries; none of a build for the CPU only. Raises AuditError."""
+    try:
+        return read_embedded(library)
+    except NoBinariesError:
+        return ()
+
+
+def read_stated(content: bytes | None, wheel: str) -> Stated:
+    """The provenance record with every field of its type. Raises VerifyError."""
+    try:
+        record = json.loads(content) if content is not None else None
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        msg = f"{wheel} has no readable {RECORD}, so its commit and compilers are unknown; build it again"
+        raise VerifyError(msg)
+    binaries = _field(record, "binaries", list)
+    for row in binaries:
+        for name in ("name", "target", "sha256"):
+            _field(row if isinstance(row, dict) else {}, name, str, "binaries.")
+    targets = _field(record, "targets", list)
+    if not all(isinstance(target, str) for target in targets):
+        msg = f"{RECORD}: targets holds something that is no name; build the wheel again"
+        raise VerifyError(msg)
+    locks, compilers = _field(record, "locks", dict), _field(record, "compilers", dict)
+    return Stated(
+        version=_field(record, "version", str),
+        commit=_field(record, "commit", str),
+        dirty=_field(record, "dirty", bool),
+        epoch=_field(record, "source_date_epoch", int),
+        lock=_field(locks, "build.txt", str, "locks."),
+        cxx=_field(compilers, "cxx", str, "compilers."),
+        targets=tuple(targets),
+        extension=_field(record, "extension_sha256", str),
+        record=record,
+    )
+
+
+def _field(record: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
+    value = record.get(name)
+    if type(value) is not kind:
+        msg = f"{RECORD}: {where}{name} is of type {type(value).__name__}, not {kind.__name__}; build the wheel again"
+        raise VerifyError(msg)
+    return value
+
+
+def check_content(content: Content) -> list[Check]:
+    """The checks that need only the file: it is consistent in itself, which proves nothing of where it came from."""
+    library = content.wheel.root / LIBRARY
+    return [
+        *guarded("wheel record", lambda: check_record(content.wheel)),
+        *guarded("provenance", lambda: check_provenance(content.stated.record, library, content.binaries)),
+    ]
+
+
+def guarded(name: str, check: Callable[[], Sequence[Check]]) -> Sequence[Check]:
+    """The checks, or one FAIL that says why the untrusted content could not be read: whatever reading it raises."""
+    try:
+        return check()
+    except (VerifyError, AuditError) as error:
+        return [
+            Check(name, Verdict.FAIL, str(error), "readable content", UNTRUSTED, "build or download the wheel again")
+        ]
+    except Exception as error:
+        found = f"cannot be read ({type(error).__name__}: {str(error)[:200]})"
+        return [Check(name, Verdict.FAIL, found, "readable content", UNTRUSTED, "build or download the wheel again")]

@@ -1,0 +1,203 @@
+"""Every file of a wheel that its commit determines, held against the commit; and no file that a build of it does not make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flashmoe_tools import links, sbom
+from flashmoe_tools.report import Check, Verdict
+from flashmoe_tools.tables import ARCH, KERNELS, OPERATIONS
+from flashmoe_tools.verify import metadata
+from flashmoe_tools.verify.content import LIBRARY, PACKAGE, RECORD, Content
+from flashmoe_tools.verify.errors import VerifyError
+from flashmoe_tools.verify.repository import Commit, Objects
+from flashmoe_tools.versions import stated_version, version_of, with_version
+
+README = "README.md"
+LINKS = "flashmoe_tools/links.py"  # by which a build makes the long description of README.md
+BILL = "flashmoe_tools/sbom.py"  # by which it makes the bill of materials of provenance.json
+VERSION_FILE = f"{PACKAGE}/_version.py"
+FLOOR = "manylinux_2_28"
+BUILT = (LIBRARY, RECORD)  # by compilers: only a rebuild compares them
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the commit determines: the version, the distribution, and the content of files by their names in the wheel."""
+
+    distribution: str
+    version: str
+    files: Mapping[str, bytes]
+    headers: metadata.Headers
+    description: str
+    is_description_sure: bool  # False: the commit makes it by another rule than ours
+    is_bill_sure: bool  # likewise
+    entry_points: Mapping[str, Mapping[str, str]]
+
+    @property
+    def info(self) -> str:
+        return f"{self.distribution}-{self.version}.dist-info"
+
+
+def expected_content(objects: Objects, commit: Commit, tags: frozenset[str]) -> Expected:
+    """Read it from the clone's objects. Raises VerifyError if the commit is none of flashmoe's."""
+    sources = {f"{PACKAGE}/_tables/{path.removeprefix('csrc/')}": path for path in commit.tree if _is_table(path)}
+    needed = ["pyproject.toml", VERSION_FILE]
+    missing = [path for path in needed if path not in commit.tree]
+    if missing:
+        msg = f"commit {commit.digest[:12]} has no {missing[0]}, so it is no commit of flashmoe"
+        raise VerifyError(msg)
+    pyproject = _read(objects, commit, "pyproject.toml")
+    project = metadata.read_project(pyproject)
+    sources |= {path: path for path in metadata.wheel_sources(pyproject, commit.tree)}
+    licenses = metadata.license_files(project, commit.tree)
+    blobs = objects.read([commit.tree[path] for path in sources.values()])
+    files = {name: blobs[commit.tree[path]] for name, path in sources.items()}
+    base = stated_version(files[VERSION_FILE].decode("utf-8", "replace"))
+    description, is_sure = _description(objects, commit, project, base)
+    version = version_of(base, commit.digest, dirty=False, tags=tags)
+    files[VERSION_FILE] = with_version(files[VERSION_FILE].decode("utf-8", "replace"), version).encode()
+    expected = Expected(
+        distribution=metadata.normalized(project["name"]),
+        version=version,
+        files=files,
+        headers=metadata.expected_headers(project, version, licenses),
+        description=description,
+        is_description_sure=is_sure,
+        is_bill_sure=_is_ours(objects, commit, BILL, sbom.__file__),
+        entry_points=metadata.expected_entry_points(project),
+    )
+    for path in licenses:
+        files[f"{expected.info}/licenses/{path}"] = _read(objects, commit, path)
+    return expected
+
+
+def _description(objects: Objects, commit: Commit, project: Mapping[str, Any], version: str) -> tuple[str, bool]:
+    """The long description, and whether the commit makes it as we do: README.md where the project names it, else with its links
+    rewritten by a module that has to be ours, too."""
+    named = project.get("readme")
+    text = _read(objects, commit, named if isinstance(named, str) else README).decode("utf-8", "replace")
+    if isinstance(named, str):
+        return text, True
+    made = links.long_description(text, version, project.get("urls", {}).get("Source", ""))
+    return made, _is_ours(objects, commit, LINKS, links.__file__)
+
+
+def _is_ours(objects: Objects, commit: Commit, path: str, own: str) -> bool:
+    """Whether the commit's module is the one that runs here."""
+    return path in commit.tree and _read(objects, commit, path) == Path(own).read_bytes()
+
+
+def _is_table(path: str) -> bool:
+    place = PurePosixPath(path)
+    return path == f"csrc/{ARCH}" or (
+        len(place.parts) == 3 and place.parts[0] == "csrc" and place.name in (OPERATIONS, KERNELS)
+    )
+
+
+def _read(objects: Objects, commit: Commit, path: str) -> bytes:
+    if path not in commit.tree:
+        msg = f"commit {commit.digest[:12]} has no {path}, which its pyproject.toml names"
+        raise VerifyError(msg)
+    digest = commit.tree[path]
+    return objects.read([digest])[digest]
+
+
+def wheel_tag(content: Content) -> str:
+    """The tag that a build has for the machine of the library inside."""
+    return f"py3-none-{FLOOR}_{content.machine}"
+
+
+def compare_files(content: Content, expected: Expected) -> list[Check]:
+    """One check each: the name under which pip takes the wheel, the files, the generated metadata, the bill of materials."""
+    return [
+        _check_name(content, expected),
+        _check_files(content, expected),
+        _check_metadata(content, expected),
+        _check_bill(content, expected),
+    ]
+
+
+def _check_name(content: Content, expected: Expected) -> Check:
+    stem = content.wheel.path.name.removesuffix(".whl")
+    wanted = f"{expected.distribution}-{expected.version}-{wheel_tag(content)}"
+    if stem == wanted and content.stated.version == expected.version:
+        return Check("name and version", Verdict.PASS, f"{expected.distribution} {expected.version}")
+    found = f"{content.wheel.path.name}, which states version {content.stated.version}"
+    why = "A release's version needs the release's tag at the commit; any other build carries a development version."
+    step = "git fetch --tags, if the release is newer than the clone; else do not install this file"
+    return Check("name and version", Verdict.FAIL, found, f"{wanted}.whl", why, step)
+
+
+def _check_files(content: Content, expected: Expected) -> Check:
+    generated = {f"{expected.info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", f"sboms/{sbom.NAME}")}
+    if expected.entry_points:
+        generated.add(f"{expected.info}/entry_points.txt")
+    names = set(content.wheel.names)
+    foreign = sorted(names - {*expected.files, *generated, *BUILT})
+    missing = sorted({*expected.files, *generated, *BUILT} - names)
+    edited = sorted(name for name in expected.files if name in names and content.read(name) != expected.files[name])
+    parts = (("not made by a build of the commit", foreign), ("missing", missing), ("differs", edited))
+    wrong = [f"{word}: {_listed(found)}" for word, found in parts if found]
+    if wrong:
+        return Check(
+            "files", Verdict.FAIL, "; ".join(wrong), f"what commit {content.stated.commit[:12]} holds, and nothing else",
+            "Python runs these files as they lie in the wheel.", "do not install this file; build the commit yourself",
+        )  # fmt: skip
+    return Check("files", Verdict.PASS, f"{len(expected.files)} are those of the commit, and there is no other")
+
+
+def _check_metadata(content: Content, expected: Expected) -> Check:
+    texts = content.wheel.metadata
+    wrong = [f"METADATA {name}" for name in metadata.differing_headers(texts.get("METADATA", ""), expected.headers)]
+    is_described = metadata.description(texts.get("METADATA", "")) == expected.description
+    if not is_described and expected.is_description_sure:
+        wrong.append("METADATA description")
+    wrong += [f"WHEEL {name}" for name in metadata.wheel_headers_differ(texts.get("WHEEL", ""), wheel_tag(content))]
+    if metadata.read_entry_points(texts.get("entry_points.txt", "")) != expected.entry_points:
+        wrong.append("entry points")
+    if wrong:
+        why = "pip installs what METADATA requires, and makes commands of the entry points."
+        step = "do not install this file; build the commit yourself"
+        return Check("metadata", Verdict.FAIL, _listed(wrong), "what pyproject.toml of the commit says", why, step)
+    if not is_described:
+        why = f"The commit makes it by another {LINKS} than this verifier's, so its text can be neither proved nor refuted here."
+        step = "verify with the flashmoe of that commit"
+        return Check(
+            "metadata", Verdict.UNPROVED, "the long description is not README.md with our links", "the same", why, step
+        )
+    return Check(
+        "metadata", Verdict.PASS, "requirements, entry points, tags and long description are those of the commit"
+    )
+
+
+def _check_bill(content: Content, expected: Expected) -> Check:
+    names = [name for name in content.wheel.names if name.endswith(f".dist-info/sboms/{sbom.NAME}")]
+    try:
+        (name,) = names
+        is_right = json.loads(content.read(name)) == sbom.bill(content.stated.record)
+    except (KeyError, ValueError, TypeError, RecursionError):
+        is_right = False
+    if is_right:
+        return Check("bill of materials", Verdict.PASS, "says what provenance.json says")
+    found, wanted = f"{sbom.NAME} is not what a build makes of provenance.json", "the same"
+    if expected.is_bill_sure:
+        why, step = "Scanners take it for what is inside.", "do not install this file; build the commit yourself"
+        return Check("bill of materials", Verdict.FAIL, found, wanted, why, step)
+    why = f"The commit makes it by another {BILL} than this verifier's, so it can be neither proved nor refuted here."
+    return Check("bill of materials", Verdict.UNPROVED, found, wanted, why, "verify with the flashmoe of that commit")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(printable(name) for name in names[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def printable(text: str) -> str:
+    """A name from an untrusted file, which may hold line breaks and escape sequences, on one line."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
