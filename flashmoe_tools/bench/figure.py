@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from flashmoe_tools.bench.places import heads_text, place_of
-from flashmoe_tools.problems import problem_from_json
-from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.operations import problem_from_json
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 Cells = list[Mapping[str, Any]]
 

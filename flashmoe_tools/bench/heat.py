@@ -8,8 +8,8 @@ from typing import Any
 
 from flashmoe_tools.bench.markdown import MARKS
 from flashmoe_tools.bench.places import place_of
-from flashmoe_tools.problems import problem_from_json
-from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.operations import problem_from_json
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 STEP = 0.25  # of log2 of the ratio: a shade; 1.19 times, and four make twice
 SHADES = 4

@@ -14,7 +14,7 @@ from flashmoe.errors import ReportError
 from flashmoe_tools.bench.record import DATA_SCHEMA
 from flashmoe_tools.bench.summary import CeilingRates, rates
 from flashmoe_tools.bench.verdict import ADVICE, Reason
-from flashmoe_tools.problems import problem_from_json
+from flashmoe_tools.operations import problem_from_json
 from flashmoe_tools.report import Report, fold_checks, rounded
 
 SUMMARY_SCHEMA = "flashmoe.bench-summary/1"

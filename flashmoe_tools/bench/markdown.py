@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashmoe_tools.bench.call_cost import TIMING
-from flashmoe_tools.problems import problem_from_json
+from flashmoe_tools.operations import problem_from_json
 from flashmoe_tools.report import Report, Verdict, count
 
 MARKS = {"FASTER": "+", "SLOWER": "-", "SAME": "=", "AMBIGUOUS": "?"}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_tools.problems import Problem
-from flashmoe_tools.problems.attention import AttentionProblem
-from flashmoe_tools.problems.moe import MoeProblem
+from flashmoe_tools.operations import Problem
+from flashmoe_tools.operations.attention.problem import AttentionProblem
+from flashmoe_tools.operations.moe.problem import MoeProblem
 
 FORCED = re.compile(r"flashmoe-sm\d+")  # one family of ours, on a GPU whose own is another
 

@@ -1,6 +1,6 @@
 """Suites: what a benchmark run times, read from TOML and checked field by field.
 
-``operation`` (attention by default) names the type of problem (flashmoe_tools.problems), which reads the ``[[cases]]`` tables.
+``operation`` (attention by default) names the type of problem (flashmoe_tools.operations), which reads the ``[[cases]]`` tables.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_tools.bench.distributed.parts import Part, parse_parts
-from flashmoe_tools.problems import DEFAULT_OPERATION, Problem, fields, operations, problem_type
-from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.operations import DEFAULT_OPERATION, Problem, fields, operations, problem_type, rooms
+from flashmoe_tools.operations.fields import SuiteError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,7 +21,7 @@ else:
     import tomli as tomllib
 
 SCHEMA = 1
-SUITE_FOLDER = Path(__file__).resolve().parent / "suites"
+SUITE_FOLDER = Path(__file__).resolve().parent / "suites"  # of no single operation
 DEVICES = ("cpu", "cuda")
 TIMINGS = ("events", "graph", "wall", "call")
 KINDS = ("operation", "build", "distributed")
@@ -92,14 +92,19 @@ class Suite:
         )
 
 
+def suite_files() -> Mapping[str, Path]:
+    """The suites of every operation's room and of bench itself, by name."""
+    folders = (SUITE_FOLDER, *(room / "suites" for room in rooms().values()))
+    return {path.stem: path for path in sorted(path for folder in folders for path in folder.glob("*.toml"))}
+
+
 def suite_names() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in SUITE_FOLDER.glob("*.toml")))
+    return tuple(sorted(suite_files()))
 
 
 def load_suite(name_or_path: str) -> Suite:
     """A suite of ours by its name, or a person's own file by its path. Raises SuiteError with file and field."""
-    own = SUITE_FOLDER / f"{name_or_path}.toml"
-    path = own if name_or_path in suite_names() else Path(name_or_path)
+    path = suite_files().get(name_or_path, Path(name_or_path))
     if not path.is_file():
         msg = f"no suite {name_or_path!r}: known suites are {', '.join(suite_names())}; or give the path of a TOML file"
         raise SuiteError(msg)

@@ -14,7 +14,7 @@ from typing import Any
 from flashmoe_tools.bench.statistics import Interval, Ratio, geometric_mean, lag_one, locate, log_ratios, paired_ratio
 from flashmoe_tools.bench.thresholds import Thresholds, load_thresholds
 from flashmoe_tools.bench.verdict import decide
-from flashmoe_tools.problems import Problem
+from flashmoe_tools.operations import Problem
 
 Blocks = list[list[int]]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode, TableError
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.smem.occupancy import (
     Layout,
     base_rows,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from flashmoe.errors import ArgumentError, DtypeError
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables
 
 OPERATION = "attention_forward"

@@ -21,7 +21,7 @@ from flashmoe_tools.bench.index import write_index
 from flashmoe_tools.bench.markdown import bench_markdown
 from flashmoe_tools.bench.page import flatten, render_page
 from flashmoe_tools.bench.places import in_front
-from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 from flashmoe_tools.report import Check, Report, Verdict, write_report
 from tests.bench.synthetic import synthetic_report
 

@@ -10,7 +10,7 @@ import pytest
 from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.presets import apply_preset, find_preset, load_presets
 from flashmoe_tools.bench.suites import load_suite, parse_suite, suite_names
-from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.operations.fields import SuiteError
 
 GOOD: dict[str, Any] = {
     "schema": 1,

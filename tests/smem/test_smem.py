@@ -12,7 +12,7 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.smem import cli as smem
 from flashmoe_tools.smem.occupancy import (
     Layout,
