@@ -273,7 +273,7 @@ def _write(report: Report, args: argparse.Namespace) -> None:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(render_page(report), encoding="utf-8")
     if args.summary:
-        from flashmoe_tools.bench.keep import summarise_bench
+        from flashmoe_tools.bench.summaries import summarise_bench
 
         write_summary(args.summary, summarise_bench(report).to_json())
 

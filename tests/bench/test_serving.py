@@ -11,10 +11,10 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import default_registry
-from flashmoe_tools.bench.keep import expand, summarise_bench
 from flashmoe_tools.bench.record import cell_record
 from flashmoe_tools.bench.runner import Cell, Timing
 from flashmoe_tools.bench.suites import load_suite
+from flashmoe_tools.bench.summaries import expand, summarise_bench
 from flashmoe_tools.operations import Verification, problem_from_json
 from flashmoe_tools.operations.fields import SuiteError
 from flashmoe_tools.operations.serving.problem import SPREADS, ServingProblem

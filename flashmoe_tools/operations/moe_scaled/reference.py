@@ -1,4 +1,4 @@
-"""The tensors of a layer with e4m3 weights: random inputs, two references, the rule of ``problems.moe`` for either.
+"""The tensors of a layer with e4m3 weights: random inputs, two references, the rule of ``moe/reference.py`` for either.
 
 A contender that quantises x and the activation between the products, as ours does, is held against a float32 (float64 on a CPU)
 layer that rounds these to e4m3 too. One that computes in 16 bits with dequantised weights returns ``SixteenBits`` and is held
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashmoe.operators.moe.quantize import BLOCK, E4M3, LARGEST, quantize
-from flashmoe.operators.moe.scaled import dequantize_rows, dequantize_weights
 from flashmoe_tools.operations import Verification
 from flashmoe_tools.operations.moe import reference as tensors
 from flashmoe_tools.operations.moe.problem import MoeProblem
+from flashmoe_tools.operations.moe_scaled import formats
+from flashmoe_tools.operations.moe_scaled.formats import BLOCK, LARGEST
 from flashmoe_tools.operations.moe_scaled.problem import MoeScaledProblem
 
 ROUTINGS = 4  # of one case; a graph of calls takes them in turn, so that weights of few experts do not stay in L2
@@ -74,7 +74,7 @@ def make_inputs(problem: MoeScaledProblem, device: str, seed: int) -> ScaledInpu
     p = problem
 
     def weights(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values = torch.empty(p.experts, n, k, dtype=E4M3, device=device)
+        values = torch.empty(p.experts, n, k, dtype=torch.float8_e4m3fn, device=device)
         for one in values.unbind():
             drawn = torch.randn(n, k, generator=generator, device=device).mul_(SPREAD)
             one.copy_(drawn.clamp_(-LARGEST, LARGEST))
@@ -90,7 +90,7 @@ def make_inputs(problem: MoeScaledProblem, device: str, seed: int) -> ScaledInpu
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:
     """What the rows are after quantisation, in their dtype."""
-    return dequantize_rows(*quantize(rows)).to(rows.dtype)
+    return formats.dequantize(*formats.quantize(rows)).to(rows.dtype)
 
 
 def compose(inputs: ScaledInputs, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -99,8 +99,8 @@ def compose(inputs: ScaledInputs, tokens: torch.Tensor, dtype: torch.dtype) -> t
     weights, ids = inputs.topk_weights[tokens], inputs.routings[0][tokens]
     out = torch.zeros_like(rows)
     for expert in ids.unique().tolist():
-        w13 = dequantize_weights(inputs.w13[expert], inputs.w13_scale[expert]).to(dtype)
-        w2 = dequantize_weights(inputs.w2[expert], inputs.w2_scale[expert]).to(dtype)
+        w13 = formats.dequantize(inputs.w13[expert], inputs.w13_scale[expert], BLOCK).to(dtype)
+        w2 = formats.dequantize(inputs.w2[expert], inputs.w2_scale[expert], BLOCK).to(dtype)
         chosen, choices = torch.where(ids == expert)
         gate, up = F.linear(rows[chosen], w13).chunk(2, dim=1)
         y = F.linear(rounded(F.silu(gate) * up), w2)
