@@ -122,13 +122,17 @@ def prefill_figure(root: Path) -> str:
     ]
     for mark in range(0, 801, 200):
         y = _BASE - mark / _FULL * _HEIGHT
-        parts.append(f'<path d="M48 {y:.0f}H{width}" stroke="#ddd"/><text x="42" y="{y + 4:.0f}" text-anchor="end">{mark}</text>')
+        parts.append(
+            f'<path d="M48 {y:.0f}H{width}" stroke="#ddd"/><text x="42" y="{y + 4:.0f}" text-anchor="end">{mark}</text>'
+        )
     for place, case in enumerate(cases):
         left = 56 + place * (4 * _BAR + 8)
         for index, (name, column) in enumerate(columns.items()):
             height = float(case[column]) / _FULL * _HEIGHT
             x, top = left + index * _BAR, _BASE - height
-            parts.append(f'<rect x="{x}" y="{top:.1f}" width="{_BAR - 2}" height="{height:.1f}" fill="{COLOURS[name]}"/>')
+            parts.append(
+                f'<rect x="{x}" y="{top:.1f}" width="{_BAR - 2}" height="{height:.1f}" fill="{COLOURS[name]}"/>'
+            )
         parts.append(f'<text x="{left + 1.5 * _BAR:.0f}" y="256" text-anchor="middle">{case["S"]}</text>')
     for index, (name, column) in enumerate(columns.items()):
         title = "flashmoe" if name == "flashmoe" else column
