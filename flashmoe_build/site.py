@@ -32,14 +32,15 @@ ROOT_PAGES = {
 }
 # The navigation: a caption, then its pages. A page that is missing here, or here alone, is an error of Sphinx.
 NAVIGATION: Mapping[str, Sequence[str]] = {
-    "Use": ("api", "reference", "integrations", "distributed", "examples", "command"),
+    "Use": ("install", "api", "reference", "integrations", "distributed", "examples", "commands", "command"),
     "Check and measure": ("doctor", "benchmarks", "audit", "emulation"),
     "Kernels": (
-        *("kernels/table", "kernels/attention-sm90", "kernels/attention-backward", "kernels/attention-varlen"),
-        *("kernels/moe", "kernels/cpu"),
+        *("architecture", "performance", "kernels/table", "kernels/attention-sm90", "kernels/attention-backward"),
+        *("kernels/attention-varlen", "kernels/attention-decode", "kernels/moe", "kernels/cpu"),
         "kernels/change",
     ),
     "Build and trust": ("build", "containers", "release", "security", "contributing", "changelog"),
+    "Notebook": tuple(f"notebook/{path.stem}" for path in sorted((ROOT / "docs" / "notebook").glob("*.md"))),
 }
 FUNCTIONS = {
     "Attention": (

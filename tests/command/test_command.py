@@ -55,8 +55,8 @@ def test_a_shell_completes_every_command_and_its_options(shell: str, capsys: pyt
         assert {*done.stdout.split()} == {"--head-dim", "--help"}
 
 
-def test_the_readme_lists_the_commands() -> None:
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_page_lists_the_commands() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
     assert [name for name in COMMANDS if f"| `flashmoe {name}" not in text] == []
     assert [name for name in CHECKOUT_ONLY if f"`{name}`" not in text] == []
 
