@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashmoe.__main__ import COMMANDS, make_parser
+from flashmoe.__main__ import all_commands, make_parser
 from flashmoe._version import __version__
 from flashmoe.errors import BuildError, ExitCode
 from flashmoe_build.links import ROOT, absolute, repository, rewrite
@@ -125,7 +125,7 @@ def reference() -> str:
 def command_page() -> str:
     """What ``--help`` of every command prints."""
     parts = ["# The command", "`flashmoe COMMAND`, or `python -m flashmoe COMMAND`. What `--help` prints:"]
-    for name, (_, summary) in COMMANDS.items():
+    for name, (_, summary) in all_commands().items():
         (commands,) = (one for one in make_parser({name})._actions if isinstance(one, argparse._SubParsersAction))
         parts.append(f"## flashmoe {name}\n\n{summary}\n\n```text\n{commands.choices[name].format_help()}```")
     return "\n\n".join(parts) + "\n"

@@ -27,9 +27,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from flashmoe_build.emulation.attention import TensorMapError
 from flashmoe_build.emulation.build import CACHE, CSRC, REPOSITORY, Options, jobs
 from flashmoe_build.emulation.cases import Case, run_case, suite
+from flashmoe_build.emulation.runner import TensorMapError
 
 MUTANTS = tuple(sorted((REPOSITORY / "tests" / "emulation").glob("mutants/*.toml")))
 EXTRA_SEEDS = 4  # a bug of timing may need more than the suite's own seed of each case
