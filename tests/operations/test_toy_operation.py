@@ -128,14 +128,8 @@ def test_it_is_emulated_and_a_planted_bug_is_found(tree: Path, tables: Tables, t
     for case in found:
         outcome = cases.run_case(case, Options(overlay=tree / "csrc"))
         assert outcome.passed, outcome.explain()
-    wrong = shutil.copytree(tree / "csrc" / "toy", tmp_path / "toy") / "scale.cuh"
+    wrong = Path(shutil.copytree(tree / "csrc" / "toy", tmp_path / "toy")) / "scale.cuh"
     wrong.write_text(wrong.read_text().replace("value < 0.0f", "value > 0.0f"))
-    shutil.copytree(
-        tree / "csrc",
-        tmp_path,
-        ignore=lambda folder, _: ["toy"] if folder == str(tree / "csrc") else [],
-        dirs_exist_ok=True,
-    )
     outcome = cases.run_case(found[1], Options(overlay=tmp_path))
     assert "out is wrong at" in outcome.explain()
 
