@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.__main__ import main
+from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.suites import load_suite, parse_suite
 from flashmoe_tools.operations import problem_from_json
 from flashmoe_tools.operations.fields import SuiteError
@@ -34,6 +35,13 @@ def test_a_shape_that_cannot_be_is_refused(change: dict[str, int], words: str) -
     suite = {"schema": 1, "name": "mine", "operation": "train_step", "cases": [{**ROW, "seq": 16, **change}]}
     with pytest.raises(SuiteError, match=words):
         parse_suite(suite, "mine.toml")
+
+
+def test_a_wrong_gradient_of_one_weight_is_refused() -> None:
+    inputs = SMALL.make_inputs("cpu", 0)
+    gradients = [one.clone() for one in default_registry("train_step")["sdpa"].prepare(inputs).call()]
+    gradients[1].zero_()  # of the first layer's q, k, v
+    assert not SMALL.make_reference(inputs).judge(gradients).passed
 
 
 def test_a_quick_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
