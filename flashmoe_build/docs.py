@@ -16,7 +16,7 @@ from pathlib import Path
 from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe_build import peers, speed, varlen
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
 
 ROOT = Path(__file__).resolve().parent.parent

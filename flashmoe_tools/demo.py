@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe._version import __version__
 from flashmoe.errors import ExitCode
-from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from flashmoe_tools.problems import Verification
+    from flashmoe_tools.operations import Verification
 
 DEFAULT_SECONDS = 20.0
 SIDES = {"flashmoe": "ours", "sdpa": "SDPA"}  # of the benchmark's contenders

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError
-from flashmoe_tools.problems import Verification
-from flashmoe_tools.problems.attention import LSE_TOLERANCE, AttentionProblem
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE, AttentionProblem
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_tools.streams import prepare_streams
 

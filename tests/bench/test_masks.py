@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashmoe_tools.bench.contenders import default_registry
-from flashmoe_tools.problems.attention import AttentionProblem
-from flashmoe_tools.problems.attention.tensors import make_inputs
+from flashmoe_tools.operations.attention.problem import AttentionProblem
+from flashmoe_tools.operations.attention.reference import make_inputs
 
 
 @pytest.mark.parametrize("heads_kv", [2, 8])

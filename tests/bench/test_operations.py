@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools import problems
-from flashmoe_tools.bench import ceilings, contenders
+from flashmoe_tools import operations
+from flashmoe_tools.bench import ceilings
 from flashmoe_tools.bench.cli import merge
 from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.markdown import bench_markdown, describe_case
@@ -19,7 +19,7 @@ from flashmoe_tools.report import Verdict, read_report, write_report
 PROBLEMS = """
 from dataclasses import asdict, dataclass
 import torch
-from flashmoe_tools.problems import Verification, fields
+from flashmoe_tools.operations import Verification, fields
 
 @dataclass(frozen=True)
 class Inputs:
@@ -98,13 +98,12 @@ SUITE = {
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "problems" / "toy").mkdir(parents=True)
-    (tmp_path / "contenders").mkdir()
-    (tmp_path / "problems" / "toy" / "__init__.py").write_text(PROBLEMS)
-    (tmp_path / "contenders" / "toy.py").write_text(CONTENDERS)
-    for package in (problems, contenders):
-        folder = tmp_path / package.__name__.rpartition(".")[2]
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    room = tmp_path / "operations" / "toy"
+    room.mkdir(parents=True)
+    (room / "__init__.py").touch()
+    (room / "problem.py").write_text(PROBLEMS)
+    (room / "contenders.py").write_text(CONTENDERS)
+    monkeypatch.setattr(operations, "__path__", [*operations.__path__, str(room.parent)])
 
 
 @pytest.mark.usefixtures("toy")
@@ -133,4 +132,4 @@ def test_suites_of_two_operations_are_not_merged() -> None:
 
 def test_an_operation_without_problems_is_named() -> None:
     with pytest.raises(ArgumentError, match="no operation 'toy'; known: attention"):
-        problems.problem_type("toy")
+        operations.problem_type("toy")

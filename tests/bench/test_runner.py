@@ -22,8 +22,8 @@ from flashmoe_tools.bench.session import Options, Session
 from flashmoe_tools.bench.suites import Suite, parse_suite
 from flashmoe_tools.bench.telemetry import Telemetry
 from flashmoe_tools.bench.verify import verify
-from flashmoe_tools.problems.attention import AttentionProblem
-from flashmoe_tools.problems.attention.tensors import Inputs, choose_pairs, make_inputs, make_reference
+from flashmoe_tools.operations.attention.problem import AttentionProblem
+from flashmoe_tools.operations.attention.reference import Inputs, choose_pairs, make_inputs, make_reference
 from flashmoe_tools.report import Report, Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flashmoe import smoke
-from flashmoe_tools.problems import Verification
-from flashmoe_tools.problems.attention.tensors import attend
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention.reference import attend
 from flashmoe_tools.report import Verdict
 
 CASE = smoke.Case("cpu", "float16", 65, causal=True)
