@@ -36,9 +36,7 @@ def in_turn(mutants: Sequence[Mutant]) -> list[Mutant]:
     return [mutant for _, mutant in sorted(order, key=lambda item: item[0])]
 
 
-def hunt_all(
-    mutants: Sequence[Mutant], workers: int, end: float, progress: Progress
-) -> Iterator[tuple[Mutant, Kill]]:
+def hunt_all(mutants: Sequence[Mutant], workers: int, end: float, progress: Progress) -> Iterator[tuple[Mutant, Kill]]:
     """Each as it is found; none begins after the time ``end``."""
 
     def one(mutant: Mutant) -> Kill | None:
@@ -89,7 +87,9 @@ def _finish(
     report = record.report(chosen, kills, started, seconds)
     for name in [mutant.name for mutant in chosen if mutant.name in kills]:
         if not kills[name].killed:
-            print(f"{name}: {kills[name].by or 'survived'} after {kills[name].runs} runs\n{kills[name].detail}".rstrip())
+            print(
+                f"{name}: {kills[name].by or 'survived'} after {kills[name].runs} runs\n{kills[name].detail}".rstrip()
+            )
     killed = sum(kill.killed for kill in kills.values())
     print(f"{killed} of {len(kills)} mutants killed, {len(chosen) - len(kills)} left, {seconds:.0f} s")
     if arguments.json is not None:
@@ -110,7 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print them and stop")
     parser.add_argument("--jobs", type=int, metavar="N", help="hunts at once; default: MAX_JOBS, else at most 2")
     parser.add_argument("--budget-minutes", type=float, metavar="M", help="start none after that time")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write a report; what it holds already is not hunted again")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write a report; what it holds already is not hunted again"
+    )
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the kill table")
     return parser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import PurePosixPath
 
 from flashmoe_build.compile.cache import include_closure
@@ -59,7 +59,7 @@ def noticing_kernels(file: str) -> tuple[str, ...]:
 def _shared(file: str, kernel: Kernel) -> int:
     """Folders that the file and the kernel's header have in common."""
     one, other = PurePosixPath(file).parent.parts, PurePosixPath(kernel.unit.row.descriptor.header).parent.parts
-    return len(commonprefix([one, other]))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _features(kernel: Kernel) -> Iterator[tuple[str, object]]:

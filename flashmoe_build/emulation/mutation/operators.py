@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flashmoe_build.emulation.mutation.source import Function, Source
 
@@ -29,11 +30,45 @@ _SYNCHRONISES = re.compile(
     r"barrier|sync|fence|wait|commit|arrive|release|turn|semaphore|setmaxnreg|cp_async|tma_|bulk_|advance|skip|clear|finish|pass_"
 )
 # No instruction, or one that the emulated machine has no use for: their loss cannot be noticed there.
-_WITHOUT_EFFECT = ("wgmma_fence_operands", "grid_launch_dependents", "prefetch_tensor_map", "static_assert", "static_cast")
-_KEYWORDS = frozenset("if for while do else return break continue switch case using static constexpr const".split())
+_WITHOUT_EFFECT = (
+    "wgmma_fence_operands",
+    "grid_launch_dependents",
+    "prefetch_tensor_map",
+    "static_assert",
+    "static_cast",
+)
+_KEYWORDS = frozenset(
+    [
+        "if",
+        "for",
+        "while",
+        "do",
+        "else",
+        "return",
+        "break",
+        "continue",
+        "switch",
+        "case",
+        "using",
+        "static",
+        "constexpr",
+        "const",
+    ]
+)
 _ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="))
 # Loosest first. What is not in the table ends every operand.
-_LEVELS = ({"||"}, {"&&"}, {"|"}, {"^"}, {"&"}, {"==", "!="}, {"<", ">", "<=", ">="}, {"<<", ">>"}, {"+", "-"}, {"*", "/", "%"})
+_LEVELS = (
+    {"||"},
+    {"&&"},
+    {"|"},
+    {"^"},
+    {"&"},
+    {"==", "!="},
+    {"<", ">", "<=", ">="},
+    {"<<", ">>"},
+    {"+", "-"},
+    {"*", "/", "%"},
+)
 _LEVEL = {word: level for level, words in enumerate(_LEVELS) for word in words}
 _ENDS = frozenset((",", ";", "?", ":", "return", *_ASSIGNMENTS))
 _PAIRS = frozenset(("minimum", "maximum", "min", "max", "max_ftz", "min_nan", "fmaxf", "fminf"))
@@ -55,7 +90,9 @@ class Site:
     def wide_names(self) -> list[str]:
         """What the function declares as int64_t, its parameters among them."""
         first = self.function.begin
-        head = self.source.text[max(0, self.source.tokens[first].start - 1500) : self.source.tokens[self.function.end - 1].end]
+        head = self.source.text[
+            max(0, self.source.tokens[first].start - 1500) : self.source.tokens[self.function.end - 1].end
+        ]
         head = head[max(0, head.rfind("\n}", 0, 1500)) :]
         return [*re.findall(r"\bint64_t&? (\w+)", head), "int64_t"]
 
@@ -63,7 +100,9 @@ class Site:
         tokens = self.source.tokens
         start, stop = tokens[begin].start, tokens[end - 1].end
         shown = " ".join(self.source.text[start:stop].split())
-        what = f"{operator}: {_short(shown)}" + (f" becomes {_short(' '.join(replacement.split()))}" if replacement else "")
+        what = f"{operator}: {_short(shown)}" + (
+            f" becomes {_short(' '.join(replacement.split()))}" if replacement else ""
+        )
         return Edit(operator, start, stop, replacement, what, rank)
 
     def indices(self) -> range:
@@ -99,6 +138,11 @@ class Site:
     def _ends_operand(self, at: int) -> bool:
         return self.words[at] in _ENDS or self.words[at] in ("(", ")", "[", "]", "{", "}") or at in self.partners
 
+    def with_operator(self, index: int, word: str) -> str:
+        """The operation at the index with another operator."""
+        begin, end = self.left_of(index), self.right_of(index)
+        return f"{self.source.between(begin, index)} {word} {self.source.between(index + 1, end)}"
+
     def statements(self) -> Iterator[tuple[int, int]]:
         """(begin, end) of each simple statement that is not a declaration; its semicolon is the last token."""
         for index in self.indices():
@@ -117,7 +161,9 @@ class Site:
 
     def _is_initialiser(self, brace: int) -> bool:
         before = self.words[brace - 1]
-        return before not in (")", "else", "const", "{", "}", ";", "mutable", "noexcept") and not (brace < self.function.begin + 3)
+        return before not in (")", "else", "const", "{", "}", ";", "mutable", "noexcept") and not (
+            brace < self.function.begin + 3
+        )
 
     def _in_for(self, index: int) -> bool:
         at = index - 1
@@ -223,7 +269,10 @@ def force_condition(site: Site) -> Iterator[Edit]:
                 yield site.edit("flag-false", index + 3, end, "false", 1)
         elif site.words[index] == "return":
             end = _until(site, index + 1, ";")
-            if any(word in ("<", ">", "<=", ">=", "==", "!=", "&&", "||") for word in _top(site, index + 1, end)) and "?" not in site.words[index:end]:
+            if (
+                any(word in ("<", ">", "<=", ">=", "==", "!=", "&&", "||") for word in _top(site, index + 1, end))
+                and "?" not in site.words[index:end]
+            ):
                 yield site.edit("flag-true", index + 1, end, "true", 1)
                 yield site.edit("flag-false", index + 1, end, "false", 1)
 
@@ -234,10 +283,10 @@ def shift_boundary(site: Site) -> Iterator[Edit]:
         if other and site.is_binary(index):
             begin, end = site.left_of(index), site.right_of(index)
             is_loop = site.words[end] == ";" and site.words[index - 2] == ";"
-            over_registers = is_loop and site.words[index + 1].isdigit() or _is_constant(site, index + 1, end)
-            if (is_loop and over_registers and site.words[index - 5] == "int") or _is_constant(site, begin, end):
+            over_registers = (is_loop and site.words[index + 1].isdigit()) or _is_constant(site, index + 1, end)
+            if (is_loop and over_registers and site.words[index - 6] == "int") or _is_constant(site, begin, end):
                 continue
-            yield site.edit("boundary", index, index + 1, other, 1)
+            yield site.edit("boundary", begin, end, site.with_operator(index, other), 1)
 
 
 def drop_operand(site: Site) -> Iterator[Edit]:
@@ -252,10 +301,11 @@ def drop_operand(site: Site) -> Iterator[Edit]:
         is_logical = word in ("&&", "||")
         operator = "drop-predicate" if is_logical else "drop-operand"
         rank = 1 if is_logical else 2
-        yield site.edit(operator, index, end, "", rank)
+        left, right = site.source.between(begin, index), site.source.between(index + 1, end)
+        yield site.edit(operator, begin, end, left, rank)
         is_first = not (site.is_binary(begin - 1) and _LEVEL[site.words[begin - 1]] == _LEVEL[word])
         if word in ("&&", "||", "+", "*", "^") and is_first:
-            yield site.edit(operator, begin, index + 1, "", rank)
+            yield site.edit(operator, begin, end, right, rank)
 
 
 def choose_side(site: Site) -> Iterator[Edit]:
@@ -335,11 +385,13 @@ def change_count(site: Site) -> Iterator[Edit]:
 def shift_by_one(site: Site) -> Iterator[Edit]:
     """``- 1`` becomes ``- 2``, ``> 0`` becomes ``> 1``."""
     for index in site.indices():
-        if site.words[index].isdigit() and int(site.words[index]) <= 2 and site.is_binary(index - 1) and not site.is_binary(index + 1):
-            if site.words[index - 1] in ("-", "+", "<", ">", "<=", ">=") and site.words[index + 1] not in _LEVEL:
-                changed = "1" if site.words[index] == "2" else str(int(site.words[index]) + 1)
-                if site.left_of(index - 1) < index - 1:
-                    yield site.edit("one-more", index, index + 1, changed, 1)
+        if site.words[index] not in ("-", "+", "<", ">", "<=", ">=") or not site.is_binary(index):
+            continue
+        begin, end = site.left_of(index), site.right_of(index)
+        number = site.source.between(index + 1, end)
+        if begin < index and number in ("0", "1", "2"):
+            changed = "1" if number == "2" else str(int(number) + 1)
+            yield site.edit("one-more", begin, end, f"{site.source.between(begin, index + 1)} {changed}", 1)
 
 
 def drop_tail(site: Site) -> Iterator[Edit]:
@@ -351,7 +403,7 @@ def drop_tail(site: Site) -> Iterator[Edit]:
             if is_first and site.words[end] in ("+", "-") and site.is_binary(end):
                 while site.words[end] in ("+", "-") and site.is_binary(end):
                     end = site.right_of(end)
-                yield site.edit("drop-tail", index, end, "", 2)
+                yield site.edit("drop-tail", begin, end, site.source.between(begin, index), 2)
 
 
 def round_up(site: Site) -> Iterator[Edit]:
@@ -372,20 +424,26 @@ def flip_literal(site: Site) -> Iterator[Edit]:
 
 def first_element(site: Site) -> Iterator[Edit]:
     for index in site.indices():
-        if site.words[index] == "[" and index in site.partners and (site.source.tokens[index - 1].is_name or site.words[index - 1] == "]"):
+        if (
+            site.words[index] == "["
+            and index in site.partners
+            and (site.source.tokens[index - 1].is_name or site.words[index - 1] == "]")
+        ):
             close = site.partners[index]
             if close > index + 1 and not site.words[index + 1].isdigit() and not _is_constant(site, index + 1, close):
                 yield site.edit("first-element", index + 1, close, "0", 2)
 
 
-def swap_operands(site: Site) -> Iterator[Edit]:
-    """a - b becomes b - a; quotient and remainder change places; += becomes -=."""
-    others = {"/": "%", "%": "/", "-=": "+=", "+=": "-=", "==": "!=", "!=": "=="}
+def swap_operators(site: Site) -> Iterator[Edit]:
+    """Quotient and remainder change places; -= becomes +=."""
     for index in site.indices():
         word = site.words[index]
-        if word in others and site.source.is_spaced(index) and word in ("-=", "/", "%"):
-            if word == "-=" or not _is_constant(site, site.left_of(index), site.right_of(index)):
-                yield site.edit("swap", index, index + 1, others[word], 2)
+        if word == "-=":
+            yield site.edit("swap", index - 1, index + 1, f"{site.words[index - 1]} +=", 2)
+        elif word in ("/", "%") and site.is_binary(index):
+            begin, end = site.left_of(index), site.right_of(index)
+            if not _is_constant(site, begin, end):
+                yield site.edit("swap", begin, end, site.with_operator(index, "%" if word == "/" else "/"), 2)
 
 
 def swap_coordinates(site: Site) -> Iterator[Edit]:
@@ -395,7 +453,7 @@ def swap_coordinates(site: Site) -> Iterator[Edit]:
             sides = _arguments(site, index + 1)
             first = 3 if site.words[index].startswith("tma_load") else 2
             number = int(site.words[index].rpartition("_")[2][0])
-            for (begin, middle), (other, end) in zip(sides[first : first + number], sides[first + 1 : first + number]):
+            for (begin, middle), (other, end) in pairwise(sides[first : first + number]):
                 one, two = site.source.between(begin, middle), site.source.between(other, end)
                 if one != two:
                     yield site.edit("swap-coordinates", begin, end, f"{two}, {one}", 1)
@@ -407,14 +465,33 @@ def halve_literal(site: Site) -> Iterator[Edit]:
         word = site.words[index]
         if word.isdigit() and int(word) >= 8 and int(word) & (int(word) - 1) == 0 and int(word) <= 4096:
             before, after = site.words[index - 1], site.words[index + 1]
-            if (before == "*" and site.is_binary(index - 1)) or (before == "," and after in (",", ")")) or (after == "*" and site.is_binary(index + 1)):
+            if (
+                (before == "*" and site.is_binary(index - 1))
+                or (before == "," and after in (",", ")"))
+                or (after == "*" and site.is_binary(index + 1))
+            ):
                 yield site.edit("halve", index, index + 1, str(int(word) // 2), 2)
 
 
 Operator = Callable[[Site], Iterator[Edit]]
 OPERATORS: tuple[Operator, ...] = (
-    remove_call, change_count, remove_exit, remove_assignment, force_condition, shift_boundary, shift_by_one, choose_side,
-    change_bound, round_up, narrow, flip_literal, swap_coordinates, drop_operand, drop_tail, swap_operands, halve_literal,
+    remove_call,
+    change_count,
+    remove_exit,
+    remove_assignment,
+    force_condition,
+    shift_boundary,
+    shift_by_one,
+    choose_side,
+    change_bound,
+    round_up,
+    narrow,
+    flip_literal,
+    swap_coordinates,
+    drop_operand,
+    drop_tail,
+    swap_operators,
+    halve_literal,
     first_element,
 )
 
