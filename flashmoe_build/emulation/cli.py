@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     dense.add_argument("--values", default="normal", metavar="NAME", help="what the tensors hold (normal)")
     dense.add_argument("--data-seed", type=int, default=0, metavar="N", help="of the random inputs")
     dense.add_argument("--splits", type=int, help="blocks that share a query tile's keys (split kernels)")
-    dense.add_argument("--no-lse", action="store_true", help="nobody wants the log-sum-exp")
+    dense.add_argument("--no-lse", action="store_true", help="the log-sum-exp is not wanted")
     dense.add_argument("--no-counter", action="store_true", help="no tile counter (persistent kernels)")
     made.add_argument("--seed", type=int, help="interleaving and timing (the suite: each case has its own)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds, from --seed on")
