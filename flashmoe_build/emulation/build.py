@@ -158,6 +158,7 @@ def _job(name: str, text: str, arch: str, options: Options) -> _Job:
         *COMMON_FLAGS,
         KERNEL_LEVEL,
         *KERNEL_FLAGS,
+        *([f"-fmacro-prefix-map={options.overlay}/=csrc/"] if options.overlay else []),  # call sites keep their names
         *poison_flags(),
         *traps,
         f"-D__CUDA_ARCH__={arch.removeprefix('sm')}0",

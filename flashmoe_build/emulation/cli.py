@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flashmoe.errors import ExitCode, FlashmoeError
+from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError
 from flashmoe_build.emulation.build import Options, compiler
-from flashmoe_build.emulation.cases import Case, is_huge, kernels, matching, suite
+from flashmoe_build.emulation.cases import Case, is_causal, is_huge, kernels, matching, suite
 from flashmoe_build.emulation.changed import find_changes, quick_cases, stamp, variants
 from flashmoe_build.emulation.machine import TENSOR_CORES, AsyncPolicy
 from flashmoe_build.emulation.runs import Runs, run_cases, summarised
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     dense.add_argument("--values", default="normal", metavar="NAME", help="what the tensors hold (normal)")
     dense.add_argument("--data-seed", type=int, default=0, metavar="N", help="of the random inputs")
     dense.add_argument("--splits", type=int, help="blocks that share a query tile's keys (split kernels)")
-    dense.add_argument("--no-lse", action="store_true", help="nobody wants the log-sum-exp")
+    dense.add_argument("--no-lse", action="store_true", help="the log-sum-exp is not wanted")
     dense.add_argument("--no-counter", action="store_true", help="no tile counter (persistent kernels)")
     made.add_argument("--seed", type=int, help="interleaving and timing (the suite: each case has its own)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds, from --seed on")
@@ -70,18 +70,23 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
             and (arguments.problem is None or case.problem.name == arguments.problem)
         ]
     else:
-        cases = [
-            Case(kernel, problem, 0)
-            for kernel in matching(load_tables(), arguments.kernel)
-            if kernel.runner is not None and kernel.runner.custom is not None
-            for problem in kernel.runner.custom(kernel.unit, arguments)
-            if problem.causal in masks
-        ]
+        cases = [case for case in _custom_cases(arguments) if is_causal(case.problem) in masks]
     return [
         Case(case.kernel, case.problem, (case.seed if arguments.seed is None else arguments.seed) + offset)
         for case in cases
         for offset in range(arguments.seeds)
     ]
+
+
+def _custom_cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """What --shape and its like describe; words that describe no problem end the program as other wrong words do."""
+    for kernel in matching(load_tables(), arguments.kernel):
+        if kernel.runner is None or kernel.runner.custom is None:
+            continue
+        try:
+            yield from (Case(kernel, problem, 0) for problem in kernel.runner.custom(kernel.unit, arguments))
+        except ArgumentError as error:
+            parser().error(str(error))
 
 
 def with_sanitizer(words: str) -> None:

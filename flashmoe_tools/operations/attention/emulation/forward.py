@@ -35,7 +35,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
         # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
         # One past a tile, both ways: an index inside the tile where the one of the problem is meant.
         (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),
-        # Whole tiles, two batches; nobody wants the log-sum-exp.
+        # Whole tiles, two batches; the log-sum-exp is not wanted.
         (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),
         # A maximum that moves from tile to tile.
         (65, 3 * n + 7, dim, 1, 1, 1, Layout.ROWS, Values.RISING),

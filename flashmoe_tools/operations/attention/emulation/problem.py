@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from flashmoe_tools.operations.attention.reference import weigh
 from flashmoe_tools.tables import Unit
 
 FAR_ROW = 2**26 + 8  # elements from row to row: the 32nd is past 2^31
+_Kind = TypeVar("_Kind", bound=Enum)
 _SHAPE = re.compile(r"b(\d+)\.h(\d+)\.kv(\d+)\.q(\d+)\.k(\d+)\.d(\d+)")
 
 
@@ -134,9 +135,17 @@ class Problem:
         return Buffer(tensor, writable=is_output, initialised=not is_output, row_stride=row_stride)
 
 
+def _named(kind: type[_Kind], text: str) -> _Kind:
+    if text not in [one.value for one in kind]:
+        msg = f"{text!r} is none of the {kind.__name__.lower()}: {', '.join(one.value for one in kind)}"
+        raise ArgumentError(msg)
+    return kind(text)
+
+
 def custom(unit: Unit, arguments: argparse.Namespace) -> Iterator[Problem]:
-    """The problem that a command line describes, for each mask of the kernel."""
+    """The problem that a command line describes, for each mask of the kernel. Words that describe none are an ArgumentError."""
     shape = Shape.parse(arguments.shape)
+    layout, values = _named(Layout, arguments.layout), _named(Values, arguments.values)
     if shape.head_dim > unit.row.axes.get("head_dim", shape.head_dim):
         return
     for mask in unit.row.words.get("mask", ("full", "causal")):
@@ -144,8 +153,8 @@ def custom(unit: Unit, arguments: argparse.Namespace) -> Iterator[Problem]:
             shape,
             unit.dtype,
             mask == "causal",
-            Layout(arguments.layout),
-            Values(arguments.values),
+            layout,
+            values,
             arguments.data_seed,
             arguments.splits or (2 if unit.row.options.get("split") else 1),
             wants_lse=not arguments.no_lse,

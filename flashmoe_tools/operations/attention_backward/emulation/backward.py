@@ -43,7 +43,7 @@ def problems(unit: Unit) -> Iterator[Problem]:
         (2 * m + 70, 2 * n + 30, dim, 3, 1, 1, Layout.BHSD, Values.SHIFTED),  # more tiles than blocks; a group of three
     )
     is_fused = unit.row.operation == "attention_backward_fused"  # its tiles are always drawn
-    if is_fused:  # eight tiles a block: six heads from the last keys on; causal, seven downwards. The first tile's keys end with a block's last row
+    if is_fused:  # eight tiles per block: six heads from the last keys on; causal, seven descending. The first tile's keys end with a block's last row
         sizes += ((m + 9, n + 9, dim, 13, 13, 1, Layout.BSHD, Values.NORMAL),)
     for causal in (mask == "causal" for mask in unit.row.words["mask"]):
         for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):

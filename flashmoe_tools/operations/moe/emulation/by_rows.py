@@ -74,12 +74,16 @@ def few_rows_problems(unit: Unit) -> Iterator[Product]:
     for index, weights in enumerate(row.words["weights"]):
         in_turn = weights == "kn_pairs" or (gated and weights == "nk")
         chosen: dict[str, Any] = {"weights": weights, "activation": "swiglu", "gathers": gated, "seed": index}
-        make = partial(Product, row.operation, unit.dtype, is_interleaved=weights == "kn_pairs", **chosen)
+        chosen["is_interleaved"] = weights == "kn_pairs"
+
+        def make(counts: tuple[int, ...], columns: int, k: int, *, given: Any = chosen, **more: Any) -> Product:
+            return Product(row.operation, unit.dtype, counts, columns, k, **{**given, **more})
+
         # Tails of all three sizes, an expert without rows, slots without an expert.
-        tails = {"unrouted": 3, "top_k": 2, "has_bias": True, "keeps": gated, "is_interleaved": in_turn}
-        yield make((m + 1, 0, 3, m), n + edge, 200, **tails)
-        clamped = {"activation": "clamped_swiglu", "has_bias": True, "scale": 4.0}
-        yield make((5, 1), 2 * edge + 16, 40, **{**clamped, "gathers": not gated})
+        tails = make((m + 1, 0, 3, m), n + edge, 200, unrouted=3, top_k=2, has_bias=True, keeps=gated)
+        yield replace(tails, is_interleaved=in_turn)
+        clamped = make((5, 1), 2 * edge + 16, 40, activation="clamped_swiglu", has_bias=True, scale=4.0)
+        yield replace(clamped, gathers=not gated)
         if unit.dtype == "f16":  # the same but for the products and the rounding
             continue
         # A hot expert, the ring more than once round, the static schedule. In these three: every number of groups of rows.

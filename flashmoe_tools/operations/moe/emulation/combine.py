@@ -45,7 +45,7 @@ class CombineProblem(NamedProblem):
     has_bias: bool = False
     wants_out: bool = True
     wants_dweights: bool = True
-    values: str = "normal"  # order: sums that show the order of their terms; nobody: no slot has a row
+    values: str = "normal"  # order: sums that show the order of their terms; none: no slot has a row
     blocks: int = 1  # of a token
     huge_tokens: int | None = None
 
@@ -56,7 +56,7 @@ class CombineProblem(NamedProblem):
             return torch.randn(*shape, generator=generator)
 
         slots = self.tokens * self.top_k
-        kept = torch.rand(slots, generator=generator) < (0.0 if self.values == "nobody" else 0.8)
+        kept = torch.rand(slots, generator=generator) < (0.0 if self.values == "none" else 0.8)
         if self.values == "order":
             kept[:] = True
         count = int(kept.sum())
@@ -98,7 +98,7 @@ def combine_problems(unit: Unit) -> Iterator[CombineProblem]:
     yield CombineProblem("odd-choices", 3, 11, 72, experts=1, has_bias=True)
     yield CombineProblem("one-choice", 2, 1, 256, dot_tiles=32)
     yield CombineProblem("order", 2, 10, 40, values="order", dot_tiles=4)
-    yield CombineProblem("nobody", 2, 3, 24, values="nobody", has_shared=True, has_bias=True)
+    yield CombineProblem("nobody", 2, 3, 24, values="none", has_shared=True, has_bias=True)
     yield CombineProblem("far", 2, 5, 72, has_shared=True, has_bias=True, dot_tiles=9, huge_tokens=2**26)
     if unit.row.operation == BACKWARD:
         yield CombineProblem("only-dx", 2, 3, 40, wants_dweights=False)
@@ -185,7 +185,7 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
         if p.wants_out:
             wrong += worst_element("out", out[ran, : p.columns], *(one[ran] for one in expect_out(p, inputs, unit)))
         else:
-            wrong += touched("out, which nobody wants,", out, NAN)
+            wrong += touched("out, which is not wanted,", out, NAN)
         if is_backward and p.wants_dweights:
             found = dweights.view(p.tokens, p.top_k)[ran]
             wrong += worst_element("dweights", found, *(one[ran] for one in expect_dweights(p, inputs)))

@@ -32,7 +32,7 @@ def problems(unit: Unit) -> Iterator[Product]:
         yield make((0, m, 0), n, 64, "kn", 2)  # whole tiles; experts without rows at both ends
         yield make((0, 3 * m + 66, 1), 2 * n + 8, 72, "kn", 3, has_bias=True, top_k=1)
         yield make((m - 1, 2 * m, 9), n + 8, 200, "nk", 4, has_counter=False, has_nan=True)
-        yield make((0, 0), 40, 16, "nk", 5, unrouted=4)  # nobody chose these experts
+        yield make((0, 0), 40, 16, "nk", 5, unrouted=4)  # no token chose these experts
         # Several windows of experts, some without rows; a sum over k that is shorter than one block.
         some = tuple(3 if expert in (0, 31, 40, 95) else 0 for expert in range(97))
         yield make(some, 8, 8, "kn", 6, has_nan=True)
@@ -40,7 +40,7 @@ def problems(unit: Unit) -> Iterator[Product]:
         return
     n //= 2
     yield make((m + 2, 0, 3), n + 72, 136, "nk", 11, activation="swiglu", keeps=True, has_nan=True, unrouted=5)
-    both = {"is_interleaved": True, "keeps": True, "has_bias": True}  # gate and up in turn
+    both = {"is_interleaved": True, "keeps": True, "has_bias": True}  # gate and up interleaved
     yield make((0, 2 * m - 30, 40), n + 24, 72, "nk", 12, activation="clamped_swiglu", has_nan=True, **both)
     yield make((m, 64), n, 64, "kn", 13, activation="geglu", keeps=True, has_bias=True, top_k=1)
     yield make((70, m + 1), n + 40, 80, "kn_pairs", 14, activation="geglu_tanh", **both)
@@ -72,8 +72,8 @@ def make_inputs(p: Product) -> Inputs:
         a[used[p.first_rows()], 3] = NAN
     weights = torch.randn((experts, p.n, p.k), generator=generator) * (2.0 if p.is_gated else 1.0)
     bias = torch.randn((experts, p.n), generator=generator)
-    nobody = [expert for expert, count in enumerate(p.counts) if count == 0]
-    weights[nobody], bias[nobody] = NAN, NAN
+    unused = [expert for expert, count in enumerate(p.counts) if count == 0]
+    weights[unused], bias[unused] = NAN, NAN
     if p.weights != "nk":
         weights = weights.mT
     weights = functional.pad(weights, (0, PADDING), value=NAN)

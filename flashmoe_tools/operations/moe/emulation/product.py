@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF, Expected
+from flashmoe_tools.operations.moe.reference import activate
 from flashmoe_tools.tables import Unit
 
 DOT_COLUMNS = 128  # kDotColumns of moe/params/gemm.h
@@ -18,19 +17,7 @@ EARLY_SLOTS = 32  # up to which the host gives a gated product for few rows the 
 EXPONENT_ERROR = 4e-6  # of an activation, for the approximate exponential, relative to what multiplies it
 
 
-def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
-# In the order of enum class Activation.
-FORMULAS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "swiglu": lambda gate, up: functional.silu(gate) * up,
-    "geglu": lambda gate, up: functional.gelu(gate) * up,
-    "geglu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
-    "reglu": lambda gate, up: functional.relu(gate) * up,
-    "clamped_swiglu": _clamped_swiglu,
-}
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")  # in the order of enum class Activation
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,7 @@ class Product:
             "top_k": self.top_k,
             "n": self.n,
             "k": self.k,
-            "activation": list(FORMULAS).index(self.activation or "swiglu"),
+            "activation": ACTIVATIONS.index(self.activation or "swiglu"),
             "is_interleaved": self.is_interleaved,
         }
 
@@ -173,30 +160,31 @@ def halves(p: Product, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
-def _joined(p: Product, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.stack((gate, up), -1).flatten(1) if p.is_interleaved else torch.cat((gate, up), 1)
+def _both(p: Product, one: torch.Tensor) -> torch.Tensor:
+    """The same for gate and up, in the columns of z."""
+    return one.repeat_interleave(2, dim=1) if p.is_interleaved else one.repeat(1, 2)
 
 
-def _with_slopes(p: Product, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The activation and its derivatives by gate and up, by torch's own autograd. Where there is a clamp, torch gives a NaN no
-    gradient; the kernels pass it on."""
-    gate, up = gate.detach().clone().requires_grad_(), up.detach().clone().requires_grad_()
-    value = FORMULAS[p.activation](gate, up)
-    by_gate, by_up = torch.autograd.grad(value.sum(), (gate, up))
-    return value.detach(), by_gate.where(~gate.isnan(), by_gate.new_tensor(float("nan"))), by_up
+def _with_slopes(p: Product, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activation of z and its derivatives by z, by torch's own autograd. Where there is a clamp, torch gives a NaN no gradient;
+    the kernels pass it on."""
+    z = z.detach().requires_grad_()
+    value = activate(z, p.activation, "interleaved" if p.is_interleaved else "concat")
+    (slopes,) = torch.autograd.grad(value.sum(), z)
+    return value.detach(), slopes.masked_fill(z.isnan(), torch.nan)
 
 
-def _reach(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _reach(p: Product, z: torch.Tensor) -> torch.Tensor:
     """Bounds the activation and its slopes, up to a factor."""
-    return (1 + gate.abs()) * (1 + up.abs())
+    gate, up = halves(p, z.abs())
+    return (1 + gate) * (1 + up)
 
 
 def activated(p: Product, sums: Sums) -> Sums:
     """The activation in fp64, and how far it may be off in fp32."""
-    (gate, up), (gate_error, up_error) = halves(p, sums[0]), halves(p, sums[1])
-    value, by_gate, by_up = _with_slopes(p, gate, up)
-    error = by_gate.abs() * gate_error + by_up.abs() * up_error + EXPONENT_ERROR * _reach(gate, up)
-    return value, error
+    value, slopes = _with_slopes(p, sums[0])
+    by_gate, by_up = halves(p, slopes.abs() * sums[1])
+    return value, by_gate + by_up + EXPONENT_ERROR * _reach(p, sums[0])
 
 
 def rounded(p: Product, sums: Sums) -> Sums:
@@ -215,12 +203,11 @@ def forward_results(p: Product, sums: Sums) -> Expected:
 def gated_backward_results(p: Product, sums: Sums, z: torch.Tensor, row_weights: torch.Tensor) -> Expected:
     """What the gradient of the activation makes of the products, by row. Bounds: the sums' own, approximate exponentials, rounding."""
     s, s_error = sums
-    gate, up = halves(p, z.double())
-    value, *slopes = _with_slopes(p, gate, up)
-    reach, w = _reach(gate, up), row_weights.double()[:, None]
+    value, slopes = _with_slopes(p, z.double())
+    reach, w = _reach(p, z.double()), row_weights.double()[:, None]
     small = 1e-6 + (2.0**-24 if p.dtype == "f16" else 0.0)
-    gradient = _joined(p, *(w * s * slope for slope in slopes))
-    error = _joined(p, *(w * (s_error * slope.abs() + EXPONENT_ERROR * s.abs() * reach) for slope in slopes))
+    gradient = w * _both(p, s) * slopes
+    error = w * (_both(p, s_error) * slopes.abs() + EXPONENT_ERROR * _both(p, s.abs() * reach))
     dots, dot_error = s * value, s_error * value.abs() + 2 * EXPONENT_ERROR * s.abs() * reach
     tiled = (torch.stack([part.sum(1) for part in one.split(DOT_COLUMNS, dim=1)]) for one in (dots, dot_error + 1e-7))
     return {

@@ -62,7 +62,7 @@ class RouteProblem(NamedProblem):
             logits[:, 5::32] += 8
         if self.values == "low":
             logits = logits - 200
-        logits[:, self.experts :] = 100.0  # nobody's
+        logits[:, self.experts :] = 100.0  # past a row's end
         return logits.to(self.dtype)
 
     def bias(self) -> torch.Tensor | None:
@@ -173,7 +173,7 @@ class SortProblem(NamedProblem):
     blocks: int = 1  # more: count, then place
     ids: torch.dtype = torch.int32
     weights: torch.dtype = torch.float32
-    values: str = "random"  # of them some that name nobody; hot: one expert; nobody: none at all
+    values: str = "random"  # of them some that name no expert; hot: one expert; none: no expert at all
     map_length: int = 0
 
     def inputs(self) -> SortInputs:
@@ -187,7 +187,7 @@ class SortProblem(NamedProblem):
         ids[strangers] = outside[torch.randint(0, len(outside), (int(strangers.sum()),), generator=generator)]
         if self.values == "hot":
             ids[:] = self.experts - 1
-        if self.values == "nobody":
+        if self.values == "none":
             ids[:] = -1
         expert_map = None
         if self.map_length:
@@ -205,7 +205,7 @@ def sort_problems(_: Unit) -> Iterator[SortProblem]:
     yield SortProblem("batches", 4133, 3)
     yield SortProblem("most-experts", 400, 1024)
     yield SortProblem("hot", 200, 16, weights=bfloat, values="hot")
-    yield SortProblem("nobody", 70, 16, values="nobody")
+    yield SortProblem("nobody", 70, 16, values="none")
     yield SortProblem("map", 260, 16, map_length=40)
     yield SortProblem("blocks", 700, 24, blocks=3, ids=long, map_length=30)
     yield SortProblem("empty-block", 70, 128, blocks=4, weights=bfloat)

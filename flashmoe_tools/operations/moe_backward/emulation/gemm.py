@@ -31,7 +31,7 @@ def weight_gradient_problems(unit: Unit) -> Iterator[Product]:
     yield make((70, 0, 129, 1), m + 8, n + 72, has_nan=True, seed=1)
     yield make((64, 63, 128, 5, 0), m - 8, n, unrouted=5, has_nan=True, seed=2)
     yield make((9, 450, 0), m, 72, top_k=1, has_counter=False, seed=3)  # the ring comes round
-    yield make((0, 0), 40, 2 * n + 8, unrouted=4, seed=4)  # nobody chose these experts
+    yield make((0, 0), 40, 2 * n + 8, unrouted=4, seed=4)  # no token chose these experts
     yield make((33, 100), 2 * m + 8, 136, has_nan=True, seed=5)
     yield make((5, 3), 8 * m + 8, n + 8, top_k=1, seed=6)  # more than one section of tiles
 
@@ -103,7 +103,7 @@ def gated_backward_trial(unit: Unit, p: Product) -> Trial:
     z[rows:] = NAN
     if p.has_nan:
         dout[3, 5], z[4, 2] = NAN, NAN
-        weights[1] = NAN  # of the expert that nobody chose
+        weights[1] = NAN  # of the expert that no token chose
     results = {
         "d": torch.full((p.slots, 2 * n + PADDING), UNTOUCHED, dtype=dtype),
         "weighted_activation": torch.full((p.slots, n), UNTOUCHED, dtype=dtype),

@@ -48,7 +48,7 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the sequences.
     full = _base(unit, "full", (7, m, 0), (n + 3, 2 * n, 0))
     yield replace(full, heads_q=3, heads_kv=3, head_dim=narrow, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False)
-    # Pages in random order, a shared one, keys past the end of a sequence that are nobody's.
+    # Pages in random order, a shared one, keys past the end of a sequence that belong to none.
     paged = _base(unit, "paged", (m + 2, 3, 1), (2 * n + 5, n - 1, 17))
     yield replace(paged, keys_layout=Keys.PAGED, page_size=16, right=0, slack=9)
     # A window that has left pages behind, in one tile with those that are seen.

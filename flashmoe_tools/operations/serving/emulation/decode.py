@@ -96,18 +96,9 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     blocks = min(items * (1 if p.splits == 1 else math.ceil(p.most_keys / row.block_n) + 1), BLOCKS)
     slots = (2 * blocks, min(row.block_m, p.most_rows))
     lse = torch.full(tensors.statistics(p), NAN)
-    values = values_of(
-        *(p, tensors, lse),
-        tile_counter=counter(blocks) if p.has_counter else None,
-        **(
-            {
-                "out_partial": output(torch.full((*slots, row.axes["head_dim"]), NAN)),
-                "lse_partial": output(torch.full((*slots, 2), NAN)),
-            }
-            if p.splits > 1
-            else {}
-        ),
-    )
+    partial = {"out_partial": (*slots, row.axes["head_dim"]), "lse_partial": (*slots, 2)} if p.splits > 1 else {}
+    values = values_of(p, tensors, lse, tile_counter=counter(blocks) if p.has_counter else None)
+    values |= {name: output(torch.full(size, NAN)) for name, size in partial.items()}
     results = {"out": tensors.out, "lse": lse}
     return Trial([Launch(values, blocks, most_blocks=BLOCKS)], lambda: disagreements(p, tensors, lse), results)
 

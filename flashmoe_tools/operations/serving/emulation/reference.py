@@ -5,23 +5,12 @@ from __future__ import annotations
 import torch
 
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF
+from flashmoe_tools.operations.attention.reference import ScoreOptions, weigh
 from flashmoe_tools.operations.attention_backward.emulation.backward import Scores
 from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import Tensors
 
 EXPONENT_UNIT = 4e-7  # error of an exponent for each unit of a score in fp32
-
-
-def visible(p: VarlenProblem, rows: int, keys: int) -> torch.Tensor:
-    """[rows, keys]: what the window shows, aligned bottom-right."""
-    at = torch.arange(rows)[:, None] + (keys - rows)
-    key = torch.arange(keys)[None, :]
-    shown = torch.ones(rows, keys, dtype=torch.bool)
-    if p.left < UNBOUNDED:
-        shown &= key >= at - p.left
-    if p.right < UNBOUNDED:
-        shown &= key <= at + p.right
-    return shown
 
 
 def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, torch.Tensor]:
@@ -41,12 +30,14 @@ def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, t
         else:
             scores = scores + mask.double()
             magnitude = magnitude + mask.double().abs().nan_to_num(posinf=0.0)
-    scores = scores.masked_fill(~visible(p, rows, keys), -torch.inf)
-    terms = scores
+    left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
+    hidden = ScoreOptions(window=(left, right)).hidden(rows, keys, scores.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
     if tensors.sinks is not None:
-        terms = torch.cat([scores, tensors.sinks.double()[:, None, None].expand(-1, rows, 1)], dim=-1)
-    lse = torch.logsumexp(terms, dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(torch.isinf(lse), 0.0)[..., None])
+        scores = torch.cat([scores, tensors.sinks.double()[:, None, None].expand(-1, rows, 1)], dim=-1)
+    weights, lse = weigh(scores)
+    weights = weights[..., :keys]
     return Scores(q, k, v, weights, magnitude, derivative), lse
 
 

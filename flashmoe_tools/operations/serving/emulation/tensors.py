@@ -131,7 +131,7 @@ def _lay_out_keys(
     counts = [-(-length // p.page_size) for length in p.keys]
     order = torch.randperm(
         sum(counts) + 2, generator=generator
-    ).tolist()  # two pages are nobody's, the first among them
+    ).tolist()  # two pages belong to no sequence, the first among them
     order.insert(0, order.pop(order.index(0)))
     table = torch.full((len(p.keys), max(*counts, -(-p.most_keys // p.page_size), 1)), GARBAGE_PAGE)
     table[:, -1] = -7

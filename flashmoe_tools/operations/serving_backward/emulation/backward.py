@@ -6,6 +6,7 @@ NaN stands in every row and key that belongs to no sequence, of dout and the sta
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ def expect(
     out = torch.full((*tensors.q.shape[:-1], p.head_dim_v), NAN, dtype=tensors.q.dtype)
     dout = torch.full_like(out, NAN)
     lse, dlse, row_dot = (torch.full(tensors.statistics(p), NAN) for _ in range(3))
-    expected = []
+    expected: list[Expected] = []
     views = zip(
         *(tensors.of_rows(p, tensor) for tensor in (out, dout)),
         *(tensors.of_statistic(p, tensor) for tensor in (lse, dlse, row_dot)),
@@ -145,7 +146,7 @@ def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[E
 
 
 def disagreements(
-    p: VarlenProblem, tensors: Tensors, name: str, result: torch.Tensor, expected: list[Expected]
+    p: VarlenProblem, tensors: Tensors, name: str, result: torch.Tensor, expected: Sequence[Expected]
 ) -> list[str]:
     """What is wrong with a gradient or row_dot; rows and keys of no sequence must have zero."""
     views = {"row_dot": tensors.of_statistic, "dq": tensors.of_rows}.get(name, tensors.of_keys)
