@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flashmoe.errors import BuildError
-from flashmoe_build.emulation.attention import TensorMapError
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.cases import Case, Kernel, kernels, run_case, suite
 from flashmoe_build.emulation.mutation.planted import Mutant, overlay
+from flashmoe_build.emulation.runner import TensorMapError
 from flashmoe_tools.tables import load_tables
 
 CASE_SECONDS = 240  # a case that takes longer hangs; all of a survivor's may take much longer

@@ -29,6 +29,7 @@ class AttentionProblem:
     """
 
     operation: ClassVar[str] = "attention"
+    heaviest_kernel: ClassVar[str] = "attention_forward"
 
     seq_q: int
     seq_k: int
