@@ -12,12 +12,7 @@ _EXECUTE = 1  # PF_X
 
 
 def check_loading(context: Context) -> list[Check]:
-    return [
-        *check_needed(context),
-        *check_versions(context),
-        *check_run_paths(context),
-        *check_protection(context),
-    ]
+    return [*check_needed(context), *check_versions(context), *check_run_paths(context), *check_protection(context)]
 
 
 def check_needed(context: Context) -> list[Check]:

@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from release_builders import (
-    README,
-    VERSION,
-    Row,
-    Workshop,
-    git,
-    package_of,
-    provenance_of,
-    version_here,
-    write_sources,
-)
+from release_builders import README, VERSION, Row, Workshop, git, package_of, provenance_of, version_here, write_sources
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
