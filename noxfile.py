@@ -147,9 +147,11 @@ def smoke(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time attention against torch's backends (-- --help)."""
     words: tuple[str | Path, ...] = ("bench", "--json", REPORTS / "bench.json", *session.posargs)
-    # build-cost times builds of the checkout: the package there, not the installed one.
-    if "build-cost" in words or asks_for_help(session):
+    if asks_for_help(session):
         program(session, locked(session, "test"), "flashmoe", *words)
+        return
+    if "build-cost" in words:  # of the checkout, which it builds
+        program(session, locked(session, "test"), "flashmoe_build.build_cost", *words[1:])
         return
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("bench")):

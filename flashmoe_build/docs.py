@@ -16,7 +16,7 @@ from pathlib import Path
 from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe_build import peers, speed, varlen
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,10 +111,19 @@ def reasons(tables: Tables) -> str:
     return "\n".join(lines)
 
 
+KERNEL_PAGE = """# Every kernel that is built
+
+Each row of `csrc/attention/kernels.toml` and `csrc/moe/kernels.toml` is one row here. The C++ dispatch, the translation units, the audit's
+expectations and `flashmoe smem` are generated from the same files, so they cannot disagree. "Shared bytes" is the dynamic shared memory of
+one thread block, which each unit asserts. A head dim between those listed runs in the next larger kernel, with the columns beyond it
+predicated."""
+
+
 def kernel_page(tables: Tables) -> str:
+    """A page of the site, not of the tree: kernels.toml says the same to whoever has the sources."""
     operations = list(dict.fromkeys(row.operation for row in tables.kernels))
     parts = [f"## {operation}\n\n{row_table(tables, operation)}" for operation in operations]
-    return "\n\n".join([*parts, "## Why these tiles", reasons(tables)])
+    return "\n\n".join([KERNEL_PAGE, *parts, "## Why these tiles", reasons(tables)]) + "\n"
 
 
 def target_table(tables: Tables) -> str:
@@ -140,8 +149,7 @@ def sdpa_table(_: Tables) -> str:
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
     ("docs/install.md", "gpus", gpu_table),
-    ("docs/kernels/table.md", "kernels", kernel_page),
-    ("docs/kernels/table.md", "targets", target_table),
+    ("docs/install.md", "targets", target_table),
     ("docs/api.md", "sdpa", sdpa_table),
 )
 # The same of parts that reports in docs/results say, which an sdist is without: header and rows, from the root.

@@ -18,7 +18,9 @@ from typing import Any
 from flashmoe.__main__ import all_commands, make_parser
 from flashmoe._version import __version__
 from flashmoe.errors import BuildError, ExitCode
+from flashmoe_build.docs import kernel_page
 from flashmoe_build.links import ROOT, absolute, repository, rewrite
+from flashmoe_tools.tables import load_tables
 
 OUT = ROOT / "build" / "site"
 SOURCES = ROOT / "build" / "site-sources"
@@ -136,7 +138,8 @@ def write_sources(folder: Path) -> None:
     home, site = repository(), pages()
     texts = {name: place((ROOT / page).read_text(encoding="utf-8"), page, site, home) for page, name in site.items()}
     texts["index.md"] += "\n" + navigation()
-    texts |= {"reference.md": reference(), "command.md": command_page()}
+    tables = kernel_page(load_tables(ROOT / "csrc"))
+    texts |= {"reference.md": reference(), "command.md": command_page(), "kernels/table.md": tables}
     for name, text in texts.items():
         path = folder / PurePosixPath(name)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,6 @@ ATTENTION = (
         "`llm-prefill`, bf16: 16384 tokens, head dim 64, 128, 256, causal and full, S 512 to 16384", "llm-prefill-bf16"
     ),
     Line("the same, fp16", "llm-prefill-f16"),
-    Line("the same, bf16, our sm80 kernels forced", "llm-prefill-bf16", "flashmoe-sm80"),
     Line("`llm-train`: the backward pass of the same cases, bf16; ours is deterministic, cuDNN's is not", "llm-train"),
     Line(
         "`ragged`: forward over sequences without padding, 16384 tokens; torch only where lengths are equal", "ragged"

@@ -241,7 +241,7 @@ def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
     [
         (("stages = 1", "stages = 2"), "other tables: 2 kernel rows differ"),
         (("schema = 1", "schema = 7"), "kernels.toml has schema 7"),
-        (("[[kernel]]", "[[kernel"), "kernels.toml is not TOML"),
+        (("[[attention_forward.sm80]]", "[[attention_forward.sm80"), "kernels.toml is not TOML"),
     ],
 )
 def test_wheel_with_other_tables(

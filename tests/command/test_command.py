@@ -12,7 +12,7 @@ import pytest
 from flashmoe.__main__ import CHECKOUT_ONLY, COMMANDS, all_commands, main
 from flashmoe.errors import ExitCode
 from flashmoe_tools import demo
-from flashmoe_tools.problems import Verification
+from flashmoe_tools.operations import Verification
 
 
 def test_the_demo_checks_both_sides_and_draws_them(
