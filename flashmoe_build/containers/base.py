@@ -99,7 +99,8 @@ def installed(folder: Path) -> dict[str, str]:
 def make(*, update: bool) -> Report:
     """Make the base image and tag it; with ``update`` write the pins instead of checking them."""
     clock = Stopwatch()
-    with engine(ROOT / "build" / "docker") as docker, tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
+    docker = engine()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
         folder = Path(temporary) / "root"
         bootstrap(folder)
         found = installed(folder)
