@@ -5,7 +5,7 @@ another user builds the wheel's commit in another path, under another file syste
 
 - ``trixie``, another distribution with another g++. Device code is compiled from nothing. What cannot depend on the host's
   compiler (every device binary, every file but the library and what states its hash) must have the same bytes.
-- ``bookworm``, the versions of docker/base-packages.txt, whose g++ is the one that releases are built with. The whole wheel must
+- ``bookworm``, the versions of lockfiles/debian-bookworm.pins, whose g++ is the one that releases are built with. The whole wheel must
   have the same bytes. Device code comes from the first system's cache.
 
 From this machine come the locked packages, checked by hash when they were installed, and the Python that runs them (the lock has none
