@@ -72,7 +72,7 @@ def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
 
 
 def check_versions(context: Context) -> list[Check]:
-    """Against the floor of policy.toml; a foreign wheel is held to the floor that its own tag promises, by its own checks."""
+    """Against the floor of policy.toml; a foreign wheel is compared with the floor that its own tag promises, by its own checks."""
     name = "version floor"
     if not context.ours and "manylinux" in context.wheel_name:
         return [skipped(name, "judged by the wheel's own tag")]

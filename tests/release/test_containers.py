@@ -263,10 +263,10 @@ def test_a_gpu_job_runs_on_the_gpu_that_it_names() -> None:
 
 def entrypoint(tmp_path: Path, program: str, results: Path) -> subprocess.Popen[str]:
     """The benchmark image's entrypoint with another program in the benchmark's place."""
-    stand_in = tmp_path / "python"
-    stand_in.write_text(f"#!/bin/sh\n{program}\n")
-    stand_in.chmod(0o755)
-    text = (ROOT / "docker" / "bench-entrypoint").read_text().replace("/opt/flashmoe/env/bin/python", str(stand_in))
+    fake_python = tmp_path / "python"
+    fake_python.write_text(f"#!/bin/sh\n{program}\n")
+    fake_python.chmod(0o755)
+    text = (ROOT / "docker" / "bench-entrypoint").read_text().replace("/opt/flashmoe/env/bin/python", str(fake_python))
     (tmp_path / "entrypoint").write_text(text)
     return subprocess.Popen(
         ["sh", str(tmp_path / "entrypoint")], env={"FLASHMOE_RESULTS": str(results), "PATH": "/usr/bin:/bin"},

@@ -466,7 +466,7 @@ def test_rebuild_takes_the_wheels_commit_and_leaves_the_clone_as_it_was(
 
 @dataclass
 class FakeSigstore:
-    """Stands in for the library: what it was asked, and what it answers."""
+    """A fake of the library: what it was asked, and what it answers."""
 
     statement: bytes = b""
     error: str = ""
