@@ -32,6 +32,7 @@ struct ForwardSpec {
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr int kTileBytes = kTileBytes_;
+  static constexpr bool kHasScoreMod = false;  // ragged kernels may (varlen/spec.cuh)
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -79,7 +80,9 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::QueryTile query(int stage, int consumer) const {
     return {base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::QueryTile::kBytes};
   }
-  __device__ __forceinline__ typename Spec::OutputTile output(int consumer) const {
+  // Where warpgroup `consumer` puts the output of the tile whose Q has query stage `stage`.
+  __device__ __forceinline__ typename Spec::OutputTile output(int stage, int consumer) const {
+    if constexpr (Spec::kHasOutputInQuery) return query(stage, consumer);
     return {base + Spec::kOutputOffset + consumer * Spec::kOutputBytes};
   }
   __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {

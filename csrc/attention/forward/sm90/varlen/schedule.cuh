@@ -1,12 +1,14 @@
 // Which tile of a ragged batch a block works on. Tiles are numbered sequence by sequence; how many a sequence has, the device alone knows.
 #pragma once
 
+#include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/spec.cuh"
 #include "attention/masks.cuh"
 #include "attention/params/forward.h"
 #include "attention/schedule.cuh"
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
+#include "device/persistent.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -16,8 +18,9 @@ namespace sm90 {
 
 using VarlenSequence = Sequence<MaskKind::kRuntime>;
 
-// As Tile, and the lengths of its sequence, so that no consumer waits for them; m_block < 0 ends the work.
-struct VarlenTile {
+// Holds the lengths of its sequence, so that no consumer waits for them.
+template <>
+struct Tile<MaskKind::kRuntime> {
   int m_block;
   int head;
   int batch;
@@ -29,32 +32,38 @@ struct VarlenTile {
   __device__ __forceinline__ VarlenSequence sequence(const ForwardParams& params) const {
     return VarlenSequence(params, batch, Extent{first_row, rows}, Extent{0, keys});
   }
-};
+  __device__ __forceinline__ int num_rows(const ForwardParams&) const { return rows; }
 
-// Passes through shared memory in two 16-byte stores.
-__device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const VarlenTile& tile) {
+  template <typename Spec>
+  __device__ __forceinline__ KeyRange key_blocks(const ForwardParams&) const {
+    return blocks;
+  }
+
+  __device__ __forceinline__ int map_row() const { return first_row; }
+};
+using VarlenTile = Tile<MaskKind::kRuntime>;
+}  // namespace sm90
+}  // namespace attention
+
+// As for every tile, without a loop: the compiler keeps a tile in memory until loops are unrolled, and then orders its sums differently.
+__device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const attention::sm90::VarlenTile& tile) {
   uint32_t words[2][4];
   memcpy(words, &tile, sizeof(tile));
   ptx::st_shared_128(slot_smem, words[0]);
   ptx::st_shared_128(slot_smem + 16, words[1]);
 }
-__device__ __forceinline__ VarlenTile read_varlen_tile(const unsigned char* slot_smem) {
+template <>
+__device__ __forceinline__ attention::sm90::VarlenTile read_tile(const unsigned char* slot_smem) {
   uint32_t words[2][4];
   ptx::ld_shared_128(words[0], slot_smem);
   ptx::ld_shared_128(words[1], slot_smem + 16);
-  VarlenTile tile;
+  attention::sm90::VarlenTile tile;
   memcpy(&tile, words, sizeof(tile));
   return tile;
 }
 
-// Key blocks that some of the rows [first_row, end_row) see, at least one: where no row sees a key, all of it is masked.
-template <typename Spec>
-__device__ __forceinline__ KeyRange seen_blocks(const VarlenSequence& sequence, int first_row, int end_row) {
-  const int last_row = minimum(end_row, sequence.rows()) - 1;
-  const int begin = visible_keys(sequence, first_row).begin / Spec::kBlockN;
-  const int end = ceil_div(visible_keys(sequence, last_row).end, Spec::kBlockN);
-  return KeyRange{begin, maximum(end, begin + 1)};
-}
+namespace attention {
+namespace sm90 {
 
 // Short sequences: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
 // each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
@@ -203,7 +212,7 @@ __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, Seq
     }
   }
   const int first_row = scheduled.m_block * Spec::kBlockM;
-  const KeyRange blocks = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
+  const KeyRange blocks = seen_blocks<Spec, MaskKind::kRuntime>(sequence, first_row, first_row + Spec::kBlockM);
   const VarlenTile tile{scheduled.m_block, scheduled.head,  place.batch, sequence.row.first,
                         sequence.rows(),   sequence.keys(), blocks};
   return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, 0};

@@ -1,4 +1,4 @@
-// The softcap as a part of the softmax, in the accumulator layout of wgmma (../softmax.cuh).
+// The softcap as a part of the softmax, in the accumulator layout of wgmma (softmax.cuh).
 #pragma once
 
 #include "attention/forward/sm90/softmax.cuh"

@@ -1,15 +1,14 @@
-// What a band does to the scores of one key block, in the accumulator layout of wgmma (softmax.cuh): softcap, mask tensors, the window's
-// two ends; and the sink.
+// What ScoreOptions do to the scores of one key block before the softmax, in the accumulator layout of wgmma (softmax.cuh): a mask tensor, and
+// a softcap before one. (A softcap without a mask tensor is the softmax's: softcap.cuh.)
 #pragma once
 
-#include "attention/masks.cuh"
 #include "attention/params/forward.h"
 #include "device/convert.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
-#include "attention/forward/sm90/varlen/softcap.cuh"
+#include "attention/forward/sm90/softcap.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
@@ -119,34 +118,6 @@ struct MaskReader {
     }
   }
 };
-
-// Scores of columns before hidden[r] become -inf; counted as mask_scores counts.
-template <int kN>
-__device__ __forceinline__ void mask_scores_before(float (&scores)[kN / 2], const int (&hidden)[2]) {
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
-    const int column = 8 * (i / 4) + i % 2;
-    if (column < hidden[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
-  }
-}
-
-// finish_softmax of rows to whose sums a term exp(sink) belongs; sink_log2[r] is the sink times log2(e), -inf for none.
-__device__ __forceinline__ void finish_softmax_with_sinks(const RowState& rows, float (&inverse_sum)[2],
-                                                          float (&lse)[2], float scale_log2,
-                                                          const float (&sink_log2)[2]) {
-  constexpr float kLn2 = 0.693147180559945309f;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]);
-    const float max_log2 = sum == 0.0f ? ptx::negative_infinity() : rows.max[r] * scale_log2;
-    const float top = ptx::max_ftz(max_log2, sink_log2[r]);
-    const bool is_empty = top == ptx::negative_infinity();
-    const float weight = is_empty ? 0.0f : ptx::exp2_approx(max_log2 - top);
-    const float total = is_empty ? 0.0f : ptx::fma_rn(sum, weight, ptx::exp2_approx(sink_log2[r] - top));
-    inverse_sum[r] = is_empty ? 0.0f : weight * ptx::rcp_approx(total);
-    lse[r] = is_empty ? ptx::negative_infinity() : (top + ptx::lg2_approx(total)) * kLn2;
-  }
-}
 
 }  // namespace sm90
 }  // namespace attention
