@@ -114,10 +114,14 @@ struct Consumer {
     const int row = thread_row(tile);
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
     const Sequence<kMask> sequence = tile.sequence(params);
-    const KeyRange keys[2] = {visible_keys<kMask>(sequence, row), visible_keys<kMask>(sequence, row + 8)};
-    const int visible[2] = {keys[0].end - first_key, keys[1].end - first_key};
-    mask_scores<Spec::kBlockN>(scores, visible);
-    if constexpr (kIsRuntime) {
+    if constexpr (!kIsRuntime) {
+      const int visible[2] = {visible_keys<kMask>(sequence, row).end - first_key,
+                              visible_keys<kMask>(sequence, row + 8).end - first_key};
+      mask_scores<Spec::kBlockN>(scores, visible);
+    } else {
+      const KeyRange keys[2] = {visible_keys(sequence, row), visible_keys(sequence, row + 8)};
+      const int visible[2] = {keys[0].end - first_key, keys[1].end - first_key};
+      mask_scores<Spec::kBlockN>(scores, visible);
       if (params.score_options.left >= kUnbounded) return;
       const int hidden[2] = {keys[0].begin - first_key, keys[1].begin - first_key};
       mask_scores_before<Spec::kBlockN>(scores, hidden);
@@ -139,7 +143,9 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ Softcap softcap() const { return Softcap{params.score_options.score_factor, params.scale_log2}; }
+  __device__ __forceinline__ Softcap softcap() const {
+    return Softcap{params.score_options.score_factor, params.scale_log2};
+  }
 
   // Policies of a step: what a block's scores go through to become P. They return whether the maximum moved; the output must then be
   // multiplied by `rescale`. is_masked: some row does not see all of the block.
@@ -218,6 +224,11 @@ struct Consumer {
     return KeyRange{begin, maximum(begin + 1, minimum(seen.end, range.end))};
   }
 
+  // full: blocks that every row of the warpgroup sees whole.
+  static __device__ __forceinline__ bool needs_mask(const KeyRange& full, int block) {
+    return block >= full.end || (kIsRuntime && block < full.begin);
+  }
+
   // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin, of which this warpgroup sees `own`.
   __device__ __forceinline__ void attend(const Tile<kMask>& tile, const KeyRange& range, const KeyRange& own,
                                          int first_row, float (&output)[kOutputs], RowState& rows,
@@ -225,12 +236,10 @@ struct Consumer {
     const Sequence<kMask> sequence = tile.sequence(params);
     for (int block = range.end; block > own.end; --block) skip_block();
 
-    // Blocks that every row of the warpgroup sees whole.
     const int last_row = minimum(first_row + 64, tile.num_rows(params)) - 1;
     KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
                   visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
     if constexpr (Spec::kIsSplit) full.end = maximum(full.end, range.begin);
-    const auto is_masked = [&](int block) { return block >= full.end || (kIsRuntime && block < full.begin); };
     int block = own.end - 1;
     uint32_t probabilities[kProbabilities];
     {
@@ -245,44 +254,46 @@ struct Consumer {
       if constexpr (Spec::kHasScoreMod) {
         if (has_mask_tensor) apply_mask_tensor(scores, tile, block);
       }
-      if (is_masked(block)) mask_block(scores, tile, block);
+      if (needs_mask(full, block)) mask_block(scores, tile, block);
       if (is_capped) {
-        if constexpr (Spec::kHasScoreMod) capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
+        if constexpr (Spec::kHasScoreMod)
+          capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
       } else {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, kIsRuntime ? scale_log2 : params.scale_log2);
       }
       pack_operand<Element>(probabilities, scores);
     }
-    --block;
 
     // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
     if constexpr (!kIsRuntime) {
-      for (; block >= full.end; --block) step<Plain<true>>(output, probabilities, rows, tile, block);
+      for (--block; block >= full.end; --block) step<Plain<true>>(output, probabilities, rows, tile, block);
       for (; block >= own.begin; --block) step<Plain<false>>(output, probabilities, rows, tile, block);
     }
-    // A window has masked blocks at both ends.
-    const int plain_begin = maximum(own.begin, full.begin);
-    const auto steps = [&](auto masked, auto plain) {
-      while (block >= own.begin) {
-        if (is_masked(block)) {
-          masked();
-          --block;
-          continue;
+    if constexpr (kIsRuntime) {
+      --block;
+      // A window has masked blocks at both ends.
+      const int plain_begin = maximum(own.begin, full.begin);
+      const auto steps = [&](auto masked, auto plain) {
+        while (block >= own.begin) {
+          if (needs_mask(full, block)) {
+            masked();
+            --block;
+            continue;
+          }
+          do plain();
+          while (--block >= plain_begin);
         }
-        do plain();
-        while (--block >= plain_begin);
-      }
-    };
-    if constexpr (!kIsRuntime) {
-    } else if constexpr (!Spec::kHasScoreMod) {
-      steps([&] { step<Plain<true>>(output, probabilities, rows, tile, block); },
-            [&] { step<Plain<false>>(output, probabilities, rows, tile, block); });
-    } else if (is_capped) {
-      steps([&] { step<Softcapped<true>>(output, probabilities, rows, tile, block); },
-            [&] { step<Softcapped<false>>(output, probabilities, rows, tile, block); });
-    } else {
-      for (; block >= own.begin; --block) {
-        step<WithMaskTensor>(output, probabilities, rows, tile, block, is_masked(block));
+      };
+      if constexpr (!Spec::kHasScoreMod) {
+        steps([&] { step<Plain<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<Plain<false>>(output, probabilities, rows, tile, block); });
+      } else if (is_capped) {
+        steps([&] { step<Softcapped<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<Softcapped<false>>(output, probabilities, rows, tile, block); });
+      } else {
+        for (; block >= own.begin; --block) {
+          step<WithMaskTensor>(output, probabilities, rows, tile, block, needs_mask(full, block));
+        }
       }
     }
     // Asked for before the last product, which hides the time that they take.
@@ -322,7 +333,7 @@ struct Consumer {
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
       const KeyRange range = tile.template key_blocks<Spec>(params);
-      if (tile.num_rows(params) <= first_row) {
+      if (first_row >= tile.num_rows(params)) {
         // Rows past the end: nothing to compute or to store.
         if constexpr (Spec::kHasOutputInQuery) {
           release_output();

@@ -125,8 +125,9 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
 // ragged sequence by predicated stores.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
-                                           const ptx::TensorMap& out_map, const Tile<kMask>& tile, int query_stage, int consumer,
-                                           const float (&output)[Spec::kHeadDim / 2], const float (&inverse_sum)[2]) {
+                                           const ptx::TensorMap& out_map, const Tile<kMask>& tile, int query_stage,
+                                           int consumer, const float (&output)[Spec::kHeadDim / 2],
+                                           const float (&inverse_sum)[2]) {
   const auto smem = shared.output(query_stage, consumer);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
   const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;

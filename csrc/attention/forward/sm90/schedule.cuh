@@ -19,7 +19,7 @@ __device__ __forceinline__ KeyRange seen_blocks(const Sequence<kMask>& sequence,
   const int last_row = minimum(end_row, sequence.rows()) - 1;
   const int begin = visible_keys<kMask>(sequence, first_row).begin / Spec::kBlockN;
   const int end = ceil_div(visible_keys<kMask>(sequence, last_row).end, Spec::kBlockN);
-  return KeyRange{begin, maximum(end, begin + 1)};
+  return KeyRange{begin, maximum(begin + 1, end)};
 }
 
 // What the producer tells the consumers: kBlockM rows of Q of one (batch, head), and which share of their keys; m_block < 0 ends the work.
@@ -38,10 +38,11 @@ struct Tile {
   // shares, so that items of a tile cost the same.
   template <typename Spec>
   __device__ __forceinline__ KeyRange key_blocks(const ForwardParams& params) const {
-    const int first_row = m_block * Spec::kBlockM;
-    const KeyRange seen = seen_blocks<Spec, kMask>(sequence(params), first_row, first_row + Spec::kBlockM);
-    if constexpr (!Spec::kIsSplit) return seen;
-    return KeyRange{seen.end * split / params.num_splits, seen.end * (split + 1) / params.num_splits};
+    const Sequence<kMask> sequence(params, batch);
+    const int last_row = minimum((m_block + 1) * Spec::kBlockM, sequence.rows()) - 1;
+    const int blocks = maximum(1, ceil_div(visible_keys<kMask>(sequence, last_row).end, Spec::kBlockN));
+    if constexpr (!Spec::kIsSplit) return KeyRange{0, blocks};
+    return KeyRange{blocks * split / params.num_splits, blocks * (split + 1) / params.num_splits};
   }
 
   // The sequence's first row in the tensor maps of q and out.
@@ -71,7 +72,8 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
 
 // Tile `index` of the schedule; section_heads is what heads_per_section says.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ Tile<kMask> decode_tile(const ForwardParams& params, int m_blocks, int section_heads, int index) {
+__device__ __forceinline__ Tile<kMask> decode_tile(const ForwardParams& params, int m_blocks, int section_heads,
+                                                   int index) {
   Section section{index, 0, 0};
   if constexpr (kMask == MaskKind::kCausal) {
     const int all_heads = params.heads_q * params.batch * items_per_tile<Spec>(params);

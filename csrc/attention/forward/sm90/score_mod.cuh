@@ -37,8 +37,12 @@ struct MaskReader {
   const bool is_paired;  // two neighbours in one load
 
   // end_key: of the block.
-  __device__ __forceinline__ MaskReader(const ScoreOptions& options_, const VarlenTile& tile_, int first_key_, int end_key)
-      : options(options_), tile(tile_), first_key(first_key_), is_paired(has_pairs(options_) && end_key <= tile_.keys) {}
+  __device__ __forceinline__ MaskReader(const ScoreOptions& options_, const VarlenTile& tile_, int first_key_,
+                                        int end_key)
+      : options(options_),
+        tile(tile_),
+        first_key(first_key_),
+        is_paired(has_pairs(options_) && end_key <= tile_.keys) {}
 
   // Of an additive mask.
   static __device__ __forceinline__ bool has_pairs(const ScoreOptions& options) {

@@ -15,8 +15,7 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
                                 kNumOutputSlabs_, 0, 32, 2 * 48, 5> {
   // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
   static constexpr bool kHasScoreMod = kScores_ != 0;
-  static_assert(!kHasScoreMod || !ptx::kIsEither<Element_>,
-                "a softcap depends on the type's range (softcap.cuh)");
+  static_assert(!kHasScoreMod || !ptx::kIsEither<Element_>, "a softcap depends on the type's range (softcap.cuh)");
   static constexpr int kNextTileBytes = 48;
   // Registers a thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
   static constexpr int kConsumers = kBlockM_ / 64;
