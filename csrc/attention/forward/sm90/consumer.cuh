@@ -62,7 +62,7 @@ struct Consumer {
         scale_log2(has_mask_tensor && params_.score_options.mask_type == MaskTensor::kAdditive ? 1.0f
                                                                                                : params_.scale_log2) {}
 
-  // One arrival per warp: its wgmma_wait says that its own part of the product has read the buffer.
+  // One arrival per warp: its wgmma_wait says that its own share of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
@@ -83,7 +83,7 @@ struct Consumer {
     release(shared.query_empty(query.stage, consumer));
     query.advance();
   }
-  // The buffer of the tile before, where the output took the place of Q: once its store has read it.
+  // The buffer of the tile before, where the output overwrote Q: once its store has read it.
   __device__ __forceinline__ void release_output() {
     if constexpr (Spec::kHasOutputInQuery) {
       if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();

@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
     // read Q for another warp of the warpgroup.
     if (!Spec::kHasOutputInQuery && is_storing_thread) ptx::tma_store_wait_read<0>();
     sync_consumer(consumer);
-    // Of kRuntime no address of a store is kept through the tile's loop, which has no register to spare.
+    // Of kRuntime no address of a store is held through the tile's loop, which has no register to spare.
     const int thread = ptx::thread_index();
     store_output_shared<Spec>(smem, output, inverse_sum, first_slab,
                               kMask == MaskKind::kRuntime ? ptx::recompute(thread) : thread);

@@ -12,7 +12,7 @@ namespace attention {
 namespace sm90 {
 
 // The two rows of a thread: the maximum of the unscaled scores that the exponentials refer to (equal in the quad) and
-// this thread's part of the sum of exponentials.
+// this thread's share of the sum of exponentials.
 struct RowState {
   float max[2];
   float sum[2];

@@ -104,13 +104,13 @@ class SequenceWalk {
   }
 
   // Which sequence has tile `index`, where that lies, and the index of the tile among the sequence's. All lanes.
-  struct Place {
+  struct TileOfSequence {
     int batch;
     int index;
     Extent row;
     Extent key;
   };
-  __device__ __forceinline__ Place find(int index) {
+  __device__ __forceinline__ TileOfSequence find(int index) {
     while (index - before_ >= ptx::shuffle_index(end_, 31)) {
       before_ += ptx::shuffle_index(end_, 31);
       group_ += 32;
@@ -119,7 +119,8 @@ class SequenceWalk {
     const int in_group = index - before_;
     const int lane = ptx::population_count(ptx::vote_ballot(end_ <= in_group));  // ends do not decrease
     const int end_of_previous = ptx::shuffle_index(end_, maximum(0, lane - 1));
-    return Place{group_ + lane, in_group - (lane == 0 ? 0 : end_of_previous), of_lane(row_, lane), of_lane(key_, lane)};
+    return TileOfSequence{group_ + lane, in_group - (lane == 0 ? 0 : end_of_previous), of_lane(row_, lane),
+                          of_lane(key_, lane)};
   }
 
  private:
@@ -188,32 +189,32 @@ struct NextTile {
 // Tile `index` of the batch. Where keys end at the diagonal, a sequence's longest tiles come first.
 template <typename Spec>
 __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, SequenceWalk<Spec>& walk, int index) {
-  const auto place = walk.find(index);
-  const VarlenSequence sequence(params, place.batch, place.row, place.key);
+  const auto found = walk.find(index);
+  const VarlenSequence sequence(params, found.batch, found.row, found.key);
   const int m_blocks = ceil_div(sequence.rows(), Spec::kBlockM);
   const int group = heads_per_key_head(params);
-  ScheduledTile scheduled{0, place.index};
+  ScheduledTile scheduled{0, found.index};
   int heads = 1;
   if (SharedTiles<Spec>::serve(params, sequence.rows())) {
     const SharedTiles<Spec> shared(group, sequence.rows());
-    const int kv_head = place.index / shared.count;
-    const int first = (place.index - kv_head * shared.count) * shared.heads;
+    const int kv_head = found.index / shared.count;
+    const int first = (found.index - kv_head * shared.count) * shared.heads;
     scheduled.head = kv_head * group + first;
     heads = minimum(shared.heads, group - first);
   } else if (m_blocks > 1) {
     if (params.score_options.right < kUnbounded) {
       const int section_heads = heads_per_section<Spec>(params, sequence);
-      const int first_head = place.index / (section_heads * m_blocks) * section_heads;
-      const Section section{place.index - first_head * m_blocks, first_head,
+      const int first_head = found.index / (section_heads * m_blocks) * section_heads;
+      const Section section{found.index - first_head * m_blocks, first_head,
                             minimum(section_heads, params.heads_q - first_head)};
       scheduled = schedule_tile<MaskKind::kCausal>(section, m_blocks);
     } else {
-      scheduled = schedule_tile<MaskKind::kFull>(Section{place.index, 0, 0}, m_blocks);
+      scheduled = schedule_tile<MaskKind::kFull>(Section{found.index, 0, 0}, m_blocks);
     }
   }
   const int first_row = scheduled.m_block * Spec::kBlockM;
   const KeyRange blocks = seen_blocks<Spec, MaskKind::kRuntime>(sequence, first_row, first_row + Spec::kBlockM);
-  const VarlenTile tile{scheduled.m_block, scheduled.head,  place.batch, sequence.row.first,
+  const VarlenTile tile{scheduled.m_block, scheduled.head,  found.batch, sequence.row.first,
                         sequence.rows(),   sequence.keys(), blocks};
   return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, 0};
 }

@@ -1,4 +1,4 @@
-// The compile-time values of a kernel for ragged, paged and banded attention: those of a dense one, with longer tile records and what
+// The compile-time values of a kernel for ragged and paged attention: those of a dense one, with longer tile records and what
 // the scheduling warp and the loading thread say to each other.
 #pragma once
 
@@ -17,7 +17,7 @@ struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumSta
   static constexpr bool kHasScoreMod = kScores_ != 0;
   static_assert(!kHasScoreMod || !ptx::kIsEither<Element_>, "a softcap depends on the type's range (softcap.cuh)");
   static constexpr int kNextTileBytes = 48;
-  // Registers a thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
+  // Registers per thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
   static constexpr int kConsumers = kBlockM_ / 64;
   static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : 56;
   static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 152 : 224;
