@@ -89,8 +89,8 @@ def sizes(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
         "head_dim_v": p.head_dim_v,
         "scale": p.scale,
         "scale_log2": (p.softcap if p.softcap > 0 else p.scale) * LOG2E,
-        "entries": sequences(p, tensors),
-        "band": score_options(p, tensors),
+        "sequences": sequences(p, tensors),
+        "score_options": score_options(p, tensors),
     }
 
 

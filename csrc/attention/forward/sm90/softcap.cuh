@@ -1,4 +1,4 @@
-// The softcap as a part of the softmax, in the accumulator layout of wgmma (../softmax.cuh).
+// The softcap as part of the softmax, in the accumulator layout of wgmma (softmax.cuh).
 #pragma once
 
 #include "attention/forward/sm90/softmax.cuh"
@@ -13,7 +13,7 @@ namespace sm90 {
 
 constexpr float kTwoLog2E = 2.8853900817779268f;
 
-// The softcap inside the softmax: exponents scale_log2 * tanh(x), x = score * factor, of raw scores, whose order they keep, so that
+// The softcap inside the softmax: exponents scale_log2 * tanh(x), x = score * factor, of raw scores, whose order they preserve, so that
 // maxima are those of raw scores. Four forms, chosen for a warp and key block by its largest score:
 //
 // kShort  up to 0.38  tanh(x) is x times a polynomial in x^2, of three terms, 9e-7 off
@@ -78,7 +78,7 @@ struct Softcap {
   }
 };
 
-// Scores to exponentials, which are added to the sums: in one piece, so that the compiler interleaves the two.
+// Scores to exponentials, which are added to the sums: in one function, so that the compiler interleaves the two.
 template <int kN, Cap kCap, bool kMayBeEmpty>
 __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowState& rows, const float (&shift)[2],
                                                   const Softcap& cap) {

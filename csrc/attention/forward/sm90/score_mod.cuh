@@ -1,15 +1,14 @@
-// What a band does to the scores of one key block, in the accumulator layout of wgmma (softmax.cuh): softcap, mask tensors, the window's
-// two ends; and the sink.
+// What ScoreOptions do to the scores of one key block before the softmax, in the accumulator layout of wgmma (softmax.cuh): a mask tensor, and
+// a softcap before one. (A softcap without a mask tensor is the softmax's: softcap.cuh.)
 #pragma once
 
-#include "attention/masks.cuh"
 #include "attention/params/forward.h"
 #include "device/convert.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
-#include "attention/forward/sm90/varlen/softcap.cuh"
+#include "attention/forward/sm90/softcap.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
@@ -32,33 +31,38 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor
 // that only one row's loads wait in registers.
 template <typename Element>
 struct MaskReader {
-  const Band& band;
+  const ScoreOptions& options;
   const VarlenTile& tile;
   const int first_key;
   const bool is_paired;  // two neighbours in one load
 
   // end_key: of the block.
-  __device__ __forceinline__ MaskReader(const Band& band_, const VarlenTile& tile_, int first_key_, int end_key)
-      : band(band_), tile(tile_), first_key(first_key_), is_paired(has_pairs(band_) && end_key <= tile_.keys) {}
+  __device__ __forceinline__ MaskReader(const ScoreOptions& options_, const VarlenTile& tile_, int first_key_,
+                                        int end_key)
+      : options(options_),
+        tile(tile_),
+        first_key(first_key_),
+        is_paired(has_pairs(options_) && end_key <= tile_.keys) {}
 
   // Of an additive mask.
-  static __device__ __forceinline__ bool has_pairs(const Band& band) {
-    const auto strides = static_cast<int>(band.mask_stride_batch | band.mask_stride_head | band.mask_stride_row);
-    const auto address = static_cast<int>(reinterpret_cast<uint64_t>(band.mask) >> 1);
-    return band.mask_stride_key == 1 && ((strides | address) & 1) == 0;
+  static __device__ __forceinline__ bool has_pairs(const ScoreOptions& options) {
+    const auto strides =
+        static_cast<int>(options.mask_stride_batch | options.mask_stride_head | options.mask_stride_row);
+    const auto address = static_cast<int>(reinterpret_cast<uint64_t>(options.mask) >> 1);
+    return options.mask_stride_key == 1 && ((strides | address) & 1) == 0;
   }
 
   template <int kBytes>
   __device__ __forceinline__ const unsigned char* row_of(int row) const {
-    const int64_t offset = tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head +
-                           row * band.mask_stride_row + first_key * band.mask_stride_key;
-    return static_cast<const unsigned char*>(band.mask) + ptx::recompute(offset) * kBytes;
+    const int64_t offset = tile.batch * options.mask_stride_batch + tile.head * options.mask_stride_head +
+                           row * options.mask_stride_row + first_key * options.mask_stride_key;
+    return static_cast<const unsigned char*>(options.mask) + ptx::recompute(offset) * kBytes;
   }
 
   // From a pair's first key to its second, and from there to the next pair's first.
   template <int kBytes>
   __device__ __forceinline__ const unsigned char* next_key(const unsigned char* gmem, int c) const {
-    return ptx::advance_pointer(gmem, (c == 0 ? 1 : 7) * band.mask_stride_key * kBytes);
+    return ptx::advance_pointer(gmem, (c == 0 ? 1 : 7) * options.mask_stride_key * kBytes);
   }
 
   template <int kN>
@@ -118,34 +122,6 @@ struct MaskReader {
     }
   }
 };
-
-// Scores of columns before hidden[r] become -inf; counted as mask_scores counts.
-template <int kN>
-__device__ __forceinline__ void mask_scores_before(float (&scores)[kN / 2], const int (&hidden)[2]) {
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
-    const int column = 8 * (i / 4) + i % 2;
-    if (column < hidden[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
-  }
-}
-
-// finish_softmax of rows to whose sums a term exp(sink) belongs; sink_log2[r] is the sink times log2(e), -inf for none.
-__device__ __forceinline__ void finish_softmax_with_sinks(const RowState& rows, float (&inverse_sum)[2],
-                                                          float (&lse)[2], float scale_log2,
-                                                          const float (&sink_log2)[2]) {
-  constexpr float kLn2 = 0.693147180559945309f;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]);
-    const float max_log2 = sum == 0.0f ? ptx::negative_infinity() : rows.max[r] * scale_log2;
-    const float top = ptx::max_ftz(max_log2, sink_log2[r]);
-    const bool is_empty = top == ptx::negative_infinity();
-    const float weight = is_empty ? 0.0f : ptx::exp2_approx(max_log2 - top);
-    const float total = is_empty ? 0.0f : ptx::fma_rn(sum, weight, ptx::exp2_approx(sink_log2[r] - top));
-    inverse_sum[r] = is_empty ? 0.0f : weight * ptx::rcp_approx(total);
-    lse[r] = is_empty ? ptx::negative_infinity() : (top + ptx::lg2_approx(total)) * kLn2;
-  }
-}
 
 }  // namespace sm90
 }  // namespace attention
