@@ -62,7 +62,7 @@ def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
 
 
 def sequences(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
-    """Where the sequences of the batch lie: the member `entries` of the parameters."""
+    """Where the sequences of the batch lie: the member `sequences` of the parameters."""
     found: dict[str, Any] = {
         "cu_seqlens_q": tensors.cu_seqlens_q,
         "cu_seqlens_k": tensors.cu_seqlens_k,
