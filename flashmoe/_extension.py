@@ -186,6 +186,7 @@ def _c_interface() -> ctypes.CDLL:
     """The extension's ``extern "C"`` functions; the loader gives back the library that load() loaded."""
     library = ctypes.CDLL(str(load()))
     signatures: dict[str, tuple[list[Any], Any]] = {
+        "flashmoe_check": ([ctypes.c_char_p, ctypes.c_char_p], ctypes.c_char_p),
         "flashmoe_last_kernel": ([], ctypes.c_char_p),
         "flashmoe_index_json": ([], ctypes.c_char_p),
         "flashmoe_cpu_isa": ([], ctypes.c_char_p),
@@ -210,6 +211,11 @@ def last_kernel() -> str:
     A backward pass runs on autograd's own threads for CUDA tensors, so its kernels are not seen from here.
     """
     return _text(_c_interface().flashmoe_last_kernel())
+
+
+def check(operator: str, description: str) -> str:
+    """Why ``operator`` would refuse the arguments so described (csrc/host/arguments.h), in the extension's words; "" if it would not."""
+    return _text(_c_interface().flashmoe_check(operator.encode(), description.encode()))
 
 
 def index() -> dict[str, Any]:

@@ -1,59 +1,17 @@
-"""Checks that any operator's arguments need, and the translation of C++ errors to typed ones."""
+"""What C++ cannot see of an operator's arguments: their types. The rules for values are in rules.py."""
 
 from __future__ import annotations
 
 import numbers
 import operator
-import re
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from flashmoe.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DeviceError,
-    DriverError,
-    DtypeError,
-    FlashmoeError,
-    InternalError,
-    ShapeError,
-    UnsupportedGpuError,
-)
-
-
-class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
-    """torch could not allocate a result; also a torch.OutOfMemoryError, for callers that retry with less."""
-
-
-_ERROR_CODES: Mapping[str, type[FlashmoeError]] = MappingProxyType(
-    {
-        "shape": ShapeError,
-        "dtype": DtypeError,
-        "device": DeviceError,
-        "argument": ArgumentError,
-        "gpu": UnsupportedGpuError,
-        "driver": DriverError,
-        "memory": OutOfMemoryError,
-        "internal": InternalError,
-    }
-)
-_CODED_MESSAGE = re.compile(r"flashmoe:(?P<code>[a-z]+): (?P<text>[^\n]*)")
-
-
-def translate(error: BaseException) -> FlashmoeError | None:
-    """The typed error for a C++ message ``flashmoe:<code>: text``, or None when the text is not one of ours."""
-    match = _CODED_MESSAGE.search(str(error))
-    if match is None:
-        return None
-    kind = _ERROR_CODES.get(match["code"])
-    if kind is None:
-        return InternalError(f"the extension raised an unknown error code {match['code']!r}: {match['text']}")
-    return kind(match["text"])
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError
 
 
 def has_names(tensor: Tensor) -> bool:

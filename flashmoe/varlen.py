@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
 from flashmoe.checks import are_stand_ins, record
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, ShapeError
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
 from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
 from flashmoe.transforms import has_tangent
 
@@ -195,9 +195,8 @@ def attend(
         sizes = (*q.shape[:3], k.shape[2])
         try:
             mask = attn_mask.expand(sizes)
-        except RuntimeError as error:
-            arguments.check_is_dense_tensor("attn_mask", attn_mask)
-            raise ShapeError(varlen_arguments.wrong_mask(attn_mask, sizes)) from error
+        except RuntimeError:  # the operator says why
+            mask = attn_mask
         if is_grad_enabled() and attn_mask.requires_grad:
             msg = (
                 "attention has no gradient for attn_mask; detach it, or use flashmoe.scaled_dot_product_attention, which hands a "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.checks import translate
+from flashmoe.rules import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, ShapeError
 from flashmoe.operators.moe import arguments
 
