@@ -111,11 +111,10 @@ def load() -> Path:
 
 
 def _register_operators(path: Path) -> None:
-    """What flashmoe/operators/ says of each operator, once the library at ``path`` is known to define them."""
+    """What each operation's operators.py says of them, once the library at ``path`` is known to define them."""
     import torch
 
-    from flashmoe.operators import find_operators  # these import torch
-    from flashmoe.operators._operator import register
+    from flashmoe.operator import find_operators, register  # these import torch
 
     operators = find_operators()
     for operator in operators:

@@ -23,13 +23,13 @@ def _no() -> bool:
     return False
 
 
-def are_stand_ins(*inputs: Any) -> bool:
-    """Whether a tracer's stand-ins (torch.fx proxies) are among the inputs: no tensors, but torch functions take them."""
+def has_fx_proxies(*inputs: Any) -> bool:
+    """Whether torch.fx proxies are among the inputs: no tensors, but torch functions take them."""
     return any(not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__") for x in inputs)
 
 
-def record(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The call as one node of the graph that the stand-ins among its arguments are of."""
+def trace_call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The call as one node of the graph that the proxies among its arguments belong to."""
     return handle_torch_function(function, (*arguments, *options.values()), *arguments, **options)
 
 
@@ -39,8 +39,8 @@ def is_number(value: Any) -> bool:
 
 
 def check_flag(name: str, value: Any, hint: str = "") -> None:
-    """Raise for what is neither True nor False: the dispatcher would take its truth value. A tracer's stand-in may become either."""
-    if isinstance(value, bool) or isinstance(value, torch.SymBool) or are_stand_ins(value):  # noqa: SIM101, the usual type first
+    """Raise for what is neither True nor False: the dispatcher would take its truth value. A proxy may become either."""
+    if isinstance(value, bool) or isinstance(value, torch.SymBool) or has_fx_proxies(value):  # noqa: SIM101, the usual type first
         return
     kind = type(value).__name__
     kind = f"numpy.{kind}" if kind in ("bool", "bool_") else kind  # Python's own have returned

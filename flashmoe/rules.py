@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from importlib import import_module
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashmoe import _extension
+from flashmoe._operations import modules
 from flashmoe.errors import (
     ArgumentError,
     DeviceError,
@@ -76,8 +75,8 @@ _CODED_MESSAGE = re.compile(r"flashmoe:(?P<code>[a-z]+): (?P<text>[^\n]*)")
 @lru_cache(maxsize=1)
 def _all_rules() -> Mapping[str, Rule]:
     rules = dict(RULES)
-    for path in sorted(Path(__file__).parent.glob("*/rules.py")):
-        rules.update(import_module(f"flashmoe.{path.parent.name}.rules").RULES)
+    for module in modules("rules"):
+        rules.update(module.RULES)
     return rules
 
 
@@ -122,16 +121,16 @@ def check(operator: str, arguments: Iterable[Any]) -> None:
 def explain(error: BaseException, operator: str, arguments: Iterable[Any]) -> BaseException:
     """Why a call failed whose arguments have the right types: our typed error where there is one, else ``error`` itself.
 
-    torch's dispatcher refuses some calls before they reach the operator; those are checked here.
+    The caller's own arguments are asked about first: a transform of torch.func may have given the operator others, and torch's
+    dispatcher refuses some calls before they reach it.
     """
-    if isinstance(error, (FlashmoeError, torch.OutOfMemoryError)):
+    if isinstance(error, torch.OutOfMemoryError):
         return error
-    typed = translate(error)
-    if typed is None:
-        try:
-            check(operator, arguments)
-        except FlashmoeError as reason:
-            return reason
+    try:
+        check(operator, arguments)
+    except FlashmoeError as reason:
+        return reason
+    typed = error if isinstance(error, FlashmoeError) else translate(error)
     return error if typed is None else typed
 
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.checks import are_stand_ins, record
+from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
 from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
 from flashmoe.transforms import has_tangent
@@ -157,9 +157,9 @@ def attention_varlen(
     if misspelt:
         keywords.refuse("attention_varlen", misspelt, _ARGUMENTS)
     if not isinstance(q, Tensor) or not isinstance(cu_seqlens_q, Tensor):  # type: ignore[redundant-expr]
-        if are_stand_ins(q, cu_seqlens_q):
+        if has_fx_proxies(q, cu_seqlens_q):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
-            traced: Tensor = record(attention_varlen, **named)
+            traced: Tensor = trace_call(attention_varlen, **named)
             return traced
         check_lengths("cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     if cu_seqlens_k is None and block_table is None:

@@ -188,7 +188,7 @@ def test_the_operator_itself_raises_typed_errors() -> None:
             _forward(*arguments)
     with (
         torch.inference_mode(),
-        pytest.raises(RuntimeError, match="flashmoe:attention.too_few_dimensions"),
+        pytest.raises(RuntimeError, match=r"flashmoe:attention\.too_few_dimensions"),
     ):  # no Python rule runs there
         _forward(q[0], k, v, 1.0, False)
 

@@ -15,7 +15,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
 from flashmoe.errors import DifferentiationError, FlashmoeError
-from flashmoe.operators._operator import keep_nothing
+from flashmoe.operator import keep_nothing
 from flashmoe.operators.attention.shapes import bits
 from flashmoe.rules import translate
 from flashmoe.transforms import has_tangent, merge_batches, split_batch

@@ -16,7 +16,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from flashmoe.errors import ArgumentError, DifferentiationError
-from flashmoe.operators._operator import Operator, keep_nothing
+from flashmoe.operator import Operator, keep_nothing
 from flashmoe.operators.attention import shapes
 from flashmoe.operators.attention.autograd import NO_FORWARD_MODE, refuse_double_backward
 from flashmoe.rules import check
@@ -355,7 +355,7 @@ OPERATORS = (
     Operator(
         "attention_varlen_backward",
         schema=BACKWARD_SCHEMA,
-        layers={"CPU": backward_by_kernels, "CUDA": backward_by_kernels},
+        impls={"CPU": backward_by_kernels, "CUDA": backward_by_kernels},
         fake=backward,
         flops=backward_flops,
         counts_raw=True,
