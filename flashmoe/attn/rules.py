@@ -49,9 +49,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "the number of query heads must be a multiple of the number of key heads; found {q} and {k}; repeat or drop key "
             "heads so that it is; the layout is [batch, heads, length, head_dim], ragged [tokens, heads, head_dim]",
         ),
-        "attention.key_value_shapes": Rule(
-            ShapeError, "k and v must have one shape [batch, kv_heads, keys, head_dim]; found k {k} and v {v}"
-        ),
         "attention.key_value_sizes": Rule(ShapeError, "k and v may differ in head_dim alone; found k {k} and v {v}"),
         "attention.batch": Rule(
             ShapeError, "q, k and v must share the batch size; found {q} in q and {k} in k; expand one of them"
