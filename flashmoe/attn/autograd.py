@@ -150,7 +150,7 @@ def dense_under_transforms(q: Tensor, k: Tensor, v: Tensor, scale: float, causal
     """The forward operator where a torch.func transform is active, whichever it is."""
     interpreter = retrieve_current_functorch_interpreter()
     if interpreter.key() != TransformType.Functionalize:
-        result: tuple[Tensor, Tensor] = dense_transformed.apply(q, k, v, scale, causal)
+        result: tuple[Tensor, Tensor] = dense.apply(q, k, v, scale, causal)
         return result
     layer: Any = FunctorchFunctionalizeAPI(interpreter)
     plain = layer.unwrap_tensors((q, k, v))
@@ -194,7 +194,7 @@ def _varlen_gradient(call: Callable[..., Gradients], ctx: Any, grads: tuple[Tens
 def varlen_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
     """``attention_varlen_forward`` where a torch.func transform is active, whichever it is."""
     is_functionalized = retrieve_current_functorch_interpreter().key() == TransformType.Functionalize
-    call = _operators.attention_varlen_forward.default if is_functionalized else varlen_transformed.apply
+    call = _operators.attention_varlen_forward.default if is_functionalized else varlen.apply
     result: tuple[Tensor, Tensor] = call(*arguments)
     return result
 
@@ -251,11 +251,13 @@ def _transform(
     name: str,
     fields: tuple[str, ...],
     batched: str,
-    without_batch: str,
-    keep: Callable[..., None],
-    gradient: Callable[..., Any],
-    no_forward_mode: str,
+    without_batch: str = "",
+    keep: Callable[..., None] = keep_nothing,
+    gradient: Callable[..., Any] = refuse_double_backward,
+    no_forward_mode: str = NO_SECOND_DERIVATIVE,
 ) -> _Transformed:
+    """By default of a backward operator."""
+
     def vmap(*given: Any) -> Any:  # transforms nest: the function that is mapped is the transformed one itself
         return _vmap_rule(apply, fields, batched, without_batch)(*given)
 
@@ -264,44 +266,25 @@ def _transform(
     return _Transformed(apply, _vmap_rule(call, fields, batched, without_batch))
 
 
-_VARLEN_BATCHED = "q k v seqused_k mask"
-dense_backward_transformed = _transform(
-    "flash_attention_backward",
-    DenseBackward._fields,
-    "grad_out grad_lse q k v out lse",
-    "",
-    keep_nothing,
-    refuse_double_backward,
-    NO_SECOND_DERIVATIVE,
+def _transformed_dense_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
+    return _dense_gradient(dense_backward.apply, ctx, grads, ctx.needs_input_grad[:3])
+
+
+def _transformed_varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
+    return _varlen_gradient(varlen_backward.apply, ctx, grads)
+
+
+_BATCHED, _WITHOUT_BATCH = "q k v seqused_k mask", "cu_seqlens_q cu_seqlens_k block_table"
+_SUMMED = "cu_seqlens_q cu_seqlens_k sinks"  # the gradient of sinks is summed over the batch
+_DENSE_FORWARD = (keep_dense, _transformed_dense_gradient, NO_FORWARD_MODE)
+_VARLEN_FORWARD = (keep_varlen, _transformed_varlen_gradient, NO_FORWARD_MODE)
+dense_backward = _transform("flash_attention_backward", DenseBackward._fields, "grad_out grad_lse q k v out lse")
+varlen_backward = _transform(
+    "attention_varlen_backward", VarlenBackward._fields, f"grad_out grad_lse {_BATCHED} out lse", _SUMMED
 )
-varlen_backward_transformed = _transform(
-    "attention_varlen_backward",
-    VarlenBackward._fields,
-    f"grad_out grad_lse {_VARLEN_BATCHED} out lse",
-    "cu_seqlens_q cu_seqlens_k sinks",  # the gradient of sinks is summed over the batch
-    keep_nothing,
-    refuse_double_backward,
-    NO_SECOND_DERIVATIVE,
-)
-dense_transformed = _transform(
-    "flash_attention_forward",
-    Dense._fields,
-    "q k v",
-    "",
-    keep_dense,
-    lambda ctx, *grads: _dense_gradient(dense_backward_transformed.apply, ctx, grads, ctx.needs_input_grad[:3]),
-    NO_FORWARD_MODE,
-)
-varlen_transformed = _transform(
-    "attention_varlen_forward",
-    Varlen._fields,
-    _VARLEN_BATCHED,
-    "cu_seqlens_q cu_seqlens_k block_table",
-    keep_varlen,
-    lambda ctx, *grads: _varlen_gradient(varlen_backward_transformed.apply, ctx, grads),
-    NO_FORWARD_MODE,
-)
+dense = _transform("flash_attention_forward", Dense._fields, "q k v", "", *_DENSE_FORWARD)
+varlen = _transform("attention_varlen_forward", Varlen._fields, _BATCHED, _WITHOUT_BATCH, *_VARLEN_FORWARD)
 
 
 def vmap_varlen_inference(*given: Any) -> tuple[Tensor, int]:
-    return varlen_transformed.vmap(*given)[0][0], 0
+    return varlen.vmap(*given)[0][0], 0

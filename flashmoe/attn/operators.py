@@ -38,7 +38,7 @@ OPERATORS = (
         impls={"CPU": backward.backward_by_kernels, "CUDA": backward.backward_by_kernels},
         fake=fake.backward,
         flops=flops.backward_flops,
-        vmap=autograd.dense_backward_transformed.vmap,
+        vmap=autograd.dense_backward.vmap,
         gradient=autograd.refuse_double_backward,
     ),
     Operator(
@@ -47,7 +47,7 @@ OPERATORS = (
         flops=flops.varlen_flops,
         counts_raw=True,
         autocast=_CAST,
-        vmap=autograd.varlen_transformed.vmap,
+        vmap=autograd.varlen.vmap,
         gradient=autograd.varlen_gradient,
         setup_context=autograd.keep_varlen,
     ),
@@ -66,7 +66,7 @@ OPERATORS = (
         fake=fake.varlen_backward,
         flops=flops.varlen_backward_flops,
         counts_raw=True,
-        vmap=autograd.varlen_backward_transformed.vmap,
+        vmap=autograd.varlen_backward.vmap,
         gradient=autograd.refuse_double_backward,
     ),
     Operator(
