@@ -19,12 +19,10 @@ int32_t device_type_named(const std::string& name) {
 
 }  // namespace
 
-Arguments::Arguments(const std::string& description) : description_(description) {}
-
-std::string Arguments::described_line(const char* kind) {
-  const std::size_t end = description_.find('\n', next_);
+std::string Description::line(const char* kind) {
+  const std::size_t end = text_.find('\n', next_);
   if (end == std::string::npos) fail(ErrorCode::kInternal, "a call is described with too few arguments");
-  const std::string line = description_.substr(next_, end - next_);
+  const std::string line = text_.substr(next_, end - next_);
   next_ = end + 1;
   const std::size_t length = std::strlen(kind);
   if (line == "none") return "";
@@ -32,8 +30,8 @@ std::string Arguments::described_line(const char* kind) {
   return line.substr(length + 1);
 }
 
-Tensor Arguments::described_tensor() {
-  std::istringstream words(described_line("tensor"), std::ios_base::in);
+Tensor Description::tensor() {
+  std::istringstream words(line("tensor"), std::ios_base::in);
   std::string dtype;
   int64_t rank = 0;
   TensorDescription tensor;
@@ -50,10 +48,10 @@ Tensor Arguments::described_tensor() {
   return Tensor(&tensors_.back());
 }
 
-int64_t Arguments::described_integer() { return std::strtoll(described_line("value").c_str(), nullptr, 10); }
+int64_t Description::integer() { return std::strtoll(line("value").c_str(), nullptr, 10); }
 
-std::optional<double> Arguments::described_number() {
-  const std::string word = described_line("value");
+std::optional<double> Description::number() {
+  const std::string word = line("value");
   if (word.empty()) return std::nullopt;
   return std::strtod(word.c_str(), nullptr);
 }
@@ -67,7 +65,8 @@ std::string check_description(const char* name, const char* description) {
   try {
     for (const ArgumentCheck* check = g_checks; check != nullptr; check = check->next) {
       if (std::strcmp(check->name, name) != 0) continue;
-      Arguments given{std::string(description)};
+      Description described{std::string(description)};
+      Arguments given(&described);
       check->function(given);
       return "";
     }

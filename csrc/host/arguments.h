@@ -10,39 +10,47 @@
 #include <list>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "host/boxed.h"
 
 namespace flashmoe {
 namespace host {
 
+// One argument in each line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
+class Description {
+ public:
+  explicit Description(std::string text) : text_(std::move(text)) {}
+  Tensor tensor();  // borrows from this; not given for "none"
+  int64_t integer();
+  std::optional<double> number();
+  // The next line's words after `kind`; empty for "none".
+  std::string line(const char* kind);
+
+ private:
+  std::string text_;
+  std::size_t next_ = 0;
+  std::list<TensorDescription> tensors_;
+};
+
 class Arguments {
  public:
   explicit Arguments(const StableIValue* stack) : stack_(stack) {}
-  // One argument in each line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
-  explicit Arguments(const std::string& description);
+  explicit Arguments(Description* described) : described_(described) {}
 
-  Tensor tensor() { return stack_ != nullptr ? take_tensor(*stack_++) : described_tensor(); }
-  Tensor optional_tensor() { return stack_ != nullptr ? take_optional_tensor(*stack_++) : described_tensor(); }
-  int64_t integer() { return stack_ != nullptr ? take<int64_t>(*stack_++) : described_integer(); }
-  bool flag() { return stack_ != nullptr ? take<bool>(*stack_++) : described_integer() != 0; }
-  double number() { return stack_ != nullptr ? take<double>(*stack_++) : described_number().value_or(0.0); }
+  Tensor tensor() { return described_ == nullptr ? take_tensor(*stack_++) : described_->tensor(); }
+  Tensor optional_tensor() { return described_ == nullptr ? take_optional_tensor(*stack_++) : described_->tensor(); }
+  int64_t integer() { return described_ == nullptr ? take<int64_t>(*stack_++) : described_->integer(); }
+  bool flag() { return described_ == nullptr ? take<bool>(*stack_++) : described_->integer() != 0; }
+  double number() { return described_ == nullptr ? take<double>(*stack_++) : described_->number().value_or(0.0); }
   std::optional<double> optional_number() {
-    return stack_ != nullptr ? take<std::optional<double>>(*stack_++) : described_number();
+    return described_ == nullptr ? take<std::optional<double>>(*stack_++) : described_->number();
   }
-  std::string text() { return stack_ != nullptr ? take_text(*stack_++) : described_line("text"); }
+  std::string text() { return described_ == nullptr ? take_text(*stack_++) : described_->line("text"); }
 
  private:
-  Tensor described_tensor();
-  int64_t described_integer();
-  std::optional<double> described_number();
-  // The next line's words after `kind`; empty for "none".
-  std::string described_line(const char* kind);
-
   const StableIValue* stack_ = nullptr;
-  std::string description_;
-  std::size_t next_ = 0;
-  std::list<TensorDescription> tensors_;  // what the tensors taken from the description borrow
+  Description* described_ = nullptr;
 };
 
 // Registered under an operator's name, for flashmoe_check: takes the arguments and throws at the first rule that they break.

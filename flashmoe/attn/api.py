@@ -5,7 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -112,12 +112,23 @@ def attention(
             scale, causal, return_lse
         )  # the dispatcher would take a tensor's value and drop its gradient
     if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
-        options: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": return_lse}
-        options.update(window=window, softcap=softcap, sinks=sinks)
-        if not is_compiling() and has_fx_proxies(q, k, v):
-            traced: Tensor = trace_call(attention, q, k, v, attn_mask=attn_mask, **options)
+        if not type(q) is type(k) is type(v) is Tensor and not is_compiling() and has_fx_proxies(q, k, v):
+            named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
+            traced: Tensor = trace_call(attention, **named)
             return traced
-        return varlen.attend(q, k, v, mask=_expand_mask(attn_mask, q, k), **options)
+        mask = None if attn_mask is None else _expand_mask(attn_mask, q, k)
+        return varlen.attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
     if is_compiling():
         both: tuple[Tensor, Tensor] = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         return both if return_lse else both[0]
@@ -148,7 +159,7 @@ def needs_output_alone(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _expand_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _expand_mask(attn_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """To [B, Hq, Sq, Sk]; as it is where that cannot be: the operator says why."""
     if isinstance(attn_mask, Tensor) and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
         if is_grad_enabled() and attn_mask.requires_grad:

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -21,12 +20,12 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;
 
 // The element type, where attention has kernels for it on that kind of device.
-Dtype supported_dtype(const Tensor& tensor) {
-  const bool is_cuda = tensor.device_type() == aoti_torch_device_type_cuda();
-  const std::optional<Dtype> dtype = host::dtype_of(tensor.dtype());
+Dtype supported_dtype(const QueryKeyValue& operands) {
+  const bool is_cuda = operands.device_type == aoti_torch_device_type_cuda();
+  const std::optional<Dtype> dtype = host::dtype_of(operands.torch_dtype);
   if (!dtype.has_value() || (*dtype == Dtype::kFloat32 && is_cuda)) {
-    violate("attention.dtype", {{"dtype", describe_dtype(tensor.dtype())},
-                                {"device", describe_device(tensor)},
+    violate("attention.dtype", {{"dtype", describe_dtype(operands.torch_dtype)},
+                                {"device", describe_device(operands.q)},
                                 {"supported", is_cuda ? "float16, bfloat16" : "float16, bfloat16, float32"}});
   }
   return *dtype;
@@ -82,50 +81,43 @@ void check_operands(QueryKeyValue& operands) {
     violate("attention.dtypes",
             {{"q", describe_dtype(q.dtype())}, {"k", describe_dtype(k.dtype())}, {"v", describe_dtype(v.dtype())}});
   }
-  operands.dtype = supported_dtype(q);
+  operands.dtype = supported_dtype(operands);
 }
 
-void check_layout(const Tensor& tensor, const char* name, const char* layout) {
+void check_layout(const Tensor& tensor, const char* name, const Layout& layout) {
   const int64_t rank = tensor.dim();
-  const int64_t needed = 1 + std::count(layout, layout + std::strlen(layout), ',');
-  if (rank != needed) {
-    const char* rule = rank < needed ? "attention.too_few_dimensions" : "attention.too_many_dimensions";
+  if (rank != layout.rank) {
+    const char* rule = rank < layout.rank ? "attention.too_few_dimensions" : "attention.too_many_dimensions";
     violate(rule, {{"name", name},
-                   {"layout", layout},
+                   {"layout", layout.text},
                    {"sizes", describe_sizes(tensor)},
                    {"rank", rank},
-                   {"merged", -needed}});
+                   {"merged", -layout.rank}});
   }
-  for (int64_t axis = 0; axis < rank; ++axis) {
-    if (tensor.sizes()[axis] > std::numeric_limits<int32_t>::max()) {
-      violate("tensor.size", {{"name", name}, {"sizes", describe_sizes(tensor)}});
-    }
+  const int64_t* sizes = tensor.sizes();
+  if (*std::max_element(sizes, sizes + rank) > std::numeric_limits<int32_t>::max()) {
+    violate("tensor.size", {{"name", name}, {"sizes", describe_sizes(tensor)}});
   }
-  check_last_stride(tensor, name);
+  if (sizes[rank - 1] > 1) check_last_stride(tensor, name);
 }
 
 void check_last_stride(const Tensor& tensor, const char* name) {
   const int64_t last = tensor.dim() - 1;
-  if (tensor.sizes()[last] > 1 && tensor.strides()[last] != 1) {
+  if (tensor.strides()[last] != 1 && tensor.sizes()[last] > 1) {
     violate("tensor.stride", {{"name", name}, {"strides", host::describe_strides(tensor)}});
   }
 }
 
 void check_heads(const QueryKeyValue& operands, int64_t heads_kv) {
-  const Tensor& q = operands.q;
-  const Tensor& k = operands.k;
-  const Tensor& v = operands.v;
-  const int64_t head_dim = q.sizes()[q.dim() - 1];
-  if (k.sizes()[k.dim() - 1] != head_dim) {
-    violate("attention.head_dims", {{"q", head_dim}, {"k", k.sizes()[k.dim() - 1]}});
-  }
-  for (const auto& [tensor, name] : {std::pair(&q, "q"), std::pair(&v, "v")}) {
-    const int64_t dim = tensor->sizes()[tensor->dim() - 1];
-    if (dim < 1 || dim > kMaxHeadDim) {
-      violate("attention.head_dim", {{"name", name}, {"head_dim", dim}, {"most", kMaxHeadDim}});
+  const auto last = [](const Tensor& tensor) { return tensor.sizes()[tensor.dim() - 1]; };
+  const int64_t of_q = last(operands.q), of_k = last(operands.k), of_v = last(operands.v);
+  if (of_k != of_q) violate("attention.head_dims", {{"q", of_q}, {"k", of_k}});
+  for (const auto& [head_dim, name] : {std::pair(of_q, "q"), std::pair(of_v, "v")}) {
+    if (head_dim < 1 || head_dim > kMaxHeadDim) {
+      violate("attention.head_dim", {{"name", name}, {"head_dim", head_dim}, {"most", kMaxHeadDim}});
     }
   }
-  const int64_t heads_q = q.sizes()[1];
+  const int64_t heads_q = operands.q.sizes()[1];
   if (heads_kv == 0 ? heads_q != 0 : heads_q % heads_kv != 0) {
     violate("attention.heads", {{"q", heads_q}, {"k", heads_kv}});
   }
@@ -204,11 +196,12 @@ void check_arguments(ForwardArguments& arguments) {
   check_layout(arguments.q, "q", kDenseLayout);
   check_layout(k, "k", kDenseLayout);
   check_layout(v, "v", kDenseLayout);
-  check_heads(arguments, k.sizes()[1]);
-  if (!std::equal(k.sizes(), k.sizes() + 4, v.sizes())) {
+  const int64_t* k_sizes = k.sizes();
+  check_heads(arguments, k_sizes[1]);
+  if (!std::equal(k_sizes, k_sizes + 4, v.sizes())) {
     violate("attention.key_value_sizes", {{"k", describe_sizes(k)}, {"v", describe_sizes(v)}});
   }
-  check_batch(arguments.q.sizes()[0], k.sizes()[0]);
+  check_batch(arguments.q.sizes()[0], k_sizes[0]);
   // In float32 what Python's head_dim ** -0.5 is, for all of them; std::pow would need GLIBC_2.29.
   if (arguments.has_default_scale) {
     arguments.scale = 1.0 / std::sqrt(static_cast<double>(arguments.q.sizes()[3]));
@@ -249,9 +242,10 @@ ForwardParams make_operand_params(const QueryKeyValue& operands, const ForwardOu
     params.out_stride = strides_of(outputs.out);
   }
   if (outputs.lse.is_given()) params.lse = static_cast<float*>(outputs.lse.data());
-  params.heads_q = static_cast<int32_t>(operands.q.sizes()[1]);
+  const int64_t* sizes = operands.q.sizes();
+  params.heads_q = static_cast<int32_t>(sizes[1]);
   params.heads_kv = static_cast<int32_t>(operands.k.sizes()[is_paged ? 2 : 1]);
-  params.head_dim = static_cast<int32_t>(operands.q.sizes()[operands.q.dim() - 1]);
+  params.head_dim = static_cast<int32_t>(sizes[operands.q.dim() - 1]);
   params.num_splits = 1;
   return params;
 }

@@ -56,10 +56,14 @@ struct Gradients {
 // Throws unless q, k and v are tensors of one device and of one dtype that has kernels there.
 void check_operands(QueryKeyValue& operands);
 
-constexpr const char* kDenseLayout = "[batch, heads, length, head_dim]";
+struct Layout {
+  const char* text;
+  int64_t rank;
+};
+constexpr Layout kDenseLayout{"[batch, heads, length, head_dim]", 4};
 
-// Rank, sizes below 2^31 and a contiguous last dimension, of a tensor with as many dimensions as `layout` names.
-void check_layout(const Tensor& tensor, const char* name, const char* layout);
+// Rank, sizes below 2^31 and a contiguous last dimension.
+void check_layout(const Tensor& tensor, const char* name, const Layout& layout);
 void check_last_stride(const Tensor& tensor, const char* name);
 
 // One head_dim for q and k, 1 to kMaxHeadDim for q and v, and a number of query heads that heads_kv divides.

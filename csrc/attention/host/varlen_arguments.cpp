@@ -21,8 +21,8 @@ constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1;  // the kernels add windo
 constexpr int64_t kMaxSplits = 32;
 // Kernels know tanh to within 7e-7, which the softcap multiplies.
 constexpr double kMaxSoftcap = 4096.0;
-constexpr const char* kRaggedLayout = "[tokens, heads, head_dim]";
-constexpr const char* kPageLayout = "[pages, page_size, heads, head_dim]";
+constexpr Layout kRaggedLayout{"[tokens, heads, head_dim]", 3};
+constexpr Layout kPageLayout{"[pages, page_size, heads, head_dim]", 4};
 
 // `rule`: that of a first dimension that is not `length`.
 void check_length(const Tensor& tensor, const char* rule, int64_t length) {
@@ -33,7 +33,7 @@ void check_layouts(const VarlenArguments& arguments) {
   const bool is_ragged = arguments.has_ragged_keys();
   if (is_ragged && arguments.has_pages()) violate("attention.pages_and_cu_seqlens");
   if (arguments.has_pages() && !arguments.seqused_k.is_given()) violate("attention.pages_without_lengths");
-  const char* key_layout = is_ragged ? kRaggedLayout : arguments.has_pages() ? kPageLayout : kDenseLayout;
+  const Layout& key_layout = is_ragged ? kRaggedLayout : arguments.has_pages() ? kPageLayout : kDenseLayout;
   check_layout(arguments.q, "q", arguments.has_ragged_rows() ? kRaggedLayout : kDenseLayout);
   check_layout(arguments.k, "k", key_layout);
   check_layout(arguments.v, "v", key_layout);
