@@ -11,8 +11,8 @@ from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
+from flashmoe.fallback import note_fallback
 from flashmoe.operators.moe import arguments, scaled
-from flashmoe.routing import note_fallback
 
 CAPABILITY = (9, 0)  # of the GPUs that have the kernels, which are arch-specific
 _EIGHT_BITS = frozenset(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmoe.errors import DifferentiationError
-from flashmoe.operators._operator import keep_nothing
+from flashmoe.operator import keep_nothing
 from flashmoe.operators.moe import layer
 from flashmoe.transforms import autocasted
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
-from flashmoe.operators._operator import Operator
+from flashmoe.operator import Operator
 from flashmoe.operators.moe.arguments import validate_grouped, validate_grouped_gradient
 from flashmoe.transforms import autocasted, function_under_transforms
 

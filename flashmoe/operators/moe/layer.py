@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashmoe.errors import ArgumentError, DifferentiationError
-from flashmoe.operators._operator import Operator
+from flashmoe.operator import Operator
 from flashmoe.operators.moe.arguments import validate_layer
 
 # The order of the gradients, and the bits of `needs`.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flashmoe.errors import ArgumentError, DtypeError, ShapeError
-from flashmoe.operators._operator import Operator
+from flashmoe.operator import Operator
 from flashmoe.operators.moe import arguments as rules
 from flashmoe.operators.moe.quantize import BLOCK, E4M3, quantize
 
@@ -236,7 +236,7 @@ OPERATORS = (
         flops=flops,
         autocast=_CAST,
         vmap=_vmap("_fused_moe_scaled_torch"),
-        layers={"CPU": in_torch, "CUDA": in_torch},
+        impls={"CPU": in_torch, "CUDA": in_torch},
         schema=SCHEMA,
     ),
 )
