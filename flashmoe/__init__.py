@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flashmoe.kvcache import attention_with_kvcache
     from flashmoe.merge import merge_attention
     from flashmoe.module import Attention
-    from flashmoe.moe.functional import fused_moe, grouped_mm, topk_route
+    from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
     from flashmoe.routing import explain
     from flashmoe.varlen import attention_varlen
@@ -45,9 +45,9 @@ _LAZY = {
     "deactivate": "flashmoe.integrations.torch_attention",
     "is_active": "flashmoe.integrations.torch_attention",
     "MoE": "flashmoe.moe.module",
-    "fused_moe": "flashmoe.moe.functional",
-    "grouped_mm": "flashmoe.moe.functional",
-    "topk_route": "flashmoe.moe.functional",
+    "fused_moe": "flashmoe.moe.api",
+    "grouped_mm": "flashmoe.moe.api",
+    "topk_route": "flashmoe.moe.api",
 }
 
 __all__ = [

@@ -23,7 +23,8 @@ from torch.compiler import is_compiling
 from flashmoe import routing, varlen
 from flashmoe.errors import ArgumentError, FlashmoeError
 from flashmoe.functional import attention
-from flashmoe.moe.functional import Activation, fused_moe
+from flashmoe.moe.api import fused_moe
+from flashmoe.moe.options import Activation
 from flashmoe.operators.attention.arguments import DTYPES
 
 NAME = "fmoe"

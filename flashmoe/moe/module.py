@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +12,9 @@ from torch.nn import functional as F
 
 from flashmoe.checks import check_flag, check_parameter_dtype, check_size, shape_of
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
-from flashmoe.moe.functional import Activation, Scoring, fused_moe, topk_route
-from flashmoe.operators.moe.arguments import (
-    ACTIVATIONS,
-    DTYPES,
-    LAYOUTS,
-    MAX_EXPERTS,
-    SCORINGS,
-    check_choices,
-    check_scale,
-    check_word,
-)
+from flashmoe.moe.api import fused_moe, topk_route
+from flashmoe.moe.errors import DTYPES, MAX_EXPERTS, check_choices, check_scale, check_word
+from flashmoe.moe.options import ACTIVATIONS, LAYOUTS, SCORINGS, Activation, Layout, Scoring
 
 
 class MoE(nn.Module):
@@ -64,7 +55,7 @@ class MoE(nn.Module):
         renormalize: bool = True,
         scale: float = 1.0,
         activation: Activation = "swiglu",
-        layout: Literal["concat", "interleaved"] = "concat",
+        layout: Layout = "concat",
         transposed: bool = False,
         weights_on_input: bool = False,
         device: torch.device | str | int | None = None,

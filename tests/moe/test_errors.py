@@ -13,7 +13,7 @@ from torch import Tensor
 import flashmoe
 from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, ShapeError
-from flashmoe.operators.moe import arguments
+from flashmoe.moe import errors
 
 from .layer import FULL, SMALL, call
 from .reference import Inputs, make_inputs
@@ -120,7 +120,7 @@ def test_the_extension_says_the_same(name: str, device: str) -> None:
         torch.ops.flashmoe._fused_moe_inference.default(*words)
     assert kind in (type(caught.value), type(translate(caught.value)))
     with pytest.raises(kind):
-        arguments.validate_layer(*words)
+        errors.validate_layer(*words)
 
 
 @pytest.mark.parametrize("weights_on_input", [False, True])

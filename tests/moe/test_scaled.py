@@ -163,7 +163,7 @@ def test_float16_shared_and_expert_map(device: str) -> None:
 
 
 def test_x_that_comes_quantised_gives_the_same_bits(device: str) -> None:
-    from flashmoe.operators.moe.quantize import quantize
+    from flashmoe.moe.scaled import quantize
 
     layer = make(device)
     values, scales = quantize(layer.x)

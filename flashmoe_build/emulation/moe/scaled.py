@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from flashmoe.operators.moe.quantize import BLOCK, E4M3, quantize
+from flashmoe.moe.scaled import BLOCK, E4M3, quantize
 from flashmoe_build.emulation.attention import (
     EMULATED_MULTIPROCESSORS,
     Outcome,

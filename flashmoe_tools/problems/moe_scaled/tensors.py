@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashmoe.operators.moe.quantize import BLOCK, E4M3, LARGEST, quantize
-from flashmoe.operators.moe.scaled import dequantize_rows, dequantize_weights
+from flashmoe.moe.scaled import BLOCK, E4M3, LARGEST, dequantize_rows, dequantize_weights, quantize
 from flashmoe_tools.problems import Verification
 from flashmoe_tools.problems.moe import MoeProblem, tensors
 from flashmoe_tools.problems.moe_scaled import MoeScaledProblem

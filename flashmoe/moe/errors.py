@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashmoe.checks import check_flag, has_names, is_number, shape_of, translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
+from flashmoe.moe.options import ACTIVATIONS, LAYOUTS, SCORINGS
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -22,9 +23,9 @@ MAX_GROUPS = 32
 MAX_SCALE = torch.finfo(torch.float32).max
 MAX_SIZE = 2**31 - 1  # the kernels hold sizes, and the number of rows, in 32 bits
 GPU_MULTIPLE = 8  # of sizes that a product sums over or gives: 16 bytes
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
-LAYOUTS = ("concat", "interleaved")
-SCORINGS = ("softmax", "topk_softmax", "sigmoid")
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+NEXT_STEP = "convert it with .to(torch.float8_e4m3fn) and its scales, or give bfloat16 weights without scales"
 DTYPES: Mapping[str, tuple[torch.dtype, ...]] = MappingProxyType(
     {
         "cpu": (torch.float16, torch.bfloat16, torch.float32),
@@ -115,6 +116,109 @@ def _layer_sizes(x: Tensor, w13: Tensor, w2: Tensor, transposed: bool) -> tuple[
         _check_shape({name: tensor}, name, wanted, axes[name])
     _check_gpu_multiples(x, {"the hidden size": hidden, "the intermediate size": intermediate})
     return tokens, hidden, intermediate, experts
+
+
+def validate_scaled(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    w13_scale: Any,
+    w2_scale: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    x_scale: Any,
+    expert_map: Any,
+    shared: Any,
+    activation: Any,
+) -> None:
+    """Raise the typed error that says what is wrong, or return when the operators take these arguments.
+
+    w13 [E, 2I, H] and w2 [E, H, I] e4m3 with float32 w13_scale [E, ceil(2I / 128), ceil(H / 128)] and w2_scale
+    [E, ceil(H / 128), ceil(I / 128)]; x [T, H] in 16 bits, or e4m3 with float32 x_scale [T, ceil(H / 128)]. The rest as in
+    ``validate_layer``.
+    """
+    for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        if scale is None:
+            msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; give both, or bfloat16 weights"
+            raise ArgumentError(msg)
+    needed = {"x": x, "w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
+    needed |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    optional = {"x_scale": x_scale, "expert_map": expert_map, "shared": shared}
+    tensors = _dense_tensors(needed, optional)
+    check_word("activation", activation, ACTIVATIONS)
+    _check_devices("x", tensors)
+    _check_dtypes(tensors)
+    _check_expert_map(tensors)
+    _check_ids(topk_ids)
+    tokens, hidden, intermediate, experts = _layer_sizes(x, w13, w2, False)
+    halves = 2 * intermediate
+    w13_blocks, w2_blocks = (blocks(halves), blocks(hidden)), (blocks(hidden), blocks(intermediate))
+    _check_shape(
+        tensors, "w13_scale", (experts, *w13_blocks), "[experts, ceil(2 * intermediate / 128), ceil(hidden / 128)]"
+    )
+    _check_shape(tensors, "w2_scale", (experts, *w2_blocks), "[experts, ceil(hidden / 128), ceil(intermediate / 128)]")
+    _check_shape(tensors, "x_scale", (tokens, blocks(hidden)), "[tokens, ceil(hidden / 128)]")
+    _check_shape(tensors, "shared", (tokens, hidden), "[tokens, hidden]")
+    _check_rank("topk_ids", topk_ids, 2, "[tokens, top_k]")
+    top_k = topk_ids.shape[1]
+    _check_shape(tensors, "topk_ids", (tokens, top_k), "[tokens, top_k]")
+    _check_between("the number of experts of a token", top_k, MAX_TOP_K, "split the choices")
+    _check_slots(tokens, top_k)
+    _check_shape(tensors, "topk_weights", (tokens, top_k), "[tokens, top_k], as topk_ids")
+    if expert_map is not None:
+        _check_rank("expert_map", expert_map, 1, "[experts of the model]")
+
+
+def blocks(size: int) -> int:
+    return (size + BLOCK - 1) // BLOCK
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    x, word = tensors["x"], _word
+    for name in ("w13", "w2"):
+        if tensors[name].dtype is not E4M3:
+            found = word(tensors[name].dtype)
+            msg = f"{name} is {found}, and there are scales; supported with scales: float8_e4m3fn; {NEXT_STEP}"
+            raise DtypeError(msg)
+    if x.dtype not in (torch.float16, torch.bfloat16, E4M3):
+        msg = (
+            f"x is {word(x.dtype)}; supported with float8_e4m3fn weights: float16, bfloat16, float8_e4m3fn with x_scale; "
+            "convert it with .to()"
+        )
+        raise DtypeError(msg)
+    if (x.dtype is E4M3) != ("x_scale" in tensors):
+        msg = "x_scale goes with x in float8_e4m3fn, and x in float8_e4m3fn with x_scale; " + (
+            "x_scale is None: give it" if x.dtype is E4M3 else f"x is {word(x.dtype)}: leave x_scale away"
+        )
+        raise ArgumentError(msg)
+    for name in ("w13_scale", "w2_scale", "x_scale"):
+        if name in tensors and tensors[name].dtype is not torch.float32:
+            msg = f"{name} is {word(tensors[name].dtype)}; float32 is needed; convert it with .float()"
+            raise DtypeError(msg)
+    out = torch.bfloat16 if x.dtype is E4M3 else x.dtype
+    if "shared" in tensors and tensors["shared"].dtype is not out:
+        msg = f"shared is {word(tensors['shared'].dtype)}; the output's {word(out)} is needed; convert it with .to()"
+        raise DtypeError(msg)
+    if tensors["topk_weights"].dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        found = word(tensors["topk_weights"].dtype)
+        msg = f"topk_weights is {found}; float32, float16 or bfloat16 is needed; convert it with .float()"
+        raise DtypeError(msg)
+
+
+def check_blocks(x: Tensor, w2: Tensor) -> None:
+    """What the kernels need beside the"""
+    for what, size in (("the hidden size", x.shape[1]), ("the intermediate size", w2.shape[2])):
+        if size % BLOCK != 0:
+            msg = (
+                f"{what} is {size}; with float8_e4m3fn weights on a GPU it must be a multiple of {BLOCK}; pad the weights "
+                "with zeros, or use CPU tensors"
+            )
+            raise ShapeError(msg)
+
+
+def validate_for_kernels(x: Any, w13: Any, w2: Any, *others: Any) -> None:
+    validate_scaled(x, w13, w2, *others)
+    check_blocks(x, w2)
 
 
 def validate_sort(ids: Any, topk_weights: Any, expert_map: Any, experts: Any) -> None:
@@ -351,19 +455,20 @@ def _check_slots(tokens: int, top_k: int) -> None:
         raise ShapeError(msg)
 
 
-def explain(error: BaseException, validate: Callable[..., None], *arguments: Any) -> BaseException:
-    """Why a call with these arguments failed: our typed error where a rule was broken, else ``error`` itself.
+def raise_cause(error: Exception, validate: Callable[..., None], arguments: Sequence[Any]) -> None:
+    """Raise the typed error for the rule that these arguments break; return where none is broken.
 
-    Out of memory and other errors of torch come back unchanged.
+    Out of memory and other errors of torch are not explained.
     """
-    if isinstance(error, torch.OutOfMemoryError):
-        return error
-    coded = error if isinstance(error, FlashmoeError) else translate(error)
+    if isinstance(error, (FlashmoeError, torch.OutOfMemoryError)):
+        return
+    coded = translate(error)
     try:
         validate(*arguments)
     except FlashmoeError as broken_rule:
-        return broken_rule
-    return error if coded is None else coded
+        raise broken_rule from error
+    if coded is not None:
+        raise coded from error
 
 
 def _word(dtype: torch.dtype) -> str:
