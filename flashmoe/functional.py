@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from flashmoe import _extension, keywords, routing, varlen
-from flashmoe.checks import are_stand_ins, record
+from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import DifferentiationError
 from flashmoe.operators.attention import arguments, autograd
 from flashmoe.operators.attention.drop_in import is_drop_in
@@ -137,8 +137,8 @@ def attention(
                 return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
             out, lse = _call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         except Exception as error:
-            if are_stand_ins(q, k, v):
-                traced: Tensor = record(attention, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
+            if has_fx_proxies(q, k, v):
+                traced: Tensor = trace_call(attention, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
                 return traced
             if _is_unequal(q, v):  # whose rules are the other operators'
                 return varlen.attend(q, k, v, causal, scale, None, 0.0, None, None, return_lse)
@@ -167,10 +167,10 @@ def _banded(
     try:
         return varlen.attend(*given)
     except Exception:
-        if not are_stand_ins(q, k, v):
+        if not has_fx_proxies(q, k, v):
             raise
         options = {"window": window, "softcap": softcap, "sinks": sinks, "attn_mask": attn_mask}
-        traced: Tensor = record(attention, q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
+        traced: Tensor = trace_call(attention, q, k, v, causal=causal, scale=scale, return_lse=return_lse, **options)
         return traced
 
 
@@ -250,9 +250,9 @@ def scaled_dot_product_attention(
             return out
     obstacle = routing.find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if obstacle is not None:
-        if are_stand_ins(query, key, value):
+        if has_fx_proxies(query, key, value):
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            traced: Tensor = record(scaled_dot_product_attention, *arguments)
+            traced: Tensor = trace_call(scaled_dot_product_attention, *arguments)
             return traced
         routing.refuse_unequal_lengths(key, value)
         if routing.jagged_route is None or not routing.are_jagged(query, key, value):  # else torch's own choice is told

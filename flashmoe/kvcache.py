@@ -13,7 +13,7 @@ from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
 from flashmoe import keywords
-from flashmoe.checks import are_stand_ins, record, translate
+from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
 from flashmoe.operators.attention import varlen, varlen_arguments
 from flashmoe.transforms import has_tangent
@@ -126,9 +126,9 @@ def attention_with_kvcache(
         msg = "attention_with_kvcache has no gradient; call it under torch.no_grad(), or use attention_varlen for training"
         raise DifferentiationError(msg)
     if not isinstance(q, Tensor) or not isinstance(cache_seqlens, Tensor):  # type: ignore[redundant-expr]
-        if are_stand_ins(q, cache_seqlens):
+        if has_fx_proxies(q, cache_seqlens):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
-            traced: Tensor = record(attention_with_kvcache, **named)
+            traced: Tensor = trace_call(attention_with_kvcache, **named)
             return traced
         check_lengths("cache_seqlens", cache_seqlens, "batch")
     if (k_new is None) != (v_new is None):
@@ -161,11 +161,11 @@ def _append_checked(*given: Any) -> None:
     try:
         _append(*given)
     except Exception as error:
-        if not is_compiling():
-            varlen_arguments.validate_append(*given)
-        typed = translate(error)
-        if typed is None and transforms_are_active():
-            typed = ArgumentError(varlen.NO_TRANSFORM_APPENDS)
-        if typed is None or isinstance(error, FlashmoeError):
+        if is_compiling():
             raise
-        raise typed from error
+        cause = varlen_arguments.explain_append(error, given)
+        if cause is error and transforms_are_active() and not isinstance(error, FlashmoeError):
+            cause = ArgumentError(varlen.NO_TRANSFORM_APPENDS)
+        if cause is error:
+            raise
+        raise cause from error

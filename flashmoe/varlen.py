@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.checks import are_stand_ins, record
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, ShapeError
+from flashmoe.checks import has_fx_proxies, trace_call
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
 from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
 from flashmoe.transforms import has_tangent
 
@@ -157,9 +157,9 @@ def attention_varlen(
     if misspelt:
         keywords.refuse("attention_varlen", misspelt, _ARGUMENTS)
     if not isinstance(q, Tensor) or not isinstance(cu_seqlens_q, Tensor):  # type: ignore[redundant-expr]
-        if are_stand_ins(q, cu_seqlens_q):
+        if has_fx_proxies(q, cu_seqlens_q):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
-            traced: Tensor = record(attention_varlen, **named)
+            traced: Tensor = trace_call(attention_varlen, **named)
             return traced
         check_lengths("cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     if cu_seqlens_k is None and block_table is None:
@@ -195,9 +195,8 @@ def attend(
         sizes = (*q.shape[:3], k.shape[2])
         try:
             mask = attn_mask.expand(sizes)
-        except RuntimeError as error:
-            arguments.check_is_dense_tensor("attn_mask", attn_mask)
-            raise ShapeError(varlen_arguments.wrong_mask(attn_mask, sizes)) from error
+        except RuntimeError:  # the operator says why
+            mask = attn_mask
         if is_grad_enabled() and attn_mask.requires_grad:
             msg = (
                 "attention has no gradient for attn_mask; detach it, or use flashmoe.scaled_dot_product_attention, which hands a "

@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from flashmoe.errors import ArgumentError, DifferentiationError
 from flashmoe.moe.fake import GRADIENTS, Gradients
 from flashmoe.moe.options import Layer, Routing
-from flashmoe.operators._operator import keep_nothing
+from flashmoe.operator import keep_nothing
 from flashmoe.transforms import autocasted, function_under_transforms, has_tangent, merge_batches
 
 _NO_FORWARD_MODE = "flashmoe.{} has no forward-mode derivative; use reverse mode, or compose it of torch's operators"

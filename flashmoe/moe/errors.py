@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.checks import check_flag, has_names, is_number, shape_of, translate
+from flashmoe.checks import check_flag, has_names, is_number, shape_of
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.moe.options import ACTIVATIONS, LAYOUTS, SCORINGS
+from flashmoe.rules import translate
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashmoe.moe import autograd, fake, scaled
-from flashmoe.operators._operator import Operator
+from flashmoe.operator import Operator
 
 OPERATORS = (
     Operator(
@@ -44,7 +44,7 @@ OPERATORS = (
         flops=fake.scaled_flops,
         autocast=scaled.CAST,
         vmap=autograd.one_by_one(scaled.call_in_torch),
-        layers={"CPU": scaled.in_torch, "CUDA": scaled.in_torch},
+        impls={"CPU": scaled.in_torch, "CUDA": scaled.in_torch},
         schema=scaled.SCHEMA,
     ),
     Operator(

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe import _extension
-from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, FlashmoeError, ShapeError
 from flashmoe.operators.attention.varlen_arguments import explain, validate, validate_append
+from flashmoe.rules import translate
 
 from .varlen_reference import Ragged, to_pages
 

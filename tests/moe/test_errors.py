@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.checks import translate
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, ShapeError
 from flashmoe.moe import errors
+from flashmoe.rules import translate
 
 from .layer import FULL, SMALL, call
 from .reference import Inputs, make_inputs

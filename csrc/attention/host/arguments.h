@@ -1,5 +1,5 @@
-// Checks of the forward operators' arguments, and the parameter block made from them. The Python statement of the same rules,
-// with longer explanations, is flashmoe/operators/attention/arguments.py; a test holds the two against each other.
+// Checks of the forward operators' arguments, and the parameter block made from them. Each rule stands here alone: a check throws the
+// rule's name and the values, and flashmoe/attn/rules.py says in words what is wrong.
 #pragma once
 
 #include "attention/host/select.h"
@@ -34,10 +34,38 @@ struct ForwardOutputs {
   Tensor lse;  // [batch, heads_q, seq_q] fp32; empty where nobody wants it
 };
 
+// What a backward pass takes beside the operands.
+struct BackwardTensors {
+  Tensor out;   // of the forward pass; q's sizes with v's head_dim, its last dimension contiguous
+  Tensor dout;  // as out: its gradient
+  Tensor lse;   // [batch, heads_q, seq_q], or [heads_q, tokens] of ragged rows; float32, contiguous
+  Tensor dlse;  // as lse: its gradient; not given where there is none
+};
+
 // Throws unless q, k and v are tensors of one device and of one dtype that has kernels there.
 void check_operands(QueryKeyValue& operands);
 
-// Throws with a code and a message on the first rule that the arguments break.
+constexpr const char* kDenseLayout = "[batch, heads, length, head_dim]";
+
+// Rank, sizes below 2^31 and a contiguous last dimension, of a tensor with as many dimensions as `layout` names.
+void check_layout(const Tensor& tensor, const char* name, const char* layout);
+void check_last_stride(const Tensor& tensor, const char* name);
+
+// One head_dim for q and k, 1 to kMaxHeadDim for q and v, and a number of query heads that heads_kv divides.
+void check_heads(const QueryKeyValue& operands, int64_t heads_kv);
+
+// A tensor that goes with q: on its device, of this type and rank, its last dimension contiguous.
+void check_companion(const Tensor& tensor, const char* name, const QueryKeyValue& operands, int32_t dtype,
+                     int64_t rank);
+void check_device(const Tensor& tensor, const char* name, const QueryKeyValue& operands);
+
+// `sizes`: of out, with q's rank.
+void check_backward_tensors(const BackwardTensors& tensors, const QueryKeyValue& operands, const int64_t* sizes);
+
+void check_batch(int64_t of_q, int64_t of_k);
+void check_scale(double scale);
+
+// Throws the first rule that the arguments break.
 void check_arguments(ForwardArguments& arguments);
 
 // Kernels hold scale * log2(e) in float32. False for NaN, too.

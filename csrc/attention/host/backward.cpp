@@ -9,7 +9,7 @@
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
 #include "attention/params/fused_backward.h"
-#include "host/boxed.h"
+#include "host/arguments.h"
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/launch.h"
@@ -23,12 +23,8 @@ namespace {
 
 using host::Tensor;
 
-struct BackwardArguments {
+struct BackwardArguments : BackwardTensors {
   ForwardArguments forward;  // q, k, v, scale, mask
-  Tensor out;                // [batch, heads_q, seq_q, head_dim], of the forward pass
-  Tensor dout;               // the same, its gradient
-  Tensor lse;                // [batch, heads_q, seq_q] fp32, contiguous
-  Tensor dlse;               // the same, its gradient; empty where there is none
   int64_t needs = kNeedsAll;
 
   bool needs_dq() const { return (needs & kNeedsDq) != 0; }
@@ -43,53 +39,6 @@ struct Gradients {
 };
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
-
-void check_sizes(const Tensor& tensor, const char* name, const int64_t* sizes, int64_t rank) {
-  bool is_equal = tensor.dim() == rank;
-  for (int64_t axis = 0; is_equal && axis < rank; ++axis) is_equal = tensor.sizes()[axis] == sizes[axis];
-  if (!is_equal) {
-    host::fail(host::ErrorCode::kShape, name, " has shape ", host::describe_sizes(tensor.sizes(), tensor.dim()), "; ",
-               host::describe_sizes(sizes, rank), " is needed: what the forward pass was given and returned");
-  }
-}
-
-void check_like_query(const Tensor& tensor, const char* name, const ForwardArguments& forward) {
-  check_sizes(tensor, name, forward.q.sizes(), 4);
-  if (tensor.dtype() != forward.torch_dtype || tensor.device_index() != forward.device_index ||
-      tensor.device_type() != forward.device_type) {
-    host::fail(host::ErrorCode::kDtype, name, " is ", host::describe_dtype(tensor.dtype()), " on ",
-               host::describe_device(tensor),
-               "; q's dtype and device are needed: ", host::describe_dtype(forward.torch_dtype), " on ",
-               host::describe_device(forward.q));
-  }
-  if (tensor.sizes()[3] > 1 && tensor.strides()[3] != 1) {
-    host::fail(host::ErrorCode::kShape, name, " has stride ", tensor.strides()[3],
-               " in its last dimension; 1 is needed: call .contiguous() on it first");
-  }
-}
-
-void check_statistic(const Tensor& tensor, const char* name, const ForwardArguments& forward) {
-  check_sizes(tensor, name, forward.q.sizes(), 3);
-  int64_t stride = 1;
-  bool is_contiguous = true;
-  for (int64_t axis = 2; axis >= 0; --axis) {
-    is_contiguous = is_contiguous && (tensor.sizes()[axis] <= 1 || tensor.strides()[axis] == stride);
-    stride *= tensor.sizes()[axis];
-  }
-  if (!is_contiguous || tensor.dtype() != aoti_torch_dtype_float32() || tensor.device_index() != forward.device_index ||
-      tensor.device_type() != forward.device_type) {
-    host::fail(host::ErrorCode::kArgument, name, " is ", host::describe_dtype(tensor.dtype()), " on ",
-               host::describe_device(tensor), "; contiguous float32 on q's device is needed");
-  }
-}
-
-void check_backward_arguments(BackwardArguments& arguments) {
-  check_arguments(arguments.forward);
-  check_like_query(arguments.out, "out", arguments.forward);
-  check_like_query(arguments.dout, "grad_out", arguments.forward);
-  check_statistic(arguments.lse, "lse", arguments.forward);
-  if (arguments.dlse.get() != nullptr) check_statistic(arguments.dlse, "grad_lse", arguments.forward);
-}
 
 // The same problem on tensors that the kernels can load. Both kernels ask for the same.
 BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel& kernel) {
@@ -292,17 +241,19 @@ template <std::optional<Gradients> (*kBackend)(const BackwardArguments&)>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention backward", num_arguments, 10, num_outputs, 3);
   BackwardArguments arguments;
-  arguments.dout = host::take_tensor(stack[0]);
-  arguments.dlse = Tensor(host::take<std::optional<AtenTensorHandle>>(stack[1]).value_or(nullptr));
-  arguments.forward.q = host::take_tensor(stack[2]);
-  arguments.forward.k = host::take_tensor(stack[3]);
-  arguments.forward.v = host::take_tensor(stack[4]);
-  arguments.out = host::take_tensor(stack[5]);
-  arguments.lse = host::take_tensor(stack[6]);
-  arguments.forward.scale = host::take<double>(stack[7]);
-  arguments.forward.is_causal = host::take<bool>(stack[8]);
-  arguments.needs = host::take<int64_t>(stack[9]);
-  check_backward_arguments(arguments);
+  host::Arguments given(stack);
+  arguments.dout = given.tensor();
+  arguments.dlse = given.optional_tensor();
+  arguments.forward.q = given.tensor();
+  arguments.forward.k = given.tensor();
+  arguments.forward.v = given.tensor();
+  arguments.out = given.tensor();
+  arguments.lse = given.tensor();
+  arguments.forward.scale = given.number();
+  arguments.forward.is_causal = given.flag();
+  arguments.needs = given.integer();
+  check_arguments(arguments.forward);
+  check_backward_tensors(arguments, arguments.forward, arguments.forward.q.sizes());
   std::optional<Gradients> gradients = kBackend(arguments);
   for (int index = 0; index < 3; ++index) stack[index] = host::give_none();
   if (!gradients.has_value()) return;

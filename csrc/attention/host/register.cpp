@@ -5,7 +5,7 @@
 
 #include "attention/host/backends.h"
 #include "attention/host/schemas.h"
-#include "host/boxed.h"
+#include "host/arguments.h"
 #include "host/last_kernel.h"
 
 namespace flashmoe {
@@ -24,7 +24,7 @@ struct Cuda {
 };
 
 // Whether scaled_dot_product_attention means what our operator does: four dimensions, nothing to broadcast, a square mask.
-bool is_usual(const ForwardArguments& arguments, bool enable_gqa) {
+bool matches_sdpa(const ForwardArguments& arguments, bool enable_gqa) {
   const Tensor& q = arguments.q;
   const Tensor& k = arguments.k;
   if (!q.is_defined() || !k.is_defined() || q.dim() != 4 || k.dim() != 4) return false;
@@ -41,8 +41,8 @@ bool has_other_values(const ForwardArguments& arguments) {
   return q.is_defined() && v.is_defined() && q.dim() == 4 && v.dim() == 4 && q.sizes()[3] != v.sizes()[3];
 }
 
-template <class Backend>
-Tensor forward_other_values(ForwardArguments& arguments) {
+// The same call of the operator whose values may be wider or narrower than its keys.
+VarlenArguments as_varlen(ForwardArguments& arguments) {
   VarlenArguments varlen;
   varlen.scale =
       arguments.has_default_scale ? 1.0 / std::sqrt(static_cast<double>(arguments.q.sizes()[3])) : arguments.scale;
@@ -51,6 +51,12 @@ Tensor forward_other_values(ForwardArguments& arguments) {
   varlen.v = std::move(arguments.v);
   varlen.window_right = arguments.is_causal ? 0 : -1;
   check_varlen_arguments(varlen);
+  return varlen;
+}
+
+template <class Backend>
+Tensor forward_other_values(ForwardArguments& arguments) {
+  VarlenArguments varlen = as_varlen(arguments);
   make_scale_positive(varlen);
   VarlenOutputs outputs = allocate_varlen_outputs(varlen, /*with_lse=*/false);
   host::set_last_kernel("");
@@ -59,24 +65,44 @@ Tensor forward_other_values(ForwardArguments& arguments) {
   return std::move(outputs.out);
 }
 
+ForwardArguments take_forward(host::Arguments& given, Operator op) {
+  ForwardArguments arguments;
+  arguments.q = given.tensor();
+  arguments.k = given.tensor();
+  arguments.v = given.tensor();
+  if (op == Operator::kForward) {
+    arguments.scale = given.number();
+  } else {
+    const std::optional<double> scale = given.optional_number();
+    arguments.has_default_scale = !scale.has_value();
+    arguments.scale = scale.value_or(0.0);
+  }
+  arguments.is_causal = given.flag();
+  return arguments;
+}
+
+const host::ArgumentCheck kCheckForward("flash_attention_forward", [](host::Arguments& given) {
+  ForwardArguments arguments = take_forward(given, Operator::kForward);
+  check_arguments(arguments);
+});
+
+const host::ArgumentCheck kCheckInference("_flash_attention_inference", [](host::Arguments& given) {
+  ForwardArguments arguments = take_forward(given, Operator::kInference);
+  if (has_other_values(arguments)) {
+    as_varlen(arguments);
+  } else {
+    check_arguments(arguments);
+  }
+});
+
 template <Operator kOperator, class Backend>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   constexpr bool kWithLse = kOperator == Operator::kForward;
   host::check_counts("attention", num_arguments, kOperator == Operator::kDropIn ? 6 : 5, num_outputs, kWithLse ? 2 : 1);
-  ForwardArguments arguments;
-  arguments.q = host::take_tensor(stack[0]);
-  arguments.k = host::take_tensor(stack[1]);
-  arguments.v = host::take_tensor(stack[2]);
-  if constexpr (kOperator == Operator::kForward) {
-    arguments.scale = host::take<double>(stack[3]);
-  } else {
-    const auto scale = host::take<std::optional<double>>(stack[3]);
-    arguments.has_default_scale = !scale.has_value();
-    arguments.scale = scale.value_or(0.0);
-  }
-  arguments.is_causal = host::take<bool>(stack[4]);
+  host::Arguments given(stack);
+  ForwardArguments arguments = take_forward(given, kOperator);
   if constexpr (kOperator == Operator::kDropIn) {
-    if (!is_usual(arguments, host::take<bool>(stack[5]))) {
+    if (!matches_sdpa(arguments, given.flag())) {
       stack[0] = host::give_none();
       return;
     }

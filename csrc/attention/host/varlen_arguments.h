@@ -28,7 +28,7 @@ struct VarlenArguments : QueryKeyValue {
   int64_t window_right = -1;
   int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
 
-  static bool has(const Tensor& tensor) { return tensor.get() != nullptr; }
+  static bool has(const Tensor& tensor) { return tensor.is_given(); }
   bool has_ragged_rows() const { return has(cu_seqlens_q); }
   bool has_ragged_keys() const { return has(cu_seqlens_k); }
   bool has_pages() const { return has(block_table); }
@@ -46,12 +46,8 @@ struct VarlenOutputs {
   Tensor lse;  // float32, contiguous; a null handle where nobody wants it
 };
 
-struct VarlenBackwardArguments {
+struct VarlenBackwardArguments : BackwardTensors {
   VarlenArguments forward;  // no pages; scale above zero
-  Tensor out;               // of the forward pass; its last dimension is contiguous
-  Tensor dout;              // as out
-  Tensor lse;               // float32, contiguous
-  Tensor dlse;              // the same; a null handle where there is none
 };
 
 // Allocated by the operator; a null handle where nobody needs one, but dk and dv come together on a GPU. On the CPU zero where rows or keys
@@ -105,7 +101,7 @@ struct AppendArguments {
   int32_t device_type = 0;
   int32_t device_index = 0;
 
-  bool has_pages() const { return block_table.get() != nullptr; }
+  bool has_pages() const { return block_table.is_given(); }
 };
 
 void check_append_arguments(AppendArguments& arguments);

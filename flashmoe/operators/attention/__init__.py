@@ -10,7 +10,7 @@ varlen      the operators of ragged, paged and banded attention; varlen_argument
 
 from __future__ import annotations
 
-from flashmoe.operators._operator import Operator
+from flashmoe.operator import Operator
 from flashmoe.operators.attention import autograd, backward, shapes, varlen
 
 OPERATORS = (
@@ -20,14 +20,14 @@ OPERATORS = (
         flops=shapes.forward_flops,
         autocast=3,
         # torch.library.register_autograd's rule fails under torch.func and drops forward-mode tangents without a word.
-        layers={"Autograd": autograd.operator_rule, "FuncTorchDynamicLayerFrontMode": autograd.under_transforms},
+        impls={"Autograd": autograd.operator_rule, "FuncTorchDynamicLayerFrontMode": autograd.under_transforms},
     ),
     Operator("_flash_attention_inference", fake=shapes.inference, flops=shapes.forward_flops, autocast=3),
     Operator("_flash_attention_drop_in", fake=shapes.drop_in, flops=shapes.forward_flops, autocast=3),
     Operator(
         "flash_attention_backward",
         schema=backward.SCHEMA,
-        layers={"CPU": backward.backward_by_kernels, "CUDA": backward.backward_by_kernels},
+        impls={"CPU": backward.backward_by_kernels, "CUDA": backward.backward_by_kernels},
         fake=shapes.backward,
         flops=shapes.backward_flops,
         vmap=autograd.vmap_backward,

@@ -14,10 +14,10 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
-from flashmoe.checks import translate
 from flashmoe.errors import DifferentiationError, FlashmoeError
-from flashmoe.operators._operator import keep_nothing
+from flashmoe.operator import keep_nothing
 from flashmoe.operators.attention.shapes import bits
+from flashmoe.rules import translate
 from flashmoe.transforms import has_tangent, merge_batches, split_batch
 
 NO_FORWARD_MODE = (

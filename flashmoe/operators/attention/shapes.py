@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.operators.attention.arguments import validate
 from flashmoe.operators.attention.drop_in import is_drop_in
-from flashmoe.operators.attention.varlen_arguments import validate as validate_varlen
+from flashmoe.rules import check
 
 # The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention.
 ALL_GRADIENTS = 7
@@ -23,19 +22,15 @@ ALL_VARLEN_GRADIENTS = 15
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) as the compiled operator allocates them; raises the same typed errors that eager mode raises."""
-    validate(q, k, v, scale, causal)
-    batch, heads, rows, _ = q.shape
-    return dense_like(q), q.new_empty((batch, heads, rows), dtype=torch.float32)
+    check("flash_attention_forward", (q, k, v, scale, causal))
+    return dense_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def inference(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
     """As :func:`forward`, without lse; scale is 1 / sqrt(D) by default. v may have a head_dim of its own."""
-    if q.dim() == v.dim() == 4 and q.shape[3] != v.shape[3]:
-        scale = 1.0 if scale is None else scale
-        validate_varlen(q, k, v, *(None,) * 6, 0, 0, scale, -1, 0 if causal else -1, 0.0, 0)
-        sizes = (*q.shape[:3], v.shape[3])
-        return q.new_empty_strided(sizes, output_strides(sizes, q.stride()))
-    return forward(q, k, v, 1.0 if scale is None else scale, causal)[0]
+    check("_flash_attention_inference", (q, k, v, scale, causal))
+    sizes = (*q.shape[:3], v.shape[3])
+    return q.new_empty_strided(sizes, output_strides(sizes, q.stride()))
 
 
 def drop_in(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, enable_gqa: bool) -> Tensor | None:

@@ -16,10 +16,10 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from flashmoe.errors import ArgumentError, DifferentiationError
-from flashmoe.operators._operator import Operator, keep_nothing
+from flashmoe.operator import Operator, keep_nothing
 from flashmoe.operators.attention import shapes
 from flashmoe.operators.attention.autograd import NO_FORWARD_MODE, refuse_double_backward
-from flashmoe.operators.attention.varlen_arguments import validate, validate_append
+from flashmoe.rules import check
 from flashmoe.transforms import merge_batches, split_batch
 
 BACKWARD_SCHEMA = (
@@ -39,7 +39,7 @@ _DIFFERENTIABLE = (0, 1, 2, 7)  # q, k, v and sinks among the forward operator's
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) as the compiled operator allocates them; raises the same typed errors that eager mode raises."""
-    validate(q, k, v, *arguments)
+    check("attention_varlen_forward", (q, k, v, *arguments))
     float32 = torch.float32
     if arguments[0] is not None:  # cu_seqlens_q
         tokens, heads, _ = q.shape
@@ -78,7 +78,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def append(*arguments: Any) -> None:
-    validate_append(*arguments)
+    check("attention_append_", arguments)
 
 
 def vmap_append(*_: Any) -> NoReturn:
@@ -355,7 +355,7 @@ OPERATORS = (
     Operator(
         "attention_varlen_backward",
         schema=BACKWARD_SCHEMA,
-        layers={"CPU": backward_by_kernels, "CUDA": backward_by_kernels},
+        impls={"CPU": backward_by_kernels, "CUDA": backward_by_kernels},
         fake=backward,
         flops=backward_flops,
         counts_raw=True,
