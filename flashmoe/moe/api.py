@@ -95,7 +95,8 @@ def fused_moe(
     check_flag("transposed", transposed)  # the dispatcher would take None for False
     check_flag("weights_on_input", weights_on_input)
     if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
-        errors.check_out(out, x)  # the dispatcher would follow a meta tensor and compute nothing
+        errors.check_tensor("out", out)
+        errors.check("_fused_moe_out", (out, *layer))  # the dispatcher would follow a meta tensor and compute nothing
     scales = Scales(w13_scale, w2_scale, x_scale)
     if scaled.is_scaled(layer, scales):
         return scaled.call_scaled(layer, scales, out, weights_on_input=weights_on_input)
@@ -104,7 +105,7 @@ def fused_moe(
     try:
         return _weigh_input(layer, out) if weights_on_input else _call(layer, out)
     except Exception as error:
-        errors.raise_cause(error, errors.validate_layer, layer)
+        errors.raise_cause(error, "_fused_moe_inference", layer)
         raise
 
 
@@ -112,11 +113,10 @@ def _call(layer: Layer, out: Tensor | None) -> Tensor:
     if transforms_are_active() and not is_compiling():
         _refuse_out_with_gradient(out, is_needed=True)
         return autograd.layer_under_transforms(layer)
-    tensors = layer.differentiable()
-    autograd.refuse_tangents("fused_moe", *tensors)
-    needs_gradient = _needs_gradient(tensors)
+    autograd.refuse_tangents("fused_moe", *layer)
+    needs_gradient = torch.is_grad_enabled() and layer.requires_grad()
     if out is not None:
-        _refuse_out_with_gradient(out, is_needed=needs_gradient or _needs_gradient([out]))
+        _refuse_out_with_gradient(out, is_needed=needs_gradient or (torch.is_grad_enabled() and out.requires_grad))
         _operators._fused_moe_out.default(out, *layer)
         return out
     if needs_gradient or (not is_compiling() and is_tracing()):  # a trace of the inference operator would train nothing
@@ -124,10 +124,6 @@ def _call(layer: Layer, out: Tensor | None) -> Tensor:
     else:
         result = _operators._fused_moe_inference.default(*layer)
     return result
-
-
-def _needs_gradient(tensors: list[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _refuse_out_with_gradient(out: Tensor | None, *, is_needed: bool) -> None:
@@ -142,11 +138,13 @@ def _weigh_input(layer: Layer, out: Tensor | None) -> Tensor:
         names = ("x", "w13", "w2", "b13", "b2", "shared")
         casted = autocasted(*(getattr(layer, name) for name in names))
         layer = layer._replace(**dict(zip(names, casted, strict=True)))
-    if not is_compiling():
-        errors.validate_layer(*layer)
+    if not (is_compiling() or is_tracing()):  # a wrong shape might broadcast; a tracer's sizes are tensors
+        errors.check("_fused_moe_inference", layer)
     if out is not None:
-        errors.check_out(out, layer.x)
-        _refuse_out_with_gradient(out, is_needed=_needs_gradient([*layer.differentiable(), out]))
+        errors.check("_fused_moe_out", (out, *layer))
+        _refuse_out_with_gradient(
+            out, is_needed=torch.is_grad_enabled() and (layer.requires_grad() or out.requires_grad)
+        )
     ids, shared, dtype = layer.topk_ids.reshape(-1, 1), layer.shared, layer.x.dtype
     rows = (layer.x.unsqueeze(1) * layer.topk_weights.unsqueeze(2)).to(dtype).flatten(0, 1)
     ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
@@ -242,18 +240,18 @@ def topk_route(
     if bool in (type(k), type(groups), type(topk_groups)):  # which the dispatcher would take for a number
         for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
             errors.check_integer(name, 1 if value is None else value)
-    if not (is_compiling() or (type(scale) is float and abs(scale) <= errors.MAX_SCALE)):
-        errors.check_scale(scale)  # the dispatcher would take a tensor's value and drop its gradient
+    if type(scale) is not float and not is_compiling():
+        errors.check_number("scale", scale)  # the dispatcher would take a tensor's value and drop its gradient
     groups = 1 if groups is None else groups
     call = Routing(logits, k, scoring, bias, groups, groups if topk_groups is None else topk_groups, renormalize, scale)
     if is_compiling():
         weights, ids, counts = _operators.topk_route.default(*call)
     else:
         try:
-            autograd.refuse_tangents("topk_route", logits, bias)
+            autograd.refuse_tangents("topk_route", *call)
             weights, ids, counts = autograd.call_route(*call)
         except Exception as error:
-            errors.raise_cause(error, errors.validate_route, call)
+            errors.raise_cause(error, "topk_route", call)
             raise
     return (weights, ids, counts) if return_counts else (weights, ids)
 
@@ -280,7 +278,6 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         autograd.refuse_tangents("grouped_mm", a, b)
         return autograd.call_grouped(a, b, offsets)
     except Exception as error:
-        is_2d = getattr(b, "ndim", 3) == 2
-        validate = errors.validate_grouped_gradient if is_2d else errors.validate_grouped
-        errors.raise_cause(error, validate, (a, b, offsets))
+        operator = "_grouped_mm_2d2d" if getattr(b, "ndim", 3) == 2 else "grouped_mm"
+        errors.raise_cause(error, operator, (a, b, offsets))
         raise

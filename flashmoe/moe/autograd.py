@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe.errors import ArgumentError, DifferentiationError
@@ -37,9 +38,11 @@ _NOT_BATCHED = (
 CAST = tuple(Layer._fields.index(name) for name in ("x", "w13", "w2", "b13", "b2", "shared"))
 
 
-def refuse_tangents(function: str, *tensors: Tensor | None) -> None:
-    """Raise where a forward-mode derivative is being computed through one of the tensors, which would be lost."""
-    if has_tangent(*(tensor for tensor in tensors if isinstance(tensor, Tensor))):
+def refuse_tangents(function: str, *arguments: Any) -> None:
+    """Raise where a forward-mode derivative is being computed through one of the arguments, which would be lost."""
+    if forward_ad._current_level < 0:  # no dual level is open: the usual case, before anything else is looked at
+        return
+    if has_tangent(*(argument for argument in arguments if isinstance(argument, Tensor))):
         raise DifferentiationError(_NO_FORWARD_MODE.format(function))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.moe import errors
 from flashmoe.moe.options import Layer, Routing, ScaledLayer
+from flashmoe.rules import check
 
 # The order of the gradients of a layer, and of the bits of `needs`.
 GRADIENTS = ("x", "w13", "w2", "topk_weights", "b13", "b2")
@@ -19,7 +19,7 @@ Shape = Sequence[int]
 
 def layer(*arguments: Any) -> Tensor:
     """[T, H], contiguous."""
-    errors.validate_layer(*arguments)
+    check("_fused_moe_inference", arguments)
     x: Tensor = arguments[0]
     return x.new_empty(x.shape)
 
@@ -37,7 +37,7 @@ def layer_kept(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def layer_into(out: Tensor, *arguments: Any) -> None:
-    errors.validate_layer(*arguments)
+    check("_fused_moe_out", (out, *arguments))
 
 
 def layer_backward(
@@ -73,20 +73,20 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def scaled(*arguments: Any) -> Tensor:
-    errors.validate_for_kernels(*arguments)
+    check("_fused_moe_scaled", arguments)
     x: Tensor = arguments[0]
     return x.new_empty(x.shape, dtype=output_dtype(x))
 
 
 def scaled_torch(*arguments: Any) -> Tensor:
-    errors.validate_scaled(*arguments)
+    check("_fused_moe_scaled_torch", arguments)
     x: Tensor = arguments[0]
     return x.new_empty(x.shape, dtype=output_dtype(x))
 
 
 def route(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(weights float32 [T, k], ids int32 [T, k], counts int32 [E])."""
-    errors.validate_route(*arguments)
+    check("topk_route", arguments)
     call = Routing(*arguments)
     tokens, experts = call.logits.shape
     ids = call.logits.new_empty((tokens, call.k), dtype=torch.int32)
@@ -95,18 +95,18 @@ def route(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def sort(ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, ...]:
     """(expert_offsets int32 [E + 1], row_slots int32 [slots], slot_rows int32 [slots], row_weights float32 [slots])."""
-    errors.validate_sort(ids, topk_weights, expert_map, experts)
+    check("moe_sort", (ids, topk_weights, expert_map, experts))
     rows = ids.new_empty((ids.numel(),), dtype=torch.int32)
     return rows.new_empty((experts + 1,)), rows, torch.empty_like(rows), rows.new_empty(rows.shape, dtype=torch.float32)
 
 
 def grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    errors.validate_grouped(a, b, offsets)
+    check("grouped_mm", (a, b, offsets))
     return a.new_empty((a.shape[0], b.shape[2]))
 
 
 def grouped_2d2d(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    errors.validate_grouped_gradient(a, b, offsets)
+    check("_grouped_mm_2d2d", (a, b, offsets))
     return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
 
 

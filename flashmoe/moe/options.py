@@ -30,10 +30,10 @@ class Layer(NamedTuple):
     layout: str
     transposed: bool
 
-    def differentiable(self) -> list[Tensor]:
-        """The tensors that may require a gradient."""
+    def requires_grad(self) -> bool:
+        """Whether autograd wants the gradient of one of the tensors that have one."""
         tensors = (self.x, self.w13, self.w2, self.topk_weights, self.b13, self.b2, self.shared)
-        return [tensor for tensor in tensors if tensor is not None]
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class ScaledLayer(NamedTuple):

@@ -8,7 +8,6 @@ Neither has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from flashmoe.moe import errors
 from flashmoe.moe.fake import output_dtype
 from flashmoe.moe.options import Layer, ScaledLayer, Scales
 from flashmoe.routing import note_fallback
+from flashmoe.rules import check
 
 BLOCK = 128  # values of a row with one scale; of weights, so many rows as well
 E4M3 = torch.float8_e4m3fn
@@ -54,29 +54,34 @@ def call_scaled(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_
         if is_given:
             msg = f"{name} is given with float8_e4m3fn weights, which do not support it; leave it out, or give bfloat16 weights"
             raise ArgumentError(msg)
+    for name, scale in (("w13_scale", scales.w13), ("w2_scale", scales.w2)):
+        if scale is None:
+            msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; give both, or bfloat16 weights"
+            raise ArgumentError(msg)
     same = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
     call: Any = ScaledLayer(**same, w13_scale=scales.w13, w2_scale=scales.w2, x_scale=scales.x)
     _refuse_gradients((*call, out))
     if out is not None:
-        errors.validate_scaled(*call)
-        errors.check_out(out, call.x, output_dtype(call.x))
+        errors.check_types("_fused_moe_scaled_torch", call)
+        errors.check_tensor("out", out)
+        check("_fused_moe_scaled_out", (out, *call))
     result = _compute(call)
     return result if out is None else out.copy_(result)
 
 
 def _compute(call: ScaledLayer) -> Tensor:
     reason = _why_torch(call.x)
-    operators = torch.ops.flashmoe
-    operator = operators._fused_moe_scaled.default if reason is None else operators._fused_moe_scaled_torch.default
+    name = "_fused_moe_scaled" if reason is None else "_fused_moe_scaled_torch"
     if reason is not None:
         note_fallback(reason, "fused_moe with float8_e4m3fn weights")
+    operator = getattr(torch.ops.flashmoe, name).default
     if is_compiling():
         compiled: Tensor = operator(*call)
         return compiled
     try:
         result: Tensor = operator(*call)
     except Exception as error:
-        errors.raise_cause(error, errors.validate_for_kernels if reason is None else errors.validate_scaled, call)
+        errors.raise_cause(error, name, call)
         raise
     return result
 
@@ -122,18 +127,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales.squeeze(-1)
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
-_ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu": lambda gate, up: functional.silu(gate) * up,
-    "geglu": lambda gate, up: functional.gelu(gate) * up,
-    "geglu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
-    "reglu": lambda gate, up: functional.relu(gate) * up,
-    "clamped_swiglu": _clamped_swiglu,
-}
+def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What stands between an expert's two products, in torch's operators; see :func:`flashmoe.fused_moe`."""
+    if activation == "swiglu":
+        return functional.silu(gate) * up
+    if activation == "reglu":
+        return functional.relu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return functional.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 
 def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
@@ -149,7 +152,7 @@ def dequantize_weights(values: Tensor, scales: Tensor) -> Tensor:
 
 def in_torch(*arguments: Any) -> Tensor:
     """``_fused_moe_scaled_torch``; only weights of experts that somebody chose are looked at. Reads ids on the host."""
-    errors.validate_scaled(*arguments)
+    check("_fused_moe_scaled_torch", arguments)
     call = ScaledLayer(*arguments)
     x, ids, experts = call.x, call.topk_ids.long(), call.w13.shape[0]
     if call.expert_map is not None:
@@ -164,7 +167,7 @@ def in_torch(*arguments: Any) -> Tensor:
             continue
         chosen = (ids == expert).nonzero(as_tuple=True)
         both = tokens[chosen[0]] @ dequantize_weights(call.w13[expert], call.w13_scale[expert]).mT
-        active = dequantize_rows(*quantize(_ACTIVATIONS[call.activation](*both.chunk(2, dim=1))))
+        active = dequantize_rows(*quantize(activate(*both.chunk(2, dim=1), call.activation)))
         rows[chosen] = (active @ dequantize_weights(call.w2[expert], call.w2_scale[expert]).mT).to(dtype)
     has_row = ((ids >= 0) & (ids < experts)).unsqueeze(-1)
     total = torch.zeros(x.shape, device=x.device) if call.shared is None else call.shared.float()
