@@ -224,7 +224,6 @@ void take_only(host::Arguments& given) {
 const host::ArgumentCheck kChecks[] = {
     {"topk_route", take_only<take_route>},
     {"moe_sort", take_only<take_sort>},
-    {"_fused_moe", take_only<take_layer>},
     {"_fused_moe_inference", take_only<take_layer>},
     {"_fused_moe_out",
      [](host::Arguments& given) {
