@@ -9,19 +9,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from flashmoe.errors import BuildError
-from flashmoe_tools.progress import Progress
+from flashmoe_build.program import OutOfReachError
 
 START_TIME_LIMIT = 60  # seconds
 CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
-
-
-class OutOfReachError(BuildError):
-    """This machine lacks what images need (an engine, root, disk, an archive): nothing was built, nothing failed."""
 
 
 def docker_program() -> str:
@@ -163,36 +158,3 @@ def ca_bundle(environment: Mapping[str, str]) -> Path | None:
         if environment.get(variable) and path.is_file():
             return path
     return None
-
-
-def run(
-    command: Sequence[str],
-    what: str,
-    *,
-    time_limit: float,
-    cwd: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> str:
-    """Run with every output line shown as progress; returns the output. Raises BuildError with the end of it on failure."""
-    variables = {**(environment or os.environ), "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
-    lines: list[str] = []
-    started = time.monotonic()
-    with (
-        Progress(what) as progress,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-            errors="replace", env=variables, cwd=cwd,
-        ) as process,
-    ):  # fmt: skip
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            progress.note(line.strip()[:100])
-            if time.monotonic() - started > time_limit:
-                process.kill()
-                msg = f"{what}: stopped after {time_limit:.0f} s"
-                raise BuildError(msg)
-    if process.returncode != 0:
-        msg = f"{what} failed with exit status {process.returncode}:\n{''.join(lines[-40:])}"
-        raise BuildError(msg)
-    return "".join(lines)

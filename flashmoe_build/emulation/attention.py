@@ -17,7 +17,7 @@ from flashmoe_build.emulation.build import CSRC, MAP_BYTES, Options, kernel_libr
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, LaunchReport, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import Layout, NamedProblem, Problem, disagreements, make_inputs, reference
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 ELEMENT = 2  # bytes

@@ -25,8 +25,8 @@ from flashmoe_build.emulation.fused_queries import make_sums, rows_of_sums, tile
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import UNIT_ROUNDOFF, Layout, Problem, Shape, Values, make_inputs, worst_place
-from flashmoe_tools.operations import Header
-from flashmoe_tools.problems.attention.tensors import weigh
+from flashmoe_tools.descriptors import Header
+from flashmoe_tools.operations.attention.reference import weigh
 from flashmoe_tools.tables import Unit
 
 BackwardParams = structure(Header("BackwardParams", "attention/params/backward.h"), (CSRC,))

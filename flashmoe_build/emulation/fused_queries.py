@@ -15,7 +15,7 @@ from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, Problem, worst_place
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 FusedQueryParams = structure(Header("FusedQueryParams", "attention/params/fused_backward.h"), (CSRC,))

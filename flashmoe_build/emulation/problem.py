@@ -10,8 +10,8 @@ from enum import Enum
 import torch
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.problems.attention.tensors import weigh
-from flashmoe_tools.problems.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.attention.reference import weigh
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 
 DTYPES = {name: TORCH_DTYPES[name] for name in ("f16", "bf16")}
 # Half a unit in the last place, relative: what rounding to the type may cost.

@@ -13,7 +13,7 @@ from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, Layout, Problem, Shape, Values, worst_place
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 RowDotParams = structure(Header("RowDotParams", "attention/params/row_dot.h"), (CSRC,))

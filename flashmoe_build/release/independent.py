@@ -19,7 +19,6 @@ import os
 import platform
 import pwd
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe._version import WHEEL_PREFIX
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe_build.containers.base import PINS, bootstrap, differences, installed, parse_pins
-from flashmoe_build.containers.engine import OutOfReachError, run
-from flashmoe_build.release.reproduce import OTHER_USER, ROOT, World, check_out
+from flashmoe.errors import BuildError
+from flashmoe_build.containers.base import bootstrap, installed, require_pinned
+from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, finish, run
 from flashmoe_build.release.version import base_version, find_commit
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_build.release.worlds import OTHER_USER, World, check_out
+from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.verify.content import LIBRARY, RECORD, Content, read_wheel
 from flashmoe_tools.versions import version_of
 
@@ -73,11 +72,8 @@ def prepare(suite: str, folder: Path) -> dict[str, str]:
         shutil.rmtree(folder, ignore_errors=True)
         bootstrap(folder, suite=suite)
     packages = installed(folder)
-    changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), packages) if suite == PINNED_SUITE else []
-    if changed:
-        listed = "\n  ".join(changed)
-        msg = f"the archive has other versions than docker/base-packages.txt:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
-        raise BuildError(msg)
+    if suite == PINNED_SUITE:
+        require_pinned(packages)
     return packages
 
 
@@ -164,7 +160,7 @@ def _stated_apart(given: Content, rebuilt: Content) -> list[str]:
 
 def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | None) -> Report:
     """Build the wheel's commit in both systems and judge each."""
-    started, clock = utc_now(), time.monotonic()
+    clock = Stopwatch()
     given, commit = read_wheel(wheel, scratch / "given"), find_commit(ROOT)
     if given.stated.dirty or given.stated.commit != commit.commit or given.machine != platform.machine():
         found = f"{given.stated.commit[:12]}{' with changes' * given.stated.dirty} for {given.machine}"
@@ -201,8 +197,7 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
                 next_step=step,
             )
         )
-    spent = round(time.monotonic() - clock, 1)
-    return Report("independent", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, spent)
+    return clock.report("independent", checks, data)
 
 
 def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
@@ -222,27 +217,22 @@ def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
 
 
 def main(wheel: Path | None, archs: str, jobs: int, bases: Path | None, keep: Path | None) -> int:
-    try:
-        python_folder()  # before anything is built
-        chosen = wheel or wheel_of_head(ROOT / "dist", archs, jobs)
-        with tempfile.TemporaryDirectory(prefix="flashmoe-independent-") as temporary:
-            scratch = Path(temporary)
-            scratch.chmod(0o755)
-            systems = (bases or scratch / "systems").resolve()
-            systems.mkdir(parents=True, exist_ok=True)
-            report = rebuild(chosen, jobs, systems, scratch, keep)
-    except OutOfReachError as error:
-        print(f"nothing was rebuilt: {error}", file=sys.stderr)
-        return ExitCode.NOTHING_CHECKED
-    except (FlashmoeError, subprocess.SubprocessError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    write_report(ROOT / "build" / "reports" / "independent.json", report)
+    return ending(lambda: _rebuild_and_show(wheel, archs, jobs, bases, keep), "nothing was rebuilt")
+
+
+def _rebuild_and_show(wheel: Path | None, archs: str, jobs: int, bases: Path | None, keep: Path | None) -> int:
+    python_folder()  # before anything is built
+    chosen = wheel or wheel_of_head(ROOT / "dist", archs, jobs)
+    with tempfile.TemporaryDirectory(prefix="flashmoe-independent-") as temporary:
+        scratch = Path(temporary)
+        scratch.chmod(0o755)
+        systems = (bases or scratch / "systems").resolve()
+        systems.mkdir(parents=True, exist_ok=True)
+        report = rebuild(chosen, jobs, systems, scratch, keep)
     for check in report.checks:
         print(f"{check.verdict} {check.name}: {check.found}")
         if check.next_step:
             print(f"     next: {check.next_step}")
-    print(
-        f"independent {report.verdict}: {chosen.name}, host part by {report.data['host_compiler']}, {report.seconds:.0f} s"
-    )
-    return report.exit_code
+    host = f"host part by {report.data['host_compiler']}"
+    print(f"independent {report.verdict}: {chosen.name}, {host}, {report.seconds:.0f} s")
+    return finish(report)

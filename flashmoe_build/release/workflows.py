@@ -17,11 +17,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flashmoe.errors import ExitCode, FlashmoeError, ReportError
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.errors import ExitCode, ReportError
+from flashmoe_build.program import ROOT, Stopwatch, ending, finish
+from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.tables import Gpu, load_tables
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".github" / "workflows"
 BEGIN = "  # generated from csrc/tables/arch.toml by `nox -s workflows`: begin\n"
 END = "  # generated: end\n"
@@ -110,7 +110,7 @@ def judge(needs: Mapping[str, Mapping[str, object]]) -> Report:
             checks.append(Check(job, Verdict.FAIL, result, "success"))
     missing = [job for job in REQUIRED if job not in needs]
     checks += [Check(job, Verdict.FAIL, "not among the jobs", "success") for job in missing]
-    return Report("ci", tuple(checks), {}, host_environment(), ("ci_summary",), utc_now())
+    return Stopwatch().report("ci", checks)
 
 
 def markdown(report: Report) -> str:
@@ -126,12 +126,12 @@ def summary(environment: Mapping[str, str]) -> int:
         msg = "NEEDS must hold the results of CI's jobs as JSON; this session is for CI's last job"
         raise ReportError(msg) from error
     report = judge(needs)
-    write_report(ROOT / "build" / "reports" / "ci.json", report)
+    code = finish(report)
     print(markdown(report))
     if environment.get("GITHUB_STEP_SUMMARY"):
         with Path(environment["GITHUB_STEP_SUMMARY"]).open("a", encoding="utf-8") as stream:
             stream.write(markdown(report))
-    return report.exit_code
+    return code
 
 
 def update(folder: Path, *, check: bool) -> int:
@@ -158,11 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--summary", action="store_true", help="judge the jobs in NEEDS")
     options = parser.parse_args(arguments)
-    try:
-        return summary(os.environ) if options.summary else update(FOLDER, check=options.check)
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
+    return ending(lambda: summary(os.environ) if options.summary else update(FOLDER, check=options.check))
 
 
 if __name__ == "__main__":

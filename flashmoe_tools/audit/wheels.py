@@ -18,7 +18,6 @@ from flashmoe_tools.audit.embedded import Binary
 from flashmoe_tools.audit.errors import AuditError
 from flashmoe_tools.audit.guard import guarded, parse_json
 from flashmoe_tools.audit.inputs import Wheel
-from flashmoe_tools.audit.policy import version_key
 from flashmoe_tools.fields import Fields
 from flashmoe_tools.report import Check
 from flashmoe_tools.tables import Tables, load_tables, table_directory, table_files
@@ -150,7 +149,6 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 next_step="tag it cp3XX (or abi3), or drop the Python C API",
             )
         )
-    checks += _check_floor(platforms, facts)
     return checks or [
         passed(name, listing(sorted(in_name)), "the same in file name and metadata, and they match the content")
     ]
@@ -159,36 +157,6 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
 def _expand(line: str) -> list[str]:
     python, abi, platform = [*line.strip().split("-"), "", ""][:3]
     return [f"{p}-{a}-{x}" for p in python.split(".") for a in abi.split(".") for x in platform.split(".")]
-
-
-def _check_floor(platforms: Sequence[str], facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """glibc in the platform tag against the symbol versions that the content requires."""
-    checks = []
-    for platform in platforms:
-        floor = _glibc(platform)
-        if floor is None:
-            continue
-        above = sorted(
-            {
-                f"{v} ({member})"
-                for member, f in facts.items()
-                for versions in f.versions.values()
-                for v in versions
-                if v.startswith("GLIBC_") and v[6:7].isdigit() and version_key(v[6:]) > floor
-            }
-        )
-        if above:
-            checks.append(
-                failed(
-                    f"wheel tag: {platform}",
-                    found=listing(above),
-                    expected=f"at most GLIBC_{floor[0]}.{floor[1]}",
-                    why="pip installs it on systems where it cannot be loaded.",
-                    cause="built on a newer system than the tag promises",
-                    next_step="build in the pinned image, or give it the tag that `auditwheel show` names",
-                )
-            )
-    return checks
 
 
 def _glibc(platform: str) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from flashmoe_tools.bench.sampling import make_sampler
-from flashmoe_tools.problems.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1536}  # of the largest; half of it is tried too, with B as it is and transposed
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}

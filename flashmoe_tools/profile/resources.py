@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flashmoe.errors import ReportError
-from flashmoe_tools.problems import Problem, problem_from_json
+from flashmoe_tools.operations import Problem, problem_from_json
 from flashmoe_tools.report import read_report
 
 OURS = "flashmoe"

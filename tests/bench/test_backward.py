@@ -15,10 +15,10 @@ from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.markdown import bench_markdown
 from flashmoe_tools.bench.ratchet import Mark, evaluate
 from flashmoe_tools.bench.suites import load_suite
-from flashmoe_tools.problems import problem_from_json, problem_type
-from flashmoe_tools.problems.attention import AttentionProblem
-from flashmoe_tools.problems.attention_backward import AttentionBackwardProblem
-from flashmoe_tools.problems.attention_training import AttentionTrainingProblem
+from flashmoe_tools.operations import problem_from_json, problem_type
+from flashmoe_tools.operations.attention.problem import AttentionProblem
+from flashmoe_tools.operations.attention_backward.problem import AttentionBackwardProblem
+from flashmoe_tools.operations.attention_training.problem import AttentionTrainingProblem
 from flashmoe_tools.profile.resources import slowest_case
 from flashmoe_tools.report import Verdict, read_report
 

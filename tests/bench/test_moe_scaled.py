@@ -8,10 +8,10 @@ import torch
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.suites import load_suite, parse_suite
-from flashmoe_tools.problems import problem_from_json, problem_from_key
-from flashmoe_tools.problems.fields import SuiteError
-from flashmoe_tools.problems.moe_scaled import MoeScaledProblem
-from flashmoe_tools.problems.moe_scaled.tensors import ScaledInputs, ScaledReference, SixteenBits
+from flashmoe_tools.operations import problem_from_json, problem_from_key
+from flashmoe_tools.operations.fields import SuiteError
+from flashmoe_tools.operations.moe_scaled.problem import MoeScaledProblem
+from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, ScaledReference, SixteenBits
 from flashmoe_tools.profile.resources import build_facts
 
 SMALL = MoeScaledProblem("e4m3", experts=8, top_k=2, hidden=256, intermediate=128, tokens=5)

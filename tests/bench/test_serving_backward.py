@@ -10,10 +10,10 @@ import torch
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.suites import load_suite
-from flashmoe_tools.problems import problem_from_json, problem_from_key
-from flashmoe_tools.problems.fields import SuiteError
-from flashmoe_tools.problems.serving import ServingProblem
-from flashmoe_tools.problems.serving_backward import ServingBackwardProblem
+from flashmoe_tools.operations import problem_from_json, problem_from_key
+from flashmoe_tools.operations.fields import SuiteError
+from flashmoe_tools.operations.serving.problem import ServingProblem
+from flashmoe_tools.operations.serving_backward.problem import ServingBackwardProblem
 
 RAGGED = ServingBackwardProblem("bf16", 64, 4, 2, batch=3, seq_q=90, seq_k=90, spread="ramp")
 WINDOW = ServingBackwardProblem("bf16", 64, 4, 2, batch=2, seq_q=70, seq_k=70, window=20)
@@ -95,7 +95,7 @@ def test_a_sum_over_entries_is_judged_where_all_are_checked(monkeypatch: pytest.
     """dsinks is a sum over the batch; dq, dk and dv of the pairs that are left are checked all the same."""
     inputs = SINKS.make_inputs("cpu", 0)
     assert len(SINKS.make_reference(inputs).tolerances) == 4
-    monkeypatch.setattr("flashmoe_tools.problems.serving_backward.tensors.MOST_PAIRS", 2)
+    monkeypatch.setattr("flashmoe_tools.operations.serving_backward.reference.MOST_PAIRS", 2)
     reference = SINKS.make_reference(inputs)
     assert reference.coverage == 0.5
     assert len(reference.tolerances) == 3
@@ -107,8 +107,8 @@ def test_a_sum_over_entries_is_judged_where_all_are_checked(monkeypatch: pytest.
 
 def test_the_sinks_of_the_suite_are_checked_whole() -> None:
     """Sizes for which a GPU checks every pair, so that dsinks is judged."""
-    from flashmoe_tools.problems.attention.tensors import MAX_SCORES
-    from flashmoe_tools.problems.serving_backward.tensors import MOST_PAIRS
+    from flashmoe_tools.operations.attention.reference import MAX_SCORES
+    from flashmoe_tools.operations.serving_backward.reference import MOST_PAIRS
 
     [case] = [case for case in load_suite("masks-train").cases if case.sinks]  # type: ignore[attr-defined]
     assert case.batch * case.heads_kv <= MOST_PAIRS  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.suites import load_suite, parse_suite
-from flashmoe_tools.problems import problem_from_json
-from flashmoe_tools.problems.fields import SuiteError
-from flashmoe_tools.problems.train_step import TrainStepProblem
+from flashmoe_tools.operations import problem_from_json
+from flashmoe_tools.operations.fields import SuiteError
+from flashmoe_tools.operations.train_step.problem import TrainStepProblem
 from flashmoe_tools.report import read_report
 
 SMALL = TrainStepProblem("bf16", 2, width=64, heads=4, heads_kv=2, ffn=96, vocabulary=50, batch=2, seq=40)

@@ -1,5 +1,5 @@
-"""A new operation is a folder: with the tables, a kernel and its parameters in it, an operation is built, audited, launched and
-emulated, and not one shared source file is touched."""
+"""A new operation is two folders: csrc/NAME with its tables, a kernel and its parameters, and its room. With these it is built,
+audited, launched, emulated, calculated by smem, timed and in the docs, and not one shared source file is touched."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from flashmoe.__main__ import main  # noqa: E402
+from flashmoe.errors import ArgumentError, ExitCode  # noqa: E402
 from flashmoe_build import docs  # noqa: E402
 from flashmoe_build.compile.cache import Cache  # noqa: E402
 from flashmoe_build.compile.codegen import embed_source, index_json, kernel_table_source  # noqa: E402
@@ -27,12 +30,19 @@ from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
 from flashmoe_build.emulation.build import Options, kernel_library  # noqa: E402
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings  # noqa: E402
 from flashmoe_build.emulation.parameters import structure  # noqa: E402
+from flashmoe_tools import operations  # noqa: E402
 from flashmoe_tools.audit.embedded import read_embedded  # noqa: E402
 from flashmoe_tools.audit.kernels import audit_kernels  # noqa: E402
-from flashmoe_tools.report import Verdict  # noqa: E402
+from flashmoe_tools.bench import ceilings  # noqa: E402
+from flashmoe_tools.bench.cli import merge  # noqa: E402
+from flashmoe_tools.bench.markdown import bench_markdown, describe_case  # noqa: E402
+from flashmoe_tools.bench.suites import load_suite  # noqa: E402
+from flashmoe_tools.report import Verdict, read_report  # noqa: E402
+from flashmoe_tools.smem import cli as smem  # noqa: E402
 from flashmoe_tools.tables import Tables, Unit, load_tables  # noqa: E402
 
 HERE = Path(__file__).parent
+TOY = HERE / "toy"
 PLAIN, RELU = "flashmoe_toy_scale_sm80_f32_v4_plain", "flashmoe_toy_scale_sm80_f32_v4_relu"
 
 
@@ -41,8 +51,19 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout's csrc with one folder more."""
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "csrc", folder / "csrc")
-    shutil.copytree(HERE / "toy", folder / "csrc" / "toy")
+    shutil.copytree(TOY / "csrc" / "toy", folder / "csrc" / "toy")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room() -> Iterator[None]:
+    """A checkout's rooms with one more."""
+    before = list(operations.__path__)
+    operations.__path__.append(str(TOY / "operations"))
+    yield
+    operations.__path__[:] = before
+    for name in [name for name in sys.modules if name.startswith(f"{operations.__name__}.toy")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +136,37 @@ def test_it_is_emulated(tree: Path, units: tuple[Unit, ...], symbol: str) -> Non
     report = library.launch(symbol, (ctypes.addressof(params),), launch, Settings())
     assert report.failure is None, str(report.failure)
     assert torch.equal(out, (given * -2.0).clamp(min=0.0) if symbol == RELU else given * -2.0)
+
+
+def test_its_shared_memory_is_calculated(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smem, "load_tables", lambda: tables)
+    assert main(["smem", "--operation", "toy_scale", "--arch", "sm89"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "sm80 f32 v4 tile 512x1" in text
+    assert "staged elements                  2,048 bytes" in text
+
+
+def test_its_suite_is_timed_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 64})
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
+    monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
+    assert main(["bench", "--suite", "toy", "--json", str(tmp_path / "toy.json")]) == ExitCode.OK
+    report = read_report(tmp_path / "toy.json")
+    assert [cell["case"]["key"] for cell in report.data["cells"]] == ["toy-64", "toy-128"]
+    assert all(cell["verification"]["ours"]["passed"] for cell in report.data["cells"])
+    assert report.verdict in (Verdict.PASS, Verdict.WARN)
+    assert "toy-128" in bench_markdown(report)
+    assert describe_case(report.data["cells"][0]["case"]) == "64 numbers, scaled"
+
+
+def test_suites_of_two_operations_are_not_merged() -> None:
+    with pytest.raises(ArgumentError, match="suites toy and smoke are of toy and attention"):
+        merge([load_suite("toy"), load_suite("smoke")])
+
+
+def test_an_operation_without_a_room_is_named() -> None:
+    with pytest.raises(ArgumentError, match="no operation 'other'; known: attention"):
+        operations.problem_type("other")

@@ -23,7 +23,7 @@ from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 GemmParams = structure(Header("GemmParams", "moe/params/gemm.h"), (CSRC,))

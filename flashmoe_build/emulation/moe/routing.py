@@ -29,7 +29,7 @@ from flashmoe_build.emulation.moe.routing_problems import (
 )
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, NamedProblem, worst_place
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 HEADER = "moe/params/routing.h"

@@ -36,8 +36,8 @@ from flashmoe_build.emulation.moe.gemm import (
 )
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, UNIT_ROUNDOFF, worst_place
-from flashmoe_tools.operations import Header
-from flashmoe_tools.problems.dtypes import TORCH_DTYPES
+from flashmoe_tools.descriptors import Header
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 from flashmoe_tools.tables import Unit
 
 ScaledGemmParams, QuantizeParams = (

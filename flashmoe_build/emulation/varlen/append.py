@@ -14,7 +14,7 @@ from flashmoe_build.emulation.build import CSRC, Options, kernel_library
 from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings
 from flashmoe_build.emulation.parameters import structure
 from flashmoe_build.emulation.problem import DTYPES, NamedProblem
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 AppendParams = structure(Header("AppendParams", "attention/params/append.h"), (CSRC,))

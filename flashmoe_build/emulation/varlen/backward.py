@@ -31,7 +31,7 @@ from flashmoe_build.emulation.varlen.problem import LOG2E, Keys, MaskTensor, Row
 from flashmoe_build.emulation.varlen.reference import visible
 from flashmoe_build.emulation.varlen.run import Batch, _add, _band, _strides
 from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _entries_of_rows, build
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))

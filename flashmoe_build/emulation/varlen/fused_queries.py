@@ -23,7 +23,7 @@ from flashmoe_build.emulation.varlen.fused import expected_turns, make_sums, row
 from flashmoe_build.emulation.varlen.problem import Keys, Rows, VarlenProblem
 from flashmoe_build.emulation.varlen.run import _add, _strides
 from flashmoe_build.emulation.varlen.tensors import NAN, build
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 VarlenFusedQueryParams = structure(Header("VarlenFusedQueryParams", "attention/params/fused_backward.h"), (CSRC,))

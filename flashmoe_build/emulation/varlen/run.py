@@ -26,7 +26,7 @@ from flashmoe_build.emulation.problem import worst_place
 from flashmoe_build.emulation.varlen.problem import LOG2E, Keys, MaskTensor, Rows, VarlenProblem
 from flashmoe_build.emulation.varlen.reference import reference
 from flashmoe_build.emulation.varlen.tensors import Tensors, build
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 from flashmoe_tools.tables import Unit
 
 Batch = structure(Header("Batch", HEADER), (CSRC,))
