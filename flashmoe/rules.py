@@ -40,19 +40,28 @@ class Rule(NamedTuple):
     message: str
 
 
+def by_error(messages: Mapping[type[FlashmoeError], Mapping[str, str]]) -> Mapping[str, Rule]:
+    """Rules by their names, from messages by error."""
+    return MappingProxyType(
+        {name: Rule(kind, text) for kind, texts in messages.items() for name, text in texts.items()}
+    )
+
+
 class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
     """torch could not allocate a result; also a torch.OutOfMemoryError, for callers that retry with less."""
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
+# Those of any operation.
+RULES = by_error(
     {
-        "tensor.missing": Rule(ArgumentError, "{name} is None; a tensor is needed"),
-        "tensor.size": Rule(ShapeError, "each size of {name} must be below 2^31; found {sizes}; split that dimension"),
-        "tensor.stride": Rule(
-            ShapeError,
-            "the last dimension of {name} must be contiguous; found strides {strides}; call .contiguous() on it",
-        ),
-        "variable.switch": Rule(ArgumentError, "{name} is {found}; supported: 0, 1"),
+        ArgumentError: {
+            "tensor.missing": "{name} is None; a tensor is needed",
+            "variable.switch": "{name} is {found}; supported: 0, 1",
+        },
+        ShapeError: {
+            "tensor.size": "each size of {name} must be below 2^31; found {sizes}; split that dimension",
+            "tensor.stride": "the last dimension of {name} must be contiguous; found strides {strides}; call .contiguous() on it",
+        },
     }
 )
 # What goes wrong beside the arguments: C++ words these itself.

@@ -17,10 +17,10 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 from flashmoe.errors import ArgumentError, DifferentiationError
+from flashmoe.fallback import note_fallback
 from flashmoe.moe import errors
 from flashmoe.moe.fake import output_dtype
 from flashmoe.moe.options import Layer, ScaledLayer, Scales
-from flashmoe.routing import note_fallback
 from flashmoe.rules import check
 
 BLOCK = 128  # values of a row with one scale; of weights, so many rows as well

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import _extension
+from flashmoe.attn import backward
 from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError, ShapeError
-from flashmoe.operators.attention import backward
 from flashmoe.rules import translate
 from flashmoe_tools.tables import load_tables
 

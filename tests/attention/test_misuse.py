@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
 from flashmoe import _extension
+from flashmoe.attn.arguments import MAX_SCALE, is_finite_number
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -27,7 +28,6 @@ from flashmoe.errors import (
     FlashmoeError,
     ShapeError,
 )
-from flashmoe.operators.attention.arguments import MAX_SCALE, is_finite_number
 
 from .reference import DTYPES, Problem, check_attention, make_inputs
 

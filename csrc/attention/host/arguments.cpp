@@ -54,9 +54,10 @@ Tensor dense_like(const Tensor& tensor, const int64_t* sizes) {
   return host::empty_strided(4, sizes, result.data(), tensor.dtype(), tensor.device_type(), tensor.device_index());
 }
 
-Strides row_strides(const Tensor& tensor) {
+Strides strides_of(const Tensor& tensor, bool is_paged) {
   const int64_t* strides = tensor.strides();
-  return {strides[0], strides[1], strides[2]};
+  if (tensor.dim() == 3) return {0, strides[1], strides[0]};
+  return is_paged ? Strides{strides[0], strides[2], strides[1]} : Strides{strides[0], strides[1], strides[2]};
 }
 
 void check_operands(QueryKeyValue& operands) {
@@ -205,7 +206,7 @@ void check_arguments(ForwardArguments& arguments) {
   check_layout(v, "v", kDenseLayout);
   check_heads(arguments, k.sizes()[1]);
   if (!std::equal(k.sizes(), k.sizes() + 4, v.sizes())) {
-    violate("attention.key_value_shapes", {{"k", describe_sizes(k)}, {"v", describe_sizes(v)}});
+    violate("attention.key_value_sizes", {{"k", describe_sizes(k)}, {"v", describe_sizes(v)}});
   }
   check_batch(arguments.q.sizes()[0], k.sizes()[0]);
   // In float32 what Python's head_dim ** -0.5 is, for all of them; std::pow would need GLIBC_2.29.
@@ -215,41 +216,91 @@ void check_arguments(ForwardArguments& arguments) {
   check_scale(arguments.scale);
 }
 
-ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse) {
-  const int64_t* sizes = arguments.q.sizes();
+ForwardOutputs allocate_outputs(const QueryKeyValue& operands, bool with_lse) {
+  const Tensor& q = operands.q;
+  const int64_t rank = q.dim();
+  int64_t sizes[4] = {};
+  std::copy_n(q.sizes(), rank, sizes);
+  sizes[rank - 1] = operands.v.sizes()[operands.v.dim() - 1];
   ForwardOutputs outputs;
-  outputs.out = dense_like(arguments.q, sizes);
+  if (rank == 4) {
+    outputs.out = dense_like(q, sizes);
+  } else {
+    outputs.out =
+        host::empty(rank, sizes, operands.torch_dtype, operands.device_type, operands.device_index);
+    std::swap(sizes[0], sizes[1]);
+  }
   if (with_lse) {
-    outputs.lse = host::empty({sizes[0], sizes[1], sizes[2]}, aoti_torch_dtype_float32(), arguments.device_type,
-                              arguments.device_index);
+    outputs.lse = host::empty(rank - 1, sizes, aoti_torch_dtype_float32(), operands.device_type, operands.device_index);
   }
   return outputs;
 }
 
-ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
-  const int64_t* q_sizes = arguments.q.sizes();
-  const int64_t* k_sizes = arguments.k.sizes();
+ForwardParams make_operand_params(const QueryKeyValue& operands, const ForwardOutputs& outputs, bool is_paged) {
   ForwardParams params{};
-  params.q = arguments.q.data();
-  params.k = arguments.k.data();
-  params.v = arguments.v.data();
-  if (outputs.out.get() != nullptr) {
+  params.q = operands.q.data();
+  params.k = operands.k.data();
+  params.v = operands.v.data();
+  params.q_stride = strides_of(operands.q);
+  params.k_stride = strides_of(operands.k, is_paged);
+  params.v_stride = strides_of(operands.v, is_paged);
+  if (outputs.out.is_given()) {
     params.out = outputs.out.data();
-    params.out_stride = row_strides(outputs.out);
+    params.out_stride = strides_of(outputs.out);
   }
-  params.lse = outputs.lse.get() != nullptr ? static_cast<float*>(outputs.lse.data()) : nullptr;
-  params.q_stride = row_strides(arguments.q);
-  params.k_stride = row_strides(arguments.k);
-  params.v_stride = row_strides(arguments.v);
-  params.batch = static_cast<int32_t>(q_sizes[0]);
-  params.heads_q = static_cast<int32_t>(q_sizes[1]);
-  params.heads_kv = static_cast<int32_t>(k_sizes[1]);
-  params.seq_q = static_cast<int32_t>(q_sizes[2]);
-  params.seq_k = static_cast<int32_t>(k_sizes[2]);
-  params.head_dim = static_cast<int32_t>(q_sizes[3]);
+  if (outputs.lse.is_given()) params.lse = static_cast<float*>(outputs.lse.data());
+  params.heads_q = static_cast<int32_t>(operands.q.sizes()[1]);
+  params.heads_kv = static_cast<int32_t>(operands.k.sizes()[is_paged ? 2 : 1]);
+  params.head_dim = static_cast<int32_t>(operands.q.sizes()[operands.q.dim() - 1]);
   params.num_splits = 1;
+  return params;
+}
+
+ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
+  ForwardParams params = make_operand_params(arguments, outputs, /*is_paged=*/false);
+  params.batch = static_cast<int32_t>(arguments.q.sizes()[0]);
+  params.seq_q = static_cast<int32_t>(arguments.q.sizes()[2]);
+  params.seq_k = static_cast<int32_t>(arguments.k.sizes()[2]);
   params.scale = static_cast<float>(arguments.scale);
   params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
+  return params;
+}
+
+BackwardParams make_backward_params(const ForwardParams& forward, const BackwardTensors& tensors,
+                                    const Gradients& gradients) {
+  BackwardParams params{};
+  params.q = forward.q;
+  params.k = forward.k;
+  params.v = forward.v;
+  params.out = tensors.out.data();
+  params.dout = tensors.dout.data();
+  params.lse = static_cast<const float*>(tensors.lse.data());
+  if (tensors.dlse.is_given()) params.dlse = static_cast<const float*>(tensors.dlse.data());
+  if (gradients.row_dot.is_given()) params.row_dot = static_cast<float*>(gradients.row_dot.data());
+  params.q_stride = forward.q_stride;
+  params.k_stride = forward.k_stride;
+  params.v_stride = forward.v_stride;
+  params.out_stride = strides_of(tensors.out);
+  params.dout_stride = strides_of(tensors.dout);
+  const auto set = [](const Tensor& gradient, void** address, Strides* strides) {
+    if (!gradient.is_given()) return;
+    *address = gradient.data();
+    *strides = strides_of(gradient);
+  };
+  set(gradients.dq, &params.dq, &params.dq_stride);
+  set(gradients.dk, &params.dk, &params.dk_stride);
+  set(gradients.dv, &params.dv, &params.dv_stride);
+  params.batch = forward.batch;
+  params.heads_q = forward.heads_q;
+  params.heads_kv = forward.heads_kv;
+  params.seq_q = forward.seq_q;
+  params.seq_k = forward.seq_k;
+  params.head_dim = forward.head_dim;
+  params.head_dim_v = forward.head_dim_v;
+  params.scale = forward.scale;
+  params.scale_log2 = forward.scale_log2;
+  params.entries = forward.entries;
+  params.band = forward.band;
   return params;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/host/select.h"
+#include "attention/params/backward.h"
 #include "attention/params/forward.h"
 #include "host/tensor.h"
 
@@ -30,8 +31,8 @@ struct ForwardArguments : QueryKeyValue {
 };
 
 struct ForwardOutputs {
-  Tensor out;  // [batch, heads_q, seq_q, head_dim], q's order of strides
-  Tensor lse;  // [batch, heads_q, seq_q] fp32; empty where nobody wants it
+  Tensor out;  // as q, with v's head_dim; contiguous where ragged, else q's order of strides
+  Tensor lse;  // [batch, heads_q, seq_q], or [heads_q, tokens] of ragged rows; fp32, contiguous; not given where nobody wants it
 };
 
 // What a backward pass takes beside the operands.
@@ -40,6 +41,16 @@ struct BackwardTensors {
   Tensor dout;  // as out: its gradient
   Tensor lse;   // [batch, heads_q, seq_q], or [heads_q, tokens] of ragged rows; float32, contiguous
   Tensor dlse;  // as lse: its gradient; not given where there is none
+};
+
+// Allocated by the operator; not given where nobody needs one, but the kernels of dk and dv give both. Of ragged attention on the CPU zero
+// where rows or keys may belong to no sequence (ragged tensors, seqused_k): its kernels write what belongs to one. A GPU's kernels write
+// zeros to the rest, too.
+struct Gradients {
+  Tensor dq;
+  Tensor dk;
+  Tensor dv;
+  Tensor row_dot;  // as lse: BackwardParams::row_dot, where the caller needs it for the gradient of the sinks. A GPU's alone
 };
 
 // Throws unless q, k and v are tensors of one device and of one dtype that has kernels there.
@@ -76,13 +87,20 @@ bool is_possible_scale(double scale);
 Tensor dense_like(const Tensor& tensor, const int64_t* sizes);
 
 // Uninitialised outputs of the right shape, dtype and device.
-ForwardOutputs allocate_outputs(const ForwardArguments& arguments, bool with_lse);
+ForwardOutputs allocate_outputs(const QueryKeyValue& operands, bool with_lse);
 
-// Of the first three dimensions, in elements.
-Strides row_strides(const Tensor& tensor);
+// In elements, of a tensor of rows or keys: dense, ragged or pages.
+Strides strides_of(const Tensor& tensor, bool is_paged = false);
+
+// What all kernels take of the operands and outputs; scale stays 0. Outputs may be empty.
+ForwardParams make_operand_params(const QueryKeyValue& operands, const ForwardOutputs& outputs, bool is_paged);
 
 // Sizes, strides and pointers; no split, no counter. Outputs may be empty.
 ForwardParams make_params(const ForwardArguments& arguments, const ForwardOutputs& outputs);
+
+// All of the parameters but tile_counter, of dense and ragged attention. `forward`: with empty outputs.
+BackwardParams make_backward_params(const ForwardParams& forward, const BackwardTensors& tensors,
+                                    const Gradients& gradients);
 
 }  // namespace attention
 }  // namespace flashmoe

@@ -34,7 +34,7 @@ bool matches_sdpa(const ForwardArguments& arguments, bool enable_gqa) {
          (!arguments.is_causal || q_sizes[2] == k_sizes[2]);
 }
 
-// Values with a head_dim of their own are the other kernels' business. (Python would take longer to find out.)
+// Values with a head_dim of their own are the other kernels' business: decided here alone.
 bool has_other_values(const ForwardArguments& arguments) {
   const Tensor& q = arguments.q;
   const Tensor& v = arguments.v;
@@ -55,14 +55,25 @@ VarlenArguments as_varlen(ForwardArguments& arguments) {
 }
 
 template <class Backend>
-Tensor forward_other_values(ForwardArguments& arguments) {
+ForwardOutputs forward_other_values(ForwardArguments& arguments, bool with_lse) {
   VarlenArguments varlen = as_varlen(arguments);
   make_scale_positive(varlen);
-  VarlenOutputs outputs = allocate_varlen_outputs(varlen, /*with_lse=*/false);
+  ForwardOutputs outputs = allocate_outputs(varlen, with_lse);
   host::set_last_kernel("");
   if (varlen.batch() != 0 && varlen.heads_q() != 0 && varlen.max_seqlen_q != 0)
     Backend::forward_varlen(varlen, outputs);
-  return std::move(outputs.out);
+  return {std::move(outputs.out), std::move(outputs.lse)};
+}
+
+template <class Backend>
+ForwardOutputs forward(ForwardArguments& arguments, bool with_lse) {
+  if (has_other_values(arguments)) return forward_other_values<Backend>(arguments, with_lse);
+  check_arguments(arguments);
+  ForwardOutputs outputs = allocate_outputs(arguments, with_lse);
+  host::set_last_kernel("");
+  const int64_t* sizes = outputs.out.sizes();
+  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) Backend::forward(arguments, outputs);
+  return outputs;
 }
 
 ForwardArguments take_forward(host::Arguments& given, Operator op) {
@@ -81,19 +92,18 @@ ForwardArguments take_forward(host::Arguments& given, Operator op) {
   return arguments;
 }
 
-const host::ArgumentCheck kCheckForward("flash_attention_forward", [](host::Arguments& given) {
-  ForwardArguments arguments = take_forward(given, Operator::kForward);
-  check_arguments(arguments);
-});
-
-const host::ArgumentCheck kCheckInference("_flash_attention_inference", [](host::Arguments& given) {
-  ForwardArguments arguments = take_forward(given, Operator::kInference);
+template <Operator kOperator>
+void check_described(host::Arguments& given) {
+  ForwardArguments arguments = take_forward(given, kOperator);
   if (has_other_values(arguments)) {
     as_varlen(arguments);
   } else {
     check_arguments(arguments);
   }
-});
+}
+
+const host::ArgumentCheck kCheckForward("flash_attention_forward", &check_described<Operator::kForward>);
+const host::ArgumentCheck kCheckInference("_flash_attention_inference", &check_described<Operator::kInference>);
 
 template <Operator kOperator, class Backend>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
@@ -107,18 +117,7 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
       return;
     }
   }
-  if constexpr (!kWithLse) {
-    if (has_other_values(arguments)) {
-      Tensor out = forward_other_values<Backend>(arguments);
-      stack[0] = kOperator == Operator::kDropIn ? host::give_optional(std::move(out)) : host::give(std::move(out));
-      return;
-    }
-  }
-  check_arguments(arguments);
-  ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
-  host::set_last_kernel("");
-  const int64_t* sizes = outputs.out.sizes();
-  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) Backend::forward(arguments, outputs);
+  ForwardOutputs outputs = forward<Backend>(arguments, kWithLse);
   if constexpr (kOperator == Operator::kDropIn) {
     stack[0] = host::give_optional(std::move(outputs.out));
   } else {

@@ -36,7 +36,7 @@ bool has_rows(const VarlenArguments& arguments) {
 }
 
 // Rows of no sequence, on the CPU: as rows that see no key.
-void fill_on_cpu(const VarlenOutputs& outputs) {
+void fill_on_cpu(const ForwardOutputs& outputs) {
   zero(outputs.out);
   if (!VarlenArguments::has(outputs.lse)) return;
   const int64_t rows = outputs.lse.sizes()[0] * outputs.lse.sizes()[1];
@@ -86,7 +86,7 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   host::Arguments given(stack);
   VarlenArguments arguments = take_forward(given);
   make_scale_positive(arguments);
-  VarlenOutputs outputs = allocate_varlen_outputs(arguments, kWithLse);
+  ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
   host::set_last_kernel("");
   if (Backend::kIsCpu && arguments.has_ragged_rows()) fill_on_cpu(outputs);
   if (has_rows(arguments)) Backend::forward(arguments, outputs);
@@ -103,13 +103,13 @@ Tensor gradient_of(const Tensor& tensor, bool is_partial) {
 }
 
 // needs: the gradients' bits.
-VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot,
+Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot,
                                    bool is_empty, bool is_cpu) {
   const VarlenArguments& forward = arguments.forward;
   // The GPUs' kernels write zeros themselves where rows or keys belong to no entry.
   const bool has_other_rows = is_cpu && forward.has_ragged_rows();
   const bool has_other_keys = is_cpu && (forward.has_ragged_keys() || VarlenArguments::has(forward.seqused_k));
-  VarlenGradients gradients;
+  Gradients gradients;
   if ((needs & kNeedsDq) != 0) gradients.dq = gradient_of(forward.q, is_empty || has_other_rows);
   if ((needs & kNeedsDk) != 0) gradients.dk = gradient_of(forward.k, is_empty || has_other_keys);
   if ((needs & kNeedsDv) != 0) gradients.dv = gradient_of(forward.v, is_empty || has_other_keys);
@@ -150,7 +150,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
   const bool with_dkv = (needs & (kNeedsDk | kNeedsDv)) != 0;
   const int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
-  VarlenGradients gradients =
+  Gradients gradients =
       allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty, Backend::kIsCpu);
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
+from flashmoe.attn.api import attention
+from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM
 from flashmoe.checks import check_flag, check_parameter_dtype, check_size, has_fx_proxies
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
-from flashmoe.functional import attention
-from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM
 
 
 class Attention(nn.Module):
