@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashmoe.attn.sdpa_dispatch import explain
     from flashmoe.attn.varlen import attention_varlen
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
-    from flashmoe.moe.functional import fused_moe, grouped_mm, topk_route
+    from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
 
 _LAZY = {
@@ -46,9 +46,9 @@ _LAZY = {
     "deactivate": "flashmoe.integrations.torch_attention",
     "is_active": "flashmoe.integrations.torch_attention",
     "MoE": "flashmoe.moe.module",
-    "fused_moe": "flashmoe.moe.functional",
-    "grouped_mm": "flashmoe.moe.functional",
-    "topk_route": "flashmoe.moe.functional",
+    "fused_moe": "flashmoe.moe.api",
+    "grouped_mm": "flashmoe.moe.api",
+    "topk_route": "flashmoe.moe.api",
 }
 
 __all__ = [

@@ -67,9 +67,9 @@ FUNCTIONS = {
         "flashmoe.distributed.dtensor.register_dtensor_rules",
     ),
     "Mixture of experts": (
-        "flashmoe.moe.functional.fused_moe",
-        "flashmoe.moe.functional.topk_route",
-        "flashmoe.moe.functional.grouped_mm",
+        "flashmoe.moe.api.fused_moe",
+        "flashmoe.moe.api.topk_route",
+        "flashmoe.moe.api.grouped_mm",
         "flashmoe.moe.module.MoE",
     ),
     "Errors": ("flashmoe.errors",),

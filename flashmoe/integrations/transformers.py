@@ -25,7 +25,8 @@ from flashmoe.attn import sdpa_dispatch, varlen
 from flashmoe.attn.api import attention
 from flashmoe.attn.arguments import DTYPES
 from flashmoe.errors import ArgumentError, FlashmoeError
-from flashmoe.moe.functional import Activation, fused_moe
+from flashmoe.moe.api import fused_moe
+from flashmoe.moe.options import Activation
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
