@@ -168,7 +168,7 @@ void boxed_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   arguments.max_seqlen_k = take<int64_t>(stack[9]);
   arguments.scale = 0.125;
   attention::check_varlen_arguments(arguments);
-  attention::VarlenOutputs outputs = attention::allocate_varlen_outputs(arguments, /*with_lse=*/true);
+  attention::ForwardOutputs outputs = attention::allocate_outputs(arguments, /*with_lse=*/true);
   attention::forward_varlen_cuda(arguments, outputs);
   stack[0] = give(std::move(outputs.out));
   stack[1] = give(std::move(outputs.lse));

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
-from flashmoe.checks import are_stand_ins, check_flag, check_parameter_dtype, check_size
+from flashmoe.attn.api import attention
+from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM
+from flashmoe.checks import check_flag, check_parameter_dtype, check_size, has_fx_proxies
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
-from flashmoe.functional import attention
-from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM
 
 
 class Attention(nn.Module):
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         """
         source = x if context is None else context
         if not (
-            are_stand_ins(x, source) or _get_tracing_state() is not None
+            has_fx_proxies(x, source) or _get_tracing_state() is not None
         ):  # a tracer takes every check of a size for a choice
             self._check_input("x", x)
             self._check_input("context", source)

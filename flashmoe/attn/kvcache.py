@@ -5,7 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -13,11 +13,18 @@ from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
 from flashmoe import keywords
-from flashmoe.checks import are_stand_ins, record, translate
+from flashmoe.attn import arguments
+from flashmoe.attn.operators import NO_TRANSFORM_APPENDS
+from flashmoe.attn.options import Window
+from flashmoe.attn.varlen import OPTIONS, attend, check_lengths
+from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
-from flashmoe.operators.attention import varlen, varlen_arguments
 from flashmoe.transforms import has_tangent
-from flashmoe.varlen import OPTIONS, Window, call, check_lengths
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flashmoe.attn.options import VarlenOptions
 
 _append = torch.ops.flashmoe.attention_append_.default
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "block_table", *OPTIONS)
@@ -32,14 +39,8 @@ def attention_with_kvcache(
     v_new: Tensor | None = ...,
     *,
     cache_seqlens: Tensor,
-    block_table: Tensor | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
-    num_splits: int = ...,
     return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 @overload
 def attention_with_kvcache(
@@ -50,14 +51,8 @@ def attention_with_kvcache(
     v_new: Tensor | None = ...,
     *,
     cache_seqlens: Tensor,
-    block_table: Tensor | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
-    num_splits: int = ...,
     return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_with_kvcache(
@@ -68,14 +63,8 @@ def attention_with_kvcache(
     v_new: Tensor | None = ...,
     *,
     cache_seqlens: Tensor,
-    block_table: Tensor | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
-    num_splits: int = ...,
     return_lse: bool,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -103,20 +92,20 @@ def attention_with_kvcache(
         q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32); Sq is 1 when decoding.
         k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
             with a contiguous last dimension.
-        k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written behind the first cache_seqlens[b] keys of sequence b; None
+        k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written after the first cache_seqlens[b] keys of sequence b; None
             where nothing is appended. No memory of the caches; and two sequences must not append to one page.
         cache_seqlens: [B] int32 on q's device, the keys that each cache holds before the call. It is left as it is.
         block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
-        causal, window, softcap, sinks, scale, num_splits: as in :func:`attention_varlen`; the last query stands at the last key.
+        causal, window, softcap, sinks, scale, num_splits: as in :func:`attention_varlen`; the last query is at the last key.
         return_lse: also return the log-sum-exp of the scores, the sink included.
 
     Returns:
-        out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not looked at.
+        out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not read.
 
     Raises:
         The errors of :func:`attention_varlen`; ArgumentError also for a cache without room, where lengths are checked (there).
             Unchecked, keys that have no room are dropped.
-        DifferentiationError: a gradient was asked for; call it under torch.no_grad().
+        DifferentiationError: a gradient was requested; call it under torch.no_grad().
     """
     if misspelt:
         keywords.refuse("attention_with_kvcache", misspelt, _ARGUMENTS)
@@ -126,23 +115,34 @@ def attention_with_kvcache(
         msg = "attention_with_kvcache has no gradient; call it under torch.no_grad(), or use attention_varlen for training"
         raise DifferentiationError(msg)
     if not isinstance(q, Tensor) or not isinstance(cache_seqlens, Tensor):  # type: ignore[redundant-expr]
-        if are_stand_ins(q, cache_seqlens):
+        if has_fx_proxies(q, cache_seqlens):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
-            traced: Tensor = record(attention_with_kvcache, **named)
+            traced: Tensor = trace_call(attention_with_kvcache, **named)
             return traced
         check_lengths("cache_seqlens", cache_seqlens, "batch")
     if (k_new is None) != (v_new is None):
         msg = "k_new and v_new belong together; one of them is None"
         raise ArgumentError(msg)
     used = cache_seqlens
-    room = 0 if block_table is None else _room(k_cache, block_table)
-    numbers = (0, room, scale, causal, window, softcap, num_splits)
     try:
         if k_new is not None and v_new is not None:
             _append_checked(k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
             used = cache_seqlens + k_new.shape[2]
-        lengths = (None, None, used, block_table)
-        return call(q, k_cache, v_cache, lengths, sinks, None, *numbers, return_lse=return_lse)
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            seqused_k=used,
+            block_table=block_table,
+            sinks=sinks,
+            max_seqlen_k=0 if block_table is None else _room(k_cache, block_table),
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            num_splits=num_splits,
+            return_lse=return_lse,
+        )
     except FlashmoeError as error:
         if is_compiling() or "seqused_k" not in str(error):
             raise
@@ -152,7 +152,7 @@ def attention_with_kvcache(
 def _room(pages: Tensor, block_table: Tensor) -> int:
     """Keys that a sequence's pages hold; 0 for tensors that the operator refuses."""
     try:
-        return min(block_table.shape[1] * pages.shape[1], varlen_arguments.MAX_LENGTH)
+        return min(block_table.shape[1] * pages.shape[1], arguments.MAX_LENGTH)
     except (AttributeError, IndexError):
         return 0
 
@@ -161,11 +161,11 @@ def _append_checked(*given: Any) -> None:
     try:
         _append(*given)
     except Exception as error:
-        if not is_compiling():
-            varlen_arguments.validate_append(*given)
-        typed = translate(error)
-        if typed is None and transforms_are_active():
-            typed = ArgumentError(varlen.NO_TRANSFORM_APPENDS)
-        if typed is None or isinstance(error, FlashmoeError):
+        if is_compiling():
             raise
-        raise typed from error
+        cause = arguments.explain_append(error, *given)
+        if cause is error and transforms_are_active() and not isinstance(error, FlashmoeError):
+            cause = ArgumentError(NO_TRANSFORM_APPENDS)
+        if cause is error:
+            raise
+        raise cause from error

@@ -5,8 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -17,16 +16,20 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.checks import are_stand_ins, record
-from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError, ShapeError
-from flashmoe.operators.attention import arguments, autograd, varlen, varlen_arguments
+from flashmoe.attn import arguments, autograd
+from flashmoe.attn.options import Varlen, Window
+from flashmoe.checks import has_fx_proxies, trace_call
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
 from flashmoe.transforms import has_tangent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flashmoe.attn.options import VarlenOptions
 
 _extension.load()
 _operator = torch.ops.flashmoe.attention_varlen_forward.default
-# What an OpOverload's __call__ hands its arguments to; the compiler never sees it.
-_inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op
-Window = tuple[int, int]
+_inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op  # as in api.py
 OPTIONS = ("causal", "window", "softcap", "sinks", "scale", "num_splits", "return_lse")
 _ARGUMENTS = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "block_table"),
@@ -44,15 +47,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
     seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    num_splits: int = ...,
     return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -64,15 +61,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
     seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    num_splits: int = ...,
     return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
@@ -84,15 +75,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
     seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    num_splits: int = ...,
     return_lse: bool,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -116,11 +101,11 @@ def attention_varlen(
     return_lse: bool = False,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each sequence of a batch whose sequences lie one behind the other, without padding.
+    """Attention within each sequence of a batch whose sequences follow each other, without padding.
 
     Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1; keys likewise, or in pages: then key j of sequence b
-    is row j % page_size of page block_table[b, j // page_size]. With Sq and Sk a sequence's own lengths, query i stands at key
-    i + (Sk - Sq): masks end bottom-right. Sequences without queries or keys are fine. Nothing here waits for the GPU, and a
+    is row j % page_size of page block_table[b, j // page_size]. With Sq and Sk a sequence's own lengths, query i is at key
+    i + (Sk - Sq): masks are aligned bottom-right. Sequences without queries or keys are fine. Nothing here waits for the GPU, and a
     CUDA graph may be replayed with other lengths up to the maxima.
 
     Args:
@@ -143,31 +128,46 @@ def attention_varlen(
 
     Returns:
         out [Nq, Hq, Dv], contiguous; with ``return_lse`` also lse [Hq, Nq] in float32 (natural logarithm). A query that sees no
-        key has out 0 and lse -inf, or its sink. Rows of no sequence hold anything. Both can be differentiated once, in q, k, v
+        key has out 0 and lse -inf, or its sink. Rows of no sequence are undefined. Both can be differentiated once, in q, k, v
         and sinks, but not over pages.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. What only the
             numbers in cu_seqlens_q, cu_seqlens_k, seqused_k and block_table can tell is checked on the CPU, and on a GPU where
-            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU, and none can be captured). Unchecked wrong numbers are held
-            to the tensors.
+            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU, and none can be captured). Wrong numbers that are not checked
+            are clamped to the tensors' bounds.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward mode, a second derivative, or a gradient over pages.
     """
     if misspelt:
         keywords.refuse("attention_varlen", misspelt, _ARGUMENTS)
     if not isinstance(q, Tensor) or not isinstance(cu_seqlens_q, Tensor):  # type: ignore[redundant-expr]
-        if are_stand_ins(q, cu_seqlens_q):
+        if has_fx_proxies(q, cu_seqlens_q):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
-            traced: Tensor = record(attention_varlen, **named)
+            traced: Tensor = trace_call(attention_varlen, **named)
             return traced
         check_lengths("cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     if cu_seqlens_k is None and block_table is None:
         msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
         raise ArgumentError(msg)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    numbers = (max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, num_splits)
-    return call(q, k, v, lengths, sinks, None, *numbers, return_lse=return_lse)
+    return attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        sinks=sinks,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_lse=return_lse,
+    )
 
 
 def check_lengths(name: str, lengths: Any, sizes: str) -> None:
@@ -178,56 +178,26 @@ def check_lengths(name: str, lengths: Any, sizes: str) -> None:
 
 
 def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    scale: float | None,
-    window: Window | None,
-    softcap: float,
-    sinks: Tensor | None,
-    attn_mask: Tensor | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Dense attention with what a plain call lacks: what :func:`flashmoe.attention` says of its arguments."""
-    mask = attn_mask
-    if isinstance(attn_mask, Tensor) and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
-        sizes = (*q.shape[:3], k.shape[2])
-        try:
-            mask = attn_mask.expand(sizes)
-        except RuntimeError as error:
-            arguments.check_is_dense_tensor("attn_mask", attn_mask)
-            raise ShapeError(varlen_arguments.wrong_mask(attn_mask, sizes)) from error
-        if is_grad_enabled() and attn_mask.requires_grad:
-            msg = (
-                "attention has no gradient for attn_mask; detach it, or use flashmoe.scaled_dot_product_attention, which hands a "
-                "mask that requires one to torch"
-            )
-            raise DifferentiationError(msg)
-    elif attn_mask is not None and not isinstance(attn_mask, Tensor):
-        msg = f"attn_mask must be a tensor or None; found {type(attn_mask).__name__}; convert it with torch.as_tensor"
-        raise ArgumentTypeError(msg)
-    return call(q, k, v, (None,) * 4, sinks, mask, 0, 0, scale, causal, window, softcap, 0, return_lse=return_lse)
-
-
-def call(
-    q: Any,
-    k: Any,
-    v: Any,
-    lengths: Sequence[Tensor | None],
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None,
-    causal: bool,
-    window: Window | None,
-    softcap: float,
-    num_splits: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
+    causal: bool,
+    scale: float | None,
+    window: Window | None,
+    softcap: float,
+    sinks: Tensor | None,
     return_lse: bool,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    mask: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    num_splits: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention_varlen_forward`` with its arguments as users give them. lengths: cu_seqlens_q and _k, seqused_k, block_table."""
+    """``attention_varlen_forward`` with its arguments as users give them."""
     if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal, return_lse)
         scale = float(scale) if isinstance(scale, int) else scale
@@ -235,35 +205,36 @@ def call(
     sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
     if not (sizes_are_ints and type(softcap) is float):  # of the usual types, the operator checks the values
         integers = (max_seqlen_q, max_seqlen_k, left, right, num_splits)
-        max_seqlen_q, max_seqlen_k, left, right, num_splits = map(varlen_arguments.as_integer, integers)
-        varlen_arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
+        max_seqlen_q, max_seqlen_k, left, right, num_splits = map(arguments.as_integer, integers)
+        arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
         softcap = float(softcap)
     right = 0 if causal and right >= -1 else right
     if scale is None:
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
     if isinstance(sinks, Tensor) and sinks.is_floating_point():
         sinks = sinks.float().contiguous()
-    given = (q, k, v, *lengths, sinks, mask, max_seqlen_q, max_seqlen_k, scale, left, right, softcap, num_splits)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    numbers = (max_seqlen_q, max_seqlen_k, scale, left, right, softcap, num_splits)
+    given = Varlen(q, k, v, *lengths, sinks, mask, *numbers)
     if is_compiling():
         out, lse = _operator(*given)
         return (out, lse) if return_lse else out
     try:
-        result = _call(given, return_lse)
+        return _call(given, return_lse)
     except Exception as error:
-        cause = varlen_arguments.explain(error, given)
+        cause = arguments.explain_varlen(error, given)
         if cause is error:
             raise
         raise cause from error
-    return result
 
 
-def _call(given: tuple[Any, ...], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _call(given: Varlen, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """The operator in eager mode: where no gradient can be asked for, without the autograd rule in Python."""
     result: tuple[Tensor, Tensor]
     if transforms_are_active():
-        result = varlen.under_transforms(*given)
+        result = autograd.varlen_under_transforms(*given)
         return result if return_lse else result[0]
-    tensors = (*given[:3], *given[7:9])  # q, k, v, sinks, mask
+    tensors = (given.q, given.k, given.v, given.sinks, given.mask)
     if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
         raise DifferentiationError(autograd.NO_FORWARD_MODE)
     if not (return_lse or _needs_gradient(*tensors) or num_dispatch_modes() > 0 or is_tracing()):

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmoe.operators.attention import shapes
+from flashmoe.attn import fake, varlen_backward
+from flashmoe.attn.options import VarlenBackward
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def backward(
     lse: Tensor,
     scale: float,
     causal: bool,
-    needs: int = shapes.ALL_GRADIENTS,
+    needs: int = fake.ALL_GRADIENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), in the dtypes and layouts of q, k and v; what ``needs`` has no bit for (see ``shapes``) is not computed, and empty.
+    """(dq, dk, dv), in the dtypes and layouts of q, k and v; what ``needs`` has no bit for (see ``fake.py``) is not computed, and empty.
 
     q, out, grad_out [B, Hq, Sq, D]; k, v [B, Hkv, Sk, D]; lse, grad_lse [B, Hq, Sq]; a missing gradient counts as zero.
     Accumulates in float32 (float64 for float64). Memory beyond the results: float32 dq and a few blocks of scores. A row
@@ -62,12 +63,12 @@ def backward(
     work = torch.promote_types(q.dtype, torch.float32)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1], k.shape[2]
-    dq_result, dk, dv = shapes.backward(grad_out, grad_lse, q, k, v, out, lse, scale, causal, needs)
+    dq_result, dk, dv = fake.backward(grad_out, grad_lse, q, k, v, out, lse, scale, causal, needs)
     dk.zero_()
     dv.zero_()
     if 0 in (q.numel(), k.numel()):
         return dq_result.zero_(), dk, dv
-    needs_dq, needs_dk, needs_dv = (bool(needs >> place & 1) for place in range(3))
+    needs_dq, needs_dk, needs_dv = (bool(needs >> index & 1) for index in range(3))
 
     group = heads_q // heads_kv  # query head h reads key head h // group
     grouped = (batch, heads_kv, group, seq_q)
@@ -127,13 +128,21 @@ def backward_by_kernels(
     lse: Tensor,
     scale: float,
     causal: bool,
-    needs: int = shapes.ALL_GRADIENTS,
+    needs: int = fake.ALL_GRADIENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`backward`, by the extension on the CPU and where this GPU has kernels. Both are the same on every run, bit for bit,
     whichever gradients are needed.
 
-    Under autocast q, k and v are as the caller has them; the forward pass worked in ``out``'s dtype, and so does this.
+    Under autocast q, k and v are as the caller has them; the forward pass worked in ``out``'s dtype, and so does this. Values with a
+    head_dim of their own are the other kernels' business, as in the forward pass.
     """
+    if q.shape[3] != v.shape[3]:
+        lengths, longest = (None,) * 5, (0, 0)  # no cu_seqlens, seqused_k, sinks or mask
+        window = (-1, 0 if causal else -1)
+        given = VarlenBackward(
+            *(grad_out, grad_lse, q, k, v, *lengths, out, lse, *longest, scale, *window), softcap=0.0, needs=needs
+        )
+        return varlen_backward.backward_by_kernels(*given)[:3]
     if out.dtype in KERNEL_DTYPES[out.device.type] and 0 not in (q.numel(), k.numel()):
         upstream = torch.zeros_like(out) if grad_out is None else grad_out
         if upstream.stride(-1) != 1:
@@ -150,8 +159,8 @@ def backward_by_kernels(
 def _as(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     """In the dtype and layout of what it is the gradient of; empty where nobody needs one."""
     if gradient is None:
-        return shapes.unneeded(tensor)
-    return gradient if gradient.dtype == tensor.dtype else shapes.dense_like(tensor).copy_(gradient)
+        return fake.unneeded(tensor)
+    return gradient if gradient.dtype == tensor.dtype else fake.gradient_like(tensor).copy_(gradient)
 
 
 def rows_per_block(batch_heads: int, keys: int, block: BlockSize) -> int:

@@ -5,8 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NoReturn, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -16,23 +15,15 @@ from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
 from flashmoe.checks import check_flag
-from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
-from flashmoe.moe import scaled
-from flashmoe.operators.moe import arguments, grouped, routing
-from flashmoe.operators.moe.autograd import NO_FORWARD_MODE, layer_under_transforms
-from flashmoe.transforms import autocasted, has_tangent
+from flashmoe.errors import ArgumentError
+from flashmoe.moe import autograd, errors, scaled
+from flashmoe.moe.options import Activation, Layer, Layout, Routing, Scales, Scoring
+from flashmoe.transforms import autocasted
 
 _extension.load()
 _operators = torch.ops.flashmoe
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"]
-Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
-_LAYER_ARGUMENTS = (
-    *("x", "w13", "w2", "topk_weights", "topk_ids", "b13", "b2", "activation", "layout", "transposed", "expert_map"),
-    *("shared", "weights_on_input", "w13_scale", "w2_scale", "x_scale", "out"),
-)
-_ROUTE_ARGUMENTS = (
-    *("logits", "k", "scoring", "bias", "groups", "topk_groups", "renormalize", "scale", "return_counts"),
-)
+_LAYER_ARGUMENTS = (*Layer._fields, "weights_on_input", "w13_scale", "w2_scale", "x_scale", "out")
+_ROUTE_ARGUMENTS = (*Routing._fields, "return_counts")
 
 
 def fused_moe(
@@ -45,7 +36,7 @@ def fused_moe(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     activation: Activation = "swiglu",
-    layout: Literal["concat", "interleaved"] = "concat",
+    layout: Layout = "concat",
     transposed: bool = False,
     expert_map: Tensor | None = None,
     shared: Tensor | None = None,
@@ -56,7 +47,7 @@ def fused_moe(
     out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor:
-    """A mixture-of-experts layer, from the experts that were chosen for each token to their weighted sum.
+    """A mixture-of-experts layer: the weighted sum, for each token, of what its experts compute.
 
     out[t] = shared[t] + sum over j of topk_weights[t, j] * (activation(x[t] W13_e^T + b13_e) W2_e^T + b2_e), e = topk_ids[t, j].
     Sums are float32, in an order that does not depend on the batch: a token's result is the same bits whatever else is in x.
@@ -65,7 +56,7 @@ def fused_moe(
     Args:
         x: [T, H], float16 or bfloat16 (on the CPU also float32). T may be 0.
         w13: [E, 2I, H], gate and up of E experts, 1 <= E <= 1024, in x's dtype. On a GPU H and I are multiples of 8. A
-            transposed view of [E, H, 2I] memory is read where it lies.
+            transposed view of [E, H, 2I] memory is read without a copy.
         w2: [E, H, I].
         topk_weights: [T, k], float32 or x's dtype, 1 <= k <= 32.
         topk_ids: [T, k], int32 or int64. An id outside [0, E) contributes nothing.
@@ -73,25 +64,25 @@ def fused_moe(
         activation: of gate g and up u: "swiglu" g sigmoid(g) u; "geglu" gelu(g) u with the error function, "geglu_tanh" with its
             usual approximation; "reglu" max(g, 0) u; "clamped_swiglu", as gpt-oss has it, g' sigmoid(1.702 g') (u' + 1) with
             g' = min(g, 7) and u' = u clamped to [-7, 7].
-        layout: of w13's rows: "concat", the gate's first; "interleaved", gate and up in turn.
+        layout: of w13's rows: "concat", the gate's first; "interleaved", gate and up alternating.
         transposed: w13 is [E, H, 2I] and w2 [E, I, H].
-        expert_map: int32 [experts of the model]: the expert of this layer that an id means; outside [0, E), -1 for example,
-            there is none here. For experts divided over several GPUs.
-        shared: [T, H] in x's dtype, added to the result; what a shared expert gave, or the residual.
+        expert_map: int32 [experts of the model]: the expert of this layer that an id stands for; a value outside [0, E), such as
+            -1, for none. For experts divided among several GPUs.
+        shared: [T, H] in x's dtype, added to the result: a shared expert's output, or the residual.
         weights_on_input: multiply x by the weights, before the experts, instead of their results (Llama 4).
         w13_scale, w2_scale: with w13 and w2 in float8_e4m3fn, float32 [E, ceil(2I / 128), ceil(H / 128)] and
             [E, ceil(H / 128), ceil(I / 128)]: a weight is its 8 bits times the scale of its 128 by 128 block (DeepSeek's and
-            transformers' weight_scale_inv). x and the activation between the products are quantised too, a scale for each 128
-            of a row, the largest magnitude / 448. Forward alone; no biases, layout "interleaved", transposed or weights_on_input.
-            The kernels are for GPUs of compute capability 9.0, H and I multiples of 128; torch computes it elsewhere, and
-            FLASHMOE_FALLBACK says what then happens.
+            transformers' weight_scale_inv). x and the activation between the products are quantised too, with one scale for
+            each 128 values of a row: the largest magnitude / 448. Forward only; without biases, layout "interleaved", transposed
+            and weights_on_input. The kernels need compute capability 9.0, and H and I multiples of 128; elsewhere torch
+            computes the layer, as FLASHMOE_FALLBACK allows.
         x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
-        out: [T, H] in x's dtype, to which the result is written; rows contiguous. No gradient can be recorded then. It may be x
-            or shared, but share no memory with a part of shared.
+        out: [T, H] in x's dtype, rows contiguous, to which the result is written; no gradient can be recorded then. It may be x
+            or shared itself, but must not overlap shared in part.
 
     Returns:
-        [T, H] in x's dtype, of x in float8_e4m3fn in bfloat16. Gradients, once: x, w13, w2, topk_weights, b13, b2, shared. For
-        them x and [T * k, 2I] are kept, and the activation is computed again.
+        [T, H] in x's dtype; bfloat16 where x is float8_e4m3fn. Differentiable once, in x, w13, w2, topk_weights, b13, b2, shared:
+        x and [T * k, 2I] are kept for it, and the activation is computed again.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
@@ -100,41 +91,32 @@ def fused_moe(
     """
     if misspelt:
         keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
+    layer = Layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed)
     check_flag("transposed", transposed)  # the dispatcher would take None for False
     check_flag("weights_on_input", weights_on_input)
     if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
-        arguments.check_out(out, x)  # the dispatcher would follow a meta tensor and compute nothing
-    scales = (w13_scale, w2_scale, x_scale)
-    if scaled.is_scaled(x, w13, w2, *scales):
-        given = {"b13": b13 is not None, "b2": b2 is not None, "layout": layout != "concat"}
-        given |= {"transposed": transposed, "weights_on_input": weights_on_input}
-        return scaled.layer(
-            x, w13, w2, topk_weights, topk_ids, scales, expert_map, shared, activation, out, unsupported=given
-        )
-    if weights_on_input:
-        return _with_weights_on_input(
-            x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed, out
-        )
-    layer = (x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed)
+        errors.check_tensor("out", out)
+        errors.check("_fused_moe_out", (out, *layer))  # the dispatcher would follow a meta tensor and compute nothing
+    scales = Scales(w13_scale, w2_scale, x_scale)
+    if scaled.is_scaled(layer, scales):
+        return scaled.call_scaled(layer, scales, out, weights_on_input=weights_on_input)
     if is_compiling():
-        return _layer(layer, out)
+        return _weigh_input(layer, out) if weights_on_input else _call(layer, out)
     try:
-        return _layer(layer, out)
+        return _weigh_input(layer, out) if weights_on_input else _call(layer, out)
     except Exception as error:
-        _raise_cause(error, arguments.validate_layer, *layer)
+        errors.raise_cause(error, "_fused_moe_inference", layer)
         raise
 
 
-def _layer(layer: tuple[Any, ...], out: Tensor | None) -> Tensor:
-    tensors = (*layer[:4], *layer[5:7], layer[8])  # that can have a gradient
+def _call(layer: Layer, out: Tensor | None) -> Tensor:
     if transforms_are_active() and not is_compiling():
-        _refuse_out_with_gradient(out, needed=True)
-        return layer_under_transforms(*layer)
-    if has_tangent(*(t for t in tensors if t is not None)):
-        raise DifferentiationError(NO_FORWARD_MODE)
-    needs_gradient = _needs_gradient(*tensors)
+        _refuse_out_with_gradient(out, is_needed=True)
+        return autograd.layer_under_transforms(layer)
+    autograd.refuse_tangents("fused_moe", *layer)
+    needs_gradient = torch.is_grad_enabled() and layer.requires_grad()
     if out is not None:
-        _refuse_out_with_gradient(out, needed=needs_gradient or _needs_gradient(out))
+        _refuse_out_with_gradient(out, is_needed=needs_gradient or (torch.is_grad_enabled() and out.requires_grad))
         _operators._fused_moe_out.default(out, *layer)
         return out
     if needs_gradient or (not is_compiling() and is_tracing()):  # a trace of the inference operator would train nothing
@@ -144,64 +126,34 @@ def _layer(layer: tuple[Any, ...], out: Tensor | None) -> Tensor:
     return result
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _refuse_out_with_gradient(out: Tensor | None, *, needed: bool) -> None:
-    if out is not None and needed:
+def _refuse_out_with_gradient(out: Tensor | None, *, is_needed: bool) -> None:
+    if out is not None and is_needed:
         msg = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
         raise ArgumentError(msg)
 
 
-def _with_weights_on_input(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    expert_map: Tensor | None,
-    shared: Tensor | None,
-    activation: Activation,
-    layout: Literal["concat", "interleaved"],
-    transposed: bool,
-    out: Tensor | None,
-) -> Tensor:
+def _weigh_input(layer: Layer, out: Tensor | None) -> Tensor:
     """Each slot becomes a token of its own, x times its weight, with one expert and weight 1; then a token's slots are added."""
-    words = activation, layout, transposed
     if out is None:  # what is written to out= is never cast
-        x, w13, w2, b13, b2, shared = autocasted(x, w13, w2, b13, b2, shared)
-    if not is_compiling():
-        arguments.validate_layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, *words)
+        names = ("x", "w13", "w2", "b13", "b2", "shared")
+        casted = autocasted(*(getattr(layer, name) for name in names))
+        layer = layer._replace(**dict(zip(names, casted, strict=True)))
+    if not (is_compiling() or is_tracing()):  # a wrong shape might broadcast; a tracer's sizes are tensors
+        errors.check("_fused_moe_inference", layer)
     if out is not None:
-        arguments.check_out(out, x)
-        _refuse_out_with_gradient(out, needed=_needs_gradient(x, w13, w2, topk_weights, b13, b2, shared, out))
-    top_k = topk_ids.shape[1]
-    scaled = (x.unsqueeze(1) * topk_weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
-    ids = topk_ids.reshape(-1, 1)
-    ones = torch.ones(ids.shape, dtype=torch.float32, device=x.device)
-    is_single = top_k == 1
-    result = fused_moe(
-        scaled,
-        w13,
-        w2,
-        ones,
-        ids,
-        b13=b13,
-        b2=b2,
-        activation=activation,
-        layout=layout,
-        transposed=transposed,
-        expert_map=expert_map,
-        shared=shared if is_single else None,
-        out=out if is_single else None,
-    )
-    if is_single:
-        return result
-    total = result.unflatten(0, (-1, top_k)).sum(1, dtype=torch.float32)
-    total = (total if shared is None else total + shared).to(x.dtype)
+        errors.check("_fused_moe_out", (out, *layer))
+        _refuse_out_with_gradient(
+            out, is_needed=torch.is_grad_enabled() and (layer.requires_grad() or out.requires_grad)
+        )
+    ids, shared, dtype = layer.topk_ids.reshape(-1, 1), layer.shared, layer.x.dtype
+    rows = (layer.x.unsqueeze(1) * layer.topk_weights.unsqueeze(2)).to(dtype).flatten(0, 1)
+    ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+    top_k = layer.topk_ids.shape[1]
+    slots = layer._replace(x=rows, topk_weights=ones, topk_ids=ids)
+    if top_k == 1:
+        return _call(slots, out)
+    total = _call(slots._replace(shared=None), None).unflatten(0, (-1, top_k)).sum(1, dtype=torch.float32)
+    total = (total if shared is None else total + shared).to(dtype)
     return total if out is None else out.copy_(total)
 
 
@@ -259,20 +211,19 @@ def topk_route(
     return_counts: bool = False,
     **misspelt: NoReturn,
 ) -> tuple[Tensor, ...]:
-    """The k experts of each token and their weights, in one kernel.
+    """Choose the k experts of each token and their weights, in one kernel.
 
     Args:
-        logits: [T, E], float16, bfloat16 or float32, 1 <= E <= 1024; computed with in float32.
+        logits: [T, E], float16, bfloat16 or float32, 1 <= E <= 1024; computed in float32.
         k: experts of a token, 1 to 32.
         scoring: "softmax" over all experts, of which the top k (Qwen3, Mixtral); "topk_softmax" over the top k logits alone
             (gpt-oss); "sigmoid" of each logit (DeepSeek-V3).
         bias: [E] float32, added for the choice alone; with "topk_softmax" to the logits.
-        groups, topk_groups: the experts are in this many groups of equal size, at most 32, of which so many stay: by the sum of
-            their two largest scores with "sigmoid" (DeepSeek-V3), else by their largest (DeepSeek-V2).
+        groups, topk_groups: the experts form ``groups`` groups of equal size, at most 32, of which the best ``topk_groups`` can be
+            chosen from: by the sum of their two largest scores with "sigmoid" (DeepSeek-V3), else by their largest (DeepSeek-V2).
         renormalize: divide a token's weights by their sum.
-        scale: multiply the weights, in the end.
-        return_counts: also return how many tokens chose each expert, from which a load-balancing loss is made
-            (see :class:`flashmoe.MoE`).
+        scale: multiplies the weights at the end.
+        return_counts: also return how many tokens chose each expert, for a load-balancing loss (see :class:`flashmoe.MoE`).
 
     Returns:
         weights float32 [T, k] and ids int32 [T, k], the largest score first, of equal ones the lower id; with
@@ -288,20 +239,19 @@ def topk_route(
     check_flag("return_counts", return_counts)
     if bool in (type(k), type(groups), type(topk_groups)):  # which the dispatcher would take for a number
         for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
-            arguments.check_integer(name, 1 if value is None else value)
-    if not (is_compiling() or (type(scale) is float and abs(scale) <= arguments.MAX_SCALE)):
-        arguments.check_scale(scale)  # the dispatcher would take a tensor's value and drop its gradient
+            errors.check_integer(name, 1 if value is None else value)
+    if type(scale) is not float and not is_compiling():
+        errors.check_number("scale", scale)  # the dispatcher would take a tensor's value and drop its gradient
     groups = 1 if groups is None else groups
-    options = (k, scoring, bias, groups, groups if topk_groups is None else topk_groups, renormalize, scale)
+    call = Routing(logits, k, scoring, bias, groups, groups if topk_groups is None else topk_groups, renormalize, scale)
     if is_compiling():
-        weights, ids, counts = _operators.topk_route.default(logits, *options)
+        weights, ids, counts = _operators.topk_route.default(*call)
     else:
         try:
-            if has_tangent(logits) or (bias is not None and has_tangent(bias)):
-                raise DifferentiationError(routing.NO_FORWARD_MODE)
-            weights, ids, counts = routing.call(logits, *options)
+            autograd.refuse_tangents("topk_route", *call)
+            weights, ids, counts = autograd.call_route(*call)
         except Exception as error:
-            _raise_cause(error, arguments.validate_route, logits, *options)
+            errors.raise_cause(error, "topk_route", call)
             raise
     return (weights, ids, counts) if return_counts else (weights, ids)
 
@@ -312,8 +262,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     Args:
         a: [M, K], rows sorted by group, float16 or bfloat16 (on the CPU also float32); or [N, M], whose columns are.
         b: [E, K, N], contiguous or transposed; or [M, K], for the second form of a.
-        offsets: int32 [E], the end of each group's rows: ascending, at most M, with no alignment of theirs needed. The host does
-            not look at them.
+        offsets: int32 [E], the end of each group's rows: ascending, at most M, of any alignment. The host does not read them.
 
     Returns:
         [M, N] with a[row] b[e] in e's rows, and zeros in rows past the last end; or for the second form [E, N, K], the product
@@ -324,22 +273,11 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
     if is_compiling():
-        return grouped.call(a, b, offsets)
+        return autograd.call_grouped(a, b, offsets)
     try:
-        if has_tangent(a, b):
-            raise DifferentiationError(grouped.NO_FORWARD_MODE)
-        return grouped.call(a, b, offsets)
+        autograd.refuse_tangents("grouped_mm", a, b)
+        return autograd.call_grouped(a, b, offsets)
     except Exception as error:
-        is_2d = getattr(b, "ndim", 3) == 2
-        validate = arguments.validate_grouped_gradient if is_2d else arguments.validate_grouped
-        _raise_cause(error, validate, a, b, offsets)
+        operator = "_grouped_mm_2d2d" if getattr(b, "ndim", 3) == 2 else "grouped_mm"
+        errors.raise_cause(error, operator, (a, b, offsets))
         raise
-
-
-def _raise_cause(error: Exception, validate: Callable[..., None], *values: Any) -> None:
-    """Raises the typed error for a rule that these arguments break; returns where none is broken."""
-    if isinstance(error, FlashmoeError):
-        return
-    cause = arguments.explain(error, validate, *values)
-    if cause is not error:
-        raise cause from error

@@ -6,8 +6,6 @@ arguments included, goes to ``torch.nn.functional.scaled_dot_product_attention``
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -18,13 +16,11 @@ import torch
 from torch import Tensor
 
 from flashmoe import keywords
+from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM, is_finite_number
 from flashmoe.checks import has_names
-from flashmoe.errors import ArgumentError, ShapeError
-from flashmoe.operators.attention.arguments import DTYPES, MAX_HEAD_DIM, is_finite_number
+from flashmoe.errors import ShapeError
 from flashmoe.transforms import autocast_dtype, has_tangent
 
-FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
-FALLBACK_POLICIES = ("allow", "warn", "error")
 BF16_CAPABILITY = (8, 0)
 NO_DROPOUT = "dropout_p is not 0; flashmoe has no dropout"
 NESTED = (
@@ -247,7 +243,7 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
     (_mask_obstacle, ("an `attn_mask` that requires a gradient, or of a dtype that is neither bool nor `query`'s",)),
     (_derivative_obstacle, ("forward-mode differentiation",)),
 )
-# What is left, and how it runs (flashmoe.functional).
+# What is left, and how it runs (sdpa.py).
 SUPPORTED: tuple[tuple[str, str], ...] = (
     (f"float16, bfloat16 (CPU also float32), head dims 1 to {MAX_HEAD_DIM}, `value`'s own included", "flashmoe"),
     ("`attn_mask`, bool or of `query`'s dtype, any broadcast and strides", "flashmoe"),
@@ -278,36 +274,3 @@ def has_no_heads(query: Any, key: Any, value: Any) -> bool:
     if not all(isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided for x in tensors):
         return False
     return any(tensor.dim() > 2 and tensor.shape[-3] == 0 for tensor in tensors)
-
-
-def _at_trace_time(function: Callable[..., None]) -> Callable[..., None]:
-    """Run as plain Python while torch.compile traces; what torch.compiler.assume_constant_result does, without its import
-    of the whole compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_at_trace_time
-def note_fallback(reason: str, what: str = "attention", *, stacklevel: int = 3) -> None:
-    """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
-
-    Compiled code decides once, when it is traced.
-    """
-    policy = fallback_policy()
-    if policy == "warn":
-        warnings.warn(f"flashmoe hands {what} to torch: {reason}", stacklevel=stacklevel)
-    elif policy == "error":
-        msg = f"{what} would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
-        raise ArgumentError(msg)
-
-
-def fallback_policy() -> str:
-    """``$FLASHMOE_FALLBACK``; raises ArgumentError for a value that means nothing."""
-    policy = os.environ.get(FALLBACK_VARIABLE) or "allow"
-    if policy not in FALLBACK_POLICIES:
-        msg = f"{FALLBACK_VARIABLE} is {policy!r}; supported: {', '.join(FALLBACK_POLICIES)}"
-        raise ArgumentError(msg)
-    return policy
-
-
-fallback_policy()  # a misspelt value stops the import, not the first call that torch gets much later

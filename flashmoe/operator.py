@@ -1,14 +1,20 @@
-"""What torch must know about an operator, as data, and its registration with torch's dispatcher."""
+"""What torch must know about an operator, as data, and its registration with torch's dispatcher.
+
+Nothing lists the operations: each is a package with an ``operators.py`` whose OPERATORS is a tuple of :class:`Operator`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from flashmoe._operations import modules
 from flashmoe.transforms import autocast_dtype
 
 NAMESPACE = "flashmoe"
@@ -20,22 +26,30 @@ _registrations: list[torch.library.Library] = []  # a Library drops its registra
 class Operator:
     """One operator of ``torch.ops.flashmoe``.
 
-    The extension defines it and computes it, unless ``schema`` is given: then it is written in Python, in ``layers``.
+    The extension defines it and computes it, unless ``schema`` is given: then it is written in Python, in ``impls``.
     """
 
     name: str
     fake: Callable[..., Any]  # the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
     flops: Callable[..., int]  # of the arguments' shapes, as FlopCounterMode counts torch's own operators
     counts_raw: bool = False  # flops takes the arguments themselves: lengths that are data count
-    # Which arguments are tensors (or None) that autocast casts: their places, or how many of the first.
+    # Which arguments are tensors (or None) that autocast casts: their positions, or how many of the first.
     autocast: int | tuple[int, ...] = 0
-    layers: Mapping[str, Callable[..., Any]] = field(
+    impls: Mapping[str, Callable[..., Any]] = field(
         default_factory=dict
-    )  # by dispatch key; Autograd gets the keyset first
+    )  # by dispatch key; the one for Autograd gets the keyset first
     vmap: Callable[..., Any] | None = None  # as torch.library.register_vmap takes it
     gradient: Callable[..., Any] | None = None  # as torch.library.register_autograd takes it
     setup_context: Callable[..., None] | None = None  # likewise; None: nothing is kept for the gradient
     schema: str = ""
+
+
+def find_operators() -> tuple[Operator, ...]:
+    """Those of every operation of this package."""
+    packages = [*modules("operators")]
+    for path in sorted(Path(__file__).parent.glob("operators/*/__init__.py")):
+        packages.append(import_module(f"flashmoe.operators.{path.parent.name}"))
+    return tuple(operator for package in packages for operator in package.OPERATORS)
 
 
 def register(operators: Iterable[Operator]) -> None:
@@ -50,7 +64,7 @@ def _register(operator: Operator, library: torch.library.Library) -> None:
     name = f"{NAMESPACE}::{operator.name}"
     if operator.schema:
         library.define(operator.schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    for key, function in operator.layers.items():
+    for key, function in operator.impls.items():
         library.impl(operator.name, function, key, with_keyset=key == "Autograd")
     torch.library.register_fake(name, operator.fake, lib=library)
     if operator.vmap is not None:
@@ -71,15 +85,15 @@ def _autocast_rule(operator: Operator, device_type: str, key: str) -> Callable[.
     """Autocast's rules sit above autograd in torch's dispatcher and run only when asked for: a plain call pays nothing."""
     call = getattr(torch.ops.flashmoe, operator.name).default
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    places = operator.autocast
-    cast = frozenset(range(places) if isinstance(places, int) else places)
+    positions = operator.autocast
+    cast = frozenset(range(positions) if isinstance(positions, int) else positions)
 
     def cast_and_call(*arguments: Any) -> Any:
         """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
         target = torch.get_autocast_dtype(device_type)
         casted = (
-            value.to(autocast_dtype(value, device_type, target)) if place in cast and value is not None else value
-            for place, value in enumerate(arguments)
+            value.to(autocast_dtype(value, device_type, target)) if position in cast and value is not None else value
+            for position, value in enumerate(arguments)
         )
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return call(*casted)
