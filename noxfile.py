@@ -320,7 +320,7 @@ def gpu_test(session: nox.Session) -> None:
 
 @nox.session
 def workflows(session: nox.Session) -> None:
-    """Generate CI's GPU jobs from csrc/tables/arch.toml (-- --check)."""
+    """Check that CI's summary waits for every job (-- --check)."""
     program(session, locked(session, "container"), "flashmoe_build.release.workflows", *session.posargs)
 
 

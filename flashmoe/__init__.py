@@ -22,32 +22,33 @@ from typing import TYPE_CHECKING, Any
 from flashmoe._version import __version__
 
 if TYPE_CHECKING:
-    from flashmoe.functional import attention, scaled_dot_product_attention
+    from flashmoe.attn.api import attention
+    from flashmoe.attn.kvcache import attention_with_kvcache
+    from flashmoe.attn.merge import merge_attention
+    from flashmoe.attn.module import Attention
+    from flashmoe.attn.sdpa import scaled_dot_product_attention
+    from flashmoe.attn.sdpa_dispatch import explain
+    from flashmoe.attn.varlen import attention_varlen
     from flashmoe.integrations.torch_attention import activate, activated, deactivate, is_active
-    from flashmoe.kvcache import attention_with_kvcache
-    from flashmoe.merge import merge_attention
-    from flashmoe.module import Attention
-    from flashmoe.moe.functional import fused_moe, grouped_mm, topk_route
+    from flashmoe.moe.api import fused_moe, grouped_mm, topk_route
     from flashmoe.moe.module import MoE
-    from flashmoe.routing import explain
-    from flashmoe.varlen import attention_varlen
 
 _LAZY = {
-    "attention": "flashmoe.functional",
-    "attention_varlen": "flashmoe.varlen",
-    "attention_with_kvcache": "flashmoe.kvcache",
-    "merge_attention": "flashmoe.merge",
-    "scaled_dot_product_attention": "flashmoe.functional",
-    "Attention": "flashmoe.module",
-    "explain": "flashmoe.routing",
+    "attention": "flashmoe.attn.api",
+    "attention_varlen": "flashmoe.attn.varlen",
+    "attention_with_kvcache": "flashmoe.attn.kvcache",
+    "merge_attention": "flashmoe.attn.merge",
+    "scaled_dot_product_attention": "flashmoe.attn.sdpa",
+    "Attention": "flashmoe.attn.module",
+    "explain": "flashmoe.attn.sdpa_dispatch",
     "activate": "flashmoe.integrations.torch_attention",
     "activated": "flashmoe.integrations.torch_attention",
     "deactivate": "flashmoe.integrations.torch_attention",
     "is_active": "flashmoe.integrations.torch_attention",
     "MoE": "flashmoe.moe.module",
-    "fused_moe": "flashmoe.moe.functional",
-    "grouped_mm": "flashmoe.moe.functional",
-    "topk_route": "flashmoe.moe.functional",
+    "fused_moe": "flashmoe.moe.api",
+    "grouped_mm": "flashmoe.moe.api",
+    "topk_route": "flashmoe.moe.api",
 }
 
 __all__ = [

@@ -29,7 +29,7 @@ CHECKOUT_ONLY = ("gate", "history", "bisect")  # flashmoe_build/commands.py has 
 # What a plain install leaves out: module -> what to install for it.
 OPTIONAL = {
     **dict.fromkeys(("auditwheel", "elftools", "packaging", "shtab"), f"{DISTRIBUTION}[tools]"),
-    **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), f"{DISTRIBUTION}[bench]"),
+    **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "scipy"), f"{DISTRIBUTION}[bench]"),
     "sigstore": f"{DISTRIBUTION}[sign]",
     "torch": "torch>=2.10",
     "tomli": "tomli>=2.0",

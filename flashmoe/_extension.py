@@ -111,11 +111,10 @@ def load() -> Path:
 
 
 def _register_operators(path: Path) -> None:
-    """What flashmoe/operators/ says of each operator, once the library at ``path`` is known to define them."""
+    """What each operation's operators.py says of them, once the library at ``path`` is known to define them."""
     import torch
 
-    from flashmoe.operators import find_operators  # these import torch
-    from flashmoe.operators._operator import register
+    from flashmoe.operator import find_operators, register  # these import torch
 
     operators = find_operators()
     for operator in operators:
@@ -186,6 +185,7 @@ def _c_interface() -> ctypes.CDLL:
     """The extension's ``extern "C"`` functions; the loader gives back the library that load() loaded."""
     library = ctypes.CDLL(str(load()))
     signatures: dict[str, tuple[list[Any], Any]] = {
+        "flashmoe_check": ([ctypes.c_char_p, ctypes.c_char_p], ctypes.c_char_p),
         "flashmoe_last_kernel": ([], ctypes.c_char_p),
         "flashmoe_index_json": ([], ctypes.c_char_p),
         "flashmoe_cpu_isa": ([], ctypes.c_char_p),
@@ -210,6 +210,11 @@ def last_kernel() -> str:
     A backward pass runs on autograd's own threads for CUDA tensors, so its kernels are not seen from here.
     """
     return _text(_c_interface().flashmoe_last_kernel())
+
+
+def check(operator: str, description: str) -> str:
+    """Why ``operator`` would refuse the arguments so described (csrc/host/arguments.h), in the extension's words; "" if it would not."""
+    return _text(_c_interface().flashmoe_check(operator.encode(), description.encode()))
 
 
 def index() -> dict[str, Any]:

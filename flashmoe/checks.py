@@ -1,59 +1,17 @@
-"""Checks that any operator's arguments need, and the translation of C++ errors to typed ones."""
+"""What C++ cannot see of an operator's arguments: their types. The rules for values are in rules.py."""
 
 from __future__ import annotations
 
 import numbers
 import operator
-import re
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from flashmoe.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DeviceError,
-    DriverError,
-    DtypeError,
-    FlashmoeError,
-    InternalError,
-    ShapeError,
-    UnsupportedGpuError,
-)
-
-
-class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
-    """torch could not allocate a result; also a torch.OutOfMemoryError, for callers that retry with less."""
-
-
-_ERROR_CODES: Mapping[str, type[FlashmoeError]] = MappingProxyType(
-    {
-        "shape": ShapeError,
-        "dtype": DtypeError,
-        "device": DeviceError,
-        "argument": ArgumentError,
-        "gpu": UnsupportedGpuError,
-        "driver": DriverError,
-        "memory": OutOfMemoryError,
-        "internal": InternalError,
-    }
-)
-_CODED_MESSAGE = re.compile(r"flashmoe:(?P<code>[a-z]+): (?P<text>[^\n]*)")
-
-
-def translate(error: BaseException) -> FlashmoeError | None:
-    """The typed error for a C++ message ``flashmoe:<code>: text``, or None when the text is not one of ours."""
-    match = _CODED_MESSAGE.search(str(error))
-    if match is None:
-        return None
-    kind = _ERROR_CODES.get(match["code"])
-    if kind is None:
-        return InternalError(f"the extension raised an unknown error code {match['code']!r}: {match['text']}")
-    return kind(match["text"])
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError
 
 
 def has_names(tensor: Tensor) -> bool:
@@ -65,13 +23,16 @@ def _no() -> bool:
     return False
 
 
-def are_stand_ins(*inputs: Any) -> bool:
-    """Whether a tracer's stand-ins (torch.fx proxies) are among the inputs: no tensors, but torch functions take them."""
-    return any(not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__") for x in inputs)
+def has_fx_proxies(*inputs: Any) -> bool:
+    """Whether torch.fx proxies are among the inputs: no tensors, but torch functions take them."""
+    for x in inputs:  # noqa: SIM110, a generator would cost a microsecond
+        if type(x) is not Tensor and not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__"):
+            return True
+    return False
 
 
-def record(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The call as one node of the graph that the stand-ins among its arguments are of."""
+def trace_call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The call as one node of the graph that the proxies among its arguments belong to."""
     return handle_torch_function(function, (*arguments, *options.values()), *arguments, **options)
 
 
@@ -81,8 +42,8 @@ def is_number(value: Any) -> bool:
 
 
 def check_flag(name: str, value: Any, hint: str = "") -> None:
-    """Raise for what is neither True nor False: the dispatcher would take its truth value. A tracer's stand-in may become either."""
-    if isinstance(value, bool) or isinstance(value, torch.SymBool) or are_stand_ins(value):  # noqa: SIM101, the usual type first
+    """Raise for what is neither True nor False: the dispatcher would take its truth value. A proxy may become either."""
+    if isinstance(value, bool) or isinstance(value, torch.SymBool) or has_fx_proxies(value):  # noqa: SIM101, the usual type first
         return
     kind = type(value).__name__
     kind = f"numpy.{kind}" if kind in ("bool", "bool_") else kind  # Python's own have returned

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ that csrc/, flashmoe/routing.py and the reports in docs/results determine.
+"""Writes the tables of README.md and docs/ that csrc/, flashmoe/attn/sdpa_dispatch.py and the reports in docs/results determine.
 
     python -m flashmoe_build.docs            # write
     python -m flashmoe_build.docs --check    # fail if a table is not what its source says
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from flashmoe import routing
+from flashmoe.attn import sdpa_dispatch
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe_build import peers, speed, varlen
 from flashmoe_tools.descriptors import KernelRow
@@ -135,8 +135,8 @@ def target_table(tables: Tables) -> str:
 def sdpa_table(_: Tables) -> str:
     """What ``flashmoe.scaled_dot_product_attention`` runs where, from the rules that decide it."""
     rows = [
-        *routing.SUPPORTED,
-        *((asked, "torch") for _, rows in routing.OBSTACLES for asked in rows),
+        *sdpa_dispatch.SUPPORTED,
+        *((asked, "torch") for _, rows in sdpa_dispatch.OBSTACLES for asked in rows),
         (
             "key and value of different lengths",
             "nothing: ShapeError (torch's CPU kernel has no check and reads past the end)",

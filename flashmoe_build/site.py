@@ -46,13 +46,13 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
 }
 FUNCTIONS = {
     "Attention": (
-        "flashmoe.functional.attention",
-        "flashmoe.functional.scaled_dot_product_attention",
-        "flashmoe.varlen.attention_varlen",
-        "flashmoe.kvcache.attention_with_kvcache",
-        "flashmoe.merge.merge_attention",
-        "flashmoe.routing.explain",
-        "flashmoe.module.Attention",
+        "flashmoe.attn.api.attention",
+        "flashmoe.attn.sdpa.scaled_dot_product_attention",
+        "flashmoe.attn.varlen.attention_varlen",
+        "flashmoe.attn.kvcache.attention_with_kvcache",
+        "flashmoe.attn.merge.merge_attention",
+        "flashmoe.attn.sdpa_dispatch.explain",
+        "flashmoe.attn.module.Attention",
     ),
     "Ways in": (
         "flashmoe.integrations.torch_attention.activate",
@@ -67,9 +67,9 @@ FUNCTIONS = {
         "flashmoe.distributed.dtensor.register_dtensor_rules",
     ),
     "Mixture of experts": (
-        "flashmoe.moe.functional.fused_moe",
-        "flashmoe.moe.functional.topk_route",
-        "flashmoe.moe.functional.grouped_mm",
+        "flashmoe.moe.api.fused_moe",
+        "flashmoe.moe.api.topk_route",
+        "flashmoe.moe.api.grouped_mm",
         "flashmoe.moe.module.MoE",
     ),
     "Errors": ("flashmoe.errors",),

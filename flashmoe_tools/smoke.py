@@ -93,7 +93,7 @@ def check_case(case: Case) -> Check:
     try:
         return judge(case, *solve(case))
     except (FlashmoeError, RuntimeError) as error:
-        from flashmoe.checks import translate
+        from flashmoe.rules import translate
 
         cause = translate(error) or error
         found = f"{type(cause).__name__}: {cause}"

@@ -1,9 +1,14 @@
-// Errors that the Python side turns into typed exceptions: the text is `flashmoe:<code>: <message>`.
+// Errors that the Python side turns into typed exceptions. A rule for arguments that a call breaks is thrown as
+// `flashmoe:<rule>|name=value|...`: C++ decides, flashmoe/rules.py and the rules of each operation explain. What goes wrong with
+// the machine (driver, memory) is `flashmoe:<code>: <message>`.
 #pragma once
 
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 namespace flashmoe {
 namespace host {
@@ -39,6 +44,39 @@ template <typename... Parts>
   text << "flashmoe:" << error_code_name(code) << ": ";
   (text << ... << parts);
   throw std::runtime_error(text.str());
+}
+
+// A value of a broken rule, by the name that the rule's explanation has for it.
+struct Value {
+  Value(const char* its_name, std::string its_text) : name(its_name), text(std::move(its_text)) {}
+  Value(const char* its_name, const char* its_text) : name(its_name), text(its_text) {}
+  template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
+  Value(const char* its_name, Number value) : name(its_name) {
+    std::ostringstream stream{std::ios_base::out};
+    stream << value;
+    text = stream.str();
+  }
+
+  const char* name;
+  std::string text;
+};
+
+// `rule`: a key of RULES in flashmoe/rules.py, or in rules.py of the operation's package.
+[[noreturn]] inline void violate(const char* rule, std::initializer_list<Value> values = {}) {
+  std::string text = std::string("flashmoe:") + rule + '|';
+  for (const Value& value : values) {
+    text += value.name;
+    text += '=';
+    for (const char c : value.text) {  // what separates values, as in a URL
+      if (c == '|' || c == '%' || c == '\n') {
+        text += c == '|' ? "%7C" : c == '%' ? "%25" : "%0A";
+      } else {
+        text += c;
+      }
+    }
+    text += '|';
+  }
+  throw std::runtime_error(text);
 }
 
 }  // namespace host

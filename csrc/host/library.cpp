@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "cpu/isa.h"
+#include "host/arguments.h"
 #include "host/kernel_table.h"
 #include "host/last_kernel.h"
 
@@ -32,4 +33,12 @@ FLASHMOE_EXPORT int flashmoe_set_cpu_isa(const char* name) {
   } catch (const std::exception&) {
     return 1;
   }
+}
+
+// "", or why `op` (an operator's name) would refuse the arguments that host::Arguments reads from `description`. Valid until this
+// thread's next call.
+FLASHMOE_EXPORT const char* flashmoe_check(const char* op, const char* description) {
+  thread_local std::string text;
+  text = flashmoe::host::check_description(op, description);
+  return text.c_str();
 }

@@ -34,6 +34,7 @@ Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, int32_t device
 }
 
 Tensor alias(const Tensor& tensor) {
+  if (tensor.description() != nullptr) return Tensor(tensor.description());
   AtenTensorHandle handle = nullptr;
   check_shim(aoti_torch_new_tensor_handle(tensor.get(), &handle), "new_tensor_handle");
   return Tensor(handle);
@@ -139,17 +140,37 @@ std::string describe_sizes(const int64_t* sizes, int64_t rank) {
   return text.str();
 }
 
+std::string describe_sizes(const Tensor& tensor) { return describe_sizes(tensor.sizes(), tensor.dim()); }
+
+std::string describe_strides(const Tensor& tensor) { return describe_sizes(tensor.strides(), tensor.dim()); }
+
+namespace {
+
+// torch's numbers for its scalar types, which its stable ABI fixes.
+constexpr const char* kDtypeNames[] = {
+    "uint8",         "int8",        "int16",           "int32",           "int64",     "float16",
+    "float32",       "float64",     "complex32",       "complex64",       "complex128", "bool",
+    "qint8",         "quint8",      "qint32",          "bfloat16",        "quint4x2",  "quint2x4",
+    "bits1x8",       "bits2x4",     "bits4x2",         "bits8",           "bits16",    "float8_e5m2",
+    "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16",      "uint32",    "uint64"};
+constexpr int32_t kNumDtypes = sizeof(kDtypeNames) / sizeof(kDtypeNames[0]);
+
+}  // namespace
+
 std::string describe_dtype(int32_t torch_dtype) {
-  // torch's numbers for its scalar types, which its stable ABI fixes.
-  static constexpr const char* kNames[] = {"uint8",   "int8",    "int16",     "int32",     "int64",      "float16",
-                                           "float32", "float64", "complex32", "complex64", "complex128", "bool",
-                                           "qint8",   "quint8",  "qint32",    "bfloat16"};
-  constexpr int32_t kNumNames = sizeof(kNames) / sizeof(kNames[0]);
-  if (torch_dtype >= 0 && torch_dtype < kNumNames) return kNames[torch_dtype];
+  if (torch_dtype >= 0 && torch_dtype < kNumDtypes) return kDtypeNames[torch_dtype];
   return "torch scalar type " + std::to_string(torch_dtype);
 }
 
+int32_t dtype_named(const std::string& name) {
+  for (int32_t dtype = 0; dtype < kNumDtypes; ++dtype) {
+    if (name == kDtypeNames[dtype]) return dtype;
+  }
+  return -1;
+}
+
 std::string describe_device(const Tensor& tensor) {
+  if (tensor.description() != nullptr) return tensor.description()->device;
   const int32_t type = tensor.device_type();
   if (type == aoti_torch_device_type_cpu()) return "cpu";
   const std::string name = type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);

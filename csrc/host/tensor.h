@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "host/error.h"
 #include "host/kernel_table.h"
@@ -24,13 +25,26 @@ inline void check_shim(AOTITorchError status, const char* what) {
   }
 }
 
+// What a tracer knows of a tensor that has no memory: enough to check arguments (see host/arguments.h).
+struct TensorDescription {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int32_t dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+  std::string device;  // as torch prints it
+};
+
 class Tensor {
  public:
   Tensor() = default;
   explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}  // takes ownership
-  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  explicit Tensor(const TensorDescription* description) : description_(description) {}  // borrowed
+  Tensor(Tensor&& other) noexcept
+      : handle_(std::exchange(other.handle_, nullptr)), description_(std::exchange(other.description_, nullptr)) {}
   Tensor& operator=(Tensor&& other) noexcept {
     std::swap(handle_, other.handle_);
+    std::swap(description_, other.description_);
     return *this;
   }
   Tensor(const Tensor&) = delete;
@@ -42,37 +56,49 @@ class Tensor {
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
 
+  // False for an optional tensor that is None.
+  bool is_given() const { return handle_ != nullptr || description_ != nullptr; }
+  // Without memory: neither data() nor any operation of torch may be asked of it.
+  const TensorDescription* description() const { return description_; }
+
   bool is_defined() const {  // false for a None that torch passed on as a tensor
+    if (description_ != nullptr) return true;
     bool value = false;
     check_shim(aoti_torch_is_defined(handle_, &value), "is_defined");
     return value;
   }
   int64_t dim() const {
+    if (description_ != nullptr) return static_cast<int64_t>(description_->sizes.size());
     int64_t value = 0;
     check_shim(aoti_torch_get_dim(handle_, &value), "get_dim");
     return value;
   }
   const int64_t* sizes() const {  // borrowed, dim() values
+    if (description_ != nullptr) return description_->sizes.data();
     int64_t* value = nullptr;
     check_shim(aoti_torch_get_sizes(handle_, &value), "get_sizes");
     return value;
   }
   const int64_t* strides() const {  // borrowed, dim() values, in elements
+    if (description_ != nullptr) return description_->strides.data();
     int64_t* value = nullptr;
     check_shim(aoti_torch_get_strides(handle_, &value), "get_strides");
     return value;
   }
   int32_t dtype() const {
+    if (description_ != nullptr) return description_->dtype;
     int32_t value = 0;
     check_shim(aoti_torch_get_dtype(handle_, &value), "get_dtype");
     return value;
   }
   int32_t device_type() const {
+    if (description_ != nullptr) return description_->device_type;
     int32_t value = 0;
     check_shim(aoti_torch_get_device_type(handle_, &value), "get_device_type");
     return value;
   }
   int32_t device_index() const {
+    if (description_ != nullptr) return description_->device_index;
     int32_t value = 0;
     check_shim(aoti_torch_get_device_index(handle_, &value), "get_device_index");
     return value;
@@ -85,6 +111,7 @@ class Tensor {
 
  private:
   AtenTensorHandle handle_ = nullptr;
+  const TensorDescription* description_ = nullptr;
 };
 
 constexpr int64_t kMaxRank = 8;
@@ -131,7 +158,11 @@ std::optional<Dtype> dtype_of(int32_t torch_dtype);
 
 // For error messages: "[2, 8, 128, 64]", "float64", "cuda:1".
 std::string describe_sizes(const int64_t* sizes, int64_t rank);
+std::string describe_sizes(const Tensor& tensor);
+std::string describe_strides(const Tensor& tensor);
 std::string describe_dtype(int32_t torch_dtype);
+// The inverse, for a tensor that torch's Python side described; -1 for a type that has no name here.
+int32_t dtype_named(const std::string& name);
 std::string describe_device(const Tensor& tensor);
 
 }  // namespace host

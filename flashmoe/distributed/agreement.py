@@ -1,4 +1,4 @@
-"""Ranks that call one function together must agree on what they call it with: told apart before any data is sent.
+"""Ranks that call one function together must agree on its arguments: a difference is found before any data is sent.
 
 A rank that calls with something new announces it in the group's store and waits for the others' announcements. Repeated calls
 cost a comparison of Python values, no message and no synchronisation with the GPU.
@@ -66,7 +66,7 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
         except DistributedError:
             raise
         except (RuntimeError, ValueError) as error:
-            _announcements[key] = number  # who comes later finds nothing of this call, and the next one agrees again
+            _announcements[key] = number  # a late rank finds nothing of this call, and the next call agrees again
             with suppress(RuntimeError):
                 store.delete_key(f"{prefix}/{rank}")
             found = (
@@ -89,7 +89,7 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
 
 
 def _wait(store: Any, name: str, used: Used, end: float) -> None:
-    """Until ``name`` is in the store; what the monitor finds meanwhile ends it."""
+    """Until ``name`` is in the store, or the monitor finds a rank that failed."""
     while True:
         begun = time.monotonic()
         slice_ = max(0.001, min(SLICE, end - begun))
@@ -98,7 +98,7 @@ def _wait(store: Any, name: str, used: Used, end: float) -> None:
         except (RuntimeError, ValueError):
             used.refuse()
             now = time.monotonic()
-            if now >= end or now - begun < slice_ / 2:  # so early it is not time that was lacking
+            if now >= end or now - begun < slice_ / 2:  # it failed so early that it was no timeout
                 raise
         else:
             return

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from flashmoe import _extension
+from flashmoe.attn.arguments import check_scalars
 from flashmoe.distributed.agreement import agree, explained, ranks_of
 from flashmoe.errors import ArgumentError, ShapeError
-from flashmoe.operators.attention.arguments import check_scalars
 
 _extension.load()
 Method = Literal["ring", "all_gather"]

@@ -33,14 +33,14 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Places:
+class Chosen:
     """Where this rank stands in the mesh, and the division over each of its dimensions."""
 
     mesh: DeviceMesh
     chosen: tuple[Division, ...]
 
-    def part(self, name: str) -> tuple[int, int]:
-        """(which, of how many) of a division's parts."""
+    def share(self, name: str) -> tuple[int, int]:
+        """(which, of how many) shares of a division this rank has."""
         which, of = 0, 1
         for dim, division in enumerate(self.chosen):
             if division.name == name:
@@ -48,7 +48,7 @@ class Places:
         return which, of
 
 
-def _as_given(local: dict[str, Any], given: Given, places: Places) -> dict[str, Any]:
+def _as_given(local: dict[str, Any], given: Given, chosen: Chosen) -> dict[str, Any]:
     return local
 
 
@@ -63,7 +63,7 @@ class Rule:
     outputs: int
     shapes: Callable[[Given, Given], Shapes]  # of the whole results
     advice: str
-    prepare: Callable[[dict[str, Any], Given, Places], dict[str, Any]] = _as_given
+    prepare: Callable[[dict[str, Any], Given, Chosen], dict[str, Any]] = _as_given
 
     @property
     def replicated(self) -> Division:
@@ -106,8 +106,8 @@ def _shapes_of_gradients(*names: str) -> Callable[[Given, Given], Shapes]:
     def shapes(given: Given, _: Given) -> Shapes:
         needs = given.get("needs", -1)
         return [
-            tuple(given[name].shape) if given[name] is not None and needs >> place & 1 else None
-            for place, name in enumerate(names)
+            tuple(given[name].shape) if given[name] is not None and needs >> bit & 1 else None
+            for bit, name in enumerate(names)
         ]
 
     return shapes
@@ -137,8 +137,8 @@ def _varlen_divisions(is_backward: bool, outputs: int) -> Callable[[Given], list
         for name, placed in inputs.items():
             out, lse = placed["out"], placed["lse"]
             sinks = Shard(0) if name == "heads" else Partial()
-            places = (out, out, out, sinks) if is_backward else (out, lse)[:outputs]
-            found.append(Division(name, placed, places, _key_heads if name == "heads" else None))
+            placements = (out, out, out, sinks) if is_backward else (out, lse)[:outputs]
+            found.append(Division(name, placed, placements, _key_heads if name == "heads" else None))
         return found
 
     return divisions
@@ -212,16 +212,16 @@ def _layer_gradients(name: str, given: Given) -> tuple[Any, ...]:
     return Partial(), Shard(both), Shard(inner), Partial(), Shard(1), Replicate()
 
 
-def _prepare_layer(local: dict[str, Any], given: Given, places: Places) -> dict[str, Any]:
+def _prepare_layer(local: dict[str, Any], given: Given, chosen: Chosen) -> dict[str, Any]:
     """A rank with some experts knows them by their own numbers; what is no product counts on one rank of a sum."""
-    which, of = places.part("experts")
+    which, of = chosen.share("experts")
     if of > 1 and "topk_ids" in local:
         first = which * local["w13"].shape[0]
         if local["expert_map"] is not None:
             local["expert_map"] = local["expert_map"] - first
         else:
             local["topk_ids"] = local["topk_ids"] - first
-    share = places.part("intermediate")[0]
+    share = chosen.share("intermediate")[0]
     if (which or share) and local.get("shared") is not None:
         local["shared"] = None
     if share and local["b2"] is not None:

@@ -1,8 +1,8 @@
 """flashmoe's operators on tensors of torch.distributed.tensor.
 
 ``divisions`` has the ways to divide each operator over a mesh dimension. Here one is chosen for each mesh dimension by how the
-operator's main tensors are sharded, the others are brought to it, every rank computes its part, and the parts become DTensors. A
-tensor that is sharded in no such way is refused in words: nothing large is gathered silently.
+operator's main tensors are sharded, the others are redistributed to match, every rank computes its share, and the results become
+DTensors. A tensor that is sharded in another way is refused with an error: nothing large is gathered silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from flashmoe import _extension
-from flashmoe.distributed.divisions import RULES, Division, Places, Rule, axes_of_weights
+from flashmoe.distributed.divisions import RULES, Chosen, Division, Rule, axes_of_weights
 from flashmoe.errors import ArgumentError, ShapeError
 
 _extension.load()
@@ -40,7 +40,7 @@ def _handler(operator: Any, rule: Rule) -> Callable[..., Any]:
     names = [argument.name for argument in operator._schema.arguments]
     written = {one.name for one in operator._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
 
-    @torch.no_grad()  # autograd has had its turn: moving a tensor must record nothing
+    @torch.no_grad()  # below autograd: redistributing a tensor must record nothing
     def handle(
         cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -57,19 +57,19 @@ def _handler(operator: Any, rule: Rule) -> Callable[..., Any]:
         for name, tensor in tensors.items():
             wanted = [division.inputs.get(name, Replicate()) for division in chosen]
             if name in written and list(tensor.placements) != wanted:
-                msg = f"{name} is placed as {tensor.placements} and is written in place, which needs {tuple(wanted)}; redistribute it"
+                msg = f"{name} has placements {tensor.placements} and is written in place, which needs {tuple(wanted)}; redistribute it"
                 raise ShapeError(msg)
             bare: Any = tensor.detach()  # what requires a gradient cannot be moved here
             local[name] = bare.redistribute(mesh, wanted).to_local()
-        local = rule.prepare(local, given, Places(mesh, tuple(chosen)))
+        local = rule.prepare(local, given, Chosen(mesh, tuple(chosen)))
         found = operator(*(local[name] for name in names if name in local))
         if rule.outputs == 0:
             return None
         shapes = rule.shapes(given, local)
         is_single = isinstance(found, Tensor) or found is None
         results = [
-            _wrapped(result, mesh, [division.outputs[place] for division in chosen], shape)
-            for place, (result, shape) in enumerate(zip((found,) if is_single else found, shapes, strict=True))
+            _wrapped(result, mesh, [division.outputs[index] for division in chosen], shape)
+            for index, (result, shape) in enumerate(zip((found,) if is_single else found, shapes, strict=True))
         ]
         return results[0] if is_single else tuple(results)
 
@@ -101,8 +101,8 @@ def _choose(
         if all(division.inputs.get(name) == placement for name, placement in sharded.items()):
             return division
     found = " and ".join(
-        f"{name} is sharded by its {_axis(rule, name, tensors[name], place)} ({place})"
-        for name, place in sharded.items()
+        f"{name} is sharded by its {_axis(rule, name, tensors[name], placement)} ({placement})"
+        for name, placement in sharded.items()
     )
     known = ", ".join(division.name for division in divisions) or "nothing"
     msg = (
@@ -130,16 +130,16 @@ def _axis(rule: Rule, name: str, tensor: DTensor, placement: Any) -> str:
     return axes[placement.dim] if is_known else "elements"
 
 
-def _wrapped(result: Tensor | None, mesh: DeviceMesh, places: list[Any], shape: Sequence[int] | None) -> Any:
-    """A rank's result as part of the whole; what has no place or shape is the rank's own business."""
-    if result is None or shape is None or None in places:
+def _wrapped(result: Tensor | None, mesh: DeviceMesh, placements: list[Any], shape: Sequence[int] | None) -> Any:
+    """A rank's result as a shard of the whole; unchanged without a placement or shape."""
+    if result is None or shape is None or None in placements:
         return result
     strides, step = [0] * len(shape), 1
     for dim in sorted(
         range(len(shape)), key=lambda d: (result.stride(d), -d)
-    ):  # dense, in the order of the part's dimensions
+    ):  # dense, in the order of the shard's dimensions
         strides[dim], step = step, step * max(1, shape[dim])
-    return DTensor.from_local(result, mesh, places, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
+    return DTensor.from_local(result, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
 
 
 class MoEParallel(ParallelStyle):
@@ -167,11 +167,13 @@ class MoEParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         register_dtensor_rules()
-        return distribute_module(module, device_mesh, self._place, self._take, self._give)
+        return distribute_module(
+            module, device_mesh, self._shard_parameters, self._replicate_input, self._place_outputs
+        )
 
-    def _place(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _shard_parameters(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if not hasattr(module, "w13"):
-            return  # the router: replicated, as all that is not said
+            return  # the router is replicated
         if self.divide == "intermediate" and module.layout != "interleaved":
             msg = f"the layer's layout is {module.layout!r}: gate and up would fall to different ranks; build it with 'interleaved'"
             raise ShapeError(msg)
@@ -184,11 +186,11 @@ class MoEParallel(ParallelStyle):
         for key, dim in dims.items():
             parameter = getattr(module, key)
             if parameter is not None:
-                part = distribute_tensor(parameter, mesh, [Shard(dim)])
-                module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+                shard = distribute_tensor(parameter, mesh, [Shard(dim)])
+                module.register_parameter(key, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
     @staticmethod
-    def _take(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _replicate_input(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         x = (
             inputs[0]
             if isinstance(inputs[0], DTensor)
@@ -196,11 +198,13 @@ class MoEParallel(ParallelStyle):
         )
         return (x.redistribute(placements=[Replicate()]), *inputs[1:])
 
-    def _give(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+    def _place_outputs(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if isinstance(outputs, tuple):  # with the loss
-            return tuple(self._one(output, Replicate() if output.dim() == 0 else self.output) for output in outputs)
-        return self._one(outputs, self.output)
+            return tuple(
+                self._place_output(output, Replicate() if output.dim() == 0 else self.output) for output in outputs
+            )
+        return self._place_output(outputs, self.output)
 
-    def _one(self, output: DTensor, placement: Any) -> Tensor:
+    def _place_output(self, output: DTensor, placement: Any) -> Tensor:
         placed = output.redistribute(placements=[placement])
         return placed.to_local() if self.use_local_output else placed

@@ -1,14 +1,14 @@
 """The experts of a layer divided among ranks: rank r of W has experts r E / W to (r + 1) E / W - 1.
 
-A token goes once to each other rank that has any of its experts, with its ids and weights; that rank computes their weighted sum, and
-the sums come back and are added, in float32 and in the order of the ranks, to what the token's own rank has. Two runs give the same bits.
+A token is sent once to each other rank that has any of its experts, with its ids and weights; that rank computes their weighted sum.
+The sums come back and are added, in float32 and in the order of the ranks, to the token's own rank's. Two runs give the same bits.
 
     counts    one integer for each pair of ranks, which the host then reads: the sizes of the messages
-    rows      [rows, H], before each its ids and weights; meanwhile the shared expert and the tokens' own rank compute
+    rows      [rows, H], each preceded by its ids and weights; meanwhile the shared expert and the tokens' own rank compute
     results   [rows, H] back
 
 With ``padded=True`` every rank gets all rows: no size depends on the routing, the host waits for nothing and the call can be captured
-in a CUDA graph, for W - 1 times the bytes of x each way.
+in a CUDA graph, at the cost of W - 1 times the bytes of x in each direction.
 """
 
 from __future__ import annotations
@@ -124,14 +124,14 @@ class ExpertParallel:
         ``is_joint``: one call of the layer for both, so that its weights have one gradient: two would be rounded, and added up at
         three times the weights' bytes.
         """
-        trip = _Trip(self.group, self.rank, self.size)
+        exchange = _Exchange(self.group, self.rank, self.size)
         with torch.no_grad():
-            trip.plan(x, weights, ids, experts)
+            exchange.plan(x, weights, ids, experts)
         first = self.rank * experts
         added = shared(x) if callable(shared) else shared
         if is_joint:
-            rows, their_weights, their_ids = _Dispatch.apply(x, weights, trip)  # type: ignore[no-untyped-call]
-            trip.arrive()
+            rows, their_weights, their_ids = _Dispatch.apply(x, weights, exchange)  # type: ignore[no-untyped-call]
+            exchange.wait()
             if added is not None:
                 added = torch.cat((added.new_zeros(rows.shape), added))
             pairs = ((rows, x), (their_weights, weights.float()), (their_ids, ids))
@@ -139,20 +139,20 @@ class ExpertParallel:
             partial, own = layer(all_rows, all_weights, all_ids - first, added).split((rows.shape[0], x.shape[0]))
         else:
             own = layer(x, weights, ids - first, added)  # the GPU is busy while the host waits for the sizes
-            rows, their_weights, their_ids = _Dispatch.apply(x, weights, trip)  # type: ignore[no-untyped-call]
-            trip.arrive()
+            rows, their_weights, their_ids = _Dispatch.apply(x, weights, exchange)  # type: ignore[no-untyped-call]
+            exchange.wait()
             partial = layer(rows, their_weights, their_ids - first)
-        result: Tensor = _Combine.apply(own, partial, trip)  # type: ignore[no-untyped-call]
+        result: Tensor = _Combine.apply(own, partial, exchange)  # type: ignore[no-untyped-call]
         return result
 
     def _to_all(self, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, experts: int, shared: Shared) -> Tensor:
-        """All rows to all ranks; each computes what its experts give, nothing for some."""
-        trip = _Trip(self.group, self.rank, self.size)
-        rows, all_weights, all_ids = _Gather.apply(x, weights, ids, trip)  # type: ignore[no-untyped-call]
+        """All rows to all ranks; each adds up what its own experts compute for them."""
+        exchange = _Exchange(self.group, self.rank, self.size)
+        rows, all_weights, all_ids = _Gather.apply(x, weights, ids, exchange)  # type: ignore[no-untyped-call]
         added = shared(x) if callable(shared) else shared
-        trip.arrive()
+        exchange.wait()
         partial = layer(rows, all_weights, all_ids - self.rank * experts)
-        result: Tensor = _Return.apply(partial, added, trip)  # type: ignore[no-untyped-call]
+        result: Tensor = _Return.apply(partial, added, exchange)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -170,8 +170,8 @@ def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str,
         raise ShapeError(msg)
 
 
-class _Trip:
-    """Messages between the ranks in one call: how many rows go where, and those that are under way.
+class _Exchange:
+    """Messages between the ranks in one call: how many rows go where, and what has been sent but not waited for.
 
     token   [N], which token each outgoing row is of: by destination, then by token
     rows    [T, W], which outgoing row a token has for each rank; -1: none
@@ -180,7 +180,7 @@ class _Trip:
     def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.works: list[Any] = []
-        self.outgoing: list[int] | None = None  # None: equal parts
+        self.outgoing: list[int] | None = None  # None: equal shares
         self.incoming: list[int] | None = None
         self.token = self.rows = self.slots = self.packed = self.counts = torch.empty(0)
         self.sizes = (0, 0)  # H, k
@@ -201,25 +201,25 @@ class _Trip:
             work = dist.all_to_all_single(counts[self.size :], counts[: self.size], group=self.group, async_op=True)
         self.works.append(work)
         self.packed, self.sizes = _packed(x, weights, ids), (x.shape[1], ids.shape[1])
-        self.arrive()
+        self.wait()
         self.counts = counts.to("cpu", non_blocking=True)
         if x.is_cuda:
             self.ready = torch.cuda.Event()
             self.ready.record()
 
-    def leave(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Send the rows: (x, weights, ids) of what comes from other ranks, there after :meth:`arrive`.
+    def send_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Send the rows: (x, weights, ids) of what comes from other ranks, there after :meth:`wait`.
 
         The host waits for the sizes of the messages. A stream of its own gathers the rows, so that they need not wait for what
         this rank computes meanwhile.
         """
         if self.ready is None:
-            return _unpacked(self._send_rows(), *self.sizes)
+            return _unpacked(self._gather_and_send(), *self.sizes)
         self.ready.synchronize()
         stream, side = torch.cuda.current_stream(), _side_stream(self.packed.device)
         side.wait_event(self.ready)
         with torch.cuda.stream(side):
-            received = self._send_rows()
+            received = self._gather_and_send()
         for tensor in (self.packed, self.slots):
             tensor.record_stream(side)
         for tensor in (received, self.token):
@@ -227,14 +227,14 @@ class _Trip:
         self.packed = self.slots = self.counts  # their memory is free from here on
         return _unpacked(received, *self.sizes)
 
-    def _send_rows(self) -> Tensor:
+    def _gather_and_send(self) -> Tensor:
         numbers = self.counts.tolist()
         self.outgoing, self.incoming = numbers[: self.size], numbers[self.size :]
         self.token = torch.div(self.slots[: sum(self.outgoing)], self.size, rounding_mode="floor")
         return self.all_to_all(self.packed.index_select(0, self.token))
 
     def all_to_all(self, tensor: Tensor, *, is_back: bool = False, room: int = 0) -> Tensor:
-        """What the other ranks send of [rows, ...], in the order of the ranks, behind ``room`` rows; there after :meth:`arrive`."""
+        """What the other ranks send of [rows, ...], in the order of the ranks, behind ``room`` rows; there after :meth:`wait`."""
         outgoing, incoming = (self.incoming, self.outgoing) if is_back else (self.outgoing, self.incoming)
         rows = tensor.shape[0] if incoming is None else sum(incoming)
         received = tensor.new_empty((rows + room, *tensor.shape[1:]))
@@ -246,27 +246,27 @@ class _Trip:
         return received
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[W rows, ...] of every rank's [rows, ...]; there after :meth:`arrive`."""
+        """[W rows, ...] of every rank's [rows, ...]; there after :meth:`wait`."""
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         with explained(CALL, self.group):
             work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group, async_op=True)
         self.works.append(work)
         return gathered
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         with explained(CALL, self.group):
             for work in self.works:
                 work.wait()
         self.works.clear()
 
-    def at_home(self, tensor: Tensor) -> Tensor:
-        """Rows [R, ...] that other ranks sent, back to them: [W - 1, T, ...] for own tokens, zeros where a token sent none."""
+    def return_rows(self, tensor: Tensor) -> Tensor:
+        """Send rows [R, ...] back to the ranks they came from: [W - 1, T, ...] for own tokens, zeros where a token sent none."""
         returned = self.all_to_all(tensor, is_back=True, room=1)
         returned[0].zero_()
         others = self.rows[:, 1 - self.rank].unsqueeze(0) if self.size == 2 else self._rows_of_others()
-        places = others + 1
-        self.arrive()
-        return returned.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])
+        indices = others + 1
+        self.wait()
+        return returned.index_select(0, indices.flatten()).view(*indices.shape, *tensor.shape[1:])
 
     def _rows_of_others(self) -> Tensor:
         return torch.cat((self.rows[:, : self.rank], self.rows[:, self.rank + 1 :]), dim=1).t()
@@ -284,32 +284,28 @@ def _ranks(rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return ranks.unsqueeze(1), torch.where(ranks == rank, -1, ranks)
 
 
-def _add_up(parts: Tensor, more: Tensor | None = None) -> Tensor:
-    """more + parts[0] + parts[1] + ..., in float32, rounded once to the parts' dtype."""
-    if parts.shape[0] == 1:
-        return parts[0] if more is None else more + parts[0]
-    if parts.shape[0] == 2 and more is None:
-        return parts[0] + parts[1]
-    total = parts.sum(0, dtype=torch.float32)
-    return (total if more is None else total.add_(more)).to(parts.dtype)
+def _add_up(partials: Tensor, more: Tensor | None = None) -> Tensor:
+    """more + partials[0] + partials[1] + ..., in float32, rounded once to their dtype."""
+    if partials.shape[0] == 1:
+        return partials[0] if more is None else more + partials[0]
+    if partials.shape[0] == 2 and more is None:
+        return partials[0] + partials[1]
+    total = partials.sum(0, dtype=torch.float32)
+    return (total if more is None else total.add_(more)).to(partials.dtype)
 
 
 def _packed(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """[T, C] in x's dtype: the bits of ids and float32 weights, x, each in multiples of 16 bytes."""
     words = torch.cat((ids, weights.float().view(torch.int32)), dim=1)
-    parts = [words.view(x.dtype), x]
-    gaps = [-(part.shape[1] * part.element_size()) % 16 // part.element_size() for part in parts]
-    padded = [
-        piece
-        for part, gap in zip(parts, gaps, strict=True)
-        for piece in (part, part.new_empty((part.shape[0], gap)))
-        if piece.shape[1]
-    ]
-    return torch.cat(padded, dim=1)
+    columns = []
+    for block in (words.view(x.dtype), x):
+        gap = -(block.shape[1] * block.element_size()) % 16 // block.element_size()
+        columns += [block, block.new_empty((block.shape[0], gap))] if gap else [block]
+    return torch.cat(columns, dim=1)
 
 
 def _unpacked(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, weights, ids), views: there when ``packed`` is."""
+    """(x, weights, ids), views of ``packed``."""
     size = packed.element_size()
     words = packed[:, : 8 * top_k // size].view(torch.int32)
     first = (8 * top_k + 15) // 16 * 16 // size
@@ -317,21 +313,23 @@ def _unpacked(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, 
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows of tokens, their weights and ids to the ranks of their experts; backward their gradients come home."""
+    """Rows of tokens, their weights and ids to the ranks of their experts; backward their gradients come back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.trip, ctx.weights_dtype = trip, weights.dtype
-        found = trip.leave()
+    def forward(ctx: Any, x: Tensor, weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.exchange, ctx.weights_dtype = exchange, weights.dtype
+        found = exchange.send_rows()
         ctx.mark_non_differentiable(found[2])
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        trip: _Trip = ctx.trip
-        dx = _add_up(trip.at_home(grad_rows)) if ctx.needs_input_grad[0] else None
-        dweights = _add_up(trip.at_home(grad_weights)).to(ctx.weights_dtype) if ctx.needs_input_grad[1] else None
+        exchange: _Exchange = ctx.exchange
+        dx = _add_up(exchange.return_rows(grad_rows)) if ctx.needs_input_grad[0] else None
+        dweights = (
+            _add_up(exchange.return_rows(grad_weights)).to(ctx.weights_dtype) if ctx.needs_input_grad[1] else None
+        )
         return dx, dweights, None
 
 
@@ -339,16 +337,16 @@ class _Combine(torch.autograd.Function):
     """out[t] = own[t] + the other ranks' sums for it, rank after rank in float32."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, partial: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return _add_up(trip.at_home(partial), own)
+    def forward(ctx: Any, own: Tensor, partial: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _add_up(exchange.return_rows(partial), own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        trip: _Trip = ctx.trip
-        received = trip.all_to_all(gradient.index_select(0, trip.token))
-        trip.arrive()
+        exchange: _Exchange = ctx.exchange
+        received = exchange.all_to_all(gradient.index_select(0, exchange.token))
+        exchange.wait()
         return gradient, received, None
 
 
@@ -356,11 +354,13 @@ class _Gather(torch.autograd.Function):
     """Every rank's rows, weights and ids; backward the sum of what the ranks found for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.trip, ctx.weights_dtype = trip, weights.dtype
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: _Exchange
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.exchange, ctx.weights_dtype = exchange, weights.dtype
         # Two messages: x goes as it is, and the layer reads whole rows.
-        rows = trip.all_gather(x)
-        words = trip.all_gather(torch.cat((ids, weights.float().view(torch.int32)), dim=1))
+        rows = exchange.all_gather(x)
+        words = exchange.all_gather(torch.cat((ids, weights.float().view(torch.int32)), dim=1))
         all_ids, all_weights = words.chunk(2, dim=1)
         ctx.mark_non_differentiable(all_ids)
         return rows, all_weights.view(torch.float32), all_ids
@@ -370,27 +370,27 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
         returned = [
-            ctx.trip.all_to_all(t) if need else None
+            ctx.exchange.all_to_all(t) if need else None
             for t, need in zip((grad_rows, grad_weights), needs[:2], strict=True)
         ]
-        ctx.trip.arrive()
-        dx, dweights = (None if t is None else _add_up(t.unflatten(0, (ctx.trip.size, -1))) for t in returned)
+        ctx.exchange.wait()
+        dx, dweights = (None if t is None else _add_up(t.unflatten(0, (ctx.exchange.size, -1))) for t in returned)
         return dx, None if dweights is None else dweights.to(ctx.weights_dtype), None, None
 
 
 class _Return(torch.autograd.Function):
-    """out[t] = shared[t] + the ranks' sums for it; backward everybody has every gradient."""
+    """out[t] = shared[t] + the ranks' sums for it; backward every rank gets every gradient."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, shared: Tensor | None, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        returned = trip.all_to_all(partial)
-        trip.arrive()
-        return _add_up(returned.unflatten(0, (trip.size, -1)), shared)
+    def forward(ctx: Any, partial: Tensor, shared: Tensor | None, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        returned = exchange.all_to_all(partial)
+        exchange.wait()
+        return _add_up(returned.unflatten(0, (exchange.size, -1)), shared)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gathered = ctx.trip.all_gather(gradient)
-        ctx.trip.arrive()
+        gathered = ctx.exchange.all_gather(gradient)
+        ctx.exchange.wait()
         return gathered, gradient if ctx.needs_input_grad[1] else None, None

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the group's store: that they live, how far they are, whom they blame."""
+"""What ranks tell each other through the store: that they run, how many exchanges they have begun, which rank failed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Beats = dict[int, dict[str, Any]]
 
 
 class Used:
-    """A group in which this rank exchanges something."""
+    """A group in which this rank takes part in exchanges."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.name, self.rank = weakref.ref(group), group.group_name, dist.get_rank()
@@ -31,7 +31,7 @@ class Used:
         self.call, self.begun = "", 0
         self.asks = ""  # what this rank calls, until all others have called it too
         self.failed = ""  # why nothing can be exchanged any more
-        self.is_told = threading.Event()  # the caller has it
+        self.is_told = threading.Event()  # the caller has got the error
         device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
         backend: Any = None
         with contextlib.suppress(RuntimeError):
@@ -56,15 +56,15 @@ class Used:
                 self.is_captured = True
 
     def refuse(self) -> None:
-        """Raise what the monitor has found, if it has; once, not here and by an interrupt too."""
+        """Raise what the monitor has found, if anything; once: a pending interrupt is taken back."""
         if self.failed:
             self.is_told.set()
             interrupt("", None)
             raise DistributedError(self.failed)
 
     def is_busy(self) -> bool:
-        """What was queued when this was first asked has not ended on the GPU, or what was queued since, if that has. For ranks that
-        are probably lost: a question to the GPU could end another thread's capture of a graph."""
+        """Whether the GPU has not finished what was queued when this was first asked, or, if it has, what was queued since. Only for
+        ranks that are probably lost: asking the GPU could end another thread's capture of a graph."""
         if self.stream is None:
             return False
         if self.probe is None or (self.probed != self.begun and self.probe.query()):
@@ -82,7 +82,7 @@ class Used:
 
 
 def interrupt(message: str, tell: Callable[[], None] | None) -> None:
-    """Raise DistributedError in the main thread, when it next runs Python; ``tell`` is called there. None: no longer."""
+    """Raise DistributedError in the main thread when it next runs Python, and call ``tell`` there. None: take it back."""
 
     def begin(error: DistributedError) -> None:
         DistributedError.__init__(error, message)
@@ -104,7 +104,7 @@ def note_of(name: str) -> str:
 
 
 def look(store: Any, ranks: list[int]) -> Beats:
-    """The last heartbeats of ``ranks``, of those that have any."""
+    """The last heartbeats of those of ``ranks`` that have written any."""
     keys = [key_of(rank) for rank in ranks]
     if not keys or store.check(keys):
         return {rank: json.loads(said) for rank, said in zip(ranks, store.multi_get(keys) if keys else [], strict=True)}
@@ -112,8 +112,8 @@ def look(store: Any, ranks: list[int]) -> Beats:
 
 
 def blamed(beats: Beats, used: Used, still: list[int], behind: list[int]) -> str:
-    """In words: ranks whose hearts have stopped, or else those that run and are behind. Who stands still and is behind comes first:
-    others may stand still because of it."""
+    """In words: the ranks without heartbeats, or else those that run but are behind. Of the former, those that are also behind come
+    first: others may have stopped because of them."""
     name, rank = used.name, used.rank
     first = [one for one in still if beats[one]["begun"].get(name, 0) < used.begun]
     said = [f"rank {one} has ended or is stopped: it gives no sign of life" for one in first or still]

@@ -1,9 +1,9 @@
 """Over NCCL an exchange that not all ranks join never returns, and torch's watchdog ends the process after the group's timeout, from C++.
 
-So the heart of each rank looks at the others' hearts, and when a rank of a group is found to be gone, stuck or elsewhere it says so on
-stderr, aborts the group's communicators, which ends the kernels that wait, and raises DistributedError in the main
-thread, as soon as that runs Python again. All of it before the watchdog's time. If it does not come back, the process ends,
-as the watchdog would end it. Nothing of this runs on the thread that calls; the GPU is asked for nothing while all hearts beat.
+So the heartbeat's thread checks the other ranks' heartbeats. When a rank of a group is gone, stuck or calls something else, it says so
+on stderr, aborts the group's communicators, which ends the kernels that wait, and raises DistributedError in the main thread as soon
+as that runs Python again, all before the watchdog's time. If the main thread does not come back, the process ends, as the watchdog
+would end it. Nothing of this runs on the calling thread, and the GPU is not asked for anything while all ranks have heartbeats.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from flashmoe.distributed.heartbeat import INTERVAL, Beats, Used, blamed, interrupt, look, note_of, store_lost
 
 SILENCE = 30.0  # seconds without a heartbeat after which a rank counts as dead; C code may hold the interpreter's lock that long
-GONE = 10.0  # seconds for which the GPU must not get on, where a rank has left torch.distributed
-SETTLED = 3  # looks at which the same must be found of ranks that run
-RANKS_A_SECOND = 64  # of whose hearts each rank wants to know: the store is one process
+GONE = 10.0  # seconds without progress on the GPU, where a rank has left torch.distributed
+SETTLED = 3  # checks in a row that must find the same of ranks that run
+RANKS_PER_SECOND = 64  # whose heartbeats each rank reads: the store is one process
 
 
 class Monitor:
@@ -32,22 +32,22 @@ class Monitor:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.heard: dict[int, tuple[int, float]] = {}  # by rank: its beats, and when they last were others
+        self.heard: dict[int, tuple[int, float]] = {}  # by rank: its count, and when that last changed
         self.times: dict[
             str, deque[tuple[float, int]]
         ] = {}  # by group: when this rank was seen to have begun how many exchanges
-        self.stuck: dict[str, float] = {}  # by group: since when what this rank has queued does not end
+        self.stuck: dict[str, float] = {}  # by group: since when what this rank has queued makes no progress
         self.suspected: dict[str, tuple[str, int]] = {}  # by group: what was found, and how often in a row
         self.next_look = 0.0
 
     def look(self, groups: Mapping[str, Used]) -> None:
-        """Once a second: find who is to blame for what this rank waits for."""
+        """Once a second: find the rank that this one waits for in vain."""
         now = time.monotonic()
         watched = self._watched(groups, now)
         if not watched or now < self.next_look:
             return
         ranks = sorted({rank for used in watched for rank in used.ranks})
-        self.next_look = now + len(ranks) / RANKS_A_SECOND
+        self.next_look = now + len(ranks) / RANKS_PER_SECOND
         beats = look(self.store, ranks)
         for rank, beat in beats.items():
             if rank not in self.heard or self.heard[rank][0] != beat["beats"]:
@@ -60,14 +60,14 @@ class Monitor:
                 self._fail(used, found)
 
     def look_alone(self, groups: Mapping[str, Used], error: BaseException) -> None:
-        """Without the store: who waits does so in vain."""
+        """Without the store: a rank that waits does so in vain."""
         now = time.monotonic()
         for used in self._watched(groups, now):
             if self._stuck_for(used, now) > min(SILENCE, _limit(used)):
                 self._fail(used, store_lost(error))
 
     def _stuck_for(self, used: Used, now: float) -> float:
-        """Seconds since the caller's stream was first seen not to get on; 0 where it does."""
+        """Seconds since the caller's stream was first seen to make no progress; 0 where it does."""
         if used.is_busy():
             return now - self.stuck.setdefault(used.name, now)
         self.stuck.pop(used.name, None)
@@ -111,7 +111,7 @@ class Monitor:
         return found if found and self.suspected[used.name][1] >= SETTLED else ""
 
     def _fail(self, used: Used, found: str, *, is_waiting: bool = True) -> None:
-        """``is_waiting``: the caller, for something that never comes; else the next exchange tells it."""
+        """``is_waiting``: the caller waits for something that never comes; otherwise its next exchange raises."""
         message = (
             f"{used.call} on rank {used.rank}: {found} (the NCCL communicator of group {used.name} is aborted: end this process, "
             "or make a new group)"

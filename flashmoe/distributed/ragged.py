@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from flashmoe.attn.arguments import check_scalars
 from flashmoe.distributed.agreement import agree, explained, ranks_of
 from flashmoe.distributed.context_parallel import TIMEOUT, Exchange, merge, sums_dtype
 from flashmoe.errors import ArgumentError, ShapeError
-from flashmoe.operators.attention.arguments import check_scalars
 
 CALL = "context_parallel_attention_varlen"
 Lengths = Sequence[int] | Tensor

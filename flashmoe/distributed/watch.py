@@ -1,10 +1,13 @@
-"""Which rank is gone, or behind: told by a heartbeat of every rank in the group's store.
+"""Which rank is gone or behind: found by heartbeats that every rank writes to the store.
 
-From its first call on, a rank writes once a second how often its heart has beaten, how many exchanges it has begun in each group,
-and what it calls that the others have not called yet. Where an exchange fails (gloo), a rank looks at the others' hearts twice:
-whose heart has stopped has ended or is stopped; who runs and has begun fewer exchanges is stuck elsewhere. Over NCCL nothing
-fails by itself: there the heart looks at the others' too (monitor.py). Who finds a rank to blame first leaves a note, so that
-those who fail later, maybe because of the first one's end, name the same rank.
+From its first call on, a rank writes once a second a count of its heartbeats, how many exchanges it has begun in each group, and what
+it calls that the others have not called yet. Where an exchange fails (gloo), a rank checks the others' heartbeats twice: a rank whose
+count stands still has ended or is stopped; one that runs but has begun fewer exchanges is stuck elsewhere. Over NCCL an exchange does
+not fail by itself: there the heartbeat's thread checks the others' too (monitor.py). The rank that finds the culprit first leaves a
+note in the store, so that ranks that fail later, perhaps because of the first one's end, name the same rank.
+
+torch's own means do not say who failed: gloo's error names an address and is raised only next to the fault, monitored_barrier finds
+the connections closed after it, and NCCL's watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ _heart: _Heart | None = None
 
 
 class _Heart(threading.Thread):
-    """Beats until the process ends or leaves torch.distributed."""
+    """Writes heartbeats until the process ends or leaves torch.distributed."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(name="flashmoe-heartbeat", daemon=True)
         self.watched = store
-        # Its own connection: who waits in a store must not be taken for dead.
+        # Its own connection: a rank that waits in the store must not be taken for dead.
         self.store = store.clone() if hasattr(store, "clone") else store
         self.rank, self.ended, self.beats = dist.get_rank(), threading.Event(), 0
 
@@ -57,7 +60,7 @@ class _Heart(threading.Thread):
 
 
 def start(group: ProcessGroup) -> Used:
-    """Begin to beat, once for each initialisation of torch.distributed. What is known of ``group``."""
+    """Start the heartbeat, once for each initialisation of torch.distributed. Returns what is known of ``group``."""
     global _heart
     store = dist.distributed_c10d._get_default_store()
     if _heart is None or _heart.watched is not store or not _heart.is_alive():
@@ -87,9 +90,9 @@ atexit.register(stop)
 
 
 def find_absent(group: ProcessGroup, *, is_final: bool = True) -> str:
-    """Who is to blame for an exchange of ``group`` that failed, in words; "" where all ranks are there. Takes seconds.
+    """Which ranks made an exchange of ``group`` fail, in words; "" where all ranks are there. Takes seconds.
 
-    ``is_final``: the group cannot be used any more, and others will ask the same.
+    ``is_final``: the group cannot be used any more, and other ranks will ask the same.
     """
     try:
         return _find_absent(start(group), is_final)

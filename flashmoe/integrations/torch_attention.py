@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, register_flash_attention_impl
 
-from flashmoe import routing
+from flashmoe import fallback
+from flashmoe.attn.arguments import DTYPES
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_jagged
 from flashmoe.integrations.torch_kernels import KERNELS, Kernel, LackingError
-from flashmoe.operators.attention.arguments import DTYPES
 
 NAME = "flashmoe"  # in torch's registry of flash attention implementations
 SDPA = "scaled_dot_product_attention"
@@ -112,7 +112,7 @@ def _install() -> _Active:
                 if f"{name}/{key}" not in _torch_kernels:
                     _torch_kernels[f"{name}/{key}"] = _torch_kernel(name, key)
                 library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
-        if routing.fallback_policy() != "allow":  # else no call pays for it
+        if fallback.fallback_policy() != "allow":  # else no call pays for it
             kernel = _torch_kernels.setdefault(SDPA, _torch_kernel(SDPA, "CPU"))
             library.impl(SDPA, _watched(kernel), "CompositeImplicitAutograd", with_keyset=True, allow_override=True)
     torch_jagged.watch()
@@ -150,7 +150,7 @@ def _with_fallback(name: str, key: str, function: Kernel) -> Kernel:
         if kernel is None:
             msg = f"{reason}; and torch has no {name} on this device"
             raise ArgumentError(msg)
-        routing.note_fallback(reason)
+        fallback.note_fallback(reason)
         _falling.now = True
         try:
             return kernel.call_boxed(keyset, *arguments, **options)
@@ -181,7 +181,7 @@ def _watched(kernel: Any) -> Kernel:
                 choice = SDPBackend(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa))
             if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.ERROR):
                 backend = choice.name.lower().replace("_", " ")
-                routing.note_fallback(f"torch chose its {backend} backend for this call, not flash")
+                fallback.note_fallback(f"torch chose its {backend} backend for this call, not flash")
         return kernel.call_boxed(keyset, *given, scale=scale, enable_gqa=enable_gqa)
 
     return call

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend
 
-from flashmoe import routing
-from flashmoe.routing import Path, Route
+from flashmoe import fallback
+from flashmoe.attn import sdpa_dispatch
+from flashmoe.attn.sdpa_dispatch import Path, Route
 
 # What torch's flash backend takes.
 DTYPES = (torch.float16, torch.bfloat16)
@@ -29,20 +30,20 @@ def watch() -> None:
     """Tell of each jagged call that torch hands to another backend, as FLASHMOE_FALLBACK asks when it is made or traced."""
     if _torchs_choice is not None:  # else a torch that chooses elsewhere
         vars(sdpa)["_select_sdp_backend"] = _choose
-        routing.jagged_route = route
+        sdpa_dispatch.jagged_route = route
 
 
 def unwatch() -> None:
     """Undo :func:`watch`."""
     if _torchs_choice is not None:
         vars(sdpa)["_select_sdp_backend"] = _torchs_choice
-        routing.jagged_route = None
+        sdpa_dispatch.jagged_route = None
 
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> SDPBackend:
     choice: SDPBackend = _torchs_choice(query, key, value, *others, **more)
     if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.ERROR):  # an error is torch's to raise
-        routing.note_fallback(_reason(choice, query, key, value), stacklevel=CALLER)
+        fallback.note_fallback(_reason(choice, query, key, value), stacklevel=CALLER)
     return choice
 
 
@@ -66,7 +67,7 @@ def route(
     if query.dim() > 3 and query._ragged_idx == 1:  # type: ignore[attr-defined]
         # Ragged before the heads: to torch this is dense attention of the values.
         given = (query.values(), key.values(), value.values(), attn_mask, dropout_p, is_causal)
-        obstacle = routing.find_obstacle(*given, scale, enable_gqa)
+        obstacle = sdpa_dispatch.find_obstacle(*given, scale, enable_gqa)
         if obstacle is not None:
             return Route(Path.TORCH, obstacle)
         choice = SDPBackend(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa))

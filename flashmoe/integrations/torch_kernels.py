@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe import _extension, routing
-from flashmoe.operators.attention import varlen_arguments
-from flashmoe.operators.attention.arguments import DTYPES
+from flashmoe import _extension
+from flashmoe.attn import sdpa_dispatch
+from flashmoe.attn.arguments import DTYPES, explain_varlen
+from flashmoe.attn.options import Varlen
 
 _extension.load()
 # What an OpOverload's __call__ hands its arguments to.
@@ -36,7 +37,7 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _require_computed(dropout_p: float, q: Tensor) -> None:
-    _require(dropout_p == 0.0, routing.NO_DROPOUT)
+    _require(dropout_p == 0.0, sdpa_dispatch.NO_DROPOUT)
     if q.dtype not in DTYPES[q.device.type]:
         msg = f"there is no kernel for {q.dtype} on {q.device.type}"
         raise LackingError(msg)
@@ -90,7 +91,7 @@ def _backward(
 
 def _explained(error: Exception, q: Tensor, k: Tensor, v: Tensor) -> Exception:
     """Why the operator refused: looked for only then, since it takes longer than the call."""
-    obstacle = routing.find_obstacle(q, k, v, None, 0.0, False, None, True)
+    obstacle = sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
     return error if obstacle is None else LackingError(obstacle)
 
 
@@ -270,7 +271,7 @@ def _sides(left: int | None, right: int | None, causal: bool) -> tuple[int, int]
 
 def _explained_ragged(error: Exception, given: tuple[Any, ...]) -> Exception:
     """Arguments that our operator does not take are torch's to compute, or to refuse in its own words."""
-    cause = varlen_arguments.explain(error, given)
+    cause = explain_varlen(error, Varlen(*given))
     return LackingError(str(cause)) if isinstance(cause, ValueError | TypeError) else error
 
 

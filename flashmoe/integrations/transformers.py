@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from flashmoe import routing, varlen
+from flashmoe import fallback
+from flashmoe.attn import sdpa_dispatch, varlen
+from flashmoe.attn.api import attention
+from flashmoe.attn.arguments import DTYPES
 from flashmoe.errors import ArgumentError, FlashmoeError
-from flashmoe.functional import attention
-from flashmoe.moe.functional import Activation, fused_moe
-from flashmoe.operators.attention.arguments import DTYPES
+from flashmoe.moe.api import fused_moe
+from flashmoe.moe.options import Activation
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
@@ -258,9 +260,16 @@ def _attend(
             extras["window"] = window
         out = attention(query, key, value, causal=causal and rows > 1, scale=scaling, **extras)
     elif mask.dtype == torch.int32:  # the lengths in a static cache; one row sees all of them
-        lengths = (None, None, mask.view(-1), None)
-        numbers = (0, 0, scaling, False, None, extras.get("softcap", 0.0), 0)
-        out = varlen.call(query, key, value, lengths, extras.get("sinks"), None, *numbers, return_lse=False)
+        options = {"softcap": 0.0, "sinks": None, **extras}
+        out = varlen.attend(
+            *(query, key, value),
+            seqused_k=mask.view(-1),
+            causal=False,
+            scale=scaling,
+            window=None,
+            return_lse=False,
+            **options,
+        )
     else:  # it says all there is to say, the causal rule and the window included
         out = attention(query, key, value, scale=scaling, attn_mask=mask, **extras)
     heads_inside: Tensor = out.transpose(1, 2).contiguous()
@@ -289,7 +298,7 @@ def _attend_packed(
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, position_bias: Tensor | None) -> str | None:
     if position_bias is not None:
         return "position_bias is given; flashmoe takes it as part of attn_mask only"
-    return routing.find_obstacle(q, k, v, None, dropout, False, None, True)
+    return sdpa_dispatch.find_obstacle(q, k, v, None, dropout, False, None, True)
 
 
 def _sdpa(
@@ -313,7 +322,7 @@ def _sdpa(
         what = "a softcap" if softcap else "sinks"
         msg = f"{obstacle}, and transformers' SDPA attention knows no {what}; use attn_implementation='eager'"
         raise ArgumentError(msg)
-    routing.note_fallback(obstacle)
+    fallback.note_fallback(obstacle)
     if position_bias is not None:
         options = {**options, "position_bias": position_bias}
     result: tuple[Tensor, None] = sdpa_attention_forward(
@@ -430,7 +439,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     if w13.dtype == torch.float32 and w13.device.type == "cuda":
         from transformers.integrations.moe import grouped_mm_experts_forward
 
-        routing.note_fallback("float32 experts have no CUDA kernel")
+        fallback.note_fallback("float32 experts have no CUDA kernel")
         slow: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
         return slow
     has_bias = getattr(experts, "has_bias", False)

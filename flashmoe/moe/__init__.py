@@ -1,1 +1,11 @@
-"""Mixture of experts for users: the layer as functions and as a module."""
+"""Mixture of experts: everything that a user calls, and what torch must know about the operators behind it.
+
+api         fused_moe, topk_route, grouped_mm
+module      MoE, a layer with its router as an ``nn.Module``
+options     words and limits; the operators' arguments by name
+errors      which rule a call broke, in words
+operators   the operators as data: what ``torch.ops.flashmoe`` is told about each
+fake        results without data, and costs
+autograd    gradients, vmap, torch.func
+scaled      the layer with float8_e4m3fn weights
+"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +12,10 @@ from torch.nn import functional as F
 
 from flashmoe.checks import check_flag, check_parameter_dtype, check_size, shape_of
 from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
-from flashmoe.moe.functional import Activation, Scoring, fused_moe, topk_route
-from flashmoe.operators.moe.arguments import (
-    ACTIVATIONS,
-    DTYPES,
-    LAYOUTS,
-    MAX_EXPERTS,
-    SCORINGS,
-    check_choices,
-    check_scale,
-    check_word,
-)
+from flashmoe.moe.api import fused_moe, topk_route
+from flashmoe.moe.errors import check
+from flashmoe.moe.options import Activation, Layer, Layout, Routing, Scoring
+from flashmoe.moe.scaled import activate
 
 
 class MoE(nn.Module):
@@ -64,7 +56,7 @@ class MoE(nn.Module):
         renormalize: bool = True,
         scale: float = 1.0,
         activation: Activation = "swiglu",
-        layout: Literal["concat", "interleaved"] = "concat",
+        layout: Layout = "concat",
         transposed: bool = False,
         weights_on_input: bool = False,
         device: torch.device | str | int | None = None,
@@ -74,25 +66,18 @@ class MoE(nn.Module):
         self.dim, self.intermediate = check_size("dim", dim), check_size("intermediate", intermediate)
         self.experts, self.top_k = check_size("experts", experts), check_size("top_k", top_k)
         self.shared_intermediate = check_size("shared_intermediate", shared_intermediate, least=0)
-        if self.experts > MAX_EXPERTS:
-            msg = f"experts is {experts}; supported: 1 to {MAX_EXPERTS}; divide them over several layers"
-            raise ArgumentError(msg)
-        check_choices(self.experts, self.top_k, groups, topk_groups)
-        check_scale(scale)
-        check_word("scoring", scoring, SCORINGS)
-        check_word("activation", activation, ACTIVATIONS)
-        check_word("layout", layout, LAYOUTS)
+        self.scoring, self.groups, self.topk_groups = scoring, groups, topk_groups
+        self.renormalize, self.scale = renormalize, scale
+        self.activation, self.layout, self.transposed = activation, layout, transposed
+        self.weights_on_input = weights_on_input
+        self._check_options()
         flags = {"bias": bias, "selection_bias": selection_bias, "renormalize": renormalize, "transposed": transposed}
         for name, flag in {**flags, "weights_on_input": weights_on_input}.items():
             check_flag(name, flag)
         if selection_bias and scoring == "topk_softmax":
             msg = "selection_bias is True with scoring 'topk_softmax', which would add it to the weights, too; use bias=True"
             raise ArgumentError(msg)
-        check_parameter_dtype(dtype, DTYPES["cpu"])
-        self.scoring, self.groups, self.topk_groups = scoring, groups, topk_groups
-        self.renormalize, self.scale = renormalize, scale
-        self.activation, self.layout, self.transposed = activation, layout, transposed
-        self.weights_on_input = weights_on_input
+        check_parameter_dtype(dtype, (torch.float16, torch.bfloat16, torch.float32))
         self.router = nn.Linear(self.dim, self.experts, bias=bias, device=device, dtype=dtype)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -111,6 +96,22 @@ class MoE(nn.Module):
         self.register_buffer("selection_bias", balance)
         self.selection_bias: Tensor | None
         self.reset_parameters()
+
+    def _check_options(self) -> None:
+        """As the operators check them, of no token."""
+        logits, x = (torch.empty(0, size, device="meta") for size in (self.experts, self.dim))
+        w13 = torch.empty(self.experts, 2 * self.intermediate, self.dim, device="meta")
+        w2 = torch.empty(self.experts, self.dim, self.intermediate, device="meta")
+        groups = 1 if self.groups is None else self.groups
+        topk_groups = groups if self.topk_groups is None else self.topk_groups
+        options = (self.top_k, self.scoring, None, groups, topk_groups, self.renormalize, self.scale)
+        weights = x.new_empty(0, self.top_k)
+        given = (x, w13, w2, weights, weights.int(), None, None, None, None, self.activation, self.layout, False)
+        try:
+            check("topk_route", Routing(logits, *options))
+            check("_fused_moe_inference", Layer(*given))
+        except ShapeError as error:
+            raise ArgumentError(str(error)) from None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         """The selection bias moves to other devices, and stays float32: 16 bits would lose the steps that balance."""
@@ -192,18 +193,6 @@ class MoE(nn.Module):
             f"dim={self.dim}, intermediate={self.intermediate}, experts={self.experts}, top_k={self.top_k}, "
             f"shared_intermediate={self.shared_intermediate}, scoring={self.scoring}, activation={self.activation}"
         )
-
-
-def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """What stands between an expert's two products, in torch's operators; see :func:`flashmoe.fused_moe`."""
-    if activation == "swiglu":
-        return F.silu(gate) * up
-    if activation == "reglu":
-        return F.relu(gate) * up
-    if activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 
 def load_balancing_loss(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:

@@ -1,78 +1,87 @@
-"""``fused_moe`` with e4m3 weights: which of its arguments go with them, and which operator computes it."""
+"""The layer with e4m3 weights, which have a scale for each 128 by 128 of them, and activations with one for each 128 of a row.
+
+``_fused_moe_scaled`` is the compiled operator, for GPUs that have its kernels. ``_fused_moe_scaled_torch`` computes the same in
+torch's operators, on the CPU and other GPUs: both quantise x (unless it comes quantised) and, between the two products, the
+activation; sums are float32 and each row's result is rounded to the output's dtype before a token's rows are added up in float32.
+Neither has a gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
+from torch.nn import functional
 
-from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
-from flashmoe.operators.moe import arguments, scaled
-from flashmoe.routing import note_fallback
+from flashmoe.errors import ArgumentError, DifferentiationError
+from flashmoe.fallback import note_fallback
+from flashmoe.moe import errors
+from flashmoe.moe.fake import output_dtype
+from flashmoe.moe.options import Layer, ScaledLayer, Scales
+from flashmoe.rules import check
 
+BLOCK = 128  # values of a row with one scale; of weights, so many rows as well
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+_LEAST = 2.0**-100  # of a block's largest magnitude, so that zeros have a scale too
 CAPABILITY = (9, 0)  # of the GPUs that have the kernels, which are arch-specific
 _EIGHT_BITS = frozenset(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 )
+SCHEMA = (
+    "_fused_moe_scaled_torch(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
+    "Tensor topk_ids, Tensor? x_scale, Tensor? expert_map, Tensor? shared, str activation) -> Tensor"
+)
+# Cast by autocast; x is left alone where it has 8 bits.
+CAST = tuple(ScaledLayer._fields.index(name) for name in ("x", "shared"))
 
 
-def is_scaled(x: Any, w13: Any, w2: Any, *scales: Any) -> bool:
+def is_scaled(layer: Layer, scales: Scales) -> bool:
     """Whether a call is meant for this module: something has 8 bits, or there is a scale."""
-    if any(scale is not None for scale in scales):
+    if scales.w13 is not None or scales.w2 is not None or scales.x is not None:
         return True
-    return any(getattr(tensor, "dtype", None) in _EIGHT_BITS for tensor in (x, w13, w2))
+    return any(getattr(tensor, "dtype", None) in _EIGHT_BITS for tensor in (layer.x, layer.w13, layer.w2))
 
 
-def layer(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    expert_map: Tensor | None,
-    shared: Tensor | None,
-    activation: str,
-    out: Tensor | None,
-    unsupported: Mapping[str, bool],
-) -> Tensor:
-    """``scales`` of w13, w2 and x. ``unsupported``: arguments of ``fused_moe`` that nothing here has, and whether they were given."""
+def call_scaled(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_input: bool) -> Tensor:
+    """``fused_moe`` with e4m3 weights."""
+    unsupported = {"b13": layer.b13 is not None, "b2": layer.b2 is not None, "layout": layer.layout != "concat"}
+    unsupported |= {"transposed": layer.transposed, "weights_on_input": weights_on_input}
     for name, is_given in unsupported.items():
         if is_given:
-            msg = f"{name} is given with float8_e4m3fn weights, which do not support it; leave it away, or give bfloat16 weights"
+            msg = f"{name} is given with float8_e4m3fn weights, which do not support it; leave it out, or give bfloat16 weights"
             raise ArgumentError(msg)
-    w13_scale, w2_scale, x_scale = scales
-    values = (x, w13, w2, w13_scale, w2_scale, topk_weights, topk_ids, x_scale, expert_map, shared, activation)
-    _refuse_gradients((*values, out))
+    for name, scale in (("w13_scale", scales.w13), ("w2_scale", scales.w2)):
+        if scale is None:
+            msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; give both, or bfloat16 weights"
+            raise ArgumentError(msg)
+    same = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
+    call: Any = ScaledLayer(**same, w13_scale=scales.w13, w2_scale=scales.w2, x_scale=scales.x)
+    _refuse_gradients((*call, out))
     if out is not None:
-        scaled.validate_scaled(*values)
-        arguments.check_out(out, x, scaled.output_dtype(x))
-    result = _call(values)
+        errors.check_types("_fused_moe_scaled_torch", call)
+        errors.check_tensor("out", out)
+        check("_fused_moe_scaled_out", (out, *call))
+    result = _compute(call)
     return result if out is None else out.copy_(result)
 
 
-def _call(values: tuple[Any, ...]) -> Tensor:
-    reason = _why_torch(values[0])
-    operators = torch.ops.flashmoe
-    operator = operators._fused_moe_scaled.default if reason is None else operators._fused_moe_scaled_torch.default
+def _compute(call: ScaledLayer) -> Tensor:
+    reason = _why_torch(call.x)
+    name = "_fused_moe_scaled" if reason is None else "_fused_moe_scaled_torch"
     if reason is not None:
         note_fallback(reason, "fused_moe with float8_e4m3fn weights")
+    operator = getattr(torch.ops.flashmoe, name).default
     if is_compiling():
-        compiled: Tensor = operator(*values)
+        compiled: Tensor = operator(*call)
         return compiled
     try:
-        result: Tensor = operator(*values)
+        result: Tensor = operator(*call)
     except Exception as error:
-        if isinstance(error, FlashmoeError):
-            raise
-        validate = scaled.validate_for_kernels if reason is None else scaled.validate_scaled
-        cause = arguments.explain(error, validate, *values)
-        if cause is not error:
-            raise cause from error
+        errors.raise_cause(error, name, call)
         raise
     return result
 
@@ -93,12 +102,82 @@ def _refuse_gradients(values: tuple[Any, ...]) -> None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not torch.is_grad_enabled():
         return
-    wanted = any(tensor.requires_grad for tensor in tensors)
-    if not wanted and not is_compiling() and transforms_are_active():
-        wanted = any(torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors)
-    if wanted:
+    is_requested = any(tensor.requires_grad for tensor in tensors)
+    if not is_requested and not is_compiling() and transforms_are_active():
+        is_requested = any(torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors)
+    if is_requested:
         msg = (
-            "a gradient is wanted, and fused_moe with float8_e4m3fn weights has none; call it under torch.no_grad(), or "
+            "a gradient is requested, and fused_moe with float8_e4m3fn weights has none; call it under torch.no_grad(), or "
             "give bfloat16 weights"
         )
         raise DifferentiationError(msg)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 values [rows, columns] and float32 scales [rows, columns / 128] of x; a row's last block may be shorter. A
+    block's scale is its largest magnitude / 448. NaN stays NaN, an infinity makes its block NaN."""
+    columns = x.shape[1]
+    padded = torch.nn.functional.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
+    magnitudes = padded.abs()
+    largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(-1, keepdim=True)
+    scales = largest.clamp(min=_LEAST) * (1.0 / LARGEST)  # which torch on a GPU makes of a division anyway
+    scaled = padded * (1.0 / scales)
+    # Rounding may lift the largest a little over 448, which torch's conversion would make NaN on some devices.
+    values = scaled.clamp(-LARGEST, LARGEST).flatten(1)[:, :columns].to(E4M3)
+    return values, scales.squeeze(-1)
+
+
+def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What stands between an expert's two products, in torch's operators; see :func:`flashmoe.fused_moe`."""
+    if activation == "swiglu":
+        return functional.silu(gate) * up
+    if activation == "reglu":
+        return functional.relu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return functional.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
+
+
+def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
+    """float32 of [rows, columns] with [rows, ceil(columns / 128)]."""
+    return values.float() * scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+
+
+def dequantize_weights(values: Tensor, scales: Tensor) -> Tensor:
+    """float32 of one expert's [n, k] with [ceil(n / 128), ceil(k / 128)]."""
+    wide = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]]
+    return dequantize_rows(values, wide)
+
+
+def in_torch(*arguments: Any) -> Tensor:
+    """``_fused_moe_scaled_torch``; only weights of experts that somebody chose are looked at. Reads ids on the host."""
+    check("_fused_moe_scaled_torch", arguments)
+    call = ScaledLayer(*arguments)
+    x, ids, experts = call.x, call.topk_ids.long(), call.w13.shape[0]
+    if call.expert_map is not None:
+        known = (ids >= 0) & (ids < call.expert_map.shape[0])
+        mapped = call.expert_map.long()[torch.where(known, ids, 0)] if call.expert_map.shape[0] else -1
+        ids = torch.where(known, mapped, -1)
+    tokens = dequantize_rows(*(quantize(x) if call.x_scale is None else (x, call.x_scale)))
+    dtype = output_dtype(x)
+    rows = torch.zeros((*ids.shape, x.shape[1]), dtype=dtype, device=x.device)
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < experts:
+            continue
+        chosen = (ids == expert).nonzero(as_tuple=True)
+        both = tokens[chosen[0]] @ dequantize_weights(call.w13[expert], call.w13_scale[expert]).mT
+        active = dequantize_rows(*quantize(activate(*both.chunk(2, dim=1), call.activation)))
+        rows[chosen] = (active @ dequantize_weights(call.w2[expert], call.w2_scale[expert]).mT).to(dtype)
+    has_row = ((ids >= 0) & (ids < experts)).unsqueeze(-1)
+    total = torch.zeros(x.shape, device=x.device) if call.shared is None else call.shared.float()
+    for choice in range(ids.shape[1]):
+        weighted = call.topk_weights[:, choice, None].float() * rows[:, choice].float()
+        total = total + torch.where(has_row[:, choice], weighted, 0.0)
+    return total.to(dtype)
+
+
+def call_in_torch(*arguments: Any) -> Tensor:
+    """The operator of :func:`in_torch`, which other transforms may see."""
+    result: Tensor = torch.ops.flashmoe._fused_moe_scaled_torch.default(*arguments)
+    return result

@@ -1,7 +1,7 @@
 """``nox -s base_image``: a base image from Debian packages, for machines without access to a registry.
 
 debootstrap checks the archive's signature against Debian's keyring and every package against the signed index. The
-installed versions are then compared with docker/base-packages.txt: any difference is an error that names the package.
+installed versions are then compared with lockfiles/debian-bookworm.pins: any difference is an error that names the package.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flashmoe_build.containers.engine import engine
 from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, finish, run
 from flashmoe_tools.report import Check, Report, Verdict
 
-PINS = ROOT / "docker" / "base-packages.txt"
 SUITE = "bookworm"
+PINS = ROOT / "lockfiles" / f"debian-{SUITE}.pins"
 PACKAGES = ("python3", "python3-venv", "g++", "git", "ca-certificates", "binutils")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BASE_TAG = f"flashmoe-base:{SUITE}"
@@ -48,11 +48,11 @@ def differences(pinned: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 
 def require_pinned(found: Mapping[str, str]) -> None:
-    """Raise BuildError unless these are the versions of docker/base-packages.txt."""
+    """Raise BuildError unless these are the versions of lockfiles/debian-bookworm.pins."""
     changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), found)
     if changed:
         listed = "\n  ".join(changed)
-        msg = f"the archive has other versions than docker/base-packages.txt:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
+        msg = f"the archive has other versions than lockfiles/debian-bookworm.pins:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
         raise BuildError(msg)
 
 
@@ -99,7 +99,8 @@ def installed(folder: Path) -> dict[str, str]:
 def make(*, update: bool) -> Report:
     """Make the base image and tag it; with ``update`` write the pins instead of checking them."""
     clock = Stopwatch()
-    with engine(ROOT / "build" / "docker") as docker, tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
+    docker = engine()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
         folder = Path(temporary) / "root"
         bootstrap(folder)
         found = installed(folder)
@@ -112,7 +113,9 @@ def make(*, update: bool) -> Report:
         else:
             require_pinned(found)
         digest = _import(docker, folder)
-    check = Check("base image", Verdict.PASS, f"{len(found)} packages, {digest}", "the versions of base-packages.txt")
+    check = Check(
+        "base image", Verdict.PASS, f"{len(found)} packages, {digest}", "the versions of lockfiles/debian-bookworm.pins"
+    )
     return clock.report("base_image", [check], {"tag": BASE_TAG, "layer": digest, "packages": len(found)})
 
 
@@ -138,7 +141,7 @@ def _import(docker: str, folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.base", description=__doc__)
     parser.add_argument(
-        "--update", action="store_true", help="write docker/base-packages.txt from the archive's current versions"
+        "--update", action="store_true", help="write lockfiles/debian-bookworm.pins from the archive's current versions"
     )
     options = parser.parse_args(arguments)
     return ending(lambda: finish(make(update=options.update)), "no base image was made")

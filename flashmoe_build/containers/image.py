@@ -87,8 +87,9 @@ def build_images(targets: Sequence[str], *, base: str | None, archs: str) -> Rep
     data: dict[str, Any] = {}
     if find_commit(ROOT).dirty:
         print("image    built from HEAD: uncommitted changes are not included", flush=True)
-    with engine(ROOT / "build" / "docker") as docker, tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
-        require_space(docker, SPACE)
+    docker = engine()
+    require_space(docker, SPACE)
+    with tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
         folder = Path(scratch)
         context, secrets, network = make_context(folder), _secrets(folder), _network(os.environ)
         for target in targets:

@@ -227,7 +227,8 @@ def check_config(images: Images) -> Check:
 def test_images(arguments: Sequence[str], build_python: Path) -> Report:
     docker = importlib.import_module("docker")  # by name: a type checker would resolve it to the folder docker/
     clock = Stopwatch()
-    with engine(ROOT / "build" / "docker"), tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
+    engine()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
         images = Images(docker.from_env(timeout=RUN_LIMIT))
         require_images(images.client)
 

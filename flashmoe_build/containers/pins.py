@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def look_up(*, check: bool) -> Report:
     """Ask the registries; with ``check`` a tag that has moved on fails, else its new digest is written."""
-    with engine(ROOT / "build" / "docker"):
-        text, changes = rewrite(DOCKERFILE.read_text(encoding="utf-8"), registry_digest)
+    engine()
+    text, changes = rewrite(DOCKERFILE.read_text(encoding="utf-8"), registry_digest)
     if changes and not check:
         DOCKERFILE.write_text(text, encoding="utf-8")
     verdict = Verdict.FAIL if changes and check else Verdict.PASS

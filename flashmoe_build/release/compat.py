@@ -284,12 +284,7 @@ def compat(
         print(f"{cells[-1].verdict} torch {below}: {cells[-1].found}", flush=True)
     shutil.rmtree(scratch, ignore_errors=True)
     checks = tuple(Check(cell.label, cell.verdict, cell.found) for cell in cells)
-    data = {
-        "wheel": wheel.name,
-        "wheel_sha256": digest,
-        "threads": THREADS,
-        "cells": [asdict(cell) for cell in cells],
-    }
+    data = {"wheel": wheel.name, "wheel_sha256": digest, "threads": THREADS, "cells": [asdict(cell) for cell in cells]}
     report = clock.report("compat", checks, data)
     tried = sum(check.verdict is not Verdict.SKIP for check in checks)
     print(f"compat {report.verdict}: {tried} environments, wheel sha256 {digest}")

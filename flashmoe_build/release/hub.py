@@ -179,7 +179,7 @@ def check_load(out: Path, backend: str) -> Check:
         return Check(name, Verdict.PASS, done.stdout.strip(), expected)
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return Check(
-        name, Verdict.FAIL, last, expected, "nobody could use it from the Hub", "the same by hand, in build/hub"
+        name, Verdict.FAIL, last, expected, "no user could load it from the Hub", "the same by hand, in build/hub"
     )
 
 

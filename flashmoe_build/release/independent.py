@@ -5,7 +5,7 @@ another user builds the wheel's commit in another path, under another file syste
 
 - ``trixie``, another distribution with another g++. Device code is compiled from nothing. What cannot depend on the host's
   compiler (every device binary, every file but the library and what states its hash) must have the same bytes.
-- ``bookworm``, the versions of docker/base-packages.txt, whose g++ is the one that releases are built with. The whole wheel must
+- ``bookworm``, the versions of lockfiles/debian-bookworm.pins, whose g++ is the one that releases are built with. The whole wheel must
   have the same bytes. Device code comes from the first system's cache.
 
 From this machine come the locked packages, checked by hash when they were installed, and the Python that runs them (the lock has none
@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, fin
 from flashmoe_build.release.version import base_version, find_commit
 from flashmoe_build.release.worlds import OTHER_USER, World, check_out
 from flashmoe_tools.report import Check, Report, Verdict
-from flashmoe_tools.verify.content import LIBRARY, RECORD, Content, read_wheel
+from flashmoe_tools.verify.content import Content, read_wheel
+from flashmoe_tools.verify.rebuild import compare
 from flashmoe_tools.versions import version_of
 
 OTHER_SUITE, PINNED_SUITE = "trixie", "bookworm"
@@ -106,46 +107,16 @@ def build_in(suite: str, system: Path, targets: str, jobs: int, cache: Path | No
     return wheel
 
 
-def host_part(names: Mapping[str, str]) -> set[str]:
-    """Members that depend on the host's compiler: the library, and what states its hash."""
-    return {LIBRARY, RECORD} | {name for name in names if name.endswith((".dist-info/RECORD", ".cdx.json"))}
-
-
 def judge(suite: str, given: Content, rebuilt: Content) -> list[Check]:
-    """What must be the same is; and whether the host part is."""
-    names = {**given.members, **rebuilt.members}
-    differing = sorted(name for name in names if given.members.get(name) != rebuilt.members.get(name))
-    apart = [
-        label
-        for label in sorted({*given.cubins, *rebuilt.cubins})
-        if given.cubins.get(label) != rebuilt.cubins.get(label)
-    ]
-    others = sorted(set(differing) - host_part(names))
-    count = len(names) - len(host_part(names))
-    checks = [
-        _verdict(f"{suite}: device binaries", apart, f"{len(given.cubins)} of {len(given.cubins)} have the same bytes"),
-        _verdict(f"{suite}: files", others, f"{count} of {count} have the same bytes"),
-        _verdict(
-            f"{suite}: provenance", _stated_apart(given, rebuilt), "the same but for the host compiler and its library"
-        ),
-    ]
-    name, theirs, ours = f"{suite}: host part", given.stated.cxx, rebuilt.stated.cxx
-    if given.sha256 == rebuilt.sha256:
-        return [*checks, Check(name, Verdict.PASS, f"the whole wheel, byte for byte, by {ours}: sha256 {given.sha256}")]
-    found = f"{', '.join(differing) or 'the archive around its members'}: compiled by {ours}, the wheel by {theirs}"
-    if ours != theirs and differing:
-        return [*checks, Check(name, Verdict.SKIP, found, "the same compiler; the other system judges this part")]
-    step = "unpack both wheels and run diffoscope on them (-- --keep DIR)"
-    return [*checks, Check(name, Verdict.FAIL, found, "the same bytes by the same compiler", next_step=step)]
-
-
-def _verdict(name: str, wrong: list[str], right: str) -> Check:
-    if wrong:
-        shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-        return Check(
-            name, Verdict.FAIL, f"differs: {shown}", right, next_step="run diffoscope on both wheels (-- --keep DIR)"
-        )
-    return Check(name, Verdict.PASS, right)
+    """`verify --rebuild`'s comparison. Where another host compiler explains all that differs, the other system judges that part."""
+    apart = _stated_apart(given, rebuilt)
+    same = "the same but for the host compiler and its library"
+    stated = Check(
+        "provenance", Verdict.FAIL if apart else Verdict.PASS, f"differs: {', '.join(apart)}" if apart else same, same
+    )
+    checks = [*compare(given, rebuilt), stated]
+    skipped = [replace(one, verdict=Verdict.SKIP) if one.verdict is Verdict.UNPROVED else one for one in checks]
+    return [replace(one, name=f"{suite}: {one.name}") for one in skipped]
 
 
 def _stated_apart(given: Content, rebuilt: Content) -> list[str]:

@@ -64,7 +64,7 @@ def _said(context: Context, looked: Lookup) -> str:
         (looked.found, "found by name and version in the libraries that it needs"),
         (len(looked.python), f"exported by Python {here()}"),
         (looked.torch, "of torch, judged by its own checks"),
-        (len(looked.floor), f"newer than this machine's libraries, so only held to the floor: {listing(newer)}"),
+        (len(looked.floor), f"newer than this machine's libraries, so only compared with the floor: {listing(newer)}"),
         (looked.open, "weak, and may stay open"),
     )
     judged = "; ".join(f"{count} {words}" for count, words in counts if count)

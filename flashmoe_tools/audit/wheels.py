@@ -39,42 +39,9 @@ _PYTHON_API = re.compile(r"_?Py[A-Z_]\w*")
 def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     """The checks that need nothing but the wheel; ``facts`` by member name."""
     return [
-        *guarded("METADATA", lambda: check_name(wheel)),
         *guarded("WHEEL", lambda: check_tag(wheel, facts)),
         *check_auditwheel(wheel, facts),
         *guarded("RECORD", lambda: check_record(wheel)),
-    ]
-
-
-def check_name(wheel: Wheel) -> list[Check]:
-    """The distribution and version in the file name, in METADATA and in the name of .dist-info."""
-    from packaging.utils import canonicalize_name, canonicalize_version
-
-    stated = Parser().parsestr(wheel.metadata["METADATA"])
-    folder = next(n for n in wheel.names if n.endswith(".dist-info/METADATA") and n.count("/") == 1)
-    places = {
-        "file name": wheel.path.name.split("-")[:2],
-        "METADATA": [str(stated.get("Name", "")), str(stated.get("Version", ""))],
-        ".dist-info": folder.rsplit(".dist-info", 1)[0].split("-"),
-    }
-    meant = {
-        place: (canonicalize_name(n), canonicalize_version(v))
-        for place, (n, v, *_) in places.items()
-        if len(places[place]) > 1
-    }
-    if len(meant) == len(places) and len(set(meant.values())) == 1:
-        return [
-            passed("wheel name", f"{places['METADATA'][0]} {places['METADATA'][1]}, the same in file name and metadata")
-        ]
-    return [
-        failed(
-            "wheel name",
-            found="; ".join(f"{place}: {' '.join(words)}" for place, words in places.items()),
-            expected="the same distribution and version in all three",
-            why="pip refuses it, or installs one distribution in the place of another.",
-            cause="the file was renamed, or its metadata was edited",
-            next_step="give it back the name that its builder wrote",
-        )
     ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from flashmoe.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 DEFAULT_OPERATION = "attention"
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
@@ -57,7 +58,10 @@ class Reference(Protocol):
 
 
 class Problem(Protocol):
-    """A frozen dataclass that says everything about a problem but the values of its inputs."""
+    """A frozen dataclass that says everything about a problem but the values of its inputs.
+
+    ``heaviest_kernel``, which it may have: the kernel operation that takes most of its time, for profiles.
+    """
 
     operation: ClassVar[str]
 
@@ -91,7 +95,30 @@ class Problem(Protocol):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[Problem]:
-        """The problems of one ``[[cases]]`` table of a suite; ``where`` names it in errors (fields.SuiteError)."""
+        """The problems of one table of a suite's ``cases``; ``where`` names it in errors (fields.SuiteError)."""
+
+
+class RoomProblem:
+    """What the problems of all rooms share: their fields as JSON, inputs and reference from ``reference.py`` beside them."""
+
+    operation: ClassVar[str]
+
+    def to_json(self: Any) -> dict[str, Any]:
+        return {"key": self.key, "operation": self.operation, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
+        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
+
+    def make_inputs(self, device: str, seed: int) -> Any:
+        """Fresh random tensors; torch is needed from here on."""
+        return self._reference().make_inputs(self, device, seed)
+
+    def make_reference(self, inputs: Any) -> Any:
+        return self._reference().make_reference(inputs)
+
+    def _reference(self) -> Any:
+        return import_module(f"{__name__}.{self.operation}.reference")
 
 
 def rooms() -> Mapping[str, Path]:

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
+from flashmoe.attn import backward
 from flashmoe.errors import DifferentiationError
-from flashmoe.operators.attention import backward
 
 from .gradients import autograd_gradients, make_leaves, plain_function
 from .reference import DTYPES, Problem, make_inputs, reference_dtype

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import _extension
-from flashmoe.checks import translate
+from flashmoe.attn import backward
 from flashmoe.errors import ArgumentError, DtypeError, FlashmoeError, ShapeError
-from flashmoe.operators.attention import backward
+from flashmoe.rules import translate
 from flashmoe_tools.tables import load_tables
 
 from .gradients import assert_kernel_ran, check_gradients, has_kernel, make_leaves, ours

@@ -1,8 +1,9 @@
-"""Wrong arguments: every rule has a typed error with what was found and what to do, and C++ and Python have the same rules."""
+"""Wrong arguments: every rule has a typed error with what was found and what to do, with and without memory behind the tensors."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashmoe
-from flashmoe import checks
+from flashmoe import rules
+from flashmoe.attn.arguments import explain_dense
+from flashmoe.attn.fake import matches_sdpa
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -25,8 +29,6 @@ from flashmoe.errors import (
     ShapeError,
     UnsupportedGpuError,
 )
-from flashmoe.operators.attention.arguments import explain, validate
-from flashmoe.operators.attention.drop_in import is_drop_in
 
 from .reference import check_attention
 
@@ -61,7 +63,7 @@ def _cases(device: str) -> dict[str, Case]:
             k[:, :, :3],
             {},
             ShapeError,
-            ("k and v must have one shape", "[2, 2, 7, 64]", "[2, 2, 3, 64]"),
+            ("k and v may differ in head_dim alone", "[2, 2, 7, 64]", "[2, 2, 3, 64]"),
         ),
         "head dims": (
             q,
@@ -72,8 +74,8 @@ def _cases(device: str) -> dict[str, Case]:
             ("head_dim", "64", "32"),
         ),
         "key head dim": (q, _t((2, 2, 7, 32), device), k, {}, ShapeError, ("q and k must share head_dim", "64", "32")),
-        "head dim 257": (_t((1, 1, 3, 257), device),) * 3 + ({}, ShapeError, ("head_dim is 257", "1 to 256")),
-        "head dim 0": (_t((1, 1, 3, 0), device),) * 3 + ({}, ShapeError, ("head_dim is 0",)),
+        "head dim 257": (_t((1, 1, 3, 257), device),) * 3 + ({}, ShapeError, ("head_dim of q is 257", "1 to 256")),
+        "head dim 0": (_t((1, 1, 3, 0), device),) * 3 + ({}, ShapeError, ("head_dim of q is 0",)),
         "heads": (_t((2, 3, 5, 64), device), k, k, {}, ShapeError, ("multiple", "3 and 2", "[batch, heads,")),
         "no key heads": (q, k[:, :0], k[:, :0], {}, ShapeError, ("multiple", "4 and 0")),
         "last stride": (_t((2, 4, 64, 5), device).mT, k, k, {}, ShapeError, ("last dimension of q", "contiguous()")),
@@ -103,8 +105,9 @@ def test_each_rule_has_a_typed_error(name: str, device: str) -> None:
     for word in words:
         assert word in str(caught.value)
     assert type(caught.value) is error
-    with pytest.raises(error):
-        validate(q, k, v, keywords.get("scale", 0.125), keywords.get("causal", False))
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.device == k.device and q.layout is torch.strided:
+        with FakeTensorMode() as mode, pytest.raises(error, match=re.escape(str(caught.value))):
+            flashmoe.attention(*(mode.from_tensor(tensor) for tensor in (q, k, v)), **keywords)
 
 
 @pytest.mark.gpu
@@ -191,40 +194,41 @@ def test_the_cause_is_kept() -> None:
     with pytest.raises(ShapeError) as caught:
         flashmoe.attention(_t(Q)[0], _t(K), _t(K))
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert "flashmoe:shape:" in str(caught.value.__cause__)
+    assert "flashmoe:attention.too_few_dimensions|name=q|" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("flashmoe:shape: a", ShapeError),
+        ("flashmoe:variable.switch|name=a|found=b%7C|", ArgumentError),
         ("flashmoe:dtype: a", DtypeError),
         ("flashmoe:device: a", DeviceError),
         ("flashmoe:argument: a", ArgumentError),
         ("flashmoe:gpu: a", UnsupportedGpuError),
         ("flashmoe:driver: a", DriverError),
         ("flashmoe:internal: a", InternalError),
-        ("flashmoe:memory: a", checks.OutOfMemoryError),
+        ("flashmoe:memory: a", rules.OutOfMemoryError),
         ("prefix\nflashmoe:gpu: a\nException raised from", UnsupportedGpuError),
     ],
 )
 def test_translation_of_coded_messages(text: str, error: type[FlashmoeError]) -> None:
-    translated = checks.translate(RuntimeError(text))
+    translated = rules.translate(RuntimeError(text))
     assert type(translated) is error
-    assert str(translated) == "a"
+    assert str(translated) == ("a is b|; supported: 0, 1" if "|" in text else "a")
 
 
 def test_messages_that_are_not_ours_stay_as_they_are() -> None:
     other = RuntimeError("CUDA error: an illegal memory access was encountered")
     q, k = _t(Q), _t(K)
-    assert checks.translate(other) is None
-    assert explain(other, q, k, k, None, False) is other
-    assert isinstance(checks.translate(RuntimeError("flashmoe:newer: a")), InternalError)
-    driver = explain(RuntimeError("flashmoe:driver: gone"), q, k, k, None, False)
+    assert rules.translate(other) is None
+    assert explain_dense(other, q, k, k, None, False) is other
+    for unknown in ("flashmoe:newer: a", "flashmoe:attention.newer|name=q|"):
+        assert isinstance(rules.translate(RuntimeError(unknown)), InternalError)
+    driver = explain_dense(RuntimeError("flashmoe:driver: gone"), q, k, k, None, False)
     assert isinstance(driver, DriverError)
     typed = ShapeError("x")
-    assert explain(typed, q, k, k, None, False) is typed
-    memory = checks.translate(RuntimeError("flashmoe:memory: 5 elements"))
+    assert explain_dense(typed, q, k, k, None, False) is typed
+    memory = rules.translate(RuntimeError("flashmoe:memory: 5 elements"))
     assert isinstance(memory, torch.OutOfMemoryError)
 
 
@@ -269,11 +273,13 @@ def _arguments(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float, bool]:
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(_arguments())
-def test_cpp_rejects_exactly_what_python_rejects(arguments: tuple[Tensor, Tensor, Tensor, float, bool]) -> None:
-    """Same verdict, and the same kind of error."""
-    in_python = _kind_of_error(lambda: validate(*arguments))
-    in_cpp = _kind_of_error(lambda: torch.ops.flashmoe.flash_attention_forward(*arguments))
-    assert in_python is in_cpp, [list(t.shape) for t in arguments[:3]]
+def test_a_description_is_refused_exactly_where_the_tensors_are(
+    arguments: tuple[Tensor, Tensor, Tensor, float, bool],
+) -> None:
+    """Same verdict, and the same kind of error; of an accepted call the same result, as meta tensors see it."""
+    described = _kind_of_error(lambda: rules.check("flash_attention_forward", arguments))
+    called = _kind_of_error(lambda: torch.ops.flashmoe.flash_attention_forward(*arguments))
+    assert described is called, [list(t.shape) for t in arguments[:3]]
 
 
 def _kind_of_error(call: Callable[[], Any]) -> type[BaseException] | None:
@@ -283,7 +289,7 @@ def _kind_of_error(call: Callable[[], Any]) -> type[BaseException] | None:
     except FlashmoeError as error:
         return type(error)
     except RuntimeError as error:
-        return type(checks.translate(error) or error)
+        return type(rules.translate(error) or error)
     return None
 
 
@@ -386,7 +392,7 @@ def test_cpp_and_python_agree_on_what_is_scaled_dot_product_attention_itself(
 ) -> None:
     q = torch.randn(batch, heads, rows, 8)
     k = torch.randn((1,) * (rank - 4) + (k_batch, k_heads, keys, 8)[max(0, 4 - rank) :])
-    expected = is_drop_in(q.shape, k.shape, causal, gqa)
+    expected = matches_sdpa(q.shape, k.shape, causal, gqa)
     if expected and heads % k_heads:
         return  # four dimensions that the operator itself refuses
     out = torch.ops.flashmoe._flash_attention_drop_in(q, k, k, None, causal, gqa)

@@ -242,14 +242,14 @@ def test_a_function_missing_from_the_library_is_named(monkeypatch: pytest.Monkey
     _extension._c_interface.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(_extension.ctypes, "CDLL", lambda _: Empty())
-        with pytest.raises(ExtensionError, match="has no function flashmoe_last_kernel"):
+        with pytest.raises(ExtensionError, match="has no function flashmoe_check"):
             _extension.last_kernel()
     assert isinstance(_extension.last_kernel(), str)
 
 
 TOY = """
 import torch
-from flashmoe.operators._operator import Operator
+from flashmoe.operator import Operator
 
 def double(x):
     return 2 * x
@@ -258,7 +258,7 @@ OPERATORS = (
     Operator(
         "toy_double",
         schema="toy_double(Tensor x) -> Tensor",
-        layers={"CPU": double},
+        impls={"CPU": double},
         fake=torch.empty_like,
         flops=lambda x, *_, **__: x[0],
         autocast=1,
@@ -267,17 +267,17 @@ OPERATORS = (
 """
 
 
-def test_a_further_operator_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_operation_is_one_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flashmoe import operators
-    from flashmoe.operators._operator import register
+    from flashmoe.operator import find_operators, register
 
     _extension.load()
-    (tmp_path / "toy.py").write_text(TOY)
-    monkeypatch.setattr(operators, "__path__", [*operators.__path__, str(tmp_path)])
-    found = {operator.name: operator for operator in operators.find_operators()}
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "operators.py").write_text(TOY)
+    monkeypatch.setattr(flashmoe, "__path__", [*flashmoe.__path__, str(tmp_path)])
+    found = {operator.name: operator for operator in find_operators()}
     assert {"flash_attention_forward", "toy_double"} < set(found)
     register([found["toy_double"]])
     x = torch.ones(3)

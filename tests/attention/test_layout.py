@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.operators.attention.shapes import output_strides
+from flashmoe.attn.fake import output_strides
 
 from .reference import DTYPES, Problem, assert_ran_here, check_attention, make_inputs
 

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
 from flashmoe import _extension
+from flashmoe.attn.arguments import MAX_SCALE, is_finite_number
 from flashmoe.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -27,7 +28,6 @@ from flashmoe.errors import (
     FlashmoeError,
     ShapeError,
 )
-from flashmoe.operators.attention.arguments import MAX_SCALE, is_finite_number
 
 from .reference import DTYPES, Problem, check_attention, make_inputs
 
@@ -176,17 +176,20 @@ def test_the_operator_itself_raises_typed_errors() -> None:
     wrong: list[tuple[type[FlashmoeError], str, tuple[Any, ...]]] = [
         (ArgumentError, "q is None", (None, k, v, 1.0, False)),
         (ArgumentError, "v is None", (q, k, None, 1.0, False)),
-        (DtypeError, "no kernel for float64", (q.double(), k.double(), v.double(), 1.0, False)),
-        (DtypeError, "found float32, float16 and float32", (q, k.half(), v, 1.0, False)),
+        (DtypeError, "no kernel for torch.float64", (q.double(), k.double(), v.double(), 1.0, False)),
+        (DtypeError, "found torch.float32, torch.float16 and torch.float32", (q, k.half(), v, 1.0, False)),
         (DeviceError, "found cpu, meta and cpu", (q, k.to("meta"), v, 1.0, False)),
-        (ShapeError, "four dimensions.*unsqueeze", (q[0], k, v, 1.0, False)),
-        (ShapeError, "four dimensions.*flatten", (q[None], k, v, 1.0, False)),
+        (ShapeError, "3 dimensions.*unsqueeze", (q[0], k, v, 1.0, False)),
+        (ShapeError, "5 dimensions.*flatten", (q[None], k, v, 1.0, False)),
         (ShapeError, "batch size", (q, k[:1], v[:1], 1.0, False)),
     ]
     for error, words, arguments in wrong:
         with pytest.raises(error, match=words):
             _forward(*arguments)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="flashmoe:shape"):  # no Python rule runs there
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"flashmoe:attention\.too_few_dimensions"),
+    ):  # no Python rule runs there
         _forward(q[0], k, v, 1.0, False)
 
 

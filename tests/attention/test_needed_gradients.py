@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe import _extension
-from flashmoe.operators.attention import backward, shapes
+from flashmoe.attn import backward, fake
 
 from .gradients import has_kernel, make_leaves
 from .reference import DTYPES, Problem, make_inputs
@@ -67,7 +67,7 @@ def test_dense(needed: tuple[bool, ...], device: str) -> None:
     out, lse = _dense(q, k, v)
     arguments = (torch.ones_like(out), None, q, k, v, out, lse, 0.125, True)
     whole = backward.backward(*arguments)
-    for some, every, need in zip(backward.backward(*arguments, shapes.bits(needed)), whole, needed, strict=True):
+    for some, every, need in zip(backward.backward(*arguments, fake.bits(needed)), whole, needed, strict=True):
         assert torch.equal(some, every) if need else some.numel() == 0
 
 

@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
-from flashmoe import _extension, routing
+from flashmoe import _extension
+from flashmoe.attn import sdpa_dispatch
+from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ArgumentError, DtypeError
-from flashmoe.routing import Path
 
 from .reference import CLOSE, DTYPES, assert_ran_here
 
@@ -71,7 +72,7 @@ def test_signature_is_torchs() -> None:
     ours = inspect.signature(flashmoe.scaled_dot_product_attention).parameters
     documented = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)"
     known = [p for p in ours.values() if p.kind is not p.VAR_KEYWORD]  # that one is there to refuse a misspelt keyword
-    assert tuple(p.name for p in known) == routing.ARGUMENTS
+    assert tuple(p.name for p in known) == sdpa_dispatch.ARGUMENTS
     stated = [f"{p.name}={p.default}" if p.default is not p.empty else p.name for p in known]
     assert f"({', '.join(stated)})" == documented
     assert documented.replace(" ", "") in (torch_attention.__doc__ or "").replace(" ", "").replace("\n", "")

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
+from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ShapeError
-from flashmoe.routing import Path
 
 from .reference import CLOSE
 

@@ -196,12 +196,16 @@ def test_table_shows_where_nothing_fits() -> None:
     assert kernel_table({"subjects": [{"launchability": rows}]})[1] == ("k", "128", "0", "122880", "168: 1 0")
 
 
-def test_terminal_output_names_every_check(sound: Path, tables: Tables) -> None:
+def test_a_terminal_shows_verdicts_in_colour(sound: Path, tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    report, stream = audit(sound, tables=tables), Terminal()
-    show(report, stream)
-    assert "launchability" in stream.getvalue()
-    assert "PASS" in stream.getvalue()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    report, coloured, plain_one = audit(sound, tables=tables), Terminal(), Terminal()
+    show(report, coloured)
+    assert "\n\x1b[32mPASS\x1b[0m  launchability" in coloured.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(report, plain_one)
+    assert plain_one.getvalue() == "\n".join(plain(report)) + "\n"

@@ -141,8 +141,6 @@ def test_f12_built_for_another_torch(workshop: Workshop) -> None:
     refused, lost = named(report, "torch C++ symbols"), named(report, "not in torch")
     assert refused.found == "1 wanted: c10::cuda::ExchangeDevice(char)"
     assert "c10::cuda::ExchangeDevice(char)" in lost.name
-    assert "`c10::cuda::ExchangeDevice` is defined with another signature" in lost.why
-    assert "ExchangeDevice(signed char)" in lost.why
     assert "built against another torch" in lost.why
 
 

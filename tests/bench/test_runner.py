@@ -359,7 +359,7 @@ def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest
     assert found.matmul_of == {"f16": "bf16 64 x 64 x 64, B transposed", "f32": "f32 128 x 128 x 128, B transposed"}
     assert found.matmul_tflops == {"f16": pytest.approx(0.6, rel=1e-3), "f32": pytest.approx(0.4, rel=1e-3)}
     assert [(one.size, one.transposed) for one in tried if one.dtype == "f16"] == [(64, False)]
-    assert ceilings.stand_ins("cuda", "f16") == ("f16",)
+    assert ceilings.product_dtypes("cuda", "f16") == ("f16",)
     monkeypatch.undo()
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 64})
     monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmoe.operators.attention import backward as by_torch
+from flashmoe.attn import backward as by_torch
 from tests.attention.reference import Problem, make_inputs
 
 from .backend import Backend

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 SHARED = (
+    "arguments",
     "copies",
     "find_kernels",
     "last_kernel",

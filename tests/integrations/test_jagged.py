@@ -16,9 +16,9 @@ from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashmoe
+from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
-from flashmoe.routing import Path
 
 from .jagged import RAGGED_FORWARD, jagged, operators, ragged
 

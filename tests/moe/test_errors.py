@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.checks import translate
+from flashmoe import rules
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DeviceError, DtypeError, ShapeError
-from flashmoe.operators.moe import arguments
+from flashmoe.rules import translate
 
 from .layer import FULL, SMALL, call
 from .reference import Inputs, make_inputs
@@ -95,8 +95,8 @@ def test_typed_errors(name: str, device: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, (kind, _) in WRONG.items() if kind is not ArgumentTypeError and "sparse" not in name]
 )
-def test_the_extension_says_the_same(name: str, device: str) -> None:
-    """The C++ checks and the Python ones, which fake tensors have, agree on what is wrong."""
+def test_the_operator_and_a_tracer_hear_the_same(name: str, device: str) -> None:
+    """A call and a description of it, which fake tensors have, break the same rule."""
     kind, change = WRONG[name]
     inputs = make_inputs(FULL, device=device)
     changes = change(inputs)
@@ -120,7 +120,7 @@ def test_the_extension_says_the_same(name: str, device: str) -> None:
         torch.ops.flashmoe._fused_moe_inference.default(*words)
     assert kind in (type(caught.value), type(translate(caught.value)))
     with pytest.raises(kind):
-        arguments.validate_layer(*words)
+        rules.check("_fused_moe_inference", words)
 
 
 @pytest.mark.parametrize("weights_on_input", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashmoe.operators.moe import quantize as product
+from flashmoe.moe import scaled as product
 from flashmoe_tools.operations.moe_scaled import formats
 
 E4M3 = torch.float8_e4m3fn

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError
-from flashmoe.operators.moe import arguments
+from flashmoe.moe import options
 
 from .layer import FULL, SMALL, call, leaf_names, run
 from .reference import Case, Inputs, compare, expect, local_experts, make_inputs
@@ -258,7 +258,7 @@ def test_opcheck(case: Case, device: str) -> None:
         torch.library.opcheck(consuming, (*layer, *words, wanted), test_utils=eager)
 
 
-@pytest.mark.parametrize("scoring", arguments.SCORINGS)
+@pytest.mark.parametrize("scoring", options.SCORINGS)
 def test_opcheck_routing(scoring: str, device: str) -> None:
     logits = torch.randn(9, 8, device=device, requires_grad=True)
     options = (scoring, torch.zeros(8, device=device), 4, 2, True, 2.0)

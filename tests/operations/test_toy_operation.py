@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -27,9 +27,8 @@ from flashmoe_build.compile.codegen import embed_source, index_json, kernel_tabl
 from flashmoe_build.compile.device import compile_units  # noqa: E402
 from flashmoe_build.compile.host import place  # noqa: E402
 from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
-from flashmoe_build.emulation.build import Options, kernel_library  # noqa: E402
-from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings  # noqa: E402
-from flashmoe_build.emulation.parameters import structure  # noqa: E402
+from flashmoe_build.emulation import cases  # noqa: E402
+from flashmoe_build.emulation.build import Options  # noqa: E402
 from flashmoe_tools import operations  # noqa: E402
 from flashmoe_tools.audit.embedded import read_embedded  # noqa: E402
 from flashmoe_tools.audit.kernels import audit_kernels  # noqa: E402
@@ -120,22 +119,19 @@ def test_the_host_finds_loads_and_launches_it(built: Path, capability: int, kind
     assert (status, answer.value.decode().splitlines()) == (0, [PLAIN, RELU, *launches])
 
 
-@pytest.mark.parametrize("symbol", [PLAIN, RELU])
-def test_it_is_emulated(tree: Path, units: tuple[Unit, ...], symbol: str) -> None:
-    options = Options(overlay=tree / "csrc")
-    library = KernelLibrary(kernel_library(units[0], options))
-    given = torch.randn(1200, generator=torch.Generator().manual_seed(1))
-    out = torch.full_like(given, float("nan"))
-    params = structure(units[0].row.descriptor.params, options.roots())(
-        x=library.add_buffer(given.data_ptr(), 4800, writable=False, initialised=True, name="x"),
-        out=library.add_buffer(out.data_ptr(), 4800, writable=True, initialised=False, name="out"),
-        count=1200,
-        scale=-2.0,
-    )
-    launch = Geometry(3, units[0].row.threads, units[0].row.smem_bytes("f32"), 64)
-    report = library.launch(symbol, (ctypes.addressof(params),), launch, Settings())
-    assert report.failure is None, str(report.failure)
-    assert torch.equal(out, (given * -2.0).clamp(min=0.0) if symbol == RELU else given * -2.0)
+def test_it_is_emulated_and_a_planted_bug_is_found(tree: Path, tables: Tables, tmp_path: Path) -> None:
+    found = [case for case in cases.suite(tables, "toy_scale") if case.kernel.unit.target.name == "sm_80"]
+    assert [case.identity for case in found] == [
+        "toy_scale_sm80_f32_v4-plain-seed0",
+        "toy_scale_sm80_f32_v4-relu-seed1",
+    ]
+    for case in found:
+        outcome = cases.run_case(case, Options(overlay=tree / "csrc"))
+        assert outcome.passed, outcome.explain()
+    wrong = Path(shutil.copytree(tree / "csrc" / "toy", tmp_path / "toy")) / "scale.cuh"
+    wrong.write_text(wrong.read_text().replace("value < 0.0f", "value > 0.0f"))
+    outcome = cases.run_case(found[1], Options(overlay=tmp_path))
+    assert "out is wrong at" in outcome.explain()
 
 
 def test_its_shared_memory_is_calculated(
@@ -144,8 +140,8 @@ def test_its_shared_memory_is_calculated(
     monkeypatch.setattr(smem, "load_tables", lambda: tables)
     assert main(["smem", "--operation", "toy_scale", "--arch", "sm89"]) == ExitCode.OK
     text = capsys.readouterr().out
-    assert "sm80 f32 v4 tile 512x1" in text
-    assert "staged elements                  2,048 bytes" in text
+    assert "sm80 f32 v4 tile 512, 4 warps" in text
+    assert re.search(r"staged elements +2,048 bytes", text)
 
 
 def test_its_suite_is_timed_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,10 @@ AppendParams make_params(const AppendArguments& arguments) {
   params.v_cache = arguments.v_cache.data();
   params.k_new = arguments.k_new.data();
   params.v_new = arguments.v_new.data();
-  params.k_cache_stride = varlen_strides(arguments.k_cache, is_paged);
-  params.v_cache_stride = varlen_strides(arguments.v_cache, is_paged);
-  params.k_new_stride = varlen_strides(arguments.k_new, false);
-  params.v_new_stride = varlen_strides(arguments.v_new, false);
+  params.k_cache_stride = strides_of(arguments.k_cache, is_paged);
+  params.v_cache_stride = strides_of(arguments.v_cache, is_paged);
+  params.k_new_stride = strides_of(arguments.k_new);
+  params.v_new_stride = strides_of(arguments.v_new);
   params.cache_seqlens = static_cast<const int32_t*>(arguments.cache_seqlens.data());
   params.batch = static_cast<int32_t>(new_sizes[0]);
   params.heads_kv = static_cast<int32_t>(new_sizes[1]);

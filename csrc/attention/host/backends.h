@@ -14,11 +14,11 @@ void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outpu
 void backward_cpu(const BackwardParams& params, const ForwardArguments& arguments);
 
 // Ragged, paged and banded attention: at least one entry, row and head; max_seqlen_k may be 0.
-void forward_varlen_cpu(const VarlenArguments& arguments, const VarlenOutputs& outputs);
-void forward_varlen_cuda(const VarlenArguments& arguments, const VarlenOutputs& outputs);
+void forward_varlen_cpu(const VarlenArguments& arguments, const ForwardOutputs& outputs);
+void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs& outputs);
 // At least one row and one key.
-void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients);
-void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients);
+void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const Gradients& gradients);
+void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients);
 // At least one new key.
 void append_cpu(const AppendArguments& arguments);
 void append_cuda(const AppendArguments& arguments);

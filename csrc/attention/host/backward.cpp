@@ -9,87 +9,20 @@
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
 #include "attention/params/fused_backward.h"
-#include "host/boxed.h"
+#include "host/arguments.h"
 #include "host/copies.h"
-#include "host/last_kernel.h"
-#include "host/launch.h"
-#include "host/tensor_map.h"
-#include "host/tile_counters.h"
-#include "host/workspace.h"
 
 namespace flashmoe {
 namespace attention {
 namespace {
 
-using host::Tensor;
-
-struct BackwardArguments {
+struct BackwardArguments : BackwardTensors {
   ForwardArguments forward;  // q, k, v, scale, mask
-  Tensor out;                // [batch, heads_q, seq_q, head_dim], of the forward pass
-  Tensor dout;               // the same, its gradient
-  Tensor lse;                // [batch, heads_q, seq_q] fp32, contiguous
-  Tensor dlse;               // the same, its gradient; empty where there is none
   int64_t needs = kNeedsAll;
 
   bool needs_dq() const { return (needs & kNeedsDq) != 0; }
   bool needs_dkv() const { return (needs & (kNeedsDk | kNeedsDv)) != 0; }
 };
-
-// Null handles where nobody needs them. The kernel of dk and dv gives both.
-struct Gradients {
-  Tensor dq;
-  Tensor dk;
-  Tensor dv;
-};
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
-
-void check_sizes(const Tensor& tensor, const char* name, const int64_t* sizes, int64_t rank) {
-  bool is_equal = tensor.dim() == rank;
-  for (int64_t axis = 0; is_equal && axis < rank; ++axis) is_equal = tensor.sizes()[axis] == sizes[axis];
-  if (!is_equal) {
-    host::fail(host::ErrorCode::kShape, name, " has shape ", host::describe_sizes(tensor.sizes(), tensor.dim()), "; ",
-               host::describe_sizes(sizes, rank), " is needed: what the forward pass was given and returned");
-  }
-}
-
-void check_like_query(const Tensor& tensor, const char* name, const ForwardArguments& forward) {
-  check_sizes(tensor, name, forward.q.sizes(), 4);
-  if (tensor.dtype() != forward.torch_dtype || tensor.device_index() != forward.device_index ||
-      tensor.device_type() != forward.device_type) {
-    host::fail(host::ErrorCode::kDtype, name, " is ", host::describe_dtype(tensor.dtype()), " on ",
-               host::describe_device(tensor),
-               "; q's dtype and device are needed: ", host::describe_dtype(forward.torch_dtype), " on ",
-               host::describe_device(forward.q));
-  }
-  if (tensor.sizes()[3] > 1 && tensor.strides()[3] != 1) {
-    host::fail(host::ErrorCode::kShape, name, " has stride ", tensor.strides()[3],
-               " in its last dimension; 1 is needed: call .contiguous() on it first");
-  }
-}
-
-void check_statistic(const Tensor& tensor, const char* name, const ForwardArguments& forward) {
-  check_sizes(tensor, name, forward.q.sizes(), 3);
-  int64_t stride = 1;
-  bool is_contiguous = true;
-  for (int64_t axis = 2; axis >= 0; --axis) {
-    is_contiguous = is_contiguous && (tensor.sizes()[axis] <= 1 || tensor.strides()[axis] == stride);
-    stride *= tensor.sizes()[axis];
-  }
-  if (!is_contiguous || tensor.dtype() != aoti_torch_dtype_float32() || tensor.device_index() != forward.device_index ||
-      tensor.device_type() != forward.device_type) {
-    host::fail(host::ErrorCode::kArgument, name, " is ", host::describe_dtype(tensor.dtype()), " on ",
-               host::describe_device(tensor), "; contiguous float32 on q's device is needed");
-  }
-}
-
-void check_backward_arguments(BackwardArguments& arguments) {
-  check_arguments(arguments.forward);
-  check_like_query(arguments.out, "out", arguments.forward);
-  check_like_query(arguments.dout, "grad_out", arguments.forward);
-  check_statistic(arguments.lse, "lse", arguments.forward);
-  if (arguments.dlse.get() != nullptr) check_statistic(arguments.dlse, "grad_lse", arguments.forward);
-}
 
 // The same problem on tensors that the kernels can load. Both kernels ask for the same.
 BackwardArguments make_loadable(const BackwardArguments& arguments, const Kernel& kernel) {
@@ -117,131 +50,37 @@ Gradients allocate_gradients(const ForwardArguments& forward, bool with_dq, bool
   return gradients;
 }
 
-void set_gradient(const Tensor& gradient, void** address, Strides* strides) {
-  if (gradient.get() == nullptr) return;
-  *address = gradient.data();
-  *strides = row_strides(gradient);
+BackwardParams make_params(const BackwardArguments& arguments, const Gradients& gradients) {
+  return make_backward_params(make_params(arguments.forward, {}), arguments, gradients);
 }
 
-BackwardParams make_backward_params(const BackwardArguments& arguments, const Gradients& gradients) {
-  const ForwardParams forward = make_params(arguments.forward, {});
-  BackwardParams params{};
-  params.q = forward.q;
-  params.k = forward.k;
-  params.v = forward.v;
-  params.out = arguments.out.data();
-  params.dout = arguments.dout.data();
-  params.lse = static_cast<const float*>(arguments.lse.data());
-  params.dlse = arguments.dlse.get() != nullptr ? static_cast<const float*>(arguments.dlse.data()) : nullptr;
-  params.q_stride = forward.q_stride;
-  params.k_stride = forward.k_stride;
-  params.v_stride = forward.v_stride;
-  params.out_stride = row_strides(arguments.out);
-  params.dout_stride = row_strides(arguments.dout);
-  set_gradient(gradients.dq, &params.dq, &params.dq_stride);
-  set_gradient(gradients.dk, &params.dk, &params.dk_stride);
-  set_gradient(gradients.dv, &params.dv, &params.dv_stride);
-  params.batch = forward.batch;
-  params.heads_q = forward.heads_q;
-  params.heads_kv = forward.heads_kv;
-  params.seq_q = forward.seq_q;
-  params.seq_k = forward.seq_k;
-  params.head_dim = forward.head_dim;
-  params.scale = forward.scale;
-  params.scale_log2 = forward.scale_log2;
-  return params;
-}
-
-// What the kernels of dq, and of dk and dv, take after their parameters; none outside the sm90 family.
 std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
-  const auto maps = backward::sm90::query_gradient_tensor_maps(params, kernel.block_n);
-  const auto encode = [&kernel](const auto& description, const char* name) {
-    return host::encode_tensor_map(description, kernel.dtype, name);
-  };
-  return {encode(maps.q, "q"), encode(maps.k, "k"), encode(maps.v, "v"), encode(maps.dout, "grad_out"),
-          encode(maps.dq, "dq")};
+  return encode_query_gradient_maps(backward::sm90::query_gradient_tensor_maps(params, kernel.block_n), kernel.dtype);
 }
 
 std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
-  const auto maps = backward::sm90::key_value_gradient_tensor_maps(params, kernel.block_m);
-  const auto encode = [&kernel](const auto& description, const char* name) {
-    return host::encode_tensor_map(description, kernel.dtype, name);
-  };
-  return {encode(maps.q, "q"),           encode(maps.k, "k"),   encode(maps.v, "v"),
-          encode(maps.dout, "grad_out"), encode(maps.dk, "dk"), encode(maps.dv, "dv")};
+  return encode_key_value_gradient_maps(backward::sm90::key_value_gradient_tensor_maps(params, kernel.block_m),
+                                        kernel.dtype);
 }
 
-FusedQueryParams make_fused_query_params(const BackwardParams& params, Mask mask) {
+void run_fused(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const Kernel& fused = *kernels.fused;
   auto queries = fused_query_params<FusedQueryParams>(params);
   queries.keys = params.seq_k;
-  queries.row_keys = mask == Mask::kCausal ? params.seq_k - params.seq_q + 1 : params.seq_k;
-  return queries;
-}
-
-// All three gradients by one kernel, between one that computes row_dot and zeroes the sums of dq, and one that converts these.
-void run_fused(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
-  const Kernel& fused = *kernels.fused;
-  const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
-  const int64_t pieces = ceil_div(params.seq_q, fused.block_m) * heads;
+  const bool is_causal = static_cast<Mask>(fused.axes[axis::kMask]) == Mask::kCausal;
+  queries.row_keys = is_causal ? params.seq_k - params.seq_q + 1 : params.seq_k;
+  const int64_t partials = ceil_div(params.seq_q, fused.block_m) * params.batch * params.heads_q;
   const int64_t tiles = ceil_div(params.seq_k, fused.block_n) * params.batch * params.heads_kv;
-  const host::CudaCall call(gpu);
-  const host::TileCounter counter = host::tile_counter(call);
-  params.tile_counter = counter.address;
-  host::Workspace workspace;
-  const int64_t row_dot = workspace.add<float>(heads * params.seq_q);
-  const int64_t sums = workspace.add<float>(pieces * (fused.block_m * fused.axes[0] + 1));  // and a turn for each piece
-  workspace.allocate(call);
-  params.row_dot = workspace.address<float>(row_dot);
-  FusedQueryParams queries = make_fused_query_params(params, static_cast<Mask>(fused.axes[axis::kMask]));
-  queries.sums = workspace.address<float>(sums);
-  params.dq = queries.sums;
-  const std::vector<CUtensorMap> maps = key_value_gradient_maps(params, fused);
-  host::LaunchList list;
-  list.add({kernels.prepare, pieces, &queries, nullptr, /*is_dependent=*/false});
-  list.add({&fused, host::grid_for(fused, tiles, gpu), &params, maps.data(), /*is_dependent=*/false});
-  list.add({kernels.convert, pieces, &queries, nullptr, /*is_dependent=*/false});
-  list.run(call);
-  host::set_last_kernel(fused.symbol);
+  run_fused(params, kernels, queries, partials, fused.block_m, tiles, key_value_gradient_maps, gpu);
 }
 
-// dq or null, dk and dv or null: a kernel runs where its gradient is needed. Without dq a small kernel gives row_dot.
-void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
-  const bool with_dq = params.dq != nullptr;
-  const bool with_dkv = params.dk != nullptr;
-  const Kernel& dq = *kernels.dq;
-  const Kernel& dkv = *kernels.dkv;
-  const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
-  const int64_t heads_kv = static_cast<int64_t>(params.batch) * params.heads_kv;
-  const int64_t dq_grid = host::grid_for(dq, ceil_div(params.seq_q, dq.block_m) * heads, gpu);
-  const int64_t dkv_grid = host::grid_for(dkv, ceil_div(params.seq_k, dkv.block_n) * heads_kv, gpu);
-  const host::CudaCall call(gpu);
-  host::TileCounter counter;
-  if (dq.is_persistent || dkv.is_persistent) {
-    counter = host::tile_counter(call);  // one for both, which follow each other
-    params.tile_counter = counter.address;
-  }
-  host::Workspace workspace;
-  const int64_t row_dot = workspace.add<float>(heads * params.seq_q);
-  workspace.allocate(call);
-  params.row_dot = workspace.address<float>(row_dot);
-
-  const RowDotParams row_dot_params = make_row_dot_params(params, params.head_dim);
-  std::vector<CUtensorMap> dq_maps, dkv_maps;
-  host::LaunchList list;
-  if (with_dq) {
-    dq_maps = query_gradient_maps(params, dq);
-    list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
-  } else {
-    list.add(row_dot_launch(select_row_dot(host::make_request(gpu, dq.dtype)), row_dot_params));
-  }
-  if (with_dkv) {
-    dkv_maps = key_value_gradient_maps(params, dkv);
-    list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
-  }
-  list.run(call);
-  host::set_last_kernel(with_dkv ? dkv.symbol : dq.symbol);
+void run_split(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const int64_t batch = params.batch;
+  const SplitTiles tiles{ceil_div(params.seq_q, kernels.dq->block_m) * batch * params.heads_q,
+                         ceil_div(params.seq_k, kernels.dkv->block_n) * batch * params.heads_kv};
+  run_split(params, kernels, tiles, params.head_dim, query_gradient_maps, key_value_gradient_maps, gpu);
 }
 
 SelectorInput make_selector_input(const ForwardArguments& forward, const host::Device& gpu) {
@@ -266,17 +105,20 @@ std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
   const BackwardArguments operands = make_loadable(arguments, *kernels.dq);
   const bool is_padded = operands.forward.q.sizes()[3] != arguments.forward.q.sizes()[3];
   const bool with_dq = arguments.needs_dq(), with_dkv = arguments.needs_dkv();
-  const auto compute = with_dq && with_dkv && prefers_fused(kernels, problem) ? run_fused : run;
+  const bool is_fused = with_dq && with_dkv && prefers_fused(kernels, problem);
+  const auto compute = [&](const BackwardParams& params) {
+    is_fused ? run_fused(params, kernels, gpu) : run_split(params, kernels, gpu);
+  };
   Gradients gradients = allocate_gradients(arguments.forward, with_dq, with_dkv, with_dkv);
   if (is_padded) {
     const Gradients padded =
         allocate_gradients(operands.forward, with_dq, with_dkv, with_dkv);  // at the kernel's width
-    compute(make_backward_params(operands, padded), kernels, gpu);
+    compute(make_params(operands, padded));
     if (with_dq) host::copy_unpadded(padded.dq, gradients.dq);
     if ((arguments.needs & kNeedsDk) != 0) host::copy_unpadded(padded.dk, gradients.dk);
     if ((arguments.needs & kNeedsDv) != 0) host::copy_unpadded(padded.dv, gradients.dv);
   } else {
-    compute(make_backward_params(operands, gradients), kernels, gpu);
+    compute(make_params(operands, gradients));
   }
   return gradients;
 }
@@ -284,7 +126,7 @@ std::optional<Gradients> backward_cuda(const BackwardArguments& arguments) {
 std::optional<Gradients> backward_on_cpu(const BackwardArguments& arguments) {
   Gradients gradients = allocate_gradients(arguments.forward, arguments.needs_dq(), (arguments.needs & kNeedsDk) != 0,
                                            (arguments.needs & kNeedsDv) != 0);
-  backward_cpu(make_backward_params(arguments, gradients), arguments.forward);
+  backward_cpu(make_params(arguments, gradients), arguments.forward);
   return gradients;
 }
 
@@ -292,17 +134,19 @@ template <std::optional<Gradients> (*kBackend)(const BackwardArguments&)>
 void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention backward", num_arguments, 10, num_outputs, 3);
   BackwardArguments arguments;
-  arguments.dout = host::take_tensor(stack[0]);
-  arguments.dlse = Tensor(host::take<std::optional<AtenTensorHandle>>(stack[1]).value_or(nullptr));
-  arguments.forward.q = host::take_tensor(stack[2]);
-  arguments.forward.k = host::take_tensor(stack[3]);
-  arguments.forward.v = host::take_tensor(stack[4]);
-  arguments.out = host::take_tensor(stack[5]);
-  arguments.lse = host::take_tensor(stack[6]);
-  arguments.forward.scale = host::take<double>(stack[7]);
-  arguments.forward.is_causal = host::take<bool>(stack[8]);
-  arguments.needs = host::take<int64_t>(stack[9]);
-  check_backward_arguments(arguments);
+  host::Arguments given(stack);
+  arguments.dout = given.tensor();
+  arguments.dlse = given.optional_tensor();
+  arguments.forward.q = given.tensor();
+  arguments.forward.k = given.tensor();
+  arguments.forward.v = given.tensor();
+  arguments.out = given.tensor();
+  arguments.lse = given.tensor();
+  arguments.forward.scale = given.number();
+  arguments.forward.is_causal = given.flag();
+  arguments.needs = given.integer();
+  check_arguments(arguments.forward);
+  check_backward_tensors(arguments, arguments.forward, arguments.forward.q.sizes());
   std::optional<Gradients> gradients = kBackend(arguments);
   for (int index = 0; index < 3; ++index) stack[index] = host::give_none();
   if (!gradients.has_value()) return;

@@ -1,11 +1,18 @@
-// What the backward passes of dense and of ragged attention share: which gradients are wanted, and row_dot by itself.
+// What the backward passes of dense and of ragged attention share: which gradients are wanted, and the two forms of launching them.
 #pragma once
 
-#include <cstdint>
+#include <cuda.h>
 
+#include <cstdint>
+#include <vector>
+
+#include "attention/host/select.h"
 #include "attention/params/backward.h"
-#include "attention/params/row_dot.h"
+#include "host/last_kernel.h"
 #include "host/launch.h"
+#include "host/tensor_map.h"
+#include "host/tile_counters.h"
+#include "host/workspace.h"
 
 namespace flashmoe {
 namespace attention {
@@ -16,20 +23,11 @@ constexpr int64_t kNeedsDk = 2;
 constexpr int64_t kNeedsDv = 4;
 constexpr int64_t kNeedsAll = kNeedsDq | kNeedsDk | kNeedsDv;
 
-// Where no kernel of dq runs. Ragged rows: one batch entry of rows_total.
-inline RowDotParams make_row_dot_params(const BackwardParams& params, int32_t head_dim) {
-  const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
-  return {params.out,
-          params.dout,
-          params.lse,
-          params.dlse,
-          params.row_dot,
-          params.out_stride,
-          params.dout_stride,
-          is_ragged ? 1 : params.batch,
-          params.heads_q,
-          is_ragged ? params.entries.rows_total : params.seq_q,
-          head_dim};
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Of dense attention, whose row_dot nobody asks for.
+inline int64_t num_rows(const BackwardParams& params) {
+  return static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
 }
 
 // What FusedQueryParams and VarlenFusedQueryParams have in common; sums come later.
@@ -53,10 +51,61 @@ QueryParams fused_query_params(const BackwardParams& params) {
   return queries;
 }
 
-inline host::Launch row_dot_launch(const host::Kernel& kernel, const RowDotParams& params) {
-  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads * params.rows;
-  const int64_t block_rows = kernel.threads / 4;
-  return {&kernel, (rows + block_rows - 1) / block_rows, &params, nullptr, /*is_dependent=*/false};
+// What a kernel takes after its parameters; none outside the sm90 family. Dense and ragged attention describe the same tensors.
+using MakeMaps = std::vector<CUtensorMap> (*)(const BackwardParams& params, const Kernel& kernel);
+
+template <class Maps>
+std::vector<CUtensorMap> encode_query_gradient_maps(const Maps& maps, Dtype dtype) {
+  const auto encode = [dtype](const auto& map, const char* name) { return host::encode_tensor_map(map, dtype, name); };
+  return {encode(maps.q, "q"), encode(maps.k, "k"), encode(maps.v, "v"), encode(maps.dout, "grad_out"),
+          encode(maps.dq, "dq")};
+}
+
+template <class Maps>
+std::vector<CUtensorMap> encode_key_value_gradient_maps(const Maps& maps, Dtype dtype) {
+  const auto encode = [dtype](const auto& map, const char* name) { return host::encode_tensor_map(map, dtype, name); };
+  return {encode(maps.q, "q"),           encode(maps.k, "k"),   encode(maps.v, "v"),
+          encode(maps.dout, "grad_out"), encode(maps.dk, "dk"), encode(maps.dv, "dv")};
+}
+
+// The form of two kernels. params has dq or null, dk and dv or null: a kernel runs where its gradient is needed; without dq a small
+// kernel gives row_dot. Tiles: of all heads.
+struct SplitTiles {
+  int64_t dq;
+  int64_t dkv;
+};
+void run_split(BackwardParams params, const BackwardKernels& kernels, SplitTiles tiles, int32_t head_dim_v,
+               MakeMaps query_gradient_maps, MakeMaps key_value_gradient_maps, const host::Device& gpu);
+
+// Memory for row_dot where the caller wants none of it; it lives as long as `workspace`.
+inline void allocate_row_dot(BackwardParams& params, int64_t row_dot, const host::Workspace& workspace) {
+  if (params.row_dot == nullptr) params.row_dot = workspace.address<float>(row_dot);
+}
+
+// All three gradients by one kernel, between one that computes row_dot and zeroes the sums of dq, and one that converts these.
+// partials: of all heads, of partial_rows rows each.
+template <class QueryParams>
+void run_fused(BackwardParams params, const BackwardKernels& kernels, QueryParams queries, int64_t partials,
+               int64_t partial_rows, int64_t tiles, MakeMaps key_value_gradient_maps, const host::Device& gpu) {
+  const Kernel& fused = *kernels.fused;
+  const host::CudaCall call(gpu);
+  const host::TileCounter counter = host::tile_counter(call);
+  params.tile_counter = counter.address;
+  host::Workspace workspace;
+  const int64_t row_dot = workspace.add<float>(params.row_dot == nullptr ? num_rows(params) : 0);
+  const int64_t sums = workspace.add<float>(partials * (partial_rows * fused.axes[axis::kHeadDim] + 1));  // and a rank for each
+  workspace.allocate(call);
+  allocate_row_dot(params, row_dot, workspace);
+  queries.row_dot = params.row_dot;
+  queries.sums = workspace.address<float>(sums);
+  params.dq = queries.sums;
+  const std::vector<CUtensorMap> maps = key_value_gradient_maps(params, fused);
+  host::LaunchList list;
+  list.add({kernels.prepare, partials, &queries, nullptr, /*is_dependent=*/false});
+  list.add({&fused, host::grid_for(fused, tiles, gpu), &params, maps.data(), /*is_dependent=*/false});
+  list.add({kernels.convert, partials, &queries, nullptr, /*is_dependent=*/false});
+  list.run(call);
+  host::set_last_kernel(fused.symbol);
 }
 
 }  // namespace attention

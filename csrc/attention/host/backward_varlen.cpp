@@ -12,17 +12,10 @@
 #include "attention/host/select.h"
 #include "attention/params/fused_backward.h"
 #include "host/copies.h"
-#include "host/last_kernel.h"
-#include "host/launch.h"
-#include "host/tensor_map.h"
-#include "host/tile_counters.h"
-#include "host/workspace.h"
 
 namespace flashmoe {
 namespace attention {
 namespace {
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
   const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
@@ -69,7 +62,7 @@ int32_t rows_between_entries(const Strides& strides) {
   return strides.batch == 0 ? 0 : static_cast<int32_t>(strides.batch / strides.row);
 }
 
-EntryRows entry_rows(const BackwardParams& params) {
+SequenceRows sequence_rows(const BackwardParams& params) {
   return {rows_between_entries(params.q_stride),  rows_between_entries(params.k_stride),
           rows_between_entries(params.v_stride),  rows_between_entries(params.dout_stride),
           rows_between_entries(params.dq_stride), rows_between_entries(params.dk_stride),
@@ -91,112 +84,50 @@ int64_t most_blocks(bool is_ragged, int64_t total, int64_t longest, int64_t entr
   return std::min(tiles, ceil_div(longest, block) * entries + kClearingSlots);
 }
 
-template <class Maps>
-std::vector<CUtensorMap> encode_all(const Kernel& kernel, const Maps& maps) {
-  std::vector<CUtensorMap> encoded;
-  for (const auto& [map, name] : maps) encoded.push_back(host::encode_tensor_map(*map, kernel.dtype, name));
-  return encoded;
-}
-
-using NamedMap = std::pair<const backward::sm90::RaggedTensorMapArguments*, const char*>;
-
 std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
-  const auto maps = backward::sm90::varlen_query_gradient_tensor_maps(params, kernel.block_n);
-  return encode_all(kernel,
-                    std::vector<NamedMap>{
-                        {&maps.q, "q"}, {&maps.k, "k"}, {&maps.v, "v"}, {&maps.dout, "grad_out"}, {&maps.dq, "dq"}});
+  return encode_query_gradient_maps(backward::sm90::varlen_query_gradient_tensor_maps(params, kernel.block_n),
+                                    kernel.dtype);
 }
 
 std::vector<CUtensorMap> key_value_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0) return {};
-  const auto maps = backward::sm90::varlen_key_value_gradient_tensor_maps(params, kernel.block_m);
-  return encode_all(kernel, std::vector<NamedMap>{{&maps.q, "q"},
-                                                  {&maps.k, "k"},
-                                                  {&maps.v, "v"},
-                                                  {&maps.dout, "grad_out"},
-                                                  {&maps.dk, "dk"},
-                                                  {&maps.dv, "dv"}});
+  return encode_key_value_gradient_maps(backward::sm90::varlen_key_value_gradient_tensor_maps(params, kernel.block_m),
+                                        kernel.dtype);
 }
 
-// dq or null, dk and dv or null: a kernel runs where its gradient is needed. Without dq a small kernel gives row_dot.
-void run(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
-  const bool with_dq = params.dq != nullptr;
-  const bool with_dkv = params.dk != nullptr;
+void run_split(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
+  const Batch& entries = params.sequences;
   const Kernel& dq = *kernels.dq;
   const Kernel& dkv = *kernels.dkv;
-  const Batch& entries = params.entries;
-  params.entry_rows = entry_rows(params);
-  const int64_t dq_tiles = most_blocks(entries.cu_seqlens_q != nullptr, entries.rows_total, params.seq_q, params.batch,
-                                       dq.block_m, dq.is_persistent);
-  const int64_t dkv_tiles = most_blocks(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch,
-                                        dkv.block_n, dkv.is_persistent);
-  const int64_t dq_grid = host::grid_for(dq, dq_tiles * params.heads_q, gpu);
-  const int64_t dkv_grid = host::grid_for(dkv, dkv_tiles * params.heads_kv, gpu);
-  const host::CudaCall call(gpu);
-  host::TileCounter counter;
-  if (dq.is_persistent || dkv.is_persistent) {
-    counter = host::tile_counter(call);  // one for both, which follow each other
-    params.tile_counter = counter.address;
-  }
-  const RowDotParams row_dot_params = make_row_dot_params(params, params.head_dim_v);
-  std::vector<CUtensorMap> dq_maps, dkv_maps;
-  host::LaunchList list;
-  if (with_dq) {
-    dq_maps = query_gradient_maps(params, dq);
-    list.add({&dq, dq_grid, &params, dq_maps.data(), /*is_dependent=*/false});
-  } else {
-    list.add(row_dot_launch(select_row_dot(host::make_request(gpu, dq.dtype)), row_dot_params));
-  }
-  if (with_dkv) {
-    dkv_maps = key_value_gradient_maps(params, dkv);
-    list.add({&dkv, dkv_grid, &params, dkv_maps.data(), /*is_dependent=*/false});
-  }
-  list.run(call);
-  host::set_last_kernel(with_dkv ? dkv.symbol : with_dq ? dq.symbol : "");
+  const int64_t dq_blocks = most_blocks(entries.cu_seqlens_q != nullptr, entries.rows_total, params.seq_q, params.batch,
+                                        dq.block_m, dq.is_persistent);
+  const int64_t dkv_blocks = most_blocks(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k,
+                                         params.batch, dkv.block_n, dkv.is_persistent);
+  const SplitTiles tiles{dq_blocks * params.heads_q, dkv_blocks * params.heads_kv};
+  run_split(params, kernels, tiles, params.head_dim_v, query_gradient_maps, key_value_gradient_maps, gpu);
 }
 
-VarlenFusedQueryParams make_fused_query_params(const BackwardParams& params) {
-  auto queries = fused_query_params<VarlenFusedQueryParams>(params);
-  queries.cu_seqlens_q = params.entries.cu_seqlens_q;
-  queries.rows_total = params.entries.rows_total;
-  queries.head_dim_v = params.head_dim_v;
-  return queries;
-}
-
-// All three gradients by one kernel, between one that computes row_dot and zeroes the turns, and one that converts the sums of dq.
-void run_fused(BackwardParams params, const BackwardKernels& kernels, const host::Device& gpu) {
+void run_fused(const BackwardParams& params, const BackwardKernels& kernels, const host::Device& gpu) {
   const Kernel& fused = *kernels.fused;
-  const Batch& entries = params.entries;
-  params.entry_rows = entry_rows(params);
+  const Batch& entries = params.sequences;
   // As attention/backward/sm90/fused_pieces.cuh numbers them.
-  const int64_t pieces = entries.cu_seqlens_q != nullptr ? entries.rows_total / kFusedPieceRows + params.batch + 2
-                                                         : ceil_div(params.seq_q, kFusedPieceRows) * params.batch;
-  const int64_t all_pieces = pieces * params.heads_q;
+  const int64_t partials = entries.cu_seqlens_q != nullptr ? entries.rows_total / kDqPartialRows + params.batch + 2
+                                                           : ceil_div(params.seq_q, kDqPartialRows) * params.batch;
   const int64_t tiles =
       most_tiles(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch, fused.block_n);
-  const host::CudaCall call(gpu);
-  const host::TileCounter counter = host::tile_counter(call);
-  params.tile_counter = counter.address;
-  host::Workspace workspace;
-  const int64_t sums = workspace.add<float>(all_pieces * (kFusedPieceRows * fused.axes[axis::kHeadDim] + 1));
-  workspace.allocate(call);
-  VarlenFusedQueryParams queries = make_fused_query_params(params);
-  queries.sums = workspace.address<float>(sums);
+  auto queries = fused_query_params<VarlenFusedQueryParams>(params);
+  queries.cu_seqlens_q = entries.cu_seqlens_q;
+  queries.rows_total = entries.rows_total;
+  queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
-  params.dq = queries.sums;
-  const std::vector<CUtensorMap> maps = key_value_gradient_maps(params, fused);
-  host::LaunchList list;
-  list.add({kernels.prepare, all_pieces, &queries, nullptr, /*is_dependent=*/false});
-  list.add({&fused, host::grid_for(fused, tiles * params.heads_kv, gpu), &params, maps.data(), /*is_dependent=*/false});
-  list.add({kernels.convert, all_pieces, &queries, nullptr, /*is_dependent=*/false});
-  list.run(call);
-  host::set_last_kernel(fused.symbol);
+  run_fused(params, kernels, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv,
+            key_value_gradient_maps, gpu);
 }
 
 SelectorInput make_selector_input(const BackwardParams& params, const host::KernelRequest& request) {
-  const Batch& entries = params.entries;
-  const Band& band = params.band;
+  const Batch& entries = params.sequences;
+  const ScoreOptions& band = params.score_options;
   const int64_t batch = params.batch;
   const SelectorInput longest{request,
                               band.right < kUnbounded ? Mask::kCausal : Mask::kFull,
@@ -219,20 +150,21 @@ void give_back(const Tensor& from, const Tensor& to) {
 
 }  // namespace
 
-void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients) {
+void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradients& gradients) {
   const host::Device& gpu = host::device(arguments.forward.device_index);
   const BackwardKernels kernels = select_kernels(arguments.forward, gpu);
   const VarlenBackwardArguments operands = loadable_arguments(arguments, *kernels.dq);
-  VarlenGradients results;
+  Gradients results;
   results.dq = result(gradients.dq, *kernels.dq);
   results.dk = result(gradients.dk, *kernels.dq);
   results.dv = result(gradients.dv, *kernels.dq);
   results.row_dot = host::alias(gradients.row_dot);
-  const BackwardParams params = make_varlen_backward_params(operands, results);
+  BackwardParams params = make_backward_params(make_varlen_params(operands.forward, {}), operands, results);
+  params.sequence_rows = sequence_rows(params);
   const bool needs_all = params.dq != nullptr && params.dk != nullptr;
   const host::KernelRequest request = host::make_request(gpu, operands.forward.dtype);
   const bool is_fused = needs_all && prefers_fused(kernels, make_selector_input(params, request));
-  (is_fused ? run_fused : run)(params, kernels, gpu);
+  is_fused ? run_fused(params, kernels, gpu) : run_split(params, kernels, gpu);
   give_back(results.dq, gradients.dq);
   give_back(results.dk, gradients.dk);
   give_back(results.dv, gradients.dv);

@@ -23,16 +23,16 @@ void backward_cpu(const BackwardParams& params, const ForwardArguments& argument
   host::set_last_isa(isa);
 }
 
-void forward_varlen_cpu(const VarlenArguments& arguments, const VarlenOutputs& outputs) {
+void forward_varlen_cpu(const VarlenArguments& arguments, const ForwardOutputs& outputs) {
   const char* isa = host::checked_isa();
   cpu::attention_forward_varlen(make_varlen_params(arguments, outputs), host::scalar_type(arguments.dtype),
                                 host::torch_parallel, host::num_cpu_threads());
   host::set_last_isa(isa);
 }
 
-void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients) {
+void backward_varlen_cpu(const VarlenBackwardArguments& arguments, const Gradients& gradients) {
   const char* isa = host::checked_isa();
-  cpu::attention_backward_varlen(make_varlen_backward_params(arguments, gradients),
+  cpu::attention_backward_varlen(make_backward_params(make_varlen_params(arguments.forward, {}), arguments, gradients),
                                  host::scalar_type(arguments.forward.dtype), host::torch_parallel,
                                  host::num_cpu_threads());
   host::set_last_isa(isa);
@@ -43,7 +43,7 @@ namespace {
 // One cache and what goes into it: rows of head_dim elements.
 void append_rows(const AppendArguments& arguments, const Tensor& cache, const Tensor& added) {
   const bool is_paged = arguments.has_pages();
-  const Strides to = varlen_strides(cache, is_paged), from = varlen_strides(added, false);
+  const Strides to = strides_of(cache, is_paged), from = strides_of(added);
   const int64_t element = arguments.dtype == Dtype::kFloat32 ? 4 : 2;
   const int64_t* sizes = added.sizes();
   const int64_t row_bytes = sizes[3] * element;

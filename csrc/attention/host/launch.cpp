@@ -37,18 +37,6 @@ Choice choose(const ForwardArguments& arguments, const Problem& problem, const h
   return select_forward(input);
 }
 
-// No key at all: the output is zero and the log-sum-exp of nothing is -inf.
-void fill_without_keys(const ForwardOutputs& outputs, const host::Device& gpu) {
-  const host::CudaCall call(gpu);
-  const int64_t* sizes = outputs.out.sizes();
-  const int64_t rows = sizes[0] * sizes[1] * sizes[2];
-  constexpr uint32_t kMinusInfinity = 0xff800000U;
-  host::fill_bytes(outputs.out.data(), 0, rows * sizes[3] * host::kElementBytes, call.stream, "output of ", rows,
-                   " rows");
-  if (outputs.lse.get() == nullptr) return;
-  host::fill_words(outputs.lse.data(), kMinusInfinity, rows, call.stream, "log-sum-exp of ", rows, " rows");
-}
-
 // Memory for the partial results of split kernels.
 host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const host::CudaCall& call) {
   host::Workspace workspace;
@@ -85,7 +73,7 @@ void run(const Problem& problem, const Choice& choice, const host::Device& gpu) 
   if (choice.combine != nullptr) partials = allocate_partials(params, rows, call);
 
   TensorMaps maps;
-  if (kernel.num_tensor_maps > 0) maps = make_tensor_maps(params, kernel);
+  if (kernel.num_tensor_maps > 0) maps = encode(sm90::forward_tensor_maps(params, kernel.block_n), kernel.dtype);
   host::LaunchList list;
   list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
   if (choice.combine != nullptr) {
@@ -100,7 +88,7 @@ void run(const Problem& problem, const Choice& choice, const host::Device& gpu) 
 void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outputs) {
   const host::Device& gpu = host::device(arguments.device_index);
   if (arguments.k.sizes()[2] == 0) {
-    fill_without_keys(outputs, gpu);
+    fill_without_keys(outputs, /*sinks=*/Tensor(), gpu);
     return;
   }
   const Problem problem = make_problem(arguments, outputs);

@@ -3,7 +3,6 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 
-#include "attention/forward/sm90/tensor_map.h"
 #include "host/copies.h"
 #include "host/tensor_map.h"
 
@@ -81,10 +80,9 @@ void return_outputs(const Operands& operands, const ForwardOutputs& outputs) {
   if (is_padded(operands.arguments, outputs)) host::copy_unpadded(operands.outputs.out, outputs.out);
 }
 
-TensorMaps make_tensor_maps(const ForwardParams& params, const Kernel& kernel) {
-  const sm90::ForwardTensorMaps from = sm90::forward_tensor_maps(params, kernel.block_n);
-  return {host::encode_tensor_map(from.q, kernel.dtype, "q"), host::encode_tensor_map(from.k, kernel.dtype, "k"),
-          host::encode_tensor_map(from.v, kernel.dtype, "v"), host::encode_tensor_map(from.out, kernel.dtype, "out")};
+TensorMaps encode(const sm90::ForwardTensorMaps& maps, Dtype dtype) {
+  return {host::encode_tensor_map(maps.q, dtype, "q"), host::encode_tensor_map(maps.k, dtype, "k"),
+          host::encode_tensor_map(maps.v, dtype, "v"), host::encode_tensor_map(maps.out, dtype, "out")};
 }
 
 }  // namespace attention

@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "attention/forward/sm90/tensor_map.h"
 #include "attention/host/arguments.h"
 
 namespace flashmoe {
@@ -35,7 +36,7 @@ void return_outputs(const Operands& operands, const ForwardOutputs& outputs);
 
 // Of q, k, v and the output.
 using TensorMaps = std::array<CUtensorMap, 4>;
-TensorMaps make_tensor_maps(const ForwardParams& params, const Kernel& kernel);
+TensorMaps encode(const sm90::ForwardTensorMaps& maps, Dtype dtype);
 
 }  // namespace attention
 }  // namespace flashmoe

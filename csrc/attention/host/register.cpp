@@ -5,7 +5,7 @@
 
 #include "attention/host/backends.h"
 #include "attention/host/schemas.h"
-#include "host/boxed.h"
+#include "host/arguments.h"
 #include "host/last_kernel.h"
 
 namespace flashmoe {
@@ -24,7 +24,7 @@ struct Cuda {
 };
 
 // Whether scaled_dot_product_attention means what our operator does: four dimensions, nothing to broadcast, a square mask.
-bool is_usual(const ForwardArguments& arguments, bool enable_gqa) {
+bool matches_sdpa(const ForwardArguments& arguments, bool enable_gqa) {
   const Tensor& q = arguments.q;
   const Tensor& k = arguments.k;
   if (!q.is_defined() || !k.is_defined() || q.dim() != 4 || k.dim() != 4) return false;
@@ -34,15 +34,15 @@ bool is_usual(const ForwardArguments& arguments, bool enable_gqa) {
          (!arguments.is_causal || q_sizes[2] == k_sizes[2]);
 }
 
-// Values with a head_dim of their own are the other kernels' business. (Python would take longer to find out.)
+// Values with a head_dim of their own are the other kernels' business: decided here alone.
 bool has_other_values(const ForwardArguments& arguments) {
   const Tensor& q = arguments.q;
   const Tensor& v = arguments.v;
   return q.is_defined() && v.is_defined() && q.dim() == 4 && v.dim() == 4 && q.sizes()[3] != v.sizes()[3];
 }
 
-template <class Backend>
-Tensor forward_other_values(ForwardArguments& arguments) {
+// The same call of the operator whose values may be wider or narrower than its keys.
+VarlenArguments as_varlen(ForwardArguments& arguments) {
   VarlenArguments varlen;
   varlen.scale =
       arguments.has_default_scale ? 1.0 / std::sqrt(static_cast<double>(arguments.q.sizes()[3])) : arguments.scale;
@@ -51,48 +51,73 @@ Tensor forward_other_values(ForwardArguments& arguments) {
   varlen.v = std::move(arguments.v);
   varlen.window_right = arguments.is_causal ? 0 : -1;
   check_varlen_arguments(varlen);
+  return varlen;
+}
+
+template <class Backend>
+ForwardOutputs forward_other_values(ForwardArguments& arguments, bool with_lse) {
+  VarlenArguments varlen = as_varlen(arguments);
   make_scale_positive(varlen);
-  VarlenOutputs outputs = allocate_varlen_outputs(varlen, /*with_lse=*/false);
+  ForwardOutputs outputs = allocate_outputs(varlen, with_lse);
   host::set_last_kernel("");
   if (varlen.batch() != 0 && varlen.heads_q() != 0 && varlen.max_seqlen_q != 0)
     Backend::forward_varlen(varlen, outputs);
-  return std::move(outputs.out);
+  return {std::move(outputs.out), std::move(outputs.lse)};
 }
+
+template <class Backend>
+ForwardOutputs forward(ForwardArguments& arguments, bool with_lse) {
+  if (has_other_values(arguments)) return forward_other_values<Backend>(arguments, with_lse);
+  check_arguments(arguments);
+  ForwardOutputs outputs = allocate_outputs(arguments, with_lse);
+  host::set_last_kernel("");
+  const int64_t* sizes = outputs.out.sizes();
+  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) Backend::forward(arguments, outputs);
+  return outputs;
+}
+
+ForwardArguments take_forward(host::Arguments& given, Operator op) {
+  ForwardArguments arguments;
+  arguments.q = given.tensor();
+  arguments.k = given.tensor();
+  arguments.v = given.tensor();
+  if (op == Operator::kForward) {
+    arguments.scale = given.number();
+  } else {
+    const std::optional<double> scale = given.optional_number();
+    arguments.has_default_scale = !scale.has_value();
+    arguments.scale = scale.value_or(0.0);
+  }
+  arguments.is_causal = given.flag();
+  return arguments;
+}
+
+template <Operator kOperator>
+void check_described(host::Arguments& given) {
+  ForwardArguments arguments = take_forward(given, kOperator);
+  if (has_other_values(arguments)) {
+    as_varlen(arguments);
+  } else {
+    check_arguments(arguments);
+  }
+}
+
+const host::ArgumentCheck kCheckForward("flash_attention_forward", &check_described<Operator::kForward>);
+const host::ArgumentCheck kCheckInference("_flash_attention_inference", &check_described<Operator::kInference>);
 
 template <Operator kOperator, class Backend>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   constexpr bool kWithLse = kOperator == Operator::kForward;
   host::check_counts("attention", num_arguments, kOperator == Operator::kDropIn ? 6 : 5, num_outputs, kWithLse ? 2 : 1);
-  ForwardArguments arguments;
-  arguments.q = host::take_tensor(stack[0]);
-  arguments.k = host::take_tensor(stack[1]);
-  arguments.v = host::take_tensor(stack[2]);
-  if constexpr (kOperator == Operator::kForward) {
-    arguments.scale = host::take<double>(stack[3]);
-  } else {
-    const auto scale = host::take<std::optional<double>>(stack[3]);
-    arguments.has_default_scale = !scale.has_value();
-    arguments.scale = scale.value_or(0.0);
-  }
-  arguments.is_causal = host::take<bool>(stack[4]);
+  host::Arguments given(stack);
+  ForwardArguments arguments = take_forward(given, kOperator);
   if constexpr (kOperator == Operator::kDropIn) {
-    if (!is_usual(arguments, host::take<bool>(stack[5]))) {
+    if (!matches_sdpa(arguments, given.flag())) {
       stack[0] = host::give_none();
       return;
     }
   }
-  if constexpr (!kWithLse) {
-    if (has_other_values(arguments)) {
-      Tensor out = forward_other_values<Backend>(arguments);
-      stack[0] = kOperator == Operator::kDropIn ? host::give_optional(std::move(out)) : host::give(std::move(out));
-      return;
-    }
-  }
-  check_arguments(arguments);
-  ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
-  host::set_last_kernel("");
-  const int64_t* sizes = outputs.out.sizes();
-  if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) Backend::forward(arguments, outputs);
+  ForwardOutputs outputs = forward<Backend>(arguments, kWithLse);
   if constexpr (kOperator == Operator::kDropIn) {
     stack[0] = host::give_optional(std::move(outputs.out));
   } else {

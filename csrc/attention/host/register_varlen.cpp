@@ -7,7 +7,7 @@
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
 #include "attention/host/schemas.h"
-#include "host/boxed.h"
+#include "host/arguments.h"
 #include "host/last_kernel.h"
 
 namespace flashmoe {
@@ -15,9 +15,6 @@ namespace attention {
 namespace {
 
 using host::give;
-using host::take;
-using host::take_optional_tensor;
-using host::take_tensor;
 
 struct Cpu {
   static constexpr bool kIsCpu = true;
@@ -39,36 +36,57 @@ bool has_rows(const VarlenArguments& arguments) {
 }
 
 // Rows of no sequence, on the CPU: as rows that see no key.
-void fill_on_cpu(const VarlenOutputs& outputs) {
+void fill_on_cpu(const ForwardOutputs& outputs) {
   zero(outputs.out);
   if (!VarlenArguments::has(outputs.lse)) return;
   const int64_t rows = outputs.lse.sizes()[0] * outputs.lse.sizes()[1];
   std::fill_n(static_cast<float*>(outputs.lse.data()), rows, -std::numeric_limits<float>::infinity());
 }
 
+VarlenArguments take_forward(host::Arguments& given) {
+  VarlenArguments arguments;
+  arguments.q = given.tensor();
+  arguments.k = given.tensor();
+  arguments.v = given.tensor();
+  arguments.cu_seqlens_q = given.optional_tensor();
+  arguments.cu_seqlens_k = given.optional_tensor();
+  arguments.seqused_k = given.optional_tensor();
+  arguments.block_table = given.optional_tensor();
+  arguments.sinks = given.optional_tensor();
+  arguments.mask = given.optional_tensor();
+  arguments.max_seqlen_q = given.integer();
+  arguments.max_seqlen_k = given.integer();
+  arguments.scale = given.number();
+  arguments.window_left = given.integer();
+  arguments.window_right = given.integer();
+  arguments.softcap = given.number();
+  arguments.num_splits = given.integer();
+  check_varlen_arguments(arguments);
+  return arguments;
+}
+
+AppendArguments take_append(host::Arguments& given) {
+  AppendArguments arguments;
+  arguments.k_cache = given.tensor();
+  arguments.v_cache = given.tensor();
+  arguments.k_new = given.tensor();
+  arguments.v_new = given.tensor();
+  arguments.cache_seqlens = given.tensor();
+  arguments.block_table = given.optional_tensor();
+  check_append_arguments(arguments);
+  return arguments;
+}
+
+const host::ArgumentCheck kCheckForward("attention_varlen_forward", [](host::Arguments& given) { take_forward(given); });
+const host::ArgumentCheck kCheckAppend("attention_append_", [](host::Arguments& given) { take_append(given); });
+
 template <class Backend, bool kWithLse>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_varlen", num_arguments, 16, num_outputs, kWithLse ? 2 : 1);
-  VarlenArguments arguments;
-  arguments.q = take_tensor(stack[0]);
-  arguments.k = take_tensor(stack[1]);
-  arguments.v = take_tensor(stack[2]);
-  arguments.cu_seqlens_q = take_optional_tensor(stack[3]);
-  arguments.cu_seqlens_k = take_optional_tensor(stack[4]);
-  arguments.seqused_k = take_optional_tensor(stack[5]);
-  arguments.block_table = take_optional_tensor(stack[6]);
-  arguments.sinks = take_optional_tensor(stack[7]);
-  arguments.mask = take_optional_tensor(stack[8]);
-  arguments.max_seqlen_q = take<int64_t>(stack[9]);
-  arguments.max_seqlen_k = take<int64_t>(stack[10]);
-  arguments.scale = take<double>(stack[11]);
-  arguments.window_left = take<int64_t>(stack[12]);
-  arguments.window_right = take<int64_t>(stack[13]);
-  arguments.softcap = take<double>(stack[14]);
-  arguments.num_splits = take<int64_t>(stack[15]);
-  check_varlen_arguments(arguments);
+  host::Arguments given(stack);
+  VarlenArguments arguments = take_forward(given);
   make_scale_positive(arguments);
-  VarlenOutputs outputs = allocate_varlen_outputs(arguments, kWithLse);
+  ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
   host::set_last_kernel("");
   if (Backend::kIsCpu && arguments.has_ragged_rows()) fill_on_cpu(outputs);
   if (has_rows(arguments)) Backend::forward(arguments, outputs);
@@ -85,13 +103,13 @@ Tensor gradient_of(const Tensor& tensor, bool is_partial) {
 }
 
 // needs: the gradients' bits.
-VarlenGradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot,
+Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot,
                                    bool is_empty, bool is_cpu) {
   const VarlenArguments& forward = arguments.forward;
   // The GPUs' kernels write zeros themselves where rows or keys belong to no entry.
   const bool has_other_rows = is_cpu && forward.has_ragged_rows();
   const bool has_other_keys = is_cpu && (forward.has_ragged_keys() || VarlenArguments::has(forward.seqused_k));
-  VarlenGradients gradients;
+  Gradients gradients;
   if ((needs & kNeedsDq) != 0) gradients.dq = gradient_of(forward.q, is_empty || has_other_rows);
   if ((needs & kNeedsDk) != 0) gradients.dk = gradient_of(forward.k, is_empty || has_other_keys);
   if ((needs & kNeedsDv) != 0) gradients.dv = gradient_of(forward.v, is_empty || has_other_keys);
@@ -107,31 +125,32 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   host::check_counts("attention_varlen backward", num_arguments, 19, num_outputs, 4);
   VarlenBackwardArguments arguments;
   VarlenArguments& forward = arguments.forward;
-  arguments.dout = take_tensor(stack[0]);
-  arguments.dlse = take_optional_tensor(stack[1]);
-  forward.q = take_tensor(stack[2]);
-  forward.k = take_tensor(stack[3]);
-  forward.v = take_tensor(stack[4]);
-  forward.cu_seqlens_q = take_optional_tensor(stack[5]);
-  forward.cu_seqlens_k = take_optional_tensor(stack[6]);
-  forward.seqused_k = take_optional_tensor(stack[7]);
-  forward.sinks = take_optional_tensor(stack[8]);
-  forward.mask = take_optional_tensor(stack[9]);
-  arguments.out = take_tensor(stack[10]);
-  arguments.lse = take_tensor(stack[11]);
-  forward.max_seqlen_q = take<int64_t>(stack[12]);
-  forward.max_seqlen_k = take<int64_t>(stack[13]);
-  forward.scale = take<double>(stack[14]);
-  forward.window_left = take<int64_t>(stack[15]);
-  forward.window_right = take<int64_t>(stack[16]);
-  forward.softcap = take<double>(stack[17]);
-  const auto needs = take<int64_t>(stack[18]);
+  host::Arguments given(stack);
+  arguments.dout = given.tensor();
+  arguments.dlse = given.optional_tensor();
+  forward.q = given.tensor();
+  forward.k = given.tensor();
+  forward.v = given.tensor();
+  forward.cu_seqlens_q = given.optional_tensor();
+  forward.cu_seqlens_k = given.optional_tensor();
+  forward.seqused_k = given.optional_tensor();
+  forward.sinks = given.optional_tensor();
+  forward.mask = given.optional_tensor();
+  arguments.out = given.tensor();
+  arguments.lse = given.tensor();
+  forward.max_seqlen_q = given.integer();
+  forward.max_seqlen_k = given.integer();
+  forward.scale = given.number();
+  forward.window_left = given.integer();
+  forward.window_right = given.integer();
+  forward.softcap = given.number();
+  const int64_t needs = given.integer();
   check_varlen_backward_arguments(arguments);
   const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
   // The CPU's kernels keep row_dot to themselves; a GPU's give dk and dv together.
   const bool with_dkv = (needs & (kNeedsDk | kNeedsDv)) != 0;
   const int64_t computed = !Backend::kIsCpu && with_dkv ? needs | kNeedsDk | kNeedsDv : needs;
-  VarlenGradients gradients =
+  Gradients gradients =
       allocate_gradients(arguments, computed, !Backend::kIsCpu && !is_empty, is_empty, Backend::kIsCpu);
   host::set_last_kernel("");
   if (!is_empty) Backend::backward(arguments, gradients);
@@ -146,14 +165,8 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
 template <class Backend>
 void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_append_", num_arguments, 6, num_outputs, 0);
-  AppendArguments arguments;
-  arguments.k_cache = take_tensor(stack[0]);
-  arguments.v_cache = take_tensor(stack[1]);
-  arguments.k_new = take_tensor(stack[2]);
-  arguments.v_new = take_tensor(stack[3]);
-  arguments.cache_seqlens = take_tensor(stack[4]);
-  arguments.block_table = take_optional_tensor(stack[5]);
-  check_append_arguments(arguments);
+  host::Arguments given(stack);
+  const AppendArguments arguments = take_append(given);
   const int64_t* sizes = arguments.k_new.sizes();
   if (sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0) Backend::append(arguments);
 }

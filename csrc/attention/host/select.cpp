@@ -311,7 +311,7 @@ bool wants_split_backward() {
   const char* value = std::getenv("FLASHMOE_SPLIT_BACKWARD");
   if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
   if (std::strcmp(value, "1") == 0) return true;
-  host::fail(host::ErrorCode::kArgument, "FLASHMOE_SPLIT_BACKWARD is ", value, "; supported: 0, 1");
+  host::violate("variable.switch", {{"name", "FLASHMOE_SPLIT_BACKWARD"}, {"found", value}});
 }
 
 }  // namespace

@@ -41,34 +41,10 @@ void copy(const Tensor& from, const Tensor& to) {
   host::check_shim(aoti_torch_copy_(to.get(), from.get(), /*non_blocking=*/0), "copy_");
 }
 
-// No key at all: the output is zero, and the log-sum-exp that of the sink alone.
-void fill_without_keys(const VarlenArguments& arguments, const VarlenOutputs& outputs, const host::Device& gpu) {
-  const host::CudaCall call(gpu);
-  const int64_t rows = arguments.rows_total() * arguments.heads_q();
-  constexpr uint32_t kMinusInfinity = 0xff800000U;
-  host::fill_bytes(outputs.out.data(), 0, rows * arguments.head_dim_v() * host::kElementBytes, call.stream,
-                   "output of ", rows, " rows");
-  if (!VarlenArguments::has(outputs.lse)) return;
-  if (!VarlenArguments::has(arguments.sinks)) {
-    host::fill_words(outputs.lse.data(), kMinusInfinity, rows, call.stream, "log-sum-exp of ", rows, " rows");
-    return;
-  }
-  const int64_t ragged[] = {1, 0};
-  const int64_t dense[] = {0, 1, 0};
-  copy(view_as(arguments.sinks, outputs.lse.dim(), outputs.lse.sizes(), arguments.has_ragged_rows() ? ragged : dense),
-       outputs.lse);
-}
-
 // The same tensors again, except those that the kernel cannot load where they lie.
 VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kernel& kernel) {
   return with_operands(arguments, host::loadable(arguments.q, kernel), host::loadable(arguments.k, kernel),
                        host::loadable(arguments.v, kernel));
-}
-
-TensorMaps make_varlen_tensor_maps(const ForwardParams& params, const Kernel& kernel) {
-  const sm90::ForwardTensorMaps from = sm90::varlen_tensor_maps(params, kernel.block_n);
-  return {host::encode_tensor_map(from.q, kernel.dtype, "q"), host::encode_tensor_map(from.k, kernel.dtype, "k"),
-          host::encode_tensor_map(from.v, kernel.dtype, "v"), host::encode_tensor_map(from.out, kernel.dtype, "out")};
 }
 
 void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall& call) {
@@ -80,13 +56,13 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
     params.tile_counter = counter.address;
   }
   TensorMaps maps;
-  if (kernel.num_tensor_maps > 0) maps = make_varlen_tensor_maps(params, kernel);
+  if (kernel.num_tensor_maps > 0) maps = encode(sm90::varlen_tensor_maps(params, kernel.block_n), kernel.dtype);
   host::LaunchList list;
   list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
   list.run(call);
 }
 
-void run(const VarlenArguments& arguments, const VarlenOutputs& outputs, const Kernel& kernel, bool is_decoding,
+void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Kernel& kernel, bool is_decoding,
          const host::Device& gpu) {
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
@@ -117,6 +93,25 @@ const Kernel& select(const VarlenArguments& arguments, const host::Device& gpu) 
 
 }  // namespace
 
+void fill_without_keys(const ForwardOutputs& outputs, const Tensor& sinks, const host::Device& gpu) {
+  const host::CudaCall call(gpu);
+  const int64_t last = outputs.out.dim() - 1;
+  const int64_t* sizes = outputs.out.sizes();
+  int64_t rows = 1;
+  for (int64_t axis = 0; axis < last; ++axis) rows *= sizes[axis];
+  constexpr uint32_t kMinusInfinity = 0xff800000U;
+  host::fill_bytes(outputs.out.data(), 0, rows * sizes[last] * host::kElementBytes, call.stream, "output of ", rows,
+                   " rows");
+  if (!outputs.lse.is_given()) return;
+  if (!sinks.is_given()) {
+    host::fill_words(outputs.lse.data(), kMinusInfinity, rows, call.stream, "log-sum-exp of ", rows, " rows");
+    return;
+  }
+  const int64_t ragged[] = {1, 0};
+  const int64_t dense[] = {0, 1, 0};
+  copy(view_as(sinks, outputs.lse.dim(), outputs.lse.sizes(), last == 2 ? ragged : dense), outputs.lse);
+}
+
 bool has_one_row_each(const VarlenArguments& arguments) {
   // Of ragged rows only the GPU knows which entries have one and which have none.
   return !arguments.has_ragged_rows() && arguments.max_seqlen_q == 1;
@@ -130,7 +125,7 @@ void fold_heads(ForwardParams& params) {
     stride->row = stride->head;
     stride->head *= group;
   }
-  Band& band = params.band;
+  ScoreOptions& band = params.score_options;
   band.mask_stride_row = band.mask_stride_head;
   band.mask_stride_head *= group;
   band.folded_heads = group;
@@ -139,12 +134,12 @@ void fold_heads(ForwardParams& params) {
 
 void describe_as_band(ForwardParams& params) {
   params.head_dim_v = params.head_dim;
-  params.entries = Batch{};
-  params.band = Band{};
-  params.band.left = kUnbounded;
-  params.band.right = kUnbounded;
-  params.band.mask_factor = 1.0F;
-  params.band.folded_heads = 1;
+  params.sequences = Batch{};
+  params.score_options = ScoreOptions{};
+  params.score_options.left = kUnbounded;
+  params.score_options.right = kUnbounded;
+  params.score_options.mask_factor = 1.0F;
+  params.score_options.folded_heads = 1;
 }
 
 // Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.
@@ -172,13 +167,13 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
 }
 
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
-  return most_row_blocks(params.seq_q, params.batch, params.entries.rows_total, block_m);
+  return most_row_blocks(params.seq_q, params.batch, params.sequences.rows_total, block_m);
 }
 
-void forward_varlen_cuda(const VarlenArguments& arguments, const VarlenOutputs& outputs) {
+void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs& outputs) {
   const host::Device& gpu = host::device(arguments.device_index);
   if (!has_keys(arguments)) {
-    fill_without_keys(arguments, outputs, gpu);
+    fill_without_keys(outputs, arguments.sinks, gpu);
     return;
   }
   const Kernel& kernel = select(arguments, gpu);
@@ -190,7 +185,7 @@ void forward_varlen_cuda(const VarlenArguments& arguments, const VarlenOutputs& 
     return;
   }
   const VarlenArguments copied = loadable_arguments(arguments, kernel);
-  VarlenOutputs padded;
+  ForwardOutputs padded;
   padded.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   if (VarlenArguments::has(outputs.lse)) padded.lse = host::alias(outputs.lse);
   run(copied, padded, kernel, is_decoding, gpu);

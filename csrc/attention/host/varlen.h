@@ -11,7 +11,10 @@ namespace attention {
 // Whether every entry is known to have one row: dense rows alone say that to the host.
 bool has_one_row_each(const VarlenArguments& arguments);
 
-// One row for each entry: the query heads that share a key head become the rows of that one position (Band::folded_heads), so that
+// No key at all: the output is zero, and the log-sum-exp that of the sink alone.
+void fill_without_keys(const ForwardOutputs& outputs, const Tensor& sinks, const host::Device& gpu);
+
+// One row for each entry: the query heads that share a key head become the rows of that one position (ScoreOptions::folded_heads), so that
 // their keys are read once.
 void fold_heads(ForwardParams& params);
 

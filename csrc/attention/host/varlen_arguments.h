@@ -28,7 +28,7 @@ struct VarlenArguments : QueryKeyValue {
   int64_t window_right = -1;
   int64_t num_splits = 0;  // 0: the kernels' choice; 1: each row's result is the same in any batch
 
-  static bool has(const Tensor& tensor) { return tensor.get() != nullptr; }
+  static bool has(const Tensor& tensor) { return tensor.is_given(); }
   bool has_ragged_rows() const { return has(cu_seqlens_q); }
   bool has_ragged_keys() const { return has(cu_seqlens_k); }
   bool has_pages() const { return has(block_table); }
@@ -41,30 +41,11 @@ struct VarlenArguments : QueryKeyValue {
   int64_t rows_total() const { return has_ragged_rows() ? q.sizes()[0] : q.sizes()[0] * q.sizes()[2]; }
 };
 
-struct VarlenOutputs {
-  Tensor out;  // as q, with v's head_dim; contiguous where ragged, else q's order of strides
-  Tensor lse;  // float32, contiguous; a null handle where nobody wants it
-};
-
-struct VarlenBackwardArguments {
+struct VarlenBackwardArguments : BackwardTensors {
   VarlenArguments forward;  // no pages; scale above zero
-  Tensor out;               // of the forward pass; its last dimension is contiguous
-  Tensor dout;              // as out
-  Tensor lse;               // float32, contiguous
-  Tensor dlse;              // the same; a null handle where there is none
 };
 
-// Allocated by the operator; a null handle where nobody needs one, but dk and dv come together on a GPU. On the CPU zero where rows or keys
-// may belong to no entry (ragged tensors, seqused_k): its kernels write what belongs to one. A GPU's write zeros to the rest, too.
-struct VarlenGradients {
-  Tensor dq;
-  Tensor dk;
-  Tensor dv;
-  Tensor
-      row_dot;  // as lse: BackwardParams::row_dot, which the caller needs for the gradient of the sinks. A GPU's alone
-};
-
-// Throws with a code and a message on the first rule that the arguments break. What only device memory could tell is asked of
+// Throws the first rule that the arguments break. What only device memory could tell is asked of
 // the CPU's tensors always, and of a GPU's where $FLASHMOE_CHECK_LENGTHS is 1, at the cost of a synchronisation.
 void check_varlen_arguments(VarlenArguments& arguments);
 
@@ -77,19 +58,11 @@ VarlenArguments with_operands(const VarlenArguments& arguments, Tensor q, Tensor
 // copy of q. Softcap or not, the result is the same.
 void make_scale_positive(VarlenArguments& arguments);
 
-VarlenOutputs allocate_varlen_outputs(const VarlenArguments& arguments, bool with_lse);
-
-// Of a tensor of rows or keys in its layout, as params take them; see Batch.
-Strides varlen_strides(const Tensor& tensor, bool is_paged);
-
 // A softcap that would change no score in float32 is none.
 bool has_softcap(const VarlenArguments& arguments);
 
 // All of the parameters but workspace, tile_counter, num_splits (1) and folded_heads (1). Outputs may be empty.
-ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenOutputs& outputs);
-
-// All of the parameters but tile_counter.
-BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients);
+ForwardParams make_varlen_params(const VarlenArguments& arguments, const ForwardOutputs& outputs);
 
 // k_new [batch, heads_kv, new keys, head_dim] and v_new go behind the first cache_seqlens[b] keys of entry b. Keys past the
 // room of the cache, and of pages outside the table or the cache, are dropped.
@@ -105,7 +78,7 @@ struct AppendArguments {
   int32_t device_type = 0;
   int32_t device_index = 0;
 
-  bool has_pages() const { return block_table.get() != nullptr; }
+  bool has_pages() const { return block_table.is_given(); }
 };
 
 void check_append_arguments(AppendArguments& arguments);

@@ -10,8 +10,7 @@ namespace flashmoe {
 namespace attention {
 namespace {
 
-using host::ErrorCode;
-using host::fail;
+using host::violate;
 
 const char* const kVariable = "FLASHMOE_CHECK_LENGTHS";
 
@@ -19,9 +18,9 @@ bool is_check_wanted(int32_t device_type, int32_t device_index) {
   if (device_type == aoti_torch_device_type_cpu()) return true;
   const char* value = std::getenv(kVariable);
   if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
-  if (std::strcmp(value, "1") != 0) fail(ErrorCode::kArgument, kVariable, " is ", value, "; supported: 0, 1");
+  if (std::strcmp(value, "1") != 0) violate("variable.switch", {{"name", kVariable}, {"found", value}});
   if (host::is_capturing(host::CudaCall(host::device(device_index)).stream)) {
-    fail(ErrorCode::kArgument, kVariable, " is 1, but no lengths can be read while a CUDA graph is captured; unset it");
+    violate("attention.captured_lengths", {{"name", kVariable}});
   }
   return true;
 }
@@ -57,19 +56,22 @@ class Numbers {
 
 void check_cu_seqlens(const Numbers& cu_seqlens, const char* name, int64_t tokens, int64_t max_seqlen,
                       const char* max_name) {
-  for (int64_t entry = 0; entry + 1 < cu_seqlens.count(); ++entry) {
-    const int64_t first = cu_seqlens[entry], end = cu_seqlens[entry + 1];
+  for (int64_t sequence = 0; sequence + 1 < cu_seqlens.count(); ++sequence) {
+    const int64_t first = cu_seqlens[sequence], end = cu_seqlens[sequence + 1];
     if (first < 0 || end < first) {
-      fail(ErrorCode::kArgument, name, " goes from ", first, " to ", end, " at sequence ", entry,
-           "; it must start at 0 or more and never decrease");
+      violate("attention.decreasing_lengths",
+              {{"name", name}, {"first", first}, {"end", end}, {"sequence", sequence}});
     }
     if (end > tokens) {
-      fail(ErrorCode::kArgument, name, " reaches ", end, " at sequence ", entry, ", but there are ", tokens,
-           " tokens; its last element is at most that");
+      violate("attention.lengths_past_tokens",
+              {{"name", name}, {"end", end}, {"sequence", sequence}, {"tokens", tokens}});
     }
     if (end - first > max_seqlen) {
-      fail(ErrorCode::kArgument, "sequence ", entry, " has ", end - first, " tokens by ", name, ", but ", max_name,
-           " is ", max_seqlen, "; give the longest sequence's length");
+      violate("attention.sequence_too_long", {{"name", name},
+                                              {"found", end - first},
+                                              {"sequence", sequence},
+                                              {"max_name", max_name},
+                                              {"max_seqlen", max_seqlen}});
     }
   }
 }
@@ -78,29 +80,29 @@ int64_t room_of_pages(const VarlenArguments& arguments) {
   return arguments.block_table.sizes()[1] * arguments.k.sizes()[1];
 }
 
-// Keys that an entry may have.
-int64_t room_of(const VarlenArguments& arguments, const Numbers& cu_seqlens_k, int64_t entry) {
-  if (cu_seqlens_k.are_there()) return cu_seqlens_k[entry + 1] - cu_seqlens_k[entry];
+// Keys that a sequence may have.
+int64_t room_of(const VarlenArguments& arguments, const Numbers& cu_seqlens_k, int64_t sequence) {
+  if (cu_seqlens_k.are_there()) return cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence];
   if (!arguments.has_pages()) return arguments.max_seqlen_k;
   return std::min(arguments.max_seqlen_k, room_of_pages(arguments));
 }
 
-// The first of an entry's `used` keys that some row sees: pages in front of a window may have gone to others.
-int64_t first_seen(const VarlenArguments& arguments, const Numbers& cu_seqlens_q, int64_t entry, int64_t used) {
+// The first of a sequence's `used` keys that some row sees: pages in front of a window may have gone to others.
+int64_t first_seen(const VarlenArguments& arguments, const Numbers& cu_seqlens_q, int64_t sequence, int64_t used) {
   if (arguments.window_left < 0) return 0;
   const int64_t rows =
-      cu_seqlens_q.are_there() ? cu_seqlens_q[entry + 1] - cu_seqlens_q[entry] : arguments.max_seqlen_q;
+      cu_seqlens_q.are_there() ? cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence] : arguments.max_seqlen_q;
   return std::clamp<int64_t>(used - rows - std::min(arguments.window_left, used), 0, used);
 }
 
 // Pages of keys [begin, end).
-void check_pages(const Numbers& block_table, int64_t entry, int64_t begin, int64_t end, int64_t page_size,
+void check_pages(const Numbers& block_table, int64_t sequence, int64_t begin, int64_t end, int64_t page_size,
                  int64_t pages) {
   for (int64_t index = begin / page_size; index * page_size < end; ++index) {
-    const int32_t page = block_table.row(entry)[index];
+    const int32_t page = block_table.row(sequence)[index];
     if (page < 0 || page >= pages) {
-      fail(ErrorCode::kArgument, "block_table[", entry, ", ", index, "] is ", page, ", but there are ", pages,
-           " pages; entries in use are 0 to ", pages - 1);
+      violate("attention.page",
+              {{"sequence", sequence}, {"index", index}, {"page", page}, {"pages", pages}, {"last", pages - 1}});
     }
   }
 }
@@ -119,15 +121,15 @@ void check_varlen_lengths(const VarlenArguments& arguments) {
     check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", arguments.k.sizes()[0], arguments.max_seqlen_k, "max_seqlen_k");
   }
   const Numbers seqused_k(arguments.seqused_k), block_table(arguments.block_table);
-  for (int64_t entry = 0; entry < seqused_k.count(); ++entry) {
-    const int64_t used = seqused_k[entry], room = room_of(arguments, cu_seqlens_k, entry);
+  for (int64_t sequence = 0; sequence < seqused_k.count(); ++sequence) {
+    const int64_t used = seqused_k[sequence], room = room_of(arguments, cu_seqlens_k, sequence);
     if (used < 0 || used > room) {
       const bool is_room_of_maximum = arguments.has_pages() && room < room_of_pages(arguments);
-      fail(ErrorCode::kArgument, "seqused_k[", entry, "] is ", used, "; sequence ", entry, " has room for 0 to ", room,
-           " keys", is_room_of_maximum ? " by max_seqlen_k" : "");
+      violate(is_room_of_maximum ? "attention.used_past_max_seqlen" : "attention.used_past_room",
+              {{"sequence", sequence}, {"used", used}, {"room", room}});
     }
     if (!block_table.are_there()) continue;
-    check_pages(block_table, entry, first_seen(arguments, cu_seqlens_q, entry, used), used, arguments.k.sizes()[1],
+    check_pages(block_table, sequence, first_seen(arguments, cu_seqlens_q, sequence, used), used, arguments.k.sizes()[1],
                 arguments.k.sizes()[0]);
   }
 }
@@ -139,15 +141,15 @@ void check_append_lengths(const AppendArguments& arguments) {
   const int64_t* sizes = arguments.k_cache.sizes();
   const int64_t room = is_paged ? arguments.block_table.sizes()[1] * sizes[1] : sizes[2];
   const int64_t added = arguments.k_new.sizes()[2];
-  for (int64_t entry = 0; entry < used.count(); ++entry) {
-    if (used[entry] < 0) {
-      fail(ErrorCode::kArgument, "cache_seqlens[", entry, "] is ", used[entry], "; a cache holds 0 keys or more");
+  for (int64_t sequence = 0; sequence < used.count(); ++sequence) {
+    if (used[sequence] < 0) {
+      violate("attention.negative_cache", {{"sequence", sequence}, {"found", used[sequence]}});
     }
-    if (used[entry] + added > room) {
-      fail(ErrorCode::kArgument, "the cache of sequence ", entry, " has room for ", room, " keys; ", used[entry],
-           " are there and ", added, " are new; give it a larger cache");
+    if (used[sequence] + added > room) {
+      violate("attention.full_cache",
+              {{"sequence", sequence}, {"room", room}, {"used", used[sequence]}, {"added", added}});
     }
-    if (is_paged && added > 0) check_pages(block_table, entry, used[entry], used[entry] + added, sizes[1], sizes[0]);
+    if (is_paged && added > 0) check_pages(block_table, sequence, used[sequence], used[sequence] + added, sizes[1], sizes[0]);
   }
 }
 

@@ -39,8 +39,8 @@ Batch make_batch(const VarlenArguments& arguments) {
   return batch;
 }
 
-Band make_band(const VarlenArguments& arguments) {
-  Band band{};
+ScoreOptions make_band(const VarlenArguments& arguments) {
+  ScoreOptions band{};
   band.left = window_side(arguments.window_left);
   band.right = window_side(arguments.window_right);
   const bool is_capped = has_softcap(arguments);
@@ -115,106 +115,20 @@ void make_scale_positive(VarlenArguments& arguments) {
   arguments.q = Tensor(scaled);
 }
 
-VarlenOutputs allocate_varlen_outputs(const VarlenArguments& arguments, bool with_lse) {
-  const int64_t* sizes = arguments.q.sizes();
-  const int64_t head_dim_v = arguments.head_dim_v();
-  VarlenOutputs outputs;
-  const int32_t float32 = aoti_torch_dtype_float32();
-  if (arguments.has_ragged_rows()) {
-    outputs.out = host::empty({sizes[0], sizes[1], head_dim_v}, arguments.torch_dtype, arguments.device_type,
-                              arguments.device_index);
-    if (with_lse) {
-      outputs.lse = host::empty({sizes[1], sizes[0]}, float32, arguments.device_type, arguments.device_index);
-    }
-    return outputs;
-  }
-  const int64_t out_sizes[] = {sizes[0], sizes[1], sizes[2], head_dim_v};
-  outputs.out = dense_like(arguments.q, out_sizes);
-  if (with_lse) {
-    outputs.lse = host::empty({sizes[0], sizes[1], sizes[2]}, float32, arguments.device_type, arguments.device_index);
-  }
-  return outputs;
-}
-
-Strides varlen_strides(const Tensor& tensor, bool is_paged) {
-  const int64_t* strides = tensor.strides();
-  if (tensor.dim() == 3) return {0, strides[1], strides[0]};
-  return is_paged ? Strides{strides[0], strides[2], strides[1]} : Strides{strides[0], strides[1], strides[2]};
-}
-
 bool has_softcap(const VarlenArguments& arguments) {
   return arguments.softcap > 0.0 && is_usable(arguments.scale / arguments.softcap);
 }
 
-ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenOutputs& outputs) {
-  ForwardParams params{};
-  params.q = arguments.q.data();
-  params.k = arguments.k.data();
-  params.v = arguments.v.data();
-  params.q_stride = varlen_strides(arguments.q, false);
-  params.k_stride = varlen_strides(arguments.k, arguments.has_pages());
-  params.v_stride = varlen_strides(arguments.v, arguments.has_pages());
-  if (VarlenArguments::has(outputs.out)) {
-    params.out = outputs.out.data();
-    params.out_stride = varlen_strides(outputs.out, false);
-  }
-  if (VarlenArguments::has(outputs.lse)) params.lse = static_cast<float*>(outputs.lse.data());
+ForwardParams make_varlen_params(const VarlenArguments& arguments, const ForwardOutputs& outputs) {
+  ForwardParams params = make_operand_params(arguments, outputs, arguments.has_pages());
   params.batch = static_cast<int32_t>(arguments.batch());
-  params.heads_q = static_cast<int32_t>(arguments.heads_q());
-  params.heads_kv = static_cast<int32_t>(arguments.heads_kv());
   params.seq_q = rows_of(arguments);
   params.seq_k = keys_of(arguments);
-  params.head_dim = static_cast<int32_t>(arguments.head_dim());
   params.head_dim_v = static_cast<int32_t>(arguments.head_dim_v());
-  params.num_splits = 1;
   params.scale = static_cast<float>(arguments.scale);
   params.scale_log2 = static_cast<float>((has_softcap(arguments) ? arguments.softcap : arguments.scale) * kLog2E);
-  params.entries = make_batch(arguments);
-  params.band = make_band(arguments);
-  return params;
-}
-
-namespace {
-
-// Of one that somebody needs.
-void set_gradient(const Tensor& gradient, void** address, Strides* strides) {
-  if (!VarlenArguments::has(gradient)) return;
-  *address = gradient.data();
-  *strides = varlen_strides(gradient, false);
-}
-
-}  // namespace
-
-BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& arguments, const VarlenGradients& gradients) {
-  const ForwardParams forward = make_varlen_params(arguments.forward, {});
-  BackwardParams params{};
-  params.q = forward.q;
-  params.k = forward.k;
-  params.v = forward.v;
-  params.out = arguments.out.data();
-  params.dout = arguments.dout.data();
-  params.lse = static_cast<const float*>(arguments.lse.data());
-  params.dlse = VarlenArguments::has(arguments.dlse) ? static_cast<const float*>(arguments.dlse.data()) : nullptr;
-  params.row_dot = VarlenArguments::has(gradients.row_dot) ? static_cast<float*>(gradients.row_dot.data()) : nullptr;
-  params.q_stride = forward.q_stride;
-  params.k_stride = forward.k_stride;
-  params.v_stride = forward.v_stride;
-  params.out_stride = varlen_strides(arguments.out, false);
-  params.dout_stride = varlen_strides(arguments.dout, false);
-  set_gradient(gradients.dq, &params.dq, &params.dq_stride);
-  set_gradient(gradients.dk, &params.dk, &params.dk_stride);
-  set_gradient(gradients.dv, &params.dv, &params.dv_stride);
-  params.batch = forward.batch;
-  params.heads_q = forward.heads_q;
-  params.heads_kv = forward.heads_kv;
-  params.seq_q = forward.seq_q;
-  params.seq_k = forward.seq_k;
-  params.head_dim = forward.head_dim;
-  params.head_dim_v = forward.head_dim_v;
-  params.scale = forward.scale;
-  params.scale_log2 = forward.scale_log2;
-  params.entries = forward.entries;
-  params.band = forward.band;
+  params.sequences = make_batch(arguments);
+  params.score_options = make_band(arguments);
   return params;
 }
 

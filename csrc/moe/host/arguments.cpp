@@ -1,10 +1,15 @@
 #include "moe/host/arguments.h"
 
+#include <algorithm>
+#include <array>
 #include <initializer_list>
 #include <limits>
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "host/copies.h"
+#include "moe/params/scaled.h"
 
 namespace flashmoe {
 namespace moe {
@@ -13,167 +18,237 @@ namespace {
 using host::describe_device;
 using host::describe_dtype;
 using host::describe_sizes;
-using host::ErrorCode;
-using host::fail;
+using host::violate;
 
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
 constexpr int64_t kGpuMultiple = 8;  // of every size that a product sums over or gives: 16 bytes
 
-std::string sizes_of(const Tensor& tensor) { return describe_sizes(tensor.sizes(), tensor.dim()); }
-
-bool is_given(const Tensor& tensor) { return tensor.get() != nullptr; }
+int32_t float32() { return aoti_torch_dtype_float32(); }
+int32_t int32() { return aoti_torch_dtype_int32(); }
+int32_t e4m3() { return aoti_torch_dtype_float8_e4m3fn(); }
 
 bool is_cuda(const Common& common) { return common.device_type == aoti_torch_device_type_cuda(); }
 
-void check_defined(const Tensor& tensor, const char* name) {
-  if (!is_given(tensor) || !tensor.is_defined()) {
-    fail(ErrorCode::kArgument, name, " is None; a tensor is needed");
+std::string quoted(const char* name, int32_t dtype) { return std::string(name) + "'s " + describe_dtype(dtype); }
+
+// Tensors that must be there. What is not taken from the stack is not freed, so all is taken before the first complaint.
+class Needed {
+ public:
+  explicit Needed(host::Arguments& given) : given_(given) {}
+
+  Tensor take(const char* name) {
+    Tensor tensor = given_.tensor();
+    if (missing_ == nullptr && (!tensor.is_given() || !tensor.is_defined())) missing_ = name;
+    return tensor;
   }
+  void check() const {
+    if (missing_ != nullptr) violate("tensor.missing", {{"name", missing_}});
+  }
+
+ private:
+  host::Arguments& given_;
+  const char* missing_ = nullptr;
+};
+
+// The tensor that a call's others must be on one device with; its name is for messages.
+struct First {
+  const Tensor& tensor;
+  const char* name;
+};
+
+void check_device(const Tensor& tensor, const char* name, const First& first) {
+  if (tensor.device_type() == first.tensor.device_type() && tensor.device_index() == first.tensor.device_index())
+    return;
+  violate("moe.devices", {{"first", first.name},
+                          {"first_device", describe_device(first.tensor)},
+                          {"name", name},
+                          {"device", describe_device(tensor)}});
 }
 
-void check_device(const Tensor& tensor, const char* name, const Tensor& first, const char* first_name) {
-  if (tensor.device_type() == first.device_type() && tensor.device_index() == first.device_index()) return;
-  fail(ErrorCode::kDevice, "all tensors must be on one device; found ", first_name, " on ", describe_device(first),
-       " and ", name, " on ", describe_device(tensor), "; move it with .to(", first_name, ".device)");
+[[noreturn]] void refuse_dtype(const Tensor& tensor, const char* name, const std::string& needed) {
+  violate("moe.dtype", {{"name", name}, {"found", describe_dtype(tensor.dtype())}, {"needed", needed}});
 }
 
-void check_dtype(const Tensor& tensor, const char* name, int32_t dtype, const char* like) {
+// On the first tensor's device and of `dtype`, which is the first one's where `is_like_first`.
+void check_kind(const Tensor& tensor, const char* name, const First& first, int32_t dtype, bool is_like_first = false) {
+  check_device(tensor, name, first);
   if (tensor.dtype() == dtype) return;
-  fail(ErrorCode::kDtype, name, " is ", describe_dtype(tensor.dtype()), "; ", describe_dtype(dtype), " is needed", like,
-       "; convert it with .to()");
+  refuse_dtype(tensor, name, is_like_first ? quoted(first.name, dtype) : describe_dtype(dtype));
 }
 
 // `axes`: what the dimensions are, as "[tokens, hidden]".
 void check_rank(const Tensor& tensor, const char* name, int64_t rank, const char* axes) {
   if (tensor.dim() != rank) {
-    fail(ErrorCode::kShape, name, " has shape ", sizes_of(tensor), "; ", axes, " is needed; reshape it");
+    violate("moe.rank", {{"name", name}, {"sizes", describe_sizes(tensor)}, {"axes", axes}});
   }
-  for (int64_t axis = 0; axis < rank; ++axis) {
-    if (tensor.sizes()[axis] > kMaxSize) {
-      fail(ErrorCode::kShape, name, " has shape ", sizes_of(tensor), "; each size must be below 2^31");
-    }
+  if (std::any_of(tensor.sizes(), tensor.sizes() + rank, [](int64_t size) { return size > kMaxSize; })) {
+    violate("tensor.size", {{"name", name}, {"sizes", describe_sizes(tensor)}});
   }
 }
 
 void check_sizes(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes, const char* axes) {
   const auto rank = static_cast<int64_t>(sizes.size());
-  bool is_equal = tensor.dim() == rank;
-  for (int64_t axis = 0; is_equal && axis < rank; ++axis) is_equal = tensor.sizes()[axis] == sizes.begin()[axis];
-  if (is_equal) return;
-  fail(ErrorCode::kShape, name, " has shape ", sizes_of(tensor), "; ", describe_sizes(sizes.begin(), rank), " ", axes,
-       " is needed");
+  if (tensor.dim() == rank && std::equal(sizes.begin(), sizes.end(), tensor.sizes())) return;
+  violate("moe.shape", {{"name", name},
+                        {"sizes", describe_sizes(tensor)},
+                        {"needed", describe_sizes(sizes.begin(), rank)},
+                        {"axes", axes}});
 }
 
-void check_between(int64_t value, const char* what, int64_t most, const char* next_step) {
-  if (value >= 1 && value <= most) return;
-  fail(ErrorCode::kShape, what, " is ", value, "; supported: 1 to ", most, "; ", next_step);
+void check_size(int64_t value, const char* what, int64_t most = kMaxSize) {
+  if (value < 1 || value > most) violate("moe.size", {{"what", what}, {"value", value}, {"most", most}});
 }
 
-void check_gpu_multiple(int64_t value, const char* what) {
-  if (value % kGpuMultiple == 0) return;
-  fail(ErrorCode::kShape, what, " is ", value, "; on a GPU it must be a multiple of ", kGpuMultiple,
-       "; pad the weights and x with zeros, or use CPU tensors");
+// `rule` says what to do with more.
+void check_experts(int64_t experts, const char* rule) {
+  if (experts < 1 || experts > kMaxExperts) violate(rule, {{"experts", experts}, {"most", kMaxExperts}});
+}
+
+void check_gpu_multiple(const Common& common, int64_t value, const char* what, int64_t multiple = kGpuMultiple) {
+  if (!is_cuda(common) || value % multiple == 0) return;
+  violate("moe.gpu_multiple", {{"what", what}, {"value", value}, {"multiple", multiple}});
 }
 
 void check_slots(int64_t tokens, int64_t top_k) {
-  if (tokens * top_k > kMaxSize) {
-    fail(ErrorCode::kShape, tokens, " tokens of ", top_k, " experts each are ", tokens * top_k,
-         " rows; below 2^31 is needed: split the tokens");
-  }
+  if (tokens * top_k <= kMaxSize) return;
+  violate("moe.slots", {{"tokens", tokens}, {"top_k", top_k}, {"slots", tokens * top_k}});
 }
 
-// Fills `common` from the tensor whose dtype the others follow.
-void take_common(Common& common, const Tensor& tensor, const char* name) {
+// What the others follow. `has_float32`: on a GPU too.
+Common common_of(const Tensor& tensor, const char* name, bool has_float32) {
+  Common common;
   common.device_type = tensor.device_type();
   common.device_index = tensor.device_index();
   common.torch_dtype = tensor.dtype();
+  if (tensor.description() != nullptr && common.device_type < 0) {
+    violate("moe.device", {{"device", describe_device(tensor)}});
+  }
+  has_float32 = has_float32 || !is_cuda(common);
   const std::optional<Dtype> dtype = host::dtype_of(common.torch_dtype);
-  if (!dtype.has_value()) {
-    fail(ErrorCode::kDtype, name, " is ", describe_dtype(common.torch_dtype), "; supported: float16, bfloat16",
-         is_cuda(common) ? "" : ", float32", "; convert the tensors");
+  if (!dtype.has_value() || (*dtype == Dtype::kFloat32 && !has_float32)) {
+    violate("moe.kernel_dtype", {{"name", name},
+                                 {"found", describe_dtype(common.torch_dtype)},
+                                 {"device", describe_device(tensor)},
+                                 {"supported", has_float32 ? "float16, bfloat16, float32" : "float16, bfloat16"}});
   }
   common.dtype = *dtype;
+  return common;
 }
 
-void refuse_float32_on_gpu(const Common& common, const char* name) {
-  if (common.dtype == Dtype::kFloat32 && is_cuda(common)) {
-    fail(ErrorCode::kDtype, name,
-         " is float32, which has no CUDA kernel; supported on CUDA: float16, bfloat16; convert the tensors, or call "
-         "under "
-         "torch.autocast");
-  }
-}
-
+// Nothing is copied of a tensor without memory, in whose place a tracer asks.
 void make_contiguous(Tensor& tensor) {
-  if (is_given(tensor)) tensor = host::contiguous(tensor);
+  if (tensor.is_given() && tensor.description() == nullptr) tensor = host::contiguous(tensor);
 }
 
 void make_rows_contiguous(Tensor& tensor) {
-  if (!is_given(tensor)) return;
+  if (!tensor.is_given()) return;
   const int64_t last = tensor.dim() - 1;
-  if (tensor.sizes()[last] > 1 && tensor.strides()[last] != 1) tensor = host::contiguous(tensor);
+  if (tensor.sizes()[last] > 1 && tensor.strides()[last] != 1) make_contiguous(tensor);
 }
 
 // Of [experts, ., .]: one of the last two dimensions.
 void make_weights_contiguous(Tensor& tensor) {
   const int64_t* sizes = tensor.sizes();
   const int64_t* strides = tensor.strides();
-  const bool last = strides[2] == 1 || sizes[2] == 1;
-  const bool second = strides[1] == 1 || sizes[1] == 1;
-  if (!last && !second) tensor = host::contiguous(tensor);
+  if (strides[2] != 1 && sizes[2] != 1 && strides[1] != 1 && sizes[1] != 1) make_contiguous(tensor);
 }
 
-Scalar ids_scalar(const Tensor& ids) {
-  const int32_t dtype = ids.dtype();
-  if (dtype == aoti_torch_dtype_int32()) return Scalar::kInt32;
-  if (dtype == aoti_torch_dtype_int64()) return Scalar::kInt64;
-  fail(ErrorCode::kDtype, "topk_ids is ", describe_dtype(dtype), "; int32 or int64 is needed; convert it with .to()");
+// The position of `word` among those that the argument may be.
+template <std::size_t kCount>
+int32_t index_of(const std::string& word, const char* name, const char* const (&words)[kCount]) {
+  const auto* const found = std::find(std::begin(words), std::end(words), word);
+  if (found != std::end(words)) return static_cast<int32_t>(found - std::begin(words));
+  std::string supported = words[0];
+  for (std::size_t i = 1; i < kCount; ++i) supported += std::string(", ") + words[i];
+  violate("moe.word", {{"name", name}, {"found", word}, {"supported", supported}});
 }
 
-void check_expert_map(SortArguments& arguments) {
+// In the order of the enumerations. Words are taken from the stack before any is judged: what is not taken is not freed.
+Activation activation_of(const std::string& word) {
+  static constexpr const char* kWords[] = {"swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"};
+  return static_cast<Activation>(index_of(word, "activation", kWords));
+}
+
+bool is_interleaved_of(const std::string& word) {
+  static constexpr const char* kWords[] = {"concat", "interleaved"};
+  return index_of(word, "layout", kWords) == 1;
+}
+
+Scoring scoring_of(const std::string& word) {
+  static constexpr const char* kWords[] = {"softmax", "topk_softmax", "sigmoid"};
+  return static_cast<Scoring>(index_of(word, "scoring", kWords));
+}
+
+void check_sort(SortArguments& arguments, const First& first) {
+  check_device(arguments.ids, "topk_ids", first);
+  check_device(arguments.topk_weights, "topk_weights", first);
+  if (arguments.ids.dtype() != int32() && arguments.ids.dtype() != aoti_torch_dtype_int64()) {
+    refuse_dtype(arguments.ids, "topk_ids", "int32 or int64");
+  }
+  const int64_t rank = arguments.ids.dim();
+  const int64_t* sizes = arguments.ids.sizes();
+  if (arguments.topk_weights.dim() != rank || !std::equal(sizes, sizes + rank, arguments.topk_weights.sizes())) {
+    violate("moe.topk_shapes",
+            {{"weights", describe_sizes(arguments.topk_weights)}, {"ids", describe_sizes(arguments.ids)}});
+  }
+  arguments.slots = 1;
+  for (int64_t axis = 0; axis < rank; ++axis) arguments.slots *= sizes[axis];
+  check_slots(arguments.slots, 1);
+  check_experts(arguments.experts, "moe.experts");
   arguments.ids_end = arguments.experts;
-  if (!is_given(arguments.expert_map)) return;
-  check_device(arguments.expert_map, "expert_map", arguments.ids, "topk_ids");
-  check_dtype(arguments.expert_map, "expert_map", aoti_torch_dtype_int32(), "");
-  check_rank(arguments.expert_map, "expert_map", 1, "[experts of the model]");
-  arguments.ids_end = arguments.expert_map.sizes()[0];
+  if (arguments.expert_map.is_given()) {
+    check_kind(arguments.expert_map, "expert_map", first, int32());
+    check_rank(arguments.expert_map, "expert_map", 1, "[experts of the model]");
+    arguments.ids_end = arguments.expert_map.sizes()[0];
+  }
   make_contiguous(arguments.expert_map);
+  make_contiguous(arguments.ids);
+  make_contiguous(arguments.topk_weights);
 }
 
 // w13 and w2 against x and each other; fills in the sizes.
 void check_weights(LayerShape& shape, const Common& common, const Tensor& x, Tensor& w13, Tensor& w2) {
+  const bool transposed = shape.is_transposed;
+  const char* w13_axes = transposed ? "[experts, hidden, 2 * intermediate]" : "[experts, 2 * intermediate, hidden]";
+  const char* w2_axes = transposed ? "[experts, intermediate, hidden]" : "[experts, hidden, intermediate]";
   check_rank(x, "x", 2, "[tokens, hidden]");
-  const bool turned = shape.is_transposed;
-  check_rank(w13, "w13", 3, turned ? "[experts, hidden, 2 * intermediate]" : "[experts, 2 * intermediate, hidden]");
-  check_rank(w2, "w2", 3, turned ? "[experts, intermediate, hidden]" : "[experts, hidden, intermediate]");
+  check_rank(w13, "w13", 3, w13_axes);
+  check_rank(w2, "w2", 3, w2_axes);
   shape.tokens = x.sizes()[0];
   shape.hidden = x.sizes()[1];
   shape.experts = w13.sizes()[0];
-  shape.intermediate = w2.sizes()[turned ? 1 : 2];
-  check_between(shape.experts, "the number of experts", kMaxExperts, "divide them over several layers by expert_map");
-  check_between(shape.hidden, "the hidden size", kMaxSize, "check x");
-  check_between(shape.intermediate, "the intermediate size", kMaxSize / 2, "check w2");
-  const int64_t both = 2 * shape.intermediate;
-  if (turned) {
-    check_sizes(w13, "w13", {shape.experts, shape.hidden, both}, "[experts, hidden, 2 * intermediate]");
-    check_sizes(w2, "w2", {shape.experts, shape.intermediate, shape.hidden}, "[experts, intermediate, hidden]");
-  } else {
-    check_sizes(w13, "w13", {shape.experts, both, shape.hidden}, "[experts, 2 * intermediate, hidden]");
-    check_sizes(w2, "w2", {shape.experts, shape.hidden, shape.intermediate}, "[experts, hidden, intermediate]");
-  }
-  if (is_cuda(common)) {
-    check_gpu_multiple(shape.hidden, "the hidden size");
-    check_gpu_multiple(shape.intermediate, "the intermediate size");
-  }
+  shape.intermediate = w2.sizes()[transposed ? 1 : 2];
+  check_experts(shape.experts, "moe.experts");
+  check_size(shape.hidden, "the hidden size");
+  check_size(shape.intermediate, "the intermediate size", kMaxSize / 2);
+  // `hidden_axis`: of weights that are not transposed.
+  const auto check = [&](const Tensor& weights, const char* name, int64_t rows, int64_t columns, int hidden_axis,
+                         const char* axes) {
+    const int64_t* sizes = weights.sizes();
+    if (transposed) {
+      std::swap(rows, columns);
+      hidden_axis = 3 - hidden_axis;
+    }
+    if (sizes[hidden_axis] != shape.hidden && sizes[3 - hidden_axis] == shape.hidden) {
+      const int64_t needed[] = {shape.experts, rows, columns};
+      violate(
+          "moe.transposed",
+          {{"name", name}, {"sizes", describe_sizes(weights)}, {"needed", describe_sizes(needed, 3)}, {"axes", axes}});
+    }
+    check_sizes(weights, name, {shape.experts, rows, columns}, axes);
+  };
+  check(w2, "w2", shape.hidden, shape.intermediate, 1, w2_axes);
+  check(w13, "w13", 2 * shape.intermediate, shape.hidden, 2, w13_axes);
+  check_gpu_multiple(common, shape.hidden, "the hidden size");
+  check_gpu_multiple(common, shape.intermediate, "the intermediate size");
   make_weights_contiguous(w13);
   make_weights_contiguous(w2);
 }
 
-void check_biases(const LayerShape& shape, const Common& common, const Tensor& x, Tensor& b13, Tensor& b2) {
+void check_biases(const LayerShape& shape, const Common& common, const First& x, Tensor& b13, Tensor& b2) {
   const auto check = [&](Tensor& bias, const char* name, int64_t columns, const char* axes) {
-    if (!is_given(bias)) return;
-    check_device(bias, name, x, "x");
-    check_dtype(bias, name, common.torch_dtype, " as in x");
+    if (!bias.is_given()) return;
+    check_kind(bias, name, x, common.torch_dtype, /*is_like_first=*/true);
     check_sizes(bias, name, {shape.experts, columns}, axes);
     make_contiguous(bias);
   };
@@ -181,24 +256,25 @@ void check_biases(const LayerShape& shape, const Common& common, const Tensor& x
   check(b2, "b2", shape.hidden, "[experts, hidden]");
 }
 
-void check_sorted(const SortOutputs& sorted, const LayerShape& shape, const Tensor& x) {
-  const auto check = [&](const Tensor& tensor, const char* name, int64_t size, int32_t dtype) {
-    check_defined(tensor, name);
-    check_device(tensor, name, x, "x");
-    check_dtype(tensor, name, dtype, "");
-    check_sizes(tensor, name, {size}, "of the forward pass with keep=True");
-  };
-  check(sorted.expert_offsets, "expert_offsets", shape.experts + 1, aoti_torch_dtype_int32());
-  check(sorted.row_slots, "row_slots", shape.slots, aoti_torch_dtype_int32());
-  check(sorted.slot_rows, "slot_rows", shape.slots, aoti_torch_dtype_int32());
-  check(sorted.row_weights, "row_weights", shape.slots, aoti_torch_dtype_float32());
-}
-
-void make_sorted_contiguous(SortOutputs& sorted) {
-  make_contiguous(sorted.expert_offsets);
-  make_contiguous(sorted.row_slots);
-  make_contiguous(sorted.slot_rows);
-  make_contiguous(sorted.row_weights);
+// What stands beside the weights, once check_weights has filled in the sizes.
+void check_tokens(LayerArguments& arguments, const First& x) {
+  LayerShape& shape = arguments.shape;
+  SortArguments& routing = arguments.routing;
+  if (arguments.shared.is_given()) {
+    check_sizes(arguments.shared, "shared", {shape.tokens, shape.hidden}, "[tokens, hidden]");
+  }
+  check_rank(routing.ids, "topk_ids", 2, "[tokens, top_k]");
+  shape.top_k = routing.ids.sizes()[1];
+  check_sizes(routing.ids, "topk_ids", {shape.tokens, shape.top_k}, "[tokens, top_k]");
+  if (shape.top_k < 1 || shape.top_k > kMaxTopK) {
+    violate("moe.top_k", {{"top_k", shape.top_k}, {"most", kMaxTopK}});
+  }
+  check_slots(shape.tokens, shape.top_k);
+  shape.slots = shape.tokens * shape.top_k;
+  routing.experts = shape.experts;
+  check_sort(routing, x);
+  make_rows_contiguous(arguments.x);
+  make_rows_contiguous(arguments.shared);
 }
 
 }  // namespace
@@ -220,245 +296,295 @@ ExpertWeights view_weights(const Tensor& tensor, bool is_transposed) {
   return is_transposed ? swapped(view) : view;
 }
 
-void check_sort(SortArguments& arguments) {
-  check_defined(arguments.ids, "topk_ids");
-  check_defined(arguments.topk_weights, "topk_weights");
-  take_common(arguments.common, arguments.topk_weights, "topk_weights");
-  check_device(arguments.ids, "topk_ids", arguments.topk_weights, "topk_weights");
-  ids_scalar(arguments.ids);
-  const int64_t rank = arguments.ids.dim();
-  bool is_equal = arguments.topk_weights.dim() == rank;
-  int64_t slots = 1;
-  for (int64_t axis = 0; axis < rank; ++axis) {
-    const int64_t size = arguments.ids.sizes()[axis];
-    is_equal = is_equal && arguments.topk_weights.sizes()[axis] == size;
-    slots *= size;
-  }
-  if (!is_equal) {
-    fail(ErrorCode::kShape, "topk_weights has shape ", sizes_of(arguments.topk_weights), " and topk_ids ",
-         sizes_of(arguments.ids), "; one shape is needed: [tokens, top_k]");
-  }
-  if (slots > kMaxSize) {
-    fail(ErrorCode::kShape, "topk_ids has shape ", sizes_of(arguments.ids), ", ", slots,
-         " elements; below 2^31 is needed: split the tokens");
-  }
-  arguments.slots = slots;
-  check_between(arguments.experts, "the number of experts", kMaxExperts,
-                "divide them over several layers by expert_map");
-  check_expert_map(arguments);
-  make_contiguous(arguments.ids);
-  make_contiguous(arguments.topk_weights);
+SortArguments take_sort(host::Arguments& given) {
+  SortArguments arguments;
+  Needed needed(given);
+  arguments.ids = needed.take("topk_ids");
+  arguments.topk_weights = needed.take("topk_weights");
+  arguments.expert_map = given.optional_tensor();
+  arguments.experts = given.integer();
+  needed.check();
+  arguments.common = common_of(arguments.topk_weights, "topk_weights", /*has_float32=*/true);
+  check_sort(arguments, {arguments.topk_weights, "topk_weights"});
+  return arguments;
 }
 
-void check_layer(LayerArguments& arguments) {
-  check_defined(arguments.x, "x");
-  check_defined(arguments.w13, "w13");
-  check_defined(arguments.w2, "w2");
-  take_common(arguments.common, arguments.x, "x");
-  refuse_float32_on_gpu(arguments.common, "x");
-  const Common& common = arguments.common;
+LayerArguments take_layer(host::Arguments& given) {
+  LayerArguments arguments;
+  Needed needed(given);
   SortArguments& routing = arguments.routing;
-  check_defined(routing.topk_weights, "topk_weights");
-  check_defined(routing.ids, "topk_ids");
+  arguments.x = needed.take("x");
+  arguments.w13 = needed.take("w13");
+  arguments.w2 = needed.take("w2");
+  routing.topk_weights = needed.take("topk_weights");
+  routing.ids = needed.take("topk_ids");
+  arguments.b13 = given.optional_tensor();
+  arguments.b2 = given.optional_tensor();
+  routing.expert_map = given.optional_tensor();
+  arguments.shared = given.optional_tensor();
+  const std::string activation = given.text(), layout = given.text();
+  arguments.shape.is_transposed = given.flag();
+  arguments.shape.activation = activation_of(activation);
+  arguments.shape.is_interleaved = is_interleaved_of(layout);
+  needed.check();
+  const First x{arguments.x, "x"};
+  const Common& common = arguments.common = common_of(arguments.x, "x", /*has_float32=*/false);
   for (const auto& [tensor, name] :
        {std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2"), std::pair(&arguments.shared, "shared")}) {
-    if (!is_given(*tensor)) continue;
-    check_device(*tensor, name, arguments.x, "x");
-    check_dtype(*tensor, name, common.torch_dtype, " as in x");
+    if (tensor->is_given()) check_kind(*tensor, name, x, common.torch_dtype, /*is_like_first=*/true);
   }
-  check_device(routing.topk_weights, "topk_weights", arguments.x, "x");
-  if (routing.topk_weights.dtype() != aoti_torch_dtype_float32() &&
-      routing.topk_weights.dtype() != common.torch_dtype) {
-    fail(ErrorCode::kDtype, "topk_weights is ", describe_dtype(routing.topk_weights.dtype()), "; float32 or x's ",
-         describe_dtype(common.torch_dtype), " is needed; convert it with .to()");
+  if (routing.topk_weights.dtype() != float32() && routing.topk_weights.dtype() != common.torch_dtype) {
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32 or " + quoted("x", common.torch_dtype));
   }
-  LayerShape& shape = arguments.shape;
-  check_weights(shape, common, arguments.x, arguments.w13, arguments.w2);
-  check_biases(shape, common, arguments.x, arguments.b13, arguments.b2);
-  if (is_given(arguments.shared)) {
-    check_sizes(arguments.shared, "shared", {shape.tokens, shape.hidden}, "[tokens, hidden]");
-  }
-  check_rank(routing.ids, "topk_ids", 2, "[tokens, top_k]");
-  shape.top_k = routing.ids.sizes()[1];
-  check_sizes(routing.ids, "topk_ids", {shape.tokens, shape.top_k}, "[tokens, top_k]");
-  check_between(shape.top_k, "the number of experts of a token", kMaxTopK, "split the choices over several calls");
-  check_slots(shape.tokens, shape.top_k);
-  shape.slots = shape.tokens * shape.top_k;
-  routing.experts = shape.experts;
-  check_sort(routing);
-  make_rows_contiguous(arguments.x);
-  make_rows_contiguous(arguments.shared);
+  check_weights(arguments.shape, common, arguments.x, arguments.w13, arguments.w2);
+  check_biases(arguments.shape, common, x, arguments.b13, arguments.b2);
+  check_tokens(arguments, x);
+  return arguments;
 }
 
 void check_out(const LayerArguments& arguments, const Tensor& out) {
-  check_defined(out, "out");
-  check_device(out, "out", arguments.x, "x");
-  check_dtype(out, "out", arguments.common.torch_dtype, " as in x");
+  if (!out.is_given() || !out.is_defined()) violate("tensor.missing", {{"name", "out"}});
+  check_kind(out, "out", {arguments.x, "x"}, arguments.common.torch_dtype);
   check_sizes(out, "out", {arguments.shape.tokens, arguments.shape.hidden}, "[tokens, hidden]");
   const int64_t* strides = out.strides();
+  const bool has_rows = (strides[1] == 1 || arguments.shape.hidden == 1) && strides[0] >= arguments.shape.hidden;
+  const bool has_memory = out.description() == nullptr;
   constexpr int64_t kAlign = host::kRowAlignElements;
-  const bool has_rows = strides[1] == 1 && strides[0] >= arguments.shape.hidden;
-  const bool is_aligned = strides[0] % kAlign == 0 && reinterpret_cast<uintptr_t>(out.data()) % (2 * kAlign) == 0;
+  const bool is_aligned =
+      strides[0] % kAlign == 0 && (!has_memory || reinterpret_cast<uintptr_t>(out.data()) % (2 * kAlign) == 0);
   if (arguments.shape.tokens > 0 && (!has_rows || (is_cuda(arguments.common) && !is_aligned))) {
-    fail(ErrorCode::kShape, "out has strides ", describe_sizes(strides, 2),
-         "; rows that are contiguous, apart and, on a GPU, 16-byte aligned are needed; pass a contiguous tensor");
+    violate("moe.out_strides", {{"strides", host::describe_strides(out)}});
   }
-  // Written when all but `shared` has been read; of that each element is read just before its place is written.
+  // Written when all but `shared` has been read; each element of that is read just before its address is written.
   const Tensor& shared = arguments.shared;
-  if (is_given(shared) && !host::is_same_memory(out, shared) && host::may_overlap(out, shared)) {
-    fail(ErrorCode::kShape,
-         "out shares memory with a part of shared, which would change while it is read; give all of shared as out, "
-         "or a tensor of its own");
+  if (has_memory && shared.is_given() && !host::is_same_memory(out, shared) && host::may_overlap(out, shared)) {
+    violate("moe.out_overlap");
   }
 }
 
-void check_layer_backward(LayerBackwardArguments& arguments) {
-  check_defined(arguments.dout, "grad_out");
-  check_defined(arguments.x, "x");
-  check_defined(arguments.w13, "w13");
-  check_defined(arguments.w2, "w2");
-  check_defined(arguments.preactivation, "preactivation");
-  check_defined(arguments.sorted.row_slots, "row_slots");
-  take_common(arguments.common, arguments.x, "x");
-  refuse_float32_on_gpu(arguments.common, "x");
+LayerBackwardArguments take_layer_backward(host::Arguments& given) {
+  LayerBackwardArguments arguments;
+  Needed needed(given);
+  SortOutputs& sorted = arguments.sorted;
+  LayerShape& shape = arguments.shape;
+  arguments.dout = needed.take("grad_out");
+  arguments.x = needed.take("x");
+  arguments.w13 = needed.take("w13");
+  arguments.w2 = needed.take("w2");
+  arguments.b13 = given.optional_tensor();
+  arguments.b2 = given.optional_tensor();
+  arguments.preactivation = needed.take("preactivation");
+  sorted.expert_offsets = needed.take("expert_offsets");
+  sorted.row_slots = needed.take("row_slots");
+  sorted.slot_rows = needed.take("slot_rows");
+  sorted.row_weights = needed.take("row_weights");
+  const std::string activation = given.text(), layout = given.text();
+  shape.is_transposed = given.flag();
+  arguments.needs = given.integer();
+  shape.activation = activation_of(activation);
+  shape.is_interleaved = is_interleaved_of(layout);
+  needed.check();
+  const First x{arguments.x, "x"};
+  const Common& common = arguments.common = common_of(arguments.x, "x", /*has_float32=*/false);
   for (const auto& [tensor, name] :
        {std::pair(&arguments.dout, "grad_out"), std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2"),
         std::pair(&arguments.preactivation, "preactivation")}) {
-    check_device(*tensor, name, arguments.x, "x");
-    check_dtype(*tensor, name, arguments.common.torch_dtype, " as in x");
+    check_kind(*tensor, name, x, common.torch_dtype, /*is_like_first=*/true);
   }
-  LayerShape& shape = arguments.shape;
-  check_weights(shape, arguments.common, arguments.x, arguments.w13, arguments.w2);
-  check_biases(shape, arguments.common, arguments.x, arguments.b13, arguments.b2);
+  check_weights(shape, common, arguments.x, arguments.w13, arguments.w2);
+  check_biases(shape, common, x, arguments.b13, arguments.b2);
   check_sizes(arguments.dout, "grad_out", {shape.tokens, shape.hidden}, "[tokens, hidden]");
-  check_rank(arguments.sorted.row_slots, "row_slots", 1, "[slots]");
-  shape.slots = arguments.sorted.row_slots.sizes()[0];
+  check_rank(sorted.row_slots, "row_slots", 1, "[slots]");
+  shape.slots = sorted.row_slots.sizes()[0];
   shape.top_k = shape.tokens > 0 ? shape.slots / shape.tokens : 1;
   if (shape.slots != shape.tokens * shape.top_k || (shape.tokens > 0 && shape.top_k < 1)) {
-    fail(ErrorCode::kShape, "row_slots has ", shape.slots, " elements, which is no multiple of the ", shape.tokens,
-         " tokens; what the forward pass returned with keep=True is needed");
+    violate("moe.saved_slots", {{"slots", shape.slots}, {"tokens", shape.tokens}});
   }
-  check_sorted(arguments.sorted, shape, arguments.x);
+  const auto check = [&](Tensor& tensor, const char* name, int64_t size, int32_t dtype) {
+    check_kind(tensor, name, x, dtype);
+    check_sizes(tensor, name, {size}, "of the forward pass with keep=True");
+    make_contiguous(tensor);
+  };
+  check(sorted.expert_offsets, "expert_offsets", shape.experts + 1, int32());
+  check(sorted.row_slots, "row_slots", shape.slots, int32());
+  check(sorted.slot_rows, "slot_rows", shape.slots, int32());
+  check(sorted.row_weights, "row_weights", shape.slots, float32());
   check_sizes(arguments.preactivation, "preactivation", {shape.slots, 2 * shape.intermediate},
               "[slots, 2 * intermediate]");
   make_rows_contiguous(arguments.x);
   make_rows_contiguous(arguments.dout);
   make_contiguous(arguments.preactivation);
-  make_sorted_contiguous(arguments.sorted);
+  return arguments;
 }
 
-void check_route(RouteArguments& arguments) {
-  check_defined(arguments.logits, "logits");
-  take_common(arguments.common, arguments.logits, "logits");
+ScaledArguments take_scaled(host::Arguments& given) {
+  ScaledArguments arguments;
+  Needed needed(given);
+  SortArguments& routing = arguments.routing;
+  LayerShape& shape = arguments.shape;
+  arguments.x = needed.take("x");
+  arguments.w13 = needed.take("w13");
+  arguments.w2 = needed.take("w2");
+  arguments.w13_scale = needed.take("w13_scale");
+  arguments.w2_scale = needed.take("w2_scale");
+  routing.topk_weights = needed.take("topk_weights");
+  routing.ids = needed.take("topk_ids");
+  arguments.x_scale = given.optional_tensor();
+  routing.expert_map = given.optional_tensor();
+  arguments.shared = given.optional_tensor();
+  shape.activation = activation_of(given.text());
+  needed.check();
+  const First x{arguments.x, "x"};
+  for (const auto& [tensor, name] : {std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2")}) {
+    check_device(*tensor, name, x);
+    if (tensor->dtype() != e4m3()) {
+      violate("moe.scaled_weights", {{"name", name}, {"found", describe_dtype(tensor->dtype())}});
+    }
+  }
+  const bool is_scaled = arguments.x.dtype() == e4m3();
+  const int32_t dtype = is_scaled ? aoti_torch_dtype_bfloat16() : arguments.x.dtype();
+  if (dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float16()) {
+    violate("moe.scaled_x", {{"found", describe_dtype(dtype)}});
+  }
+  arguments.common = {*host::dtype_of(dtype), dtype, arguments.x.device_type(), arguments.x.device_index()};
+  if (is_scaled && !arguments.x_scale.is_given()) violate("moe.no_x_scale");
+  if (!is_scaled && arguments.x_scale.is_given()) violate("moe.x_scale", {{"found", describe_dtype(dtype)}});
+  if (arguments.shared.is_given()) check_kind(arguments.shared, "shared", x, dtype);
+  if (!host::dtype_of(routing.topk_weights.dtype()).has_value()) {
+    refuse_dtype(routing.topk_weights, "topk_weights", "float32, float16 or bfloat16");
+  }
+  check_weights(shape, arguments.common, arguments.x, arguments.w13, arguments.w2);
+  const auto check = [&](Tensor& scales, const char* name, std::initializer_list<int64_t> sizes, const char* axes) {
+    check_kind(scales, name, x, float32());
+    check_sizes(scales, name, sizes, axes);
+    make_contiguous(scales);
+  };
+  const auto blocks = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
+  const int64_t hidden = blocks(shape.hidden), inner = blocks(shape.intermediate);
+  check(arguments.w13_scale, "w13_scale", {shape.experts, blocks(2 * shape.intermediate), hidden},
+        "[experts, ceil(2 * intermediate / 128), ceil(hidden / 128)]");
+  check(arguments.w2_scale, "w2_scale", {shape.experts, hidden, inner},
+        "[experts, ceil(hidden / 128), ceil(intermediate / 128)]");
+  if (is_scaled) check(arguments.x_scale, "x_scale", {shape.tokens, hidden}, "[tokens, ceil(hidden / 128)]");
+  check_tokens(arguments, x);
+  return arguments;
+}
+
+void check_blocks(const LayerShape& shape) {
+  for (const auto& [size, what] :
+       {std::pair(shape.hidden, "the hidden size"), std::pair(shape.intermediate, "the intermediate size")}) {
+    if (size % kScaleBlock != 0)
+      violate("moe.scaled_multiple", {{"what", what}, {"value", size}, {"multiple", kScaleBlock}});
+  }
+}
+
+RouteArguments take_route(host::Arguments& given) {
+  RouteArguments arguments;
+  Needed needed(given);
+  arguments.logits = needed.take("logits");
+  arguments.top_k = given.integer();
+  const std::string scoring = given.text();
+  arguments.bias = given.optional_tensor();
+  const int64_t groups = arguments.groups = given.integer();
+  const int64_t topk_groups = arguments.topk_groups = given.integer();
+  arguments.renormalize = given.flag();
+  arguments.scale = given.number();
+  arguments.scoring = scoring_of(scoring);
+  needed.check();
+  const First logits{arguments.logits, "logits"};
+  arguments.common = common_of(arguments.logits, "logits", /*has_float32=*/true);
+  if (!(arguments.scale >= -std::numeric_limits<float>::max() &&
+        arguments.scale <= std::numeric_limits<float>::max())) {
+    violate("moe.scale", {{"scale", arguments.scale}});
+  }
   check_rank(arguments.logits, "logits", 2, "[tokens, experts]");
   arguments.tokens = arguments.logits.sizes()[0];
   arguments.experts = arguments.logits.sizes()[1];
-  check_between(arguments.experts, "the number of experts", kMaxExperts, "use torch.topk");
-  if (is_given(arguments.bias)) {
-    check_device(arguments.bias, "bias", arguments.logits, "logits");
-    check_dtype(arguments.bias, "bias", aoti_torch_dtype_float32(), "");
+  check_experts(arguments.experts, "moe.route_experts");
+  if (arguments.bias.is_given()) {
+    check_kind(arguments.bias, "bias", logits, float32());
     check_sizes(arguments.bias, "bias", {arguments.experts}, "[experts]");
-    make_contiguous(arguments.bias);
   }
-  const int64_t groups = arguments.groups;
-  const int64_t kept = arguments.topk_groups;
   if (groups < 1 || groups > kMaxGroups || arguments.experts % groups != 0) {
-    fail(ErrorCode::kArgument, "groups is ", groups, "; a divisor of the ", arguments.experts,
-         " experts is needed, at most ", kMaxGroups);
+    violate("moe.groups", {{"groups", groups}, {"experts", arguments.experts}, {"most", kMaxGroups}});
   }
-  if (kept < 1 || kept > groups) {
-    fail(ErrorCode::kArgument, "topk_groups is ", kept, "; 1 to the number of groups, ", groups, ", is needed");
+  if (topk_groups < 1 || topk_groups > groups) {
+    violate("moe.topk_groups", {{"topk_groups", topk_groups}, {"groups", groups}});
   }
-  const int64_t eligible = arguments.experts / groups * kept;
+  const int64_t eligible = arguments.experts / groups * topk_groups;
   if (arguments.top_k < 1 || arguments.top_k > eligible || arguments.top_k > kMaxTopK) {
-    fail(ErrorCode::kArgument, "k is ", arguments.top_k, "; supported: 1 to ", kMaxTopK, ", and at most the ", eligible,
-         " experts that can be chosen");
+    violate("moe.k", {{"k", arguments.top_k}, {"most", kMaxTopK}, {"eligible", eligible}});
   }
   check_slots(arguments.tokens, arguments.top_k);
+  make_contiguous(arguments.bias);
   make_rows_contiguous(arguments.logits);
+  return arguments;
 }
 
-void check_grouped(GroupedArguments& arguments, Tensor b) {
-  check_defined(arguments.a, "a");
-  check_defined(b, "b");
-  check_defined(arguments.offsets, "offsets");
-  take_common(arguments.common, arguments.a, "a");
-  refuse_float32_on_gpu(arguments.common, "a");
-  check_device(b, "b", arguments.a, "a");
-  check_device(arguments.offsets, "offsets", arguments.a, "a");
-  check_dtype(b, "b", arguments.common.torch_dtype, " as in a");
-  check_dtype(arguments.offsets, "offsets", aoti_torch_dtype_int32(), "");
-  check_rank(arguments.a, "a", 2, "[rows, k]");
+namespace {
+
+Common check_grouped_kinds(const Tensor& a, const Tensor& b, const Tensor& offsets) {
+  const Common common = common_of(a, "a", /*has_float32=*/false);
+  check_kind(b, "b", {a, "a"}, common.torch_dtype, /*is_like_first=*/true);
+  check_kind(offsets, "offsets", {a, "a"}, int32());
+  return common;
+}
+
+void check_grouped_sizes(const Common& common, int64_t experts, int64_t n, int64_t k) {
+  check_experts(experts, "moe.grouped_experts");
+  check_size(k, "k");
+  check_size(n, "n");
+  check_gpu_multiple(common, k, "k");
+  check_gpu_multiple(common, n, "n");
+}
+
+}  // namespace
+
+GroupedArguments take_grouped(host::Arguments& given) {
+  GroupedArguments arguments;
+  Needed needed(given);
+  Tensor &a = arguments.a, &b = arguments.b_owner;
+  a = needed.take("a");
+  b = needed.take("b");
+  arguments.offsets = needed.take("offsets");
+  needed.check();
+  arguments.common = check_grouped_kinds(a, b, arguments.offsets);
+  check_rank(a, "a", 2, "[rows, k]");
   check_rank(b, "b", 3, "[experts, k, n]");
-  arguments.rows = arguments.a.sizes()[0];
-  check_sizes(b, "b", {b.sizes()[0], arguments.a.sizes()[1], b.sizes()[2]}, "[experts, k, n]");
-  check_between(b.sizes()[0], "the number of experts", kMaxExperts, "divide them over several calls");
-  check_between(b.sizes()[1], "k", kMaxSize, "check a");
-  check_between(b.sizes()[2], "n", kMaxSize, "check b");
-  check_sizes(arguments.offsets, "offsets", {b.sizes()[0]}, "[experts]");
-  if (is_cuda(arguments.common)) {
-    check_gpu_multiple(b.sizes()[1], "k");
-    check_gpu_multiple(b.sizes()[2], "n");
-  }
-  make_rows_contiguous(arguments.a);
+  arguments.rows = a.sizes()[0];
+  const int64_t experts = b.sizes()[0], n = b.sizes()[2];
+  check_sizes(b, "b", {experts, a.sizes()[1], n}, "[experts, k, n]");
+  check_grouped_sizes(arguments.common, experts, n, b.sizes()[1]);
+  check_sizes(arguments.offsets, "offsets", {experts}, "[experts]");
+  make_rows_contiguous(a);
   make_weights_contiguous(b);
   make_contiguous(arguments.offsets);
-  arguments.b = view_weights(b, /*is_transposed=*/true);
-  arguments.b_owner = std::move(b);
+  if (b.description() == nullptr) arguments.b = view_weights(b, /*is_transposed=*/true);
+  return arguments;
 }
 
-void check_grouped_gradient(GroupedGradientArguments& arguments) {
-  check_defined(arguments.a, "a");
-  check_defined(arguments.b, "b");
-  check_defined(arguments.offsets, "offsets");
-  take_common(arguments.common, arguments.a, "a");
-  refuse_float32_on_gpu(arguments.common, "a");
-  check_device(arguments.b, "b", arguments.a, "a");
-  check_device(arguments.offsets, "offsets", arguments.a, "a");
-  check_dtype(arguments.b, "b", arguments.common.torch_dtype, " as in a");
-  check_dtype(arguments.offsets, "offsets", aoti_torch_dtype_int32(), "");
-  check_rank(arguments.a, "a", 2, "[n, rows]");
-  check_rank(arguments.b, "b", 2, "[rows, k]");
+GroupedGradientArguments take_grouped_gradient(host::Arguments& given) {
+  GroupedGradientArguments arguments;
+  Needed needed(given);
+  Tensor &a = arguments.a, &b = arguments.b;
+  a = needed.take("a");
+  b = needed.take("b");
+  arguments.offsets = needed.take("offsets");
+  needed.check();
+  arguments.common = check_grouped_kinds(a, b, arguments.offsets);
+  check_rank(a, "a", 2, "[n, rows]");
+  check_rank(b, "b", 2, "[rows, k]");
   check_rank(arguments.offsets, "offsets", 1, "[experts]");
-  const int64_t sizes[] = {arguments.a.sizes()[1], arguments.a.sizes()[0]};
-  const int64_t strides[] = {arguments.a.strides()[1], arguments.a.strides()[0]};
-  arguments.a = host::view_of(arguments.a, sizes, strides);
+  const int64_t sizes[] = {a.sizes()[1], a.sizes()[0]}, strides[] = {a.strides()[1], a.strides()[0]};
   arguments.rows = sizes[0];
   arguments.experts = arguments.offsets.sizes()[0];
-  check_sizes(arguments.b, "b", {arguments.rows, arguments.b.sizes()[1]}, "[rows, k]");
-  check_between(arguments.experts, "the number of experts", kMaxExperts, "divide them over several calls");
-  check_between(sizes[1], "n", kMaxSize, "check a");
-  check_between(arguments.b.sizes()[1], "k", kMaxSize, "check b");
-  if (is_cuda(arguments.common)) {
-    check_gpu_multiple(sizes[1], "n");
-    check_gpu_multiple(arguments.b.sizes()[1], "k");
-  }
-  make_rows_contiguous(arguments.a);
-  make_rows_contiguous(arguments.b);
+  check_sizes(b, "b", {arguments.rows, b.sizes()[1]}, "[rows, k]");
+  check_grouped_sizes(arguments.common, arguments.experts, sizes[1], b.sizes()[1]);
+  if (a.description() == nullptr) a = host::view_of(a, sizes, strides);
+  make_rows_contiguous(a);
+  make_rows_contiguous(b);
   make_contiguous(arguments.offsets);
-}
-
-Activation activation_of(const std::string& word) {
-  if (word == "swiglu") return Activation::kSwiglu;
-  if (word == "geglu") return Activation::kGeglu;
-  if (word == "geglu_tanh") return Activation::kGegluTanh;
-  if (word == "reglu") return Activation::kReglu;
-  if (word == "clamped_swiglu") return Activation::kClampedSwiglu;
-  fail(ErrorCode::kArgument, "activation is '", word,
-       "'; supported: swiglu, geglu, geglu_tanh, reglu, clamped_swiglu; use one of them");
-}
-
-Scoring scoring_of(const std::string& word) {
-  if (word == "softmax") return Scoring::kSoftmax;
-  if (word == "topk_softmax") return Scoring::kTopkSoftmax;
-  if (word == "sigmoid") return Scoring::kSigmoid;
-  fail(ErrorCode::kArgument, "scoring is '", word, "'; supported: softmax, topk_softmax, sigmoid; use one of them");
-}
-
-bool is_interleaved_of(const std::string& layout_word) {
-  if (layout_word == "concat") return false;
-  if (layout_word == "interleaved") return true;
-  fail(ErrorCode::kArgument, "layout is '", layout_word, "'; supported: concat, interleaved; use one of them");
+  return arguments;
 }
 
 Scalar scalar_of(const Tensor& tensor) {
@@ -468,7 +594,7 @@ Scalar scalar_of(const Tensor& tensor) {
   if (dtype == aoti_torch_dtype_bfloat16()) return Scalar::kBFloat16;
   if (dtype == aoti_torch_dtype_int32()) return Scalar::kInt32;
   if (dtype == aoti_torch_dtype_int64()) return Scalar::kInt64;
-  fail(ErrorCode::kInternal, "a tensor of ", describe_dtype(dtype), " where its dtype was checked before");
+  host::fail(host::ErrorCode::kInternal, "a tensor of ", describe_dtype(dtype), " where its dtype was checked before");
 }
 
 }  // namespace moe

@@ -1,14 +1,14 @@
-// What the operators of a mixture-of-experts layer are given and give back, and the checks of it. The Python statement of the
-// same rules, with longer explanations, is flashmoe/operators/moe/arguments.py; a test holds the two against each other.
+// What the operators of a mixture-of-experts layer are given and give back, and the only place that decides whether they take it: a
+// broken rule is thrown by its name, which flashmoe/moe/rules.py explains.
 //
-// After a check, and so in every backend: tensors are on one device; x, shared, out and the other matrices of tokens have a
+// In what take_...() returns, and so in every backend: tensors are on one device; x, shared, out and the other matrices of tokens have a
 // contiguous last dimension and any stride between rows (0 for an expanded one); weights have a contiguous last or second-last
-// dimension, as ExpertWeights says, and any strides else; everything else is contiguous. What was not has been copied.
+// dimension, as ExpertWeights says, and otherwise any strides; everything else is contiguous. What was not has been copied.
 #pragma once
 
 #include <cstdint>
-#include <string>
 
+#include "host/arguments.h"
 #include "host/kernel_table.h"
 #include "host/tensor.h"
 #include "moe/params/gemm.h"
@@ -32,8 +32,8 @@ struct Common {
   int32_t device_index = 0;
 };
 
-// Weights of all experts, seen as [experts, n, k] of a product d[row, n] = sum over k of a[row, k] * weights[e, n, k], wherever
-// they lie. One of stride_n and stride_k is 1.
+// Weights of all experts, seen as [experts, n, k] of a product d[row, n] = sum over k of a[row, k] * weights[e, n, k], whatever their
+// strides. One of stride_n and stride_k is 1.
 struct ExpertWeights {
   const void* data = nullptr;
   int64_t experts = 0;
@@ -44,7 +44,7 @@ struct ExpertWeights {
   int64_t stride_k = 0;
 };
 
-// The same, the other way round, for a gradient: d[row, k] = sum over n.
+// The same with n and k swapped, for a gradient: d[row, k] = sum over n.
 inline ExpertWeights swapped(const ExpertWeights& weights) {
   ExpertWeights other = weights;
   other.n = weights.k;
@@ -55,7 +55,7 @@ inline ExpertWeights swapped(const ExpertWeights& weights) {
 }
 
 // w13 as [experts, 2 * intermediate, hidden], w2 as [experts, hidden, intermediate]; `is_transposed`: the tensor has the last two
-// dimensions the other way round.
+// dimensions swapped.
 ExpertWeights view_weights(const Tensor& tensor, bool is_transposed);
 
 // Tokens, sizes and what the layer computes, of both passes. slots = tokens * top_k is below 2^31.
@@ -75,7 +75,7 @@ struct SortArguments {
   Common common;        // dtype: of topk_weights; float32 or a 16-bit type
   Tensor ids;           // [tokens, top_k] or any other shape, int32 or int64
   Tensor topk_weights;  // of ids' shape
-  Tensor expert_map;    // [ids_end] int32; no handle (get() == nullptr): none
+  Tensor expert_map;    // [ids_end] int32; may be none: is_given()
   int64_t slots = 0;
   int64_t experts = 0;
   int64_t ids_end = 0;  // ids outside [0, ids_end) have no expert: expert_map's size, or experts
@@ -94,18 +94,26 @@ struct LayerArguments {
   Tensor x;       // [tokens, hidden]
   Tensor w13;     // [experts, 2 * intermediate, hidden]; see view_weights
   Tensor w2;      // [experts, hidden, intermediate]
-  Tensor b13;     // [experts, 2 * intermediate], in the order of w13's rows; no handle: none, here and below
+  Tensor b13;     // [experts, 2 * intermediate], in the order of w13's rows; may be none, as b2 and shared
   Tensor b2;      // [experts, hidden]
   Tensor shared;  // [tokens, hidden]
   SortArguments routing;
-  bool keep = false;  // what the backward pass needs is wanted
+};
+
+// With e4m3 weights; common: that of the output.
+struct ScaledArguments : LayerArguments {
+  Tensor w13_scale;  // [experts, ceil(2 * intermediate / 128), ceil(hidden / 128)] float32
+  Tensor w2_scale;   // [experts, ceil(hidden / 128), ceil(intermediate / 128)] float32
+  Tensor x_scale;    // [tokens, ceil(hidden / 128)] float32, of x in e4m3; none: x has 16 bits
 };
 
 struct LayerOutputs {
   Tensor out;  // [tokens, hidden]
-  Tensor
-      preactivation;  // [slots, 2 * intermediate], by row, where it is kept; else of size 0. Rows past the last: anything
-  SortOutputs sorted;  // where it is kept; else of size 0, and the backend has its own
+  // For a backward pass; none: the backend has its own.
+  Tensor preactivation;  // [slots, 2 * intermediate], by row; rows past the last are undefined
+  SortOutputs sorted;
+
+  bool is_for_backward() const { return preactivation.is_given(); }
 };
 
 // Bits of `needs`, and the order of the gradients.
@@ -118,14 +126,15 @@ struct LayerBackwardArguments {
   Tensor x;
   Tensor w13;
   Tensor w2;
-  Tensor b13;            // looked at for whether there is one
-  Tensor b2;             // takes part in the gradient of topk_weights
-  Tensor preactivation;  // as the forward pass kept it
+  Tensor b13;            // only its presence counts
+  Tensor b2;             // enters the gradient of topk_weights
+  Tensor preactivation;  // as the forward pass wrote it
   SortOutputs sorted;
-  bool consumes = false;  // its gradient may take the preactivation's place
+  int64_t needs = 0;      // bits of Gradient
+  bool consumes = false;  // its gradient may overwrite the preactivation
 };
 
-// Those that are not wanted have no handle.
+// None for those that are not needed.
 struct LayerGradients {
   Tensor dx;        // [tokens, hidden]
   Tensor dw13;      // w13's shape, contiguous
@@ -138,7 +147,7 @@ struct LayerGradients {
 struct RouteArguments {
   Common common;  // dtype: of logits
   Tensor logits;  // [tokens, experts], last dimension contiguous
-  Tensor bias;    // [experts] float32; no handle: none
+  Tensor bias;    // [experts] float32; may be none
   int64_t tokens = 0;
   int64_t experts = 0;
   int64_t top_k = 0;
@@ -175,20 +184,20 @@ struct GroupedGradientArguments {
   int64_t experts = 0;
 };
 
-// Each throws with a code and a message on the first rule that the arguments break; fills in what stands above beside the
-// tensors, and copies what must be contiguous.
-void check_sort(SortArguments& arguments);
-void check_layer(LayerArguments& arguments);
-void check_out(const LayerArguments& arguments, const Tensor& out);  // of the caller's own output
-void check_layer_backward(LayerBackwardArguments& arguments);
-void check_route(RouteArguments& arguments);
-void check_grouped(GroupedArguments& arguments, Tensor b);
-void check_grouped_gradient(GroupedGradientArguments& arguments);
+// Each takes an operator's arguments in the order of its schema and throws at the first rule that they break; fills in what the
+// structs hold beside the tensors, and copies what must be contiguous.
+RouteArguments take_route(host::Arguments& given);
+SortArguments take_sort(host::Arguments& given);
+LayerArguments take_layer(host::Arguments& given);
+LayerBackwardArguments take_layer_backward(host::Arguments& given);
+GroupedArguments take_grouped(host::Arguments& given);
+GroupedGradientArguments take_grouped_gradient(host::Arguments& given);
+ScaledArguments take_scaled(host::Arguments& given);
 
-// By the operators' words; throws code `argument` for another one.
-Activation activation_of(const std::string& word);
-Scoring scoring_of(const std::string& word);
-bool is_interleaved_of(const std::string& layout_word);
+// Of the caller's own output.
+void check_out(const LayerArguments& arguments, const Tensor& out);
+// What the kernels for e4m3 need beyond take_scaled: whole blocks.
+void check_blocks(const LayerShape& shape);
 
 // Of a tensor's elements; only float32, float16, bfloat16, int32 and int64 have one.
 Scalar scalar_of(const Tensor& tensor);

@@ -1,5 +1,5 @@
 // The two backends of the operators. Arguments are checked, and there is at least one slot, token or row. Outputs have been
-// allocated, are uninitialised and are written completely; those without a handle are not wanted.
+// allocated, are uninitialised and are written completely; those that are not given are not needed.
 #pragma once
 
 #include "moe/host/arguments.h"
@@ -26,6 +26,10 @@ void grouped_cuda(const GroupedArguments& arguments, const Tensor& out);
 // out [experts, n, k], contiguous.
 void grouped_gradient_cpu(const GroupedGradientArguments& arguments, const Tensor& out);
 void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tensor& out);
+
+// On GPUs alone.
+void scaled_cuda(const ScaledArguments& arguments, const Tensor& out);
+void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 
 }  // namespace moe
 }  // namespace flashmoe

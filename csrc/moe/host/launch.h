@@ -1,10 +1,10 @@
-// The parts that lists of kernels are made of: each prepares one kernel, or the sort's two, and adds it to a list. A part must
-// live until the list has run.
+// What lists of kernels are made of: each object prepares one kernel, or the sort's two, and adds it to a list. It must live until
+// the list has run.
 //
 // Every kernel waits for the end of the one before it before its first access to what any of the list writes, so each may be
-// scheduled early behind the one before it, whichever it depends on. As that one has waited in its turn, all of the list in front
-// has ended: a kernel may write where any of them has read. One exception: a plain product for few rows reads the sort's offsets before
-// it waits, so what stands between the two must not let it begin before the sort has ended (may_follow).
+// scheduled early behind the one before it, whichever it depends on. As that one has waited likewise, all earlier ones of the list
+// have ended: a kernel may write where any of them has read. One exception: a plain product for few rows reads the sort's offsets
+// before it waits, so what stands between the two must not let it begin before the sort has ended (may_follow).
 #pragma once
 
 #include <cuda.h>
@@ -16,54 +16,70 @@
 #include "host/tile_counters.h"
 #include "host/workspace.h"
 #include "moe/host/arguments.h"
+#include "moe/host/prepare.h"
 #include "moe/host/select.h"
+#include "moe/params/scaled.h"
 
 namespace flashmoe {
 namespace moe {
 
-// What moe_sort writes, in tensors or in a workspace.
-struct Sorted {
-  int32_t* expert_offsets;  // [experts + 1]
-  int32_t* row_slots;       // [slots]
-  int32_t* slot_rows;       // [slots]
-  float* row_weights;       // [slots]
-};
-Sorted pointers_of(const SortOutputs& sorted);
-
-// Room for the sort's results beside the other temporaries of a call.
-class SortedRoom {
+// One call's list, with what its kernels share.
+class CallList {
  public:
-  SortedRoom(host::Workspace& workspace, int64_t slots, int64_t experts);
+  explicit CallList(const host::CudaCall& call) : call_(call) {}
+
+  const host::CudaCall& call() const { return call_; }
+  bool is_empty() const { return is_empty_; }
+  void add(const Kernel& kernel, int64_t grid, const void* params, bool is_dependent = true,
+           const CUtensorMap* maps = nullptr) {
+    list_.add({&kernel, grid, params, maps, is_dependent});
+    is_empty_ = false;
+  }
+  // Of a persistent kernel with more tiles than the GPU holds; taken on first use.
+  int32_t* tile_counter() {
+    if (!counter_.has_value()) counter_ = host::tile_counter(call_);
+    return counter_->address;
+  }
+  void run() { list_.run(call_); }
+
+ private:
+  const host::CudaCall& call_;
+  host::LaunchList list_;
+  std::optional<host::TileCounter> counter_;
+  bool is_empty_ = true;
+};
+
+// The sort's results among the other temporaries of a call.
+class SortedWorkspace {
+ public:
+  SortedWorkspace(host::Workspace& workspace, int64_t slots, int64_t experts);
   Sorted pointers(const host::Workspace& workspace) const;
 
  private:
   int64_t expert_offsets_, row_slots_, slot_rows_, row_weights_;
 };
 
-// Blocks of moe_combine or moe_combine_backward. Few tokens share a token's columns out among blocks.
-int64_t combine_grid(const Kernel& kernel, int64_t tokens, int64_t columns, int32_t num_multiprocessors);
+// moe_combine or moe_combine_backward. Few tokens share a token's columns out among blocks.
+void add_combine(CallList& list, const Kernel& kernel, const CombineParams& params, bool is_dependent = true);
 
-// out = shared + the weighted sum of each token's rows; `shared` without a handle: none.
-CombineParams combine_params(const LayerShape& shape, const Sorted& sorted, const Tensor& shared, const Tensor& out,
-                             const void* rows);
-
-class SortPart {
+class SortKernels {
  public:
   // Adds its own temporary to `workspace`.
-  SortPart(const SortArguments& arguments, const host::KernelRequest& request, host::Workspace& workspace);
+  SortKernels(const SortArguments& arguments, const host::KernelRequest& request, host::Workspace& workspace);
   // Once the workspace is allocated.
-  void add(host::LaunchList& list, const Sorted& sorted, const host::Workspace& workspace);
+  void add(CallList& list, const Sorted& sorted, const host::Workspace& workspace);
 
   const char* symbol() const { return kernels_[0]->symbol; }
 
  private:
+  const SortArguments& arguments_;
   SortParams params_{};
   int64_t blocks_;
   int64_t block_counts_;
   std::array<const Kernel*, 2> kernels_{};
 };
 
-// Of a gradient of weights [experts, n, k] what the choice of its kernel looks at.
+// Of a gradient of weights [experts, n, k] the sizes, by which its kernel is chosen.
 inline ExpertWeights sizes_of(const Tensor& gradient) {
   ExpertWeights sizes;
   sizes.n = gradient.sizes()[1];
@@ -71,35 +87,39 @@ inline ExpertWeights sizes_of(const Tensor& gradient) {
   return sizes;
 }
 
-// One grouped product.
-class ProductPart {
+// One product of each expert's rows. `Params`: GemmParams, or ScaledGemmParams of e4m3 operands.
+template <class Params>
+class GroupedProduct {
  public:
-  // Chooses the kernel; of the weight gradient's `weights` only the sizes count.
-  ProductPart(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,
-              int64_t slots, int64_t experts);
+  GroupedProduct(Product product, const Kernel& kernel) : product_(product), kernel_(&kernel) {}
 
-  GemmParams params{};  // to be filled in, but for tile_counter
+  Params params{};  // to be filled in, but for tile_counter
 
   const Kernel& kernel() const { return *kernel_; }
 
   // Whether the gated product `front`, which stands right behind the sort, may let this one begin early.
-  bool may_follow(const ProductPart& front) const {
+  bool may_follow(const GroupedProduct& front) const {
     return !is_for_few_rows(*kernel_) || is_for_few_rows(*front.kernel_);
   }
 
-  // `counter`: of the call, taken on first use.
-  void add(host::LaunchList& list, bool is_dependent, const host::CudaCall& call,
-           std::optional<host::TileCounter>& counter);
+  void add(CallList& list, bool is_dependent = true);
 
  private:
   static constexpr std::size_t kMaxMaps = 5;
-
-  int64_t bound_on_tiles() const;
 
   Product product_;
   const Kernel* kernel_;
   std::array<CUtensorMap, kMaxMaps> maps_{};
 };
+using GroupedGemm = GroupedProduct<GemmParams>;
+using ScaledGemm = GroupedProduct<ScaledGemmParams>;
+
+// With its kernel for so many rows at most, and its weights; of a weight gradient's only the sizes count.
+GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,
+                      int64_t slots, int64_t experts);
+
+// A gated product for few rows requests weights by the experts of the slots, before the sort has ended.
+void set_early_ids(GemmParams& params, const SortArguments& routing);
 
 }  // namespace moe
 }  // namespace flashmoe

@@ -1,4 +1,5 @@
-// From the operators' arguments to what the kernels can work on: copies of what they cannot load, parameter blocks.
+// From the operators' arguments to what the kernels, and the steps on the CPU, work on: copies of what a kernel cannot load, and
+// parameter blocks.
 #pragma once
 
 #include "moe/host/arguments.h"
@@ -7,8 +8,13 @@
 namespace flashmoe {
 namespace moe {
 
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// The address that a kernel gets; null for no tensor.
+inline void* data_or_null(const Tensor& tensor) { return tensor.is_given() ? tensor.data() : nullptr; }
+
 // A matrix of tokens that every kernel can load: the tensor itself, or a copy where its rows overlap or are not 16-byte aligned.
-// No handle stays none.
+// None stays none.
 Tensor loadable_rows(const Tensor& tensor);
 
 // Weights that every kernel can load, and the tensor that holds them; likewise.
@@ -18,16 +24,61 @@ struct WeightOperand {
 };
 WeightOperand loadable_weights(const Tensor& tensor, bool is_transposed);
 
-// How a kernel finds the weights; `is_paired`: of a gated product, gate and up in turn.
+// How a kernel finds the weights; `is_paired`: of a gated product, gate and up alternating.
 Memory memory_of(const ExpertWeights& weights, bool is_paired);
+
+// What moe_sort writes, in tensors or in a workspace.
+struct Sorted {
+  int32_t* expert_offsets;  // [experts + 1]
+  int32_t* row_slots;       // [slots]
+  int32_t* slot_rows;       // [slots]
+  float* row_weights;       // [slots]
+};
+Sorted pointers_of(const SortOutputs& sorted);
+
+// A matrix with a row for each sorted slot, or of tokens: then the slot of each row says which token it is.
+struct Rows {
+  const void* data;
+  int64_t stride;
+  int64_t columns;
+  const int32_t* slots;  // null: a row for each sorted slot
+};
+inline Rows token_rows(const Tensor& tensor, const int32_t* slots) {
+  return {tensor.data(), tensor.strides()[0], tensor.sizes()[1], slots};
+}
+inline Rows sorted_rows(const void* data, int64_t columns) { return {data, columns, columns, nullptr}; }
 
 // n, k, b and its strides.
 void set_weights(GemmParams& params, const ExpertWeights& weights);
+// The sort's results and the layer's sizes and options, of every product in it.
+void set_layer(GemmParams& params, const LayerShape& shape, const Sorted& sorted);
+// d = the product of `a` and the weights.
+void set_operands(GemmParams& params, const Rows& a, void* d, int64_t d_stride);
+// gradient[e] = sum over e's rows of n_rows^T k_rows; of transposed weights the two swapped.
+void set_weight_gradient(GemmParams& params, const LayerShape& shape, Rows n_rows, Rows k_rows, const Tensor& gradient);
+void set_grouped(GemmParams& params, const GroupedArguments& arguments, const Tensor& a, const int32_t* offsets,
+                 const Tensor& out);
+void set_grouped_gradient(GemmParams& params, const GroupedGradientArguments& arguments, const Tensor& a,
+                          const Tensor& b, const int32_t* offsets, const Tensor& out);
 
-inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+RouteParams route_params(const RouteArguments& arguments, const RouteOutputs& outputs);
+// Without block_counts.
+SortParams sort_params(const SortArguments& arguments, const Sorted& sorted);
+// out = shared + the weighted sum of each token's rows.
+CombineParams combine_params(const LayerShape& shape, const Sorted& sorted, const Tensor& shared, const Tensor& out,
+                             const void* rows);
+// dx = the sum of each token's rows, and the gradient of the slots' weights from `row_dots` [dot_tiles][slots].
+CombineParams combine_backward_params(const LayerShape& shape, const Sorted& sorted, const LayerGradients& gradients,
+                                      const Tensor& b2, const Tensor& dout, const void* rows, const float* row_dots,
+                                      int64_t dot_columns);
+BiasGradientParams bias_gradient_params(const LayerShape& shape, const Sorted& sorted, const Rows& rows,
+                                        const float* row_weights, const Tensor& gradient);
 
-// The address that a kernel gets; null for a tensor without a handle.
-inline void* data_or_null(const Tensor& tensor) { return tensor.get() != nullptr ? tensor.data() : nullptr; }
+// Which gradients need that of the preactivation, and that of the tokens' rows or weights.
+inline bool needs_rows(const LayerBackwardArguments& arguments) {
+  return (arguments.needs & (kNeedX | kNeedWeights)) != 0;
+}
+inline bool needs_dz(const LayerBackwardArguments& arguments) { return (arguments.needs & ~kNeedB2) != 0; }
 
 }  // namespace moe
 }  // namespace flashmoe

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import DTYPE_BYTES
+from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem
 from flashmoe_tools.operations.attention.grid import expand_row
-
-if TYPE_CHECKING:  # torch: reading and comparing reports needs none
-    from flashmoe_tools.operations.attention.reference import Inputs, Reference
 
 LSE_TOLERANCE = 2e-4
 _KEY = re.compile(
@@ -22,13 +19,14 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(RoomProblem):
     """q [batch, heads_q, seq_q, head_dim], k and v [batch, heads_kv, seq_k, head_dim]; a causal mask is bottom-right.
 
     ``layout`` is the order in memory; ``bshd`` reaches the operator as a transposed view, without a copy.
     """
 
     operation: ClassVar[str] = "attention"
+    heaviest_kernel: ClassVar[str] = "attention_forward"
 
     seq_q: int
     seq_k: int
@@ -84,13 +82,6 @@ class AttentionProblem:
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> AttentionProblem:
-        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
-
     @classmethod
     def from_key(cls, key: str) -> AttentionProblem:
         """The problem that a report calls ``key``, such as bf16-d128-causal-b4-h16-s4096."""
@@ -125,17 +116,6 @@ class AttentionProblem:
     def fit(self, dtypes: Collection[str], max_tokens: int) -> AttentionProblem:
         dtype = self.dtype if self.dtype in dtypes else "f16"
         return replace(self, dtype=dtype, batch=min(self.batch, max(1, max_tokens // self.seq_q)))
-
-    def make_inputs(self, device: str, seed: int) -> Inputs:
-        """Fresh random tensors; torch is needed from here on."""
-        from flashmoe_tools.operations.attention.reference import make_inputs
-
-        return make_inputs(self, device, seed)
-
-    def make_reference(self, inputs: Inputs) -> Reference:
-        from flashmoe_tools.operations.attention.reference import make_reference
-
-        return make_reference(inputs)
 
 
 PROBLEM = AttentionProblem

@@ -104,7 +104,7 @@ def weigh(scores: torch.Tensor, *, causal: bool = False) -> tuple[torch.Tensor, 
     A causal mask is aligned bottom-right. A query that sees no key has weights 0, log-sum-exp -inf and gradients 0.
     """
     if causal:
-        hidden = ScoreOptions(causal=True).hidden(*scores.shape[-2:], scores.device)
+        hidden = ScoreOptions(causal=True).hidden(scores.shape[-2], scores.shape[-1], scores.device)
         assert hidden is not None
         scores.masked_fill_(hidden, -math.inf)
     if scores.shape[-1] == 0:

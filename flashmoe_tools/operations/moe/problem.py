@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import DTYPE_BYTES, fields
-
-if TYPE_CHECKING:  # torch: reading and comparing reports needs none
-    from flashmoe_tools.operations.moe.reference import Inputs, Reference
+from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 ROUTINGS = ("uniform", "zipf", "hot")
 _KEY = re.compile(
@@ -23,13 +20,14 @@ _SIZES = ("experts", "top_k", "hidden", "intermediate", "tokens")
 
 
 @dataclass(frozen=True)
-class MoeProblem:
+class MoeProblem(RoomProblem):
     """x [tokens, hidden], w13 [experts, 2 * intermediate, hidden], w2 [experts, hidden, intermediate], swiglu.
 
     ``routing``: uniform; zipf, expert e chosen as 1 / (e + 1); hot, every token to the same top_k experts.
     """
 
     operation: ClassVar[str] = "moe"
+    heaviest_kernel: ClassVar[str] = "grouped_gemm_gated"
 
     dtype: str
     experts: int
@@ -72,13 +70,6 @@ class MoeProblem:
         weights = 3 * self.active_experts * self.hidden * self.intermediate
         return (weights + 2 * self.tokens * self.hidden) * DTYPE_BYTES[self.dtype]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "operation": self.operation, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> MoeProblem:
-        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
-
     @classmethod
     def from_key(cls, key: str) -> MoeProblem:
         """The problem that a report calls ``key``, such as bf16-e128k8-h2048i768-t512."""
@@ -111,17 +102,6 @@ class MoeProblem:
     def fit(self, dtypes: Collection[str], max_tokens: int) -> MoeProblem:
         dtype = self.dtype if self.dtype in dtypes else "f16"
         return replace(self, dtype=dtype, tokens=min(self.tokens, max_tokens))
-
-    def make_inputs(self, device: str, seed: int) -> Inputs:
-        """Fresh random tensors; torch is needed from here on."""
-        from flashmoe_tools.operations.moe.reference import make_inputs
-
-        return make_inputs(self, device, seed)
-
-    def make_reference(self, inputs: Inputs) -> Reference:
-        from flashmoe_tools.operations.moe.reference import make_reference
-
-        return make_reference(inputs)
 
 
 PROBLEM = MoeProblem

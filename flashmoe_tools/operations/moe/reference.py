@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs,
 from flashmoe_tools.operations.moe.problem import MoeProblem
 
 CLAMP, STEEPNESS = 7.0, 1.702  # of clamped_swiglu
-ACTIVATIONS = MappingProxyType(
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": partial(F.gelu, approximate="tanh"), "reglu": F.relu}
 )
 # Tokens that are checked, spread over the batch; the report says what share they are.

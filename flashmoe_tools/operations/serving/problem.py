@@ -7,13 +7,10 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import DTYPE_BYTES, fields
-
-if TYPE_CHECKING:  # torch: reading and comparing reports needs none
-    from flashmoe_tools.operations.serving.reference import Inputs, Reference
+from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
 SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
@@ -42,7 +39,7 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class ServingProblem:
+class ServingProblem(RoomProblem):
     """``batch`` sequences of up to seq_q queries and seq_k keys; with seq_q = seq_k each has as many of both.
 
     ``page_size``: keys lie in pages in random order; 0: ragged, one sequence behind the other. ``spread``: all sequences equal;
@@ -79,9 +76,9 @@ class ServingProblem:
     @property
     def lengths_k(self) -> tuple[int, ...]:
         if self.spread == "ramp":
-            return tuple(max(1, self.seq_k * (entry + 1) // self.batch) for entry in range(self.batch))
+            return tuple(max(1, self.seq_k * (index + 1) // self.batch) for index in range(self.batch))
         if self.spread == "mixed":
-            return tuple(max(1, self.seq_k * MIXED[entry % len(MIXED)] // MIXED[0]) for entry in range(self.batch))
+            return tuple(max(1, self.seq_k * MIXED[index % len(MIXED)] // MIXED[0]) for index in range(self.batch))
         others = min(SHORT.get(self.spread, self.seq_k), self.seq_k)
         return (self.seq_k, *(others,) * (self.batch - 1))
 
@@ -166,10 +163,6 @@ class ServingProblem:
         return {"key": self.key, "operation": self.operation, **stated}
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> ServingProblem:
-        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
-
-    @classmethod
     def from_key(cls, key: str) -> ServingProblem:
         """The problem that a report calls ``key``, such as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16."""
         match = _KEY.fullmatch(key)
@@ -234,17 +227,6 @@ class ServingProblem:
         while sum(found.lengths_q) > max_tokens and found.batch > 1:
             found = replace(found, batch=max(1, min(found.batch - 1, found.batch * max_tokens // sum(found.lengths_q))))
         return found
-
-    def make_inputs(self, device: str, seed: int) -> Inputs:
-        """Fresh random tensors; torch is needed from here on."""
-        from flashmoe_tools.operations.serving.reference import make_inputs
-
-        return make_inputs(self, device, seed)
-
-    def make_reference(self, inputs: Inputs) -> Reference:
-        from flashmoe_tools.operations.serving.reference import make_reference
-
-        return make_reference(inputs)
 
 
 PROBLEM = ServingProblem

@@ -100,7 +100,7 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
 
 
 @dataclass(frozen=True)
-class Part:
+class Checked:
     """What is expected of a checked (sequence, head): rows [first, end) of the result, out [rows, D] and lse [rows]."""
 
     head: int
@@ -115,7 +115,7 @@ class Reference:
     """Expected values of the checked (sequence, head) pairs and the error allowed."""
 
     problem: ServingProblem
-    parts: tuple[Part, ...]
+    checked: tuple[Checked, ...]
     tolerance: float
     coverage: float  # checked share of all pairs
 
@@ -125,10 +125,10 @@ class Reference:
         tokens = result.transpose(1, 2).flatten(0, 1) if result.dim() == 4 else result
         if text := wrong_form("result", tokens, ((sum(p.lengths_q), p.heads_q, p.head_dim), TORCH_DTYPES[p.dtype])):
             return Verification(False, math.inf, self.tolerance, None, self.coverage, text)
-        error = max(max_abs(tokens[one.first : one.end, one.head].float() - one.out) for one in self.parts)
+        error = max(max_abs(tokens[one.first : one.end, one.head].float() - one.out) for one in self.checked)
         lse_error = None
         if lse is not None:
-            lse_error = max(max_abs(lse[one.head, one.first : one.end].float() - one.lse) for one in self.parts)
+            lse_error = max(max_abs(lse[one.head, one.first : one.end].float() - one.lse) for one in self.checked)
         return judge_result(result, error, self.tolerance, self.coverage, lse_error, LSE_TOLERANCE * p.deviation)
 
 
@@ -143,7 +143,7 @@ def make_reference(inputs: Inputs) -> Reference:
     group = problem.heads_q // problem.heads_kv
     pairs = choose_pairs(problem.batch, problem.heads_q, problem.seq_q * problem.seq_k, MAX_SCORES[kind] // 4)
     pairs = pairs[:: max(1, len(pairs) // MOST_PAIRS)]
-    parts, rule, options = [], Rule(inputs.q.dtype), score_options(problem)
+    checked, rule, options = [], Rule(inputs.q.dtype), score_options(problem)
     starts = inputs.cu_seqlens_q.tolist()
     for sequence, head in pairs:
         first, end = starts[sequence : sequence + 2]
@@ -153,6 +153,6 @@ def make_reference(inputs: Inputs) -> Reference:
         sink = None if inputs.sinks is None else inputs.sinks[head]
         out, lse = attend(q.to(high), k.to(high), v.to(high), options, sinks=sink, mask=mask)
         rule.add(out, attend(q, k, v, options, sinks=sink, mask=mask)[0])
-        parts.append(Part(head, first, end, out.float(), lse.float()))
+        checked.append(Checked(head, first, end, out.float(), lse.float()))
     coverage = len(pairs) / (problem.batch * problem.heads_q)
-    return Reference(problem, tuple(parts), rule.tolerance, coverage)
+    return Reference(problem, tuple(checked), rule.tolerance, coverage)

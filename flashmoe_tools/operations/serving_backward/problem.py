@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from flashmoe_tools.operations import fields
 from flashmoe_tools.operations.serving.problem import ServingProblem
-
-if TYPE_CHECKING:  # torch: reading and comparing reports needs none
-    from flashmoe_tools.operations.serving.reference import Inputs
-    from flashmoe_tools.operations.serving_backward.reference import BackwardInputs, GradientReference
 
 
 @dataclass(frozen=True)
@@ -44,10 +39,6 @@ class ServingBackwardProblem(ServingProblem):
         return cls(**asdict(ServingProblem.from_key(key.removeprefix(f"{cls.word}-"))))
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> ServingBackwardProblem:
-        return cls(**asdict(ServingProblem.from_json(row)))
-
-    @classmethod
     def smallest(cls) -> ServingBackwardProblem:
         return cls("f16", head_dim=64, heads_q=2, heads_kv=1, batch=2, seq_q=32, seq_k=32)
 
@@ -55,16 +46,6 @@ class ServingBackwardProblem(ServingProblem):
         super()._check(where)
         if self.page_size:
             fields.fail(where, "page_size", self.page_size, "absent: attention over pages has no gradient")
-
-    def make_inputs(self, device: str, seed: int) -> BackwardInputs:
-        from flashmoe_tools.operations.serving_backward.reference import make_inputs
-
-        return make_inputs(self, device, seed)
-
-    def make_reference(self, inputs: Inputs) -> GradientReference:  # type: ignore[override]  # judges several gradients
-        from flashmoe_tools.operations.serving_backward.reference import make_reference
-
-        return make_reference(inputs)
 
 
 PROBLEM = ServingBackwardProblem

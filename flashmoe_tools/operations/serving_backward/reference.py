@@ -49,7 +49,7 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> BackwardInpu
 
 
 @dataclass(frozen=True)
-class Part:
+class Checked:
     """What is expected of one gradient of a checked (sequence, head): its tokens [first, end) of that head."""
 
     gradient: int
@@ -64,7 +64,7 @@ class GradientReference:
     """Expected gradients of the checked (sequence, key head) pairs with all their query heads, and the errors allowed."""
 
     forms: tuple[Form, ...]  # of dq, dk, dv and, where there are sinks, dsinks
-    parts: tuple[Part, ...]
+    checked: tuple[Checked, ...]
     dsinks: torch.Tensor | None  # [Hq]; None where a part of the sequences is checked, whose sum is not known
     tolerances: tuple[float, ...]
     coverage: float
@@ -83,8 +83,8 @@ class GradientReference:
     def _error(self, index: int, found: torch.Tensor) -> float:
         if self.dsinks is not None and NAMES[index] == "dsinks":
             return max_abs(found.float() - self.dsinks)
-        parts = (one for one in self.parts if one.gradient == index)
-        return max(max_abs(found[one.first : one.end, one.head].float() - one.expected) for one in parts)
+        checked = (one for one in self.checked if one.gradient == index)
+        return max(max_abs(found[one.first : one.end, one.head].float() - one.expected) for one in checked)
 
 
 def make_reference(inputs: forward.Inputs) -> GradientReference:
@@ -98,7 +98,7 @@ def make_reference(inputs: forward.Inputs) -> GradientReference:
     pairs = choose_pairs(problem.batch, problem.heads_kv, per_pair, budget)
     rows, keys = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     count = len(inputs.leaves)
-    parts: list[Part] = []
+    checked: list[Checked] = []
     rules = [Rule(inputs.q.dtype) for _ in range(3)]
     exact_sinks = torch.zeros(problem.heads_q, dtype=high, device=inputs.q.device)
     plain_sinks = exact_sinks.clone()
@@ -111,12 +111,12 @@ def make_reference(inputs: forward.Inputs) -> GradientReference:
                 exact_sinks[query_head] += exact[3]
                 plain_sinks[query_head] += plain[3]
             rules[0].add(exact[0], plain[0])
-            parts.append(Part(0, rows[sequence], rows[sequence + 1], query_head, exact[0].float()))
+            checked.append(Checked(0, rows[sequence], rows[sequence + 1], query_head, exact[0].float()))
             for total, own in zip(sums, (exact, plain), strict=True):
                 total[:] = [a + b for a, b in zip(total, own[1:3], strict=True)] if total else own[1:3]
         for index, (expected, own) in enumerate(zip(*sums, strict=True), 1):
             rules[index].add(expected, own)
-            parts.append(Part(index, keys[sequence], keys[sequence + 1], head, expected.float()))
+            checked.append(Checked(index, keys[sequence], keys[sequence + 1], head, expected.float()))
     dsinks = None
     if count > 3 and len(pairs) == everything:
         dsinks = exact_sinks.float()
@@ -124,7 +124,7 @@ def make_reference(inputs: forward.Inputs) -> GradientReference:
         rules.append(Rule(inputs.q.dtype, max_abs(plain_sinks - exact_sinks), largest=max_abs(exact_sinks)))
     forms = tuple((one.shape, one.dtype) for one in inputs.leaves)
     tolerances = tuple(rule.tolerance for rule in rules)
-    return GradientReference(forms, tuple(parts), dsinks, tolerances, len(pairs) / everything)
+    return GradientReference(forms, tuple(checked), dsinks, tolerances, len(pairs) / everything)
 
 
 def _differentiate(inputs: BackwardInputs, sequence: int, head: int, dtype: torch.dtype) -> list[torch.Tensor]:

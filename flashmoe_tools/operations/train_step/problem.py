@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import DTYPE_BYTES, fields
-
-if TYPE_CHECKING:  # torch: reading and comparing reports needs none
-    from flashmoe_tools.operations.train_step.reference import StepInputs, StepReference
+from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
 
 _SIZES = ("layers", "width", "heads", "heads_kv", "ffn", "vocabulary", "batch", "seq")
 
@@ -23,7 +20,7 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class TrainStepProblem:
+class TrainStepProblem(RoomProblem):
     """A Llama-shaped decoder: RMSNorm, rotary positions, causal grouped-query attention, SwiGLU, tied to no other library.
 
     ``width`` is heads * head_dim, ``ffn`` the inner width of SwiGLU; ``batch`` sequences of ``seq`` tokens.
@@ -77,13 +74,6 @@ class TrainStepProblem:
         """Weights read twice, their gradients written once."""
         return 3 * self.parameters * DTYPE_BYTES[self.dtype]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "operation": self.operation, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> TrainStepProblem:
-        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
-
     @classmethod
     def from_key(cls, key: str) -> TrainStepProblem:
         """The problem that a report calls ``key``, such as step-bf16-l8-w2048-h16kv4-f5632-v32000-b2-s4096."""
@@ -114,17 +104,6 @@ class TrainStepProblem:
     def fit(self, dtypes: Collection[str], max_tokens: int) -> TrainStepProblem:
         dtype = self.dtype if self.dtype in dtypes else "f16"
         return replace(self, dtype=dtype, batch=min(self.batch, max(1, max_tokens // self.seq)))
-
-    def make_inputs(self, device: str, seed: int) -> StepInputs:
-        """A model with random weights and random tokens; torch is needed from here on."""
-        from flashmoe_tools.operations.train_step.reference import make_inputs
-
-        return make_inputs(self, device, seed)
-
-    def make_reference(self, inputs: StepInputs) -> StepReference:
-        from flashmoe_tools.operations.train_step.reference import make_reference
-
-        return make_reference(inputs)
 
 
 PROBLEM = TrainStepProblem

@@ -14,7 +14,6 @@
 #include "host/driver.h"
 #include "host/find_kernels.h"
 #include "moe/host/backends.h"
-#include "moe/host/scaled.h"
 #include "moe/host/select.h"
 #include "moe/host/sort_plan.h"
 #include "moe/params/scaled.h"

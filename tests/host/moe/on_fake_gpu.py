@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import flashmoe
-from flashmoe.operators.moe.quantize import quantize
+from flashmoe.moe.scaled import quantize
 from tests.moe.layer import leaf_names, run, run_backward
 from tests.moe.reference import Case, compare, compare_all, expect, make_inputs
 

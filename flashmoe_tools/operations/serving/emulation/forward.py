@@ -62,7 +62,7 @@ def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
 
 
 def sequences(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
-    """Where the sequences of the batch lie: the member `entries` of the parameters."""
+    """Where the sequences of the batch lie: the member `sequences` of the parameters."""
     found: dict[str, Any] = {
         "cu_seqlens_q": tensors.cu_seqlens_q,
         "cu_seqlens_k": tensors.cu_seqlens_k,
@@ -89,8 +89,8 @@ def sizes(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
         "head_dim_v": p.head_dim_v,
         "scale": p.scale,
         "scale_log2": (p.softcap if p.softcap > 0 else p.scale) * LOG2E,
-        "entries": sequences(p, tensors),
-        "band": score_options(p, tensors),
+        "sequences": sequences(p, tensors),
+        "score_options": score_options(p, tensors),
     }
 
 

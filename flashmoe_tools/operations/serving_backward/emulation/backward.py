@@ -117,7 +117,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
         "row_dot": given.row_dot,
         **{name: output(tensor) for name, tensor in results.items()},
         "tile_counter": counter() if p.has_counter else None,
-        "entry_rows": {name: s["batch"] // s["row"] for name, s in own.items() if name != "out"},
+        "sequence_rows": {name: s["batch"] // s["row"] for name, s in own.items() if name != "out"},
     }
     partials = None
     if unit.row.operation == FUSED:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import fields
-
-if TYPE_CHECKING:
-    from flashmoe_tools.operations.toy.reference import Inputs, Reference  # type: ignore[import-not-found]
+from flashmoe_tools.operations import RoomProblem, fields
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(RoomProblem):
     operation: ClassVar[str] = "toy"
 
     dtype: str
@@ -36,13 +33,6 @@ class Scaling:
     def bytes_moved(self) -> int:
         return 8 * self.size
 
-    def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "operation": self.operation, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Scaling:
-        return cls(row["dtype"], row["size"])
-
     @classmethod
     def from_key(cls, key: str) -> Scaling:
         name, _, size = key.partition("-")
@@ -63,16 +53,6 @@ class Scaling:
     def fit(self, dtypes: Collection[str], max_tokens: int) -> Scaling:
         del dtypes, max_tokens
         return self
-
-    def make_inputs(self, device: str, seed: int) -> Inputs:
-        from flashmoe_tools.operations.toy.reference import make_inputs
-
-        return make_inputs(self, device, seed)
-
-    def make_reference(self, inputs: Inputs) -> Reference:
-        from flashmoe_tools.operations.toy.reference import make_reference
-
-        return make_reference(inputs)
 
 
 PROBLEM = Scaling

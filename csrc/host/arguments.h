@@ -1,0 +1,71 @@
+// The arguments of one operator call, taken one after the other in the order of its schema: from torch's stack, or, where a tracer asks
+// whether a call is allowed, from their description in text. Both ways run the same checks, so a rule stands once.
+//
+//   ForwardArguments take_forward(host::Arguments& given) { ... given.tensor() ... given.number() ...; check(...); return ...; }
+//   boxed function:   host::Arguments given(stack);  const ForwardArguments arguments = take_forward(given);
+//   at trace time:    const host::ArgumentCheck kCheck("operator's name", [](host::Arguments& given) { take_forward(given); });
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "host/boxed.h"
+
+namespace flashmoe {
+namespace host {
+
+// One argument in each line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
+class Description {
+ public:
+  explicit Description(std::string text) : text_(std::move(text)) {}
+  Tensor tensor();  // borrows from this; not given for "none"
+  int64_t integer();
+  std::optional<double> number();
+  // The next line's words after `kind`; empty for "none".
+  std::string line(const char* kind);
+
+ private:
+  std::string text_;
+  std::size_t next_ = 0;
+  std::list<TensorDescription> tensors_;
+};
+
+class Arguments {
+ public:
+  explicit Arguments(const StableIValue* stack) : stack_(stack) {}
+  explicit Arguments(Description* described) : described_(described) {}
+
+  Tensor tensor() { return described_ == nullptr ? take_tensor(*stack_++) : described_->tensor(); }
+  Tensor optional_tensor() { return described_ == nullptr ? take_optional_tensor(*stack_++) : described_->tensor(); }
+  int64_t integer() { return described_ == nullptr ? take<int64_t>(*stack_++) : described_->integer(); }
+  bool flag() { return described_ == nullptr ? take<bool>(*stack_++) : described_->integer() != 0; }
+  double number() { return described_ == nullptr ? take<double>(*stack_++) : described_->number().value_or(0.0); }
+  std::optional<double> optional_number() {
+    return described_ == nullptr ? take<std::optional<double>>(*stack_++) : described_->number();
+  }
+  std::string text() { return described_ == nullptr ? take_text(*stack_++) : described_->line("text"); }
+
+ private:
+  const StableIValue* stack_ = nullptr;
+  Description* described_ = nullptr;
+};
+
+// Registered under an operator's name, for flashmoe_check: takes the arguments and throws at the first rule that they break.
+class ArgumentCheck {
+ public:
+  using Function = void (*)(Arguments& given);
+  ArgumentCheck(const char* name, Function function);
+
+  const char* name;
+  Function function;
+  const ArgumentCheck* next;
+};
+
+// "", or why the operator would refuse these arguments, as violate() words it.
+std::string check_description(const char* name, const char* description);
+
+}  // namespace host
+}  // namespace flashmoe

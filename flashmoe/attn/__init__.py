@@ -1,0 +1,1 @@
+"""Attention: what a user calls, and the operators behind it."""

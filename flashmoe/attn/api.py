@@ -1,0 +1,172 @@
+"""flashmoe.attention, on dense tensors. Ragged batches and pages: varlen.py; torch's interface: sdpa.py.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch._C import _is_tracing as is_tracing
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from flashmoe import _extension, fallback, keywords
+from flashmoe.attn import arguments, autograd, varlen
+from flashmoe.checks import has_fx_proxies, trace_call
+from flashmoe.errors import DifferentiationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flashmoe.attn.options import ScoreOptions
+
+_extension.load()
+fallback.fallback_policy()  # a misspelt value stops the import, not the first call that torch gets much later
+_operator = torch.ops.flashmoe.flash_attention_forward.default
+# An OpOverload's __call__ only hands its arguments on to ``_op``, at a cost of 0.24 us; the compiler never sees this one.
+_inference_operator = torch.ops.flashmoe._flash_attention_inference.default._op
+_ARGUMENTS = ("q", "k", "v", "causal", "scale", "return_lse", "window", "softcap", "sinks", "attn_mask")
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    attn_mask: Tensor | None = ...,
+    **options: Unpack[ScoreOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    attn_mask: Tensor | None = ...,
+    **options: Unpack[ScoreOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    attn_mask: Tensor | None = ...,
+    **options: Unpack[ScoreOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    **misspelt: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v, never falling back to another implementation.
+
+    Args:
+        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
+        k, v: [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv] of the same dtype and device, 1 <= Dv <= 256. Hkv divides Hq: query head h
+            reads key head h // (Hq // Hkv).
+        causal: hide keys j > i + (Sk - Sq) from query i: the mask is aligned bottom-right, so that the last query sees
+            every key. Where Sq > Sk the first Sq - Sk queries see none.
+        scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the scores, the sink included.
+        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
+        softcap: scores become softcap * tanh(scores / softcap), before a mask is added; at most 4096, 0.0 for none.
+        sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
+        attn_mask: bool (False hides a key) or of q's dtype (added to the scores), of a shape that broadcasts to [B, Hq, Sq, Sk],
+            any strides. Without a gradient.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype and, where q is dense, q's order of strides; with ``return_lse`` also lse
+        [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf, or its sink. Both can be
+        differentiated once (see flashmoe.attn.backward).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+        DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
+    """
+    if misspelt:
+        keywords.refuse("attention", misspelt, _ARGUMENTS)
+    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        arguments.check_scalars(
+            scale, causal, return_lse
+        )  # the dispatcher would take a tensor's value and drop its gradient
+    if window is not None or attn_mask is not None or sinks is not None or type(softcap) is not float or softcap != 0.0:
+        if not type(q) is type(k) is type(v) is Tensor and not is_compiling() and has_fx_proxies(q, k, v):
+            named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
+            traced: Tensor = trace_call(attention, **named)
+            return traced
+        mask = None if attn_mask is None else _expand_mask(attn_mask, q, k)
+        return varlen.attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
+    if is_compiling():
+        both: tuple[Tensor, Tensor] = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+        return both if return_lse else both[0]
+    try:
+        if not return_lse and needs_output_alone(q, k, v):
+            only: Tensor = _inference_operator(q, k, v, scale, causal)
+            return only
+        both = autograd.dense_forward(q, k, v, scale, causal)
+    except Exception as error:
+        if has_fx_proxies(q, k, v):
+            traced = trace_call(attention, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
+            return traced
+        cause = arguments.explain_dense(error, q, k, v, scale, causal)
+        if cause is error:
+            raise
+        raise cause from error
+    return both if return_lse else both[0]
+
+
+def needs_output_alone(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """No gradient, no transform, no mode or tracer that looks at operators."""
+    return not (
+        (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or transforms_are_active()
+        or forward_ad._current_level >= 0
+        or num_dispatch_modes() > 0
+        or is_tracing()  # a graph with the inference operator would train nothing
+    )
+
+
+def _expand_mask(attn_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """To [B, Hq, Sq, Sk]; as it is where that cannot be: the operator says why."""
+    if isinstance(attn_mask, Tensor) and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        if is_grad_enabled() and attn_mask.requires_grad:
+            raise DifferentiationError(autograd.NO_MASK_GRADIENT)
+        try:
+            return attn_mask.expand((*q.shape[:3], k.shape[2]))
+        except RuntimeError:
+            return attn_mask
+    arguments.check_optional_tensor("attn_mask", attn_mask)
+    return attn_mask

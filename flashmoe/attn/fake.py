@@ -1,0 +1,125 @@
+"""What the operators return when there is no data (meta and fake tensors): shapes, dtypes and strides, or the typed error that a call
+with data raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmoe.attn.options import DenseBackward, Varlen, VarlenBackward
+from flashmoe.rules import check
+
+# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention.
+ALL_GRADIENTS = 7
+
+
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_attention_forward``."""
+    check("flash_attention_forward", arguments)
+    return _dense_output(*arguments[:3])
+
+
+def inference(*arguments: Any) -> Tensor:
+    check("_flash_attention_inference", arguments)
+    return _dense_output(*arguments[:3])[0]
+
+
+def drop_in(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, enable_gqa: bool) -> Tensor | None:
+    """None where scaled_dot_product_attention would broadcast or mask otherwise."""
+    return inference(q, k, v, scale, causal) if matches_sdpa(q.shape, k.shape, causal, enable_gqa) else None
+
+
+def varlen_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attention_varlen_forward``."""
+    check("attention_varlen_forward", arguments)
+    given = Varlen(*arguments)
+    if given.cu_seqlens_q is None:
+        return _dense_output(given.q, given.k, given.v)
+    tokens, heads, _ = given.q.shape
+    lse = given.q.new_empty((heads, tokens), dtype=torch.float32)
+    return given.q.new_empty((tokens, heads, given.v.shape[-1])), lse
+
+
+def varlen_inference(*arguments: Any) -> Tensor:
+    return varlen_forward(*arguments)[0]
+
+
+def append(*arguments: Any) -> None:
+    check("attention_append_", arguments)
+
+
+def _dense_output(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    sizes = (*q.shape[:3], v.shape[-1])
+    out = q.new_empty_strided(sizes, output_strides(sizes, q.stride()))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """(dq, dk, dv), each dense in the layout of its input; empty where nobody needs it."""
+    given = DenseBackward(*arguments)
+    return _gradients(given)
+
+
+def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """(dq, dk, dv, dsinks) likewise; dsinks [Hq], or [0] without sinks."""
+    given = VarlenBackward(*arguments)
+    heads = given.q.shape[1] if given.sinks is not None and given.needs & 8 else 0
+    return *_gradients(given), given.q.new_empty(heads, dtype=torch.float32)
+
+
+def varlen_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, row_dot) as the compiled operator allocates them: row_dot [B, Hq, Sq] or [Hq, N], on a GPU alone."""
+    given = VarlenBackward(*arguments)
+    needs = given.needs & ALL_GRADIENTS
+    gradients = (gradient if needs >> index & 1 else None for index, gradient in enumerate(_gradients(given)))
+    return *gradients, torch.empty_like(given.lse) if given.lse.device.type == "cuda" else None
+
+
+def _gradients(given: DenseBackward | VarlenBackward) -> tuple[Tensor, ...]:
+    tensors = enumerate((given.q, given.k, given.v))
+    return tuple(gradient_like(tensor) if given.needs >> index & 1 else unneeded(tensor) for index, tensor in tensors)
+
+
+def matches_sdpa(q: Sequence[int], k: Sequence[int], causal: bool, enable_gqa: bool) -> bool:
+    """Whether one call of the operator is scaled_dot_product_attention itself: four dimensions, nothing to broadcast, a square causal
+    mask; of the shapes [B, Hq, Sq, D] and [B, Hkv, Sk, D].
+
+    The extension's ``matches_sdpa`` is the same rule for calls that need no Python; a test compares the two.
+    """
+    return len(q) == len(k) == 4 and q[0] == k[0] and (enable_gqa or q[1] == k[1]) and not (causal and q[2] != k[2])
+
+
+def unneeded(tensor: Tensor) -> Tensor:
+    """In place of a gradient that nobody needs: no element, and one dimension, which no gradient has."""
+    return tensor.new_empty(0)
+
+
+def bits(needed: Sequence[bool]) -> int:
+    """``needs``, from what autograd says of each input."""
+    return sum(1 << index for index, need in enumerate(needed) if need)
+
+
+def gradient_like(tensor: Tensor) -> Tensor:
+    """Uninitialised, dense: of four dimensions with the strides of :func:`output_strides`, of ragged tensors contiguous."""
+    if tensor.dim() != 4:
+        return tensor.new_empty(tensor.shape)
+    return tensor.new_empty_strided(tensor.shape, output_strides(tensor.shape, tensor.stride()))
+
+
+def output_strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor in q's order of dimensions, head_dim last; contiguous where q is expanded.
+
+    Equal strides keep the order of the dimensions. The compiled operator's ``output_strides`` is the same rule.
+    """
+    outer = [0, 1, 2]
+    if not any(stride == 0 for stride in strides):
+        outer.sort(key=lambda axis: -strides[axis])  # stable
+    result = [0, 0, 0, 1]
+    step = max(1, sizes[3])
+    for axis in reversed(outer):
+        result[axis] = step
+        step *= max(1, sizes[axis])
+    return tuple(result)

@@ -1,0 +1,76 @@
+"""What a call costs in operations, counted as torch counts its own attention: the matrix products alone, two operations for a
+multiply-add, and all of the scores under a causal mask, too. So utilisation figures of a model do not change with the attention that it
+calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flashmoe.attn.fake import ALL_GRADIENTS
+from flashmoe.attn.options import Varlen, VarlenBackward
+
+
+def forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv] as shapes: q k^T and P v."""
+    return _product(q, k) + _product((*q[:3], v[3]), k)
+
+
+def backward_flops(
+    grad_out: Any, grad_lse: Any, q: Sequence[int], k: Sequence[int], *rest: Any, needs: int = ALL_GRADIENTS, **_: Any
+) -> int:
+    """Shapes, as the backward operator takes its tensors."""
+    of_q, of_v = backward_products(rest[5] if len(rest) > 5 else needs)
+    return of_q * _product(q, k) + of_v * _product((*q[:3], rest[0][3]), k)
+
+
+def backward_products(needs: int) -> tuple[int, int]:
+    """How many products over q's head_dim, and over v's: the scores again, dQ and dK; dP, for these two, and dV."""
+    needs_scores_gradient = bool(needs & 3)
+    return 1 + (needs & 1) + (needs >> 1 & 1), needs_scores_gradient + (needs >> 2 & 1)
+
+
+def _product(q: Sequence[int], k: Sequence[int]) -> int:
+    batch, heads, rows, head_dim = q
+    return 2 * batch * heads * rows * k[2] * head_dim
+
+
+def varlen_flops(*arguments: Any, **_: Any) -> int:
+    """Of the tensors themselves: two operations for a multiply-add, hidden scores included."""
+    given = Varlen(*arguments)
+    rows = _lengths(given.cu_seqlens_q, given.q, given.max_seqlen_q)
+    keys = _lengths(given.cu_seqlens_k, given.k, given.max_seqlen_k, given.seqused_k, given.block_table)
+    return int(2 * given.q.shape[1] * _scores(rows, keys) * (given.q.shape[-1] + given.v.shape[-1]))
+
+
+def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
+    """As the forward pass: the scores again, dQ and dK have q's head_dim, dV and dP have v's."""
+    given = VarlenBackward(*arguments)
+    rows = _lengths(given.cu_seqlens_q, given.q, given.max_seqlen_q)
+    keys = _lengths(given.cu_seqlens_k, given.k, given.max_seqlen_k, given.seqused_k)
+    of_q, of_v = backward_products(given.needs)
+    return int(2 * given.q.shape[1] * _scores(rows, keys) * (of_q * given.q.shape[-1] + of_v * given.v.shape[-1]))
+
+
+def _scores(rows: Sequence[int], keys: Sequence[int]) -> int:
+    return sum(row * key for row, key in zip(rows, keys, strict=True))
+
+
+def _lengths(
+    cu_seqlens: Tensor | None,
+    tensor: Tensor,
+    longest: int,
+    used: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Sequence[int]:
+    """Of each sequence; where a tensor has no data, as if all were the longest."""
+    for counted in (used, cu_seqlens):
+        if counted is None:
+            continue
+        count = counted.shape[0] - (counted is cu_seqlens)
+        if counted.device.type == "meta" or type(counted) is not Tensor:
+            return [longest if counted is cu_seqlens or block_table is not None else int(tensor.shape[2])] * count
+        return (counted.diff() if counted is cu_seqlens else counted).tolist()
+    return [tensor.shape[2]] * tensor.shape[0]

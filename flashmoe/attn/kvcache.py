@@ -1,0 +1,171 @@
+"""Attention over caches, dense or in pages, and new keys put into them.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch.compiler import is_compiling
+
+from flashmoe import keywords
+from flashmoe.attn import arguments
+from flashmoe.attn.operators import NO_TRANSFORM_APPENDS
+from flashmoe.attn.options import Window
+from flashmoe.attn.varlen import OPTIONS, attend, check_lengths
+from flashmoe.checks import has_fx_proxies, trace_call
+from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError
+from flashmoe.transforms import has_tangent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flashmoe.attn.options import VarlenOptions
+
+_append = torch.ops.flashmoe.attention_append_.default
+_ARGUMENTS = ("q", "k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "block_table", *OPTIONS)
+
+
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = ...,
+    v_new: Tensor | None = ...,
+    *,
+    cache_seqlens: Tensor,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = ...,
+    v_new: Tensor | None = ...,
+    *,
+    cache_seqlens: Tensor,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = ...,
+    v_new: Tensor | None = ...,
+    *,
+    cache_seqlens: Tensor,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    **misspelt: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache, in place, and attend to all that it then holds. For inference: no gradients.
+
+    Args:
+        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32); Sq is 1 when decoding.
+        k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
+            with a contiguous last dimension.
+        k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written after the first cache_seqlens[b] keys of sequence b; None
+            where nothing is appended. No memory of the caches; and two sequences must not append to one page.
+        cache_seqlens: [B] int32 on q's device, the keys that each cache holds before the call. It is left as it is.
+        block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
+        causal, window, softcap, sinks, scale, num_splits: as in :func:`attention_varlen`; the last query is at the last key.
+        return_lse: also return the log-sum-exp of the scores, the sink included.
+
+    Returns:
+        out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not read.
+
+    Raises:
+        The errors of :func:`attention_varlen`; ArgumentError also for a cache without room, where lengths are checked (there).
+            Unchecked, keys that have no room are dropped.
+        DifferentiationError: a gradient was requested; call it under torch.no_grad().
+    """
+    if misspelt:
+        keywords.refuse("attention_with_kvcache", misspelt, _ARGUMENTS)
+    tensors = (q, k_cache, v_cache, k_new, v_new, sinks)
+    given = tuple(tensor for tensor in tensors if isinstance(tensor, Tensor))
+    if (is_grad_enabled() and any(tensor.requires_grad for tensor in given)) or has_tangent(*given):
+        msg = "attention_with_kvcache has no gradient; call it under torch.no_grad(), or use attention_varlen for training"
+        raise DifferentiationError(msg)
+    if not isinstance(q, Tensor) or not isinstance(cache_seqlens, Tensor):  # type: ignore[redundant-expr]
+        if has_fx_proxies(q, cache_seqlens):
+            named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
+            traced: Tensor = trace_call(attention_with_kvcache, **named)
+            return traced
+        check_lengths("cache_seqlens", cache_seqlens, "batch")
+    if (k_new is None) != (v_new is None):
+        msg = "k_new and v_new belong together; one of them is None"
+        raise ArgumentError(msg)
+    used = cache_seqlens
+    try:
+        if k_new is not None and v_new is not None:
+            _append_checked(k_cache, v_cache, k_new, v_new, cache_seqlens, block_table)
+            used = cache_seqlens + k_new.shape[2]
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            seqused_k=used,
+            block_table=block_table,
+            sinks=sinks,
+            max_seqlen_k=0 if block_table is None else _room(k_cache, block_table),
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            num_splits=num_splits,
+            return_lse=return_lse,
+        )
+    except FlashmoeError as error:
+        if is_compiling() or "seqused_k" not in str(error):
+            raise
+        raise type(error)(str(error).replace("seqused_k", "cache_seqlens")) from error
+
+
+def _room(pages: Tensor, block_table: Tensor) -> int:
+    """Keys that a sequence's pages hold; 0 for tensors that the operator refuses."""
+    try:
+        return min(block_table.shape[1] * pages.shape[1], arguments.MAX_LENGTH)
+    except (AttributeError, IndexError):
+        return 0
+
+
+def _append_checked(*given: Any) -> None:
+    try:
+        _append(*given)
+    except Exception as error:
+        if is_compiling():
+            raise
+        cause = arguments.explain_append(error, *given)
+        if cause is error and transforms_are_active() and not isinstance(error, FlashmoeError):
+            cause = ArgumentError(NO_TRANSFORM_APPENDS)
+        if cause is error:
+            raise
+        raise cause from error

@@ -1,0 +1,76 @@
+"""Attention's operators: what torch knows of each (see flashmoe/operator.py)."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from flashmoe.attn import autograd, backward, fake, flops, varlen_backward
+from flashmoe.attn.options import Varlen, positions
+from flashmoe.errors import ArgumentError
+from flashmoe.operator import Operator
+
+NO_TRANSFORM_APPENDS = (
+    "new keys are appended in place, which no transform of torch.func (vmap, functionalize) can follow; make the mapped dimension part "
+    "of the batch, a cache for each sequence, or append before"
+)
+
+
+def _vmap_append(*_: Any) -> NoReturn:
+    raise ArgumentError(NO_TRANSFORM_APPENDS)
+
+
+_CAST = positions(Varlen._fields, "q k v mask")  # one dtype, an additive mask's too
+
+OPERATORS = (
+    Operator(
+        "flash_attention_forward",
+        fake=fake.forward,
+        flops=flops.forward_flops,
+        autocast=3,
+        # torch.library.register_autograd's rule fails under torch.func and drops forward-mode tangents without a word.
+        impls={"Autograd": autograd.dense_rule, "FuncTorchDynamicLayerFrontMode": autograd.dense_under_transforms},
+    ),
+    Operator("_flash_attention_inference", fake=fake.inference, flops=flops.forward_flops, autocast=3),
+    Operator("_flash_attention_drop_in", fake=fake.drop_in, flops=flops.forward_flops, autocast=3),
+    Operator(
+        "flash_attention_backward",
+        schema=backward.SCHEMA,
+        impls={"CPU": backward.backward_by_kernels, "CUDA": backward.backward_by_kernels},
+        fake=fake.backward,
+        flops=flops.backward_flops,
+        vmap=autograd.dense_backward.vmap,
+        gradient=autograd.refuse_double_backward,
+    ),
+    Operator(
+        "attention_varlen_forward",
+        fake=fake.varlen_forward,
+        flops=flops.varlen_flops,
+        counts_raw=True,
+        autocast=_CAST,
+        vmap=autograd.varlen.vmap,
+        gradient=autograd.varlen_gradient,
+        setup_context=autograd.keep_varlen,
+    ),
+    Operator(
+        "_attention_varlen_inference",
+        fake=fake.varlen_inference,
+        flops=flops.varlen_flops,
+        counts_raw=True,
+        autocast=_CAST,
+        vmap=autograd.vmap_varlen_inference,
+    ),
+    Operator(
+        "attention_varlen_backward",
+        schema=varlen_backward.SCHEMA,
+        impls={"CPU": varlen_backward.backward_by_kernels, "CUDA": varlen_backward.backward_by_kernels},
+        fake=fake.varlen_backward,
+        flops=flops.varlen_backward_flops,
+        counts_raw=True,
+        vmap=autograd.varlen_backward.vmap,
+        gradient=autograd.refuse_double_backward,
+    ),
+    Operator(
+        "_attention_varlen_backward", fake=fake.varlen_kernels, flops=flops.varlen_backward_flops, counts_raw=True
+    ),
+    Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=_vmap_append),
+)

@@ -1,0 +1,149 @@
+"""torch's scaled_dot_product_attention on flashmoe's operators. Which calls run on them: sdpa_dispatch.py.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+from flashmoe import _extension, fallback, keywords
+from flashmoe.attn import autograd, sdpa_dispatch
+from flashmoe.attn.api import attention, needs_output_alone
+from flashmoe.attn.fake import matches_sdpa
+from flashmoe.checks import has_fx_proxies, trace_call
+
+_extension.load()
+_drop_in_operator = torch.ops.flashmoe._flash_attention_drop_in.default._op  # as in api.py
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **misspelt: NoReturn,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` with the same signature, meaning and errors.
+
+    query [..., Hq, Sq, D], key and value [..., H, Sk, D]; ``is_causal`` is aligned top-left (key j is visible to query i
+    when j <= i), unlike :func:`attention`.
+
+    float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 256, without dropout, run on flashmoe, in any layout and with
+    any batch sizes that torch takes, with a bool mask or one of the query's dtype; all else goes to torch, which computes it
+    or raises its own error (docs/api.md has the whole table).
+
+    ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
+    is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch. ``sdpa_kernel`` chooses among torch's
+    own backends and says nothing about flashmoe.
+
+    Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does; and ShapeError where key and value
+    differ in length, for which torch's fused CPU kernel has no check: it reads past the end of the shorter.
+    """
+    if misspelt:
+        keywords.refuse("scaled_dot_product_attention", misspelt, sdpa_dispatch.ARGUMENTS)
+    if attn_mask is None and dropout_p == 0.0 and not is_compiling():
+        out = _plain_call(query, key, value, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
+    obstacle = sdpa_dispatch.find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if obstacle is not None:
+        if has_fx_proxies(query, key, value):
+            arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            traced: Tensor = trace_call(scaled_dot_product_attention, *arguments)
+            return traced
+        sdpa_dispatch.refuse_unequal_lengths(key, value)
+        if sdpa_dispatch.jagged_route is None or not sdpa_dispatch.are_jagged(
+            query, key, value
+        ):  # else torch's own choice is told
+            fallback.note_fallback(obstacle)
+        if sdpa_dispatch.has_no_heads(query, key, value):  # with zero heads torch's fused CPU kernel divides by zero
+            empty = torch._scaled_dot_product_attention_math
+            return empty(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+        return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return _top_left(query, key, value, is_causal, scale, attn_mask)
+    q, k, v, mask, batch_shape = _as_four_dimensions(query, key, value, attn_mask, enable_gqa)
+    return _top_left(q, k, v, is_causal, scale, mask).reshape(*batch_shape, query.shape[-2], value.shape[-1])
+
+
+def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, enable_gqa: bool) -> Tensor | None:
+    """The usual case at the cost of one operator call: four dimensions, equal batches and heads, a square causal mask.
+
+    None where it is another case or where the operator refused: then the caller finds out which it is.
+    """
+    if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        return None
+    try:
+        if needs_output_alone(q, k, v):
+            only: Tensor | None = _drop_in_operator(q, k, v, scale, causal, enable_gqa)
+            return only
+        if not matches_sdpa(q.shape, k.shape, causal, enable_gqa):
+            return None
+        return autograd.dense_forward(q, k, v, scale, causal)[0]
+    except (AttributeError, ValueError, TypeError, ZeroDivisionError, RuntimeError):
+        return None
+
+
+def _top_left(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None) -> Tensor:
+    """Attention with SDPA's causal mask, by calls of the bottom-right one, which is the same where Sq == Sk."""
+    q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
+    if mask is not None:
+        return attention(q, k, v, scale=scale, attn_mask=mask)
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    if not causal or seq_q == seq_k:
+        return attention(q, k, v, causal=causal, scale=scale)
+    if seq_q < seq_k:
+        return attention(q, k[:, :, :seq_q], v[:, :, :seq_q], causal=True, scale=scale)
+    square = attention(q[:, :, :seq_k], k, v, causal=True, scale=scale)
+    rest = attention(q[:, :, seq_k:], k, v, scale=scale)  # rows i >= Sk see every key
+    return torch.cat((square, rest), dim=2)
+
+
+def _last_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _as_four_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
+    """Broadcast the batch dimensions and merge them into one; returns also the batch shape of the result.
+
+    Heads are broadcast too unless they are grouped; one key head for many query heads needs no copy (multi-query).
+    """
+    q_lead, k_lead, v_lead = (_lead(tensor) for tensor in (query, key, value))
+    batch = torch.broadcast_shapes(q_lead[:-1], k_lead[:-1], v_lead[:-1])
+    heads_q, heads_k, heads_v = q_lead[-1], k_lead[-1], v_lead[-1]
+    if not enable_gqa:
+        heads_q = torch.broadcast_shapes((heads_q,), (heads_k,), (heads_v,))[0]
+        shared = heads_k == 1 and heads_v == 1
+        heads_k = heads_v = 1 if shared else heads_q
+    q = _merge(query, batch, heads_q)
+    k, v = _merge(key, batch, heads_k), _merge(value, batch, heads_v)
+    result = torch.Size((*batch, heads_q))
+    rank = max(query.dim(), key.dim(), value.dim())
+    if mask is not None and mask.dim() > 3:  # one with fewer dimensions broadcasts as it is
+        mask = _merge(mask, batch, heads_q)
+    return q, k, v, mask, result[len(result) - (rank - 2) :]
+
+
+def _lead(tensor: Tensor) -> torch.Size:
+    """The sizes before [length, head_dim], with a head of 1 where there is none."""
+    return tensor.shape[:-2] if tensor.dim() > 2 else torch.Size((1,))
+
+
+def _merge(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:
+    """[..., H, S, D] to [prod(batch), heads, S, D]."""
+    expanded = tensor.expand(*batch, heads, *tensor.shape[-2:])
+    if len(batch) == 1:
+        return expanded
+    return expanded.unsqueeze(0) if len(batch) == 0 else expanded.flatten(0, -4)

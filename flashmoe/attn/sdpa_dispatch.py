@@ -1,0 +1,276 @@
+"""Which path ``flashmoe.scaled_dot_product_attention`` takes for given arguments, and why.
+
+The rule is the same everywhere: what the operator computes with exactly SDPA's meaning runs on flashmoe; all else, wrong
+arguments included, goes to ``torch.nn.functional.scaled_dot_product_attention``, which computes it or raises its own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashmoe import keywords
+from flashmoe.attn.arguments import DTYPES, MAX_HEAD_DIM, is_finite_number
+from flashmoe.checks import has_names
+from flashmoe.errors import ShapeError
+from flashmoe.transforms import autocast_dtype, has_tangent
+
+BF16_CAPABILITY = (8, 0)
+NO_DROPOUT = "dropout_p is not 0; flashmoe has no dropout"
+NESTED = (
+    "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
+    "while flashmoe.activate() is in force"
+)
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+class Path(str, Enum):
+    """Whose attention runs."""
+
+    FLASHMOE = "flashmoe"
+    TORCH = "torch"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Route:
+    """The path that a call takes and the reason."""
+
+    path: Path
+    reason: str
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **misspelt: NoReturn,
+) -> Route:
+    """Say where ``flashmoe.scaled_dot_product_attention`` would run these arguments; computes nothing.
+
+    Raises ShapeError where key and value differ in length, as that function does.
+    """
+    if misspelt:
+        keywords.refuse("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
+    obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if obstacle is None:
+        return Route(Path.FLASHMOE, "everything asked for is supported")
+    if jagged_route is not None and obstacle == NESTED and are_jagged(query, key, value):
+        return jagged_route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    refuse_unequal_lengths(key, value)  # as the call does
+    return Route(Path.TORCH, obstacle)
+
+
+# While flashmoe.activate() is in force: where a call of jagged tensors ends, all of which are torch's to choose a backend for.
+jagged_route: Callable[..., Route] | None = None
+
+
+def are_jagged(*tensors: Any) -> bool:
+    """Whether all are nested tensors of torch's jagged layout."""
+    return all(isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged for x in tensors)
+
+
+def find_obstacle(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> str | None:
+    """Why flashmoe does not run this call, or None when it does. Symbolic sizes may be guarded on."""
+    for find, _ in OBSTACLES:
+        obstacle = find(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def _dropout_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
+    return None if dropout_p == 0.0 else NO_DROPOUT
+
+
+def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
+    for tensor in (query, key, value):
+        if not isinstance(tensor, Tensor):
+            return f"an input is a {type(tensor).__name__}, not a tensor"
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            return NESTED
+        if not torch.compiler.is_compiling() and (has_names(tensor) or tensor._is_zerotensor()):
+            return "an input has named dimensions or is a zero tensor without memory"
+    return None
+
+
+def _scalar_obstacle(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> str | None:
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            return f"{name} is a {type(flag).__name__}, not a bool"
+    if scale is None or is_finite_number(scale):
+        return None
+    return "scale is not a finite number"
+
+
+def _device_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+    device = query.device
+    if key.device != device or value.device != device:
+        return f"the inputs are on different devices ({device}, {key.device}, {value.device})"
+    return None if device.type in DTYPES else f"there is no kernel for device type {device.type}"
+
+
+def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+    device_type = query.device.type
+    dtypes = _dtypes(query, key, value)
+    dtype = dtypes[0]
+    if dtypes[1] is not dtype or dtypes[2] is not dtype:
+        return f"the inputs have different dtypes ({', '.join(map(str, dtypes))})"
+    if dtype not in DTYPES[device_type]:
+        return f"there is no kernel for {dtype} on {device_type}"
+    if dtype is torch.bfloat16 and device_type == "cuda" and _capability(query.device) < BF16_CAPABILITY:
+        return "bfloat16 kernels need compute capability 8.0; this GPU is older"
+    return None
+
+
+def _dtypes(*tensors: Tensor) -> list[torch.dtype]:
+    """What the operator gets, under autocast too."""
+    device_type = tensors[0].device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return [tensor.dtype for tensor in tensors]
+    target = torch.get_autocast_dtype(device_type)
+    return [autocast_dtype(tensor, device_type, target) for tensor in tensors]
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> str | None:
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) < 2 or len(k) < 2 or len(v) < 2:
+        return "an input has fewer than two dimensions"
+    if k[-1] != q[-1] or k[-2] != v[-2]:
+        return "the head dim of query and key, or the length of key and value, differs"
+    for head_dim in (q[-1], v[-1]):
+        if head_dim < 1 or head_dim > MAX_HEAD_DIM:
+            return f"head dim {head_dim} is outside 1 to {MAX_HEAD_DIM}"
+    return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
+
+
+def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
+    """The dimensions before [length, head_dim]: equal, or broadcastable as SDPA broadcasts them."""
+    if enable_gqa and min(len(q), len(k), len(v)) < 1:
+        return "enable_gqa needs a head dimension"
+    if q == k and k == v:
+        return None
+    if enable_gqa:
+        if k[-1] != v[-1] or k[-1] < 1 or q[-1] % k[-1] != 0:
+            return f"query heads {q[-1]}, key heads {k[-1]} and value heads {v[-1]} form no groups"
+        q, k, v = q[:-1], k[:-1], v[:-1]
+    try:
+        torch.broadcast_shapes(q, k, v)
+    except RuntimeError:
+        return f"batch shapes {tuple(q)}, {tuple(k)} and {tuple(v)} do not broadcast"
+    return None
+
+
+def _mask_obstacle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
+) -> str | None:
+    if attn_mask is None:
+        return None
+    if is_causal:
+        return "attn_mask and is_causal are both given, which torch refuses"
+    if not isinstance(attn_mask, Tensor) or attn_mask.is_nested or attn_mask.layout is not torch.strided:
+        return "attn_mask is not a dense tensor"
+    if torch.is_grad_enabled() and attn_mask.requires_grad:
+        return "attn_mask requires a gradient, which flashmoe does not compute"
+    mask_dtype, dtype = _dtypes(attn_mask, query)
+    if attn_mask.device != query.device or mask_dtype not in (torch.bool, dtype):
+        return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe takes bool or query's dtype, on its device"
+    heads = 3 if enable_gqa else 2  # key heads are groups of the query's
+    batch = torch.broadcast_shapes(*(tensor.shape[:-heads] for tensor in (query, key, value)))
+    target = (*batch, *query.shape[-heads:-1], key.shape[-2])
+    return None if _broadcasts(attn_mask.shape, target) else "attn_mask does not broadcast to the scores"
+
+
+def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+    return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
+
+
+# What goes to torch: each rule, and the documentation's rows for it. In the order in which reasons are looked for; a rule
+# may rely on those before it.
+OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
+    (_dropout_obstacle, ("`dropout_p > 0`",)),
+    (_memory_obstacle, ("nested, sparse, named or zero tensors",)),
+    (_scalar_obstacle, ("`scale` not finite, or a tensor",)),
+    (_device_obstacle, ("devices other than CPU and CUDA; inputs on different devices",)),
+    (
+        _dtype_obstacle,
+        (
+            "float32 on CUDA; float64 and every other dtype; inputs of different dtypes",
+            "bfloat16 on a GPU below compute capability 8.0",
+        ),
+    ),
+    (
+        _shape_obstacle,
+        (
+            f"a head dim of 0 or above {MAX_HEAD_DIM}",
+            "batch or head sizes that neither broadcast nor form groups",
+        ),
+    ),
+    (_mask_obstacle, ("an `attn_mask` that requires a gradient, or of a dtype that is neither bool nor `query`'s",)),
+    (_derivative_obstacle, ("forward-mode differentiation",)),
+)
+# What is left, and how it runs (sdpa.py).
+SUPPORTED: tuple[tuple[str, str], ...] = (
+    (f"float16, bfloat16 (CPU also float32), head dims 1 to {MAX_HEAD_DIM}, `value`'s own included", "flashmoe"),
+    ("`attn_mask`, bool or of `query`'s dtype, any broadcast and strides", "flashmoe"),
+    (
+        "`is_causal`, any `Sq` and `Sk`",
+        "flashmoe; `Sq < Sk`: keys past `Sq` are cut off; `Sq > Sk`: two calls, joined",
+    ),
+    ("2-D, 3-D, 5-D and higher; batch or head sizes that broadcast", "flashmoe, as 4-D"),
+    ("`enable_gqa` with key heads = value heads dividing the query heads", "flashmoe"),
+    ("autocast", "flashmoe, in autocast's dtype"),
+    ("last dimension not contiguous", "flashmoe, after a copy"),
+)
+
+
+def refuse_unequal_lengths(key: Any, value: Any) -> None:
+    """Raise ShapeError for what would make torch read outside of a tensor, or divide by zero (torch 2.10, CPU)."""
+    for tensor in (key, value):
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() < 2:
+            return
+    if key.shape[-2] != value.shape[-2]:
+        msg = f"key and value must have one length; found {key.shape[-2]} and {value.shape[-2]}; cut or pad one of them"
+        raise ShapeError(msg)
+
+
+def has_no_heads(query: Any, key: Any, value: Any) -> bool:
+    """Whether these are dense tensors of which one has a head dimension of 0."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided for x in tensors):
+        return False
+    return any(tensor.dim() > 2 and tensor.shape[-3] == 0 for tensor in tensors)

@@ -1,0 +1,260 @@
+"""Attention over ragged batches and pages, and with what models put between the scores and the softmax. Caches: kvcache.py.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch._C import _is_tracing as is_tracing
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from flashmoe import _extension, keywords
+from flashmoe.attn import arguments, autograd
+from flashmoe.attn.options import Varlen, Window
+from flashmoe.checks import has_fx_proxies, trace_call
+from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
+from flashmoe.transforms import has_tangent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flashmoe.attn.options import VarlenOptions
+
+_extension.load()
+_operator = torch.ops.flashmoe.attention_varlen_forward.default
+_inference_operator = torch.ops.flashmoe._attention_varlen_inference.default._op  # as in api.py
+OPTIONS = ("causal", "window", "softcap", "sinks", "scale", "num_splits", "return_lse")
+_ARGUMENTS = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "block_table"),
+    *OPTIONS,
+)
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = ...,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    **misspelt: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each sequence of a batch whose sequences follow each other, without padding.
+
+    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1; keys likewise, or in pages: then key j of sequence b
+    is row j % page_size of page block_table[b, j // page_size]. With Sq and Sk a sequence's own lengths, query i is at key
+    i + (Sk - Sq): masks are aligned bottom-right. Sequences without queries or keys are fine. Nothing here waits for the GPU, and a
+    CUDA graph may be replayed with other lengths up to the maxima.
+
+    Args:
+        q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
+        k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 256, or pages [P, page_size, Hkv, D]. Hkv
+            divides Hq: query head h reads key head h // (Hq // Hkv).
+        cu_seqlens_q: [B + 1] int32 on q's device, from 0 on, never decreasing, at most Nq.
+        cu_seqlens_k: likewise for the keys; None with pages.
+        max_seqlen_q, max_seqlen_k: of the longest sequences, or more; ints, since the host does not read the lengths.
+        causal: hide keys after the query's own: window's right side is 0.
+        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
+        softcap: scores become softcap * tanh(scores / softcap); at most 4096, 0.0 for none.
+        sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
+        scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
+        seqused_k: [B] int32, how many keys of each sequence there are; with pages needed, else all that it has room for.
+        block_table: [B, pages of the longest] int32, the pages of each sequence, in any order, shared or not.
+        num_splits: among how many thread blocks the keys of a row are divided; 0 is the kernels' choice. With 1 a row's result
+            does not depend on the rest of the batch, bit for bit.
+        return_lse: also return the log-sum-exp of the scores, the sink included.
+
+    Returns:
+        out [Nq, Hq, Dv], contiguous; with ``return_lse`` also lse [Hq, Nq] in float32 (natural logarithm). A query that sees no
+        key has out 0 and lse -inf, or its sink. Rows of no sequence are undefined. Both can be differentiated once, in q, k, v
+        and sinks, but not over pages.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. What only the
+            numbers in cu_seqlens_q, cu_seqlens_k, seqused_k and block_table can tell is checked on the CPU, and on a GPU where
+            $FLASHMOE_CHECK_LENGTHS is 1 (each call then waits for the GPU, and none can be captured). Wrong numbers that are not checked
+            are clamped to the tensors' bounds.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+        DifferentiationError: forward mode, a second derivative, or a gradient over pages.
+    """
+    if misspelt:
+        keywords.refuse("attention_varlen", misspelt, _ARGUMENTS)
+    if not isinstance(q, Tensor) or not isinstance(cu_seqlens_q, Tensor):  # type: ignore[redundant-expr]
+        if has_fx_proxies(q, cu_seqlens_q):
+            named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
+            traced: Tensor = trace_call(attention_varlen, **named)
+            return traced
+        check_lengths("cu_seqlens_q", cu_seqlens_q, "sequences + 1")
+    if cu_seqlens_k is None and block_table is None:
+        msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
+        raise ArgumentError(msg)
+    return attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        sinks=sinks,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_lse=return_lse,
+    )
+
+
+def check_lengths(name: str, lengths: Any, sizes: str) -> None:
+    if not isinstance(lengths, Tensor):
+        found = f"found {type(lengths).__name__}; convert it with torch.tensor(..., dtype=torch.int32)"
+        msg = f"{name} must be an int32 tensor [{sizes}]; {found}"
+        raise ArgumentTypeError(msg)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: Window | None,
+    softcap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    mask: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    num_splits: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention_varlen_forward`` with its arguments as users give them."""
+    if not (type(causal) is type(return_lse) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
+        arguments.check_scalars(scale, causal, return_lse)
+        scale = float(scale) if isinstance(scale, int) else scale
+    left, right = (-1, -1) if window is None else _sides(window)
+    sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
+    if not (sizes_are_ints and type(softcap) is float):  # of the usual types, the operator checks the values
+        integers = (max_seqlen_q, max_seqlen_k, left, right, num_splits)
+        max_seqlen_q, max_seqlen_k, left, right, num_splits = map(arguments.as_integer, integers)
+        arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
+        softcap = float(softcap)
+    right = 0 if causal and right >= -1 else right
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
+    if isinstance(sinks, Tensor) and sinks.is_floating_point():
+        sinks = sinks.float().contiguous()
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    numbers = (max_seqlen_q, max_seqlen_k, scale, left, right, softcap, num_splits)
+    given = Varlen(q, k, v, *lengths, sinks, mask, *numbers)
+    if is_compiling():
+        out, lse = _operator(*given)
+        return (out, lse) if return_lse else out
+    try:
+        return _call(given, return_lse)
+    except Exception as error:
+        cause = arguments.explain_varlen(error, given)
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def _call(given: Varlen, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """The operator in eager mode: where no gradient can be asked for, without the autograd rule in Python."""
+    result: tuple[Tensor, Tensor]
+    if transforms_are_active():
+        result = autograd.varlen_under_transforms(*given)
+        return result if return_lse else result[0]
+    tensors = (given.q, given.k, given.v, given.sinks, given.mask)
+    if forward_ad._current_level >= 0 and has_tangent(*(tensor for tensor in tensors if tensor is not None)):
+        raise DifferentiationError(autograd.NO_FORWARD_MODE)
+    if not (return_lse or _needs_gradient(*tensors) or num_dispatch_modes() > 0 or is_tracing()):
+        only: Tensor = _inference_operator(*given)
+        return only
+    result = _operator(*given)
+    return result if return_lse else result[0]
+
+
+def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None) -> bool:
+    if not is_grad_enabled():
+        return False
+    is_needed = q.requires_grad or k.requires_grad or v.requires_grad
+    return is_needed or (sinks is not None and sinks.requires_grad) or (mask is not None and mask.requires_grad)
+
+
+def _sides(window: Any) -> Window:
+    try:
+        left, right = window
+    except (TypeError, ValueError) as error:
+        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}"
+        raise ArgumentTypeError(msg) from error
+    return left, right

@@ -1,0 +1,84 @@
+"""Gradients of ragged and windowed attention: what the kernels leave to Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmoe.attn import fake
+from flashmoe.attn.options import VarlenBackward
+
+SCHEMA = (
+    "attention_varlen_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, Tensor? mask, Tensor out, Tensor lse, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float scale, int window_left, int window_right, float softcap, int needs=15) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
+)
+LEAST_SCALE = 2.0**-126  # a scale below is taken for zero: float32 holds no normal number there
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def backward_by_kernels(*arguments: Any) -> Gradients:
+    """(dq, dk, dv, dsinks), in the dtypes of q, k and v, and float32; empty what ``needs`` has no bit for (see ``fake.py``).
+
+    A missing gradient counts as zero. Rows and keys of no sequence, and rows without a visible key, have zero gradients. Under
+    autocast the forward pass worked in ``out``'s dtype, and so does this.
+    """
+    given = VarlenBackward(*arguments)
+    grad_out, out, lse, needs = given.grad_out, given.out, given.lse, given.needs
+    upstream = torch.zeros_like(out) if grad_out is None else grad_out
+    if upstream.stride(-1) != 1:
+        upstream = upstream.contiguous()
+    statistic = None if given.grad_lse is None else given.grad_lse.contiguous()
+    mask = given.mask
+    # The kernels take a scale above zero: its sign moves to q and back to dq.
+    factor = 1.0 if given.scale >= LEAST_SCALE else -1.0 if given.scale <= -LEAST_SCALE else 0.0
+    rows = given.q.to(out.dtype)
+    if factor != 1.0:
+        rows = -rows if factor else rows - rows
+    kernels = given._replace(
+        grad_out=upstream,
+        grad_lse=statistic,
+        q=rows,
+        k=given.k.to(out.dtype),
+        v=given.v.to(out.dtype),
+        mask=mask if mask is None or mask.dtype == torch.bool else mask.to(out.dtype),
+        lse=lse.contiguous(),
+        scale=abs(given.scale) if factor else 1.0,
+        needs=needs & fake.ALL_GRADIENTS,
+    )
+    dq, dk, dv, row_dot = torch.ops.flashmoe._attention_varlen_backward.default(*kernels)
+    if factor != 1.0 and dq is not None:
+        dq = -dq if factor else torch.zeros_like(dq)
+    if given.sinks is None or not needs & 8:
+        dsinks = lse.new_empty(0)
+    else:
+        if row_dot is None:
+            row_dot = torch.linalg.vecdot(upstream.float(), out.float())
+            row_dot = row_dot.mT if given.cu_seqlens_q is not None else row_dot
+            row_dot = row_dot if statistic is None else row_dot - statistic
+        dsinks = sink_gradient(given.sinks, lse, row_dot, given.cu_seqlens_q)
+    return _in_dtype_of(given.q, dq), _in_dtype_of(given.k, dk), _in_dtype_of(given.v, dv), dsinks
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, row_dot: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """[Hq] float32: a sink is a score without a value, so its gradient is -sum over rows of exp(sink - lse) * row_dot.
+
+    lse, row_dot: [B, Hq, Sq], or [Hq, N] where rows of no sequence are undefined.
+    """
+    weights = (sinks.unsqueeze(1) - lse).exp()
+    counts = lse > -math.inf
+    if cu_seqlens_q is not None:
+        row = torch.arange(lse.shape[-1], device=lse.device)
+        counts = counts & (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
+    products = torch.where(counts, weights * row_dot, 0.0)
+    return -(products.sum(-1) if cu_seqlens_q is not None else products.sum((0, 2)))
+
+
+def _in_dtype_of(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return fake.unneeded(tensor)
+    return gradient if gradient.dtype == tensor.dtype else fake.gradient_like(tensor).copy_(gradient)

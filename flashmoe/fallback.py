@@ -1,0 +1,42 @@
+"""What happens when a call goes to torch: ``$FLASHMOE_FALLBACK``."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+from flashmoe.errors import ArgumentError
+
+FALLBACK_VARIABLE = "FLASHMOE_FALLBACK"
+FALLBACK_POLICIES = ("allow", "warn", "error")
+
+
+def _at_trace_time(function: Callable[..., None]) -> Callable[..., None]:
+    """Run as plain Python while torch.compile traces; what torch.compiler.assume_constant_result does, without its import
+    of the whole compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_at_trace_time
+def note_fallback(reason: str, what: str = "attention", *, stacklevel: int = 3) -> None:
+    """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
+
+    Compiled code decides once, when it is traced.
+    """
+    policy = fallback_policy()
+    if policy == "warn":
+        warnings.warn(f"flashmoe hands {what} to torch: {reason}", stacklevel=stacklevel)
+    elif policy == "error":
+        msg = f"{what} would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
+        raise ArgumentError(msg)
+
+
+def fallback_policy() -> str:
+    """``$FLASHMOE_FALLBACK``; raises ArgumentError for an invalid value."""
+    policy = os.environ.get(FALLBACK_VARIABLE) or "allow"
+    if policy not in FALLBACK_POLICIES:
+        msg = f"{FALLBACK_VARIABLE} is {policy!r}; supported: {', '.join(FALLBACK_POLICIES)}"
+        raise ArgumentError(msg)
+    return policy

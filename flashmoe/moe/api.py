@@ -1,0 +1,283 @@
+"""The mixture-of-experts layer as functions.
+
+Importing this module imports torch and loads the compiled extension.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn, overload
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_are_active
+from torch._C import _is_tracing as is_tracing
+from torch.compiler import is_compiling
+
+from flashmoe import _extension, keywords
+from flashmoe.checks import check_flag
+from flashmoe.errors import ArgumentError
+from flashmoe.moe import autograd, errors, scaled
+from flashmoe.moe.options import Activation, Layer, Layout, Routing, Scales, Scoring
+from flashmoe.transforms import autocasted
+
+_extension.load()
+_operators = torch.ops.flashmoe
+_LAYER_ARGUMENTS = (*Layer._fields, "weights_on_input", "w13_scale", "w2_scale", "x_scale", "out")
+_ROUTE_ARGUMENTS = (*Routing._fields, "return_counts")
+
+
+def fused_moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: Activation = "swiglu",
+    layout: Layout = "concat",
+    transposed: bool = False,
+    expert_map: Tensor | None = None,
+    shared: Tensor | None = None,
+    weights_on_input: bool = False,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    **misspelt: NoReturn,
+) -> Tensor:
+    """A mixture-of-experts layer: the weighted sum, for each token, of what its experts compute.
+
+    out[t] = shared[t] + sum over j of topk_weights[t, j] * (activation(x[t] W13_e^T + b13_e) W2_e^T + b2_e), e = topk_ids[t, j].
+    Sums are float32, in an order that does not depend on the batch: a token's result is the same bits whatever else is in x.
+    Two runs give the same bits. The host never waits for the GPU, so the call can be captured in a CUDA graph.
+
+    Args:
+        x: [T, H], float16 or bfloat16 (on the CPU also float32). T may be 0.
+        w13: [E, 2I, H], gate and up of E experts, 1 <= E <= 1024, in x's dtype. On a GPU H and I are multiples of 8. A
+            transposed view of [E, H, 2I] memory is read without a copy.
+        w2: [E, H, I].
+        topk_weights: [T, k], float32 or x's dtype, 1 <= k <= 32.
+        topk_ids: [T, k], int32 or int64. An id outside [0, E) contributes nothing.
+        b13: [E, 2I], in the order of w13's rows; b2: [E, H]; both in x's dtype.
+        activation: of gate g and up u: "swiglu" g sigmoid(g) u; "geglu" gelu(g) u with the error function, "geglu_tanh" with its
+            usual approximation; "reglu" max(g, 0) u; "clamped_swiglu", as gpt-oss has it, g' sigmoid(1.702 g') (u' + 1) with
+            g' = min(g, 7) and u' = u clamped to [-7, 7].
+        layout: of w13's rows: "concat", the gate's first; "interleaved", gate and up alternating.
+        transposed: w13 is [E, H, 2I] and w2 [E, I, H].
+        expert_map: int32 [experts of the model]: the expert of this layer that an id stands for; a value outside [0, E), such as
+            -1, for none. For experts divided among several GPUs.
+        shared: [T, H] in x's dtype, added to the result: a shared expert's output, or the residual.
+        weights_on_input: multiply x by the weights, before the experts, instead of their results (Llama 4).
+        w13_scale, w2_scale: with w13 and w2 in float8_e4m3fn, float32 [E, ceil(2I / 128), ceil(H / 128)] and
+            [E, ceil(H / 128), ceil(I / 128)]: a weight is its 8 bits times the scale of its 128 by 128 block (DeepSeek's and
+            transformers' weight_scale_inv). x and the activation between the products are quantised too, with one scale for
+            each 128 values of a row: the largest magnitude / 448. Forward only; without biases, layout "interleaved", transposed
+            and weights_on_input. The kernels need compute capability 9.0, and H and I multiples of 128; elsewhere torch
+            computes the layer, as FLASHMOE_FALLBACK allows.
+        x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
+        out: [T, H] in x's dtype, rows contiguous, to which the result is written; no gradient can be recorded then. It may be x
+            or shared itself, but must not overlap shared in part.
+
+    Returns:
+        [T, H] in x's dtype; bfloat16 where x is float8_e4m3fn. Differentiable once, in x, w13, w2, topk_weights, b13, b2, shared:
+        x and [T * k, 2I] are kept for it, and the activation is computed again.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+        DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
+    """
+    if misspelt:
+        keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
+    layer = Layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed)
+    check_flag("transposed", transposed)  # the dispatcher would take None for False
+    check_flag("weights_on_input", weights_on_input)
+    if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
+        errors.check_tensor("out", out)
+        errors.check("_fused_moe_out", (out, *layer))  # the dispatcher would follow a meta tensor and compute nothing
+    scales = Scales(w13_scale, w2_scale, x_scale)
+    if scaled.is_scaled(layer, scales):
+        return scaled.call_scaled(layer, scales, out, weights_on_input=weights_on_input)
+    if is_compiling():
+        return _weigh_input(layer, out) if weights_on_input else _call(layer, out)
+    try:
+        return _weigh_input(layer, out) if weights_on_input else _call(layer, out)
+    except Exception as error:
+        errors.raise_cause(error, "_fused_moe_inference", layer)
+        raise
+
+
+def _call(layer: Layer, out: Tensor | None) -> Tensor:
+    if transforms_are_active() and not is_compiling():
+        _refuse_out_with_gradient(out, is_needed=True)
+        return autograd.layer_under_transforms(layer)
+    autograd.refuse_tangents("fused_moe", *layer)
+    needs_gradient = torch.is_grad_enabled() and layer.requires_grad()
+    if out is not None:
+        _refuse_out_with_gradient(out, is_needed=needs_gradient or (torch.is_grad_enabled() and out.requires_grad))
+        _operators._fused_moe_out.default(out, *layer)
+        return out
+    if needs_gradient or (not is_compiling() and is_tracing()):  # a trace of the inference operator would train nothing
+        result: Tensor = _operators._fused_moe.default(*layer, True)[0]
+    else:
+        result = _operators._fused_moe_inference.default(*layer)
+    return result
+
+
+def _refuse_out_with_gradient(out: Tensor | None, *, is_needed: bool) -> None:
+    if out is not None and is_needed:
+        msg = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
+        raise ArgumentError(msg)
+
+
+def _weigh_input(layer: Layer, out: Tensor | None) -> Tensor:
+    """Each slot becomes a token of its own, x times its weight, with one expert and weight 1; then a token's slots are added."""
+    if out is None:  # what is written to out= is never cast
+        names = ("x", "w13", "w2", "b13", "b2", "shared")
+        casted = autocasted(*(getattr(layer, name) for name in names))
+        layer = layer._replace(**dict(zip(names, casted, strict=True)))
+    if not (is_compiling() or is_tracing()):  # a wrong shape might broadcast; a tracer's sizes are tensors
+        errors.check("_fused_moe_inference", layer)
+    if out is not None:
+        errors.check("_fused_moe_out", (out, *layer))
+        _refuse_out_with_gradient(
+            out, is_needed=torch.is_grad_enabled() and (layer.requires_grad() or out.requires_grad)
+        )
+    ids, shared, dtype = layer.topk_ids.reshape(-1, 1), layer.shared, layer.x.dtype
+    rows = (layer.x.unsqueeze(1) * layer.topk_weights.unsqueeze(2)).to(dtype).flatten(0, 1)
+    ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+    top_k = layer.topk_ids.shape[1]
+    slots = layer._replace(x=rows, topk_weights=ones, topk_ids=ids)
+    if top_k == 1:
+        return _call(slots, out)
+    total = _call(slots._replace(shared=None), None).unflatten(0, (-1, top_k)).sum(1, dtype=torch.float32)
+    total = (total if shared is None else total + shared).to(dtype)
+    return total if out is None else out.copy_(total)
+
+
+@overload
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = ...,
+    bias: Tensor | None = ...,
+    groups: int | None = ...,
+    topk_groups: int | None = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+    return_counts: Literal[False] = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = ...,
+    bias: Tensor | None = ...,
+    groups: int | None = ...,
+    topk_groups: int | None = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+    return_counts: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = ...,
+    bias: Tensor | None = ...,
+    groups: int | None = ...,
+    topk_groups: int | None = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+    return_counts: bool,
+) -> tuple[Tensor, ...]: ...
+
+
+def topk_route(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: Scoring = "softmax",
+    bias: Tensor | None = None,
+    groups: int | None = None,
+    topk_groups: int | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    return_counts: bool = False,
+    **misspelt: NoReturn,
+) -> tuple[Tensor, ...]:
+    """Choose the k experts of each token and their weights, in one kernel.
+
+    Args:
+        logits: [T, E], float16, bfloat16 or float32, 1 <= E <= 1024; computed in float32.
+        k: experts of a token, 1 to 32.
+        scoring: "softmax" over all experts, of which the top k (Qwen3, Mixtral); "topk_softmax" over the top k logits alone
+            (gpt-oss); "sigmoid" of each logit (DeepSeek-V3).
+        bias: [E] float32, added for the choice alone; with "topk_softmax" to the logits.
+        groups, topk_groups: the experts form ``groups`` groups of equal size, at most 32, of which the best ``topk_groups`` can be
+            chosen from: by the sum of their two largest scores with "sigmoid" (DeepSeek-V3), else by their largest (DeepSeek-V2).
+        renormalize: divide a token's weights by their sum.
+        scale: multiplies the weights at the end.
+        return_counts: also return how many tokens chose each expert, for a load-balancing loss (see :class:`flashmoe.MoE`).
+
+    Returns:
+        weights float32 [T, k] and ids int32 [T, k], the largest score first, of equal ones the lower id; with
+        ``return_counts`` also counts int32 [E]. The gradient of weights goes to logits (and, with "topk_softmax", to bias).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+    """
+    if misspelt:
+        keywords.refuse("topk_route", misspelt, _ROUTE_ARGUMENTS)
+    check_flag("renormalize", renormalize)
+    check_flag("return_counts", return_counts)
+    if bool in (type(k), type(groups), type(topk_groups)):  # which the dispatcher would take for a number
+        for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
+            errors.check_integer(name, 1 if value is None else value)
+    if type(scale) is not float and not is_compiling():
+        errors.check_number("scale", scale)  # the dispatcher would take a tensor's value and drop its gradient
+    groups = 1 if groups is None else groups
+    call = Routing(logits, k, scoring, bias, groups, groups if topk_groups is None else topk_groups, renormalize, scale)
+    if is_compiling():
+        weights, ids, counts = _operators.topk_route.default(*call)
+    else:
+        try:
+            autograd.refuse_tangents("topk_route", *call)
+            weights, ids, counts = autograd.call_route(*call)
+        except Exception as error:
+            errors.raise_cause(error, "topk_route", call)
+            raise
+    return (weights, ids, counts) if return_counts else (weights, ids)
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Products of groups of rows with one matrix each, as ``torch.nn.functional.grouped_mm``; differentiable.
+
+    Args:
+        a: [M, K], rows sorted by group, float16 or bfloat16 (on the CPU also float32); or [N, M], whose columns are.
+        b: [E, K, N], contiguous or transposed; or [M, K], for the second form of a.
+        offsets: int32 [E], the end of each group's rows: ascending, at most M, of any alignment. The host does not read them.
+
+    Returns:
+        [M, N] with a[row] b[e] in e's rows, and zeros in rows past the last end; or for the second form [E, N, K], the product
+        of e's columns of a and rows of b, zeros for a group without rows. On a GPU K and N are multiples of 8.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError: an argument breaks a rule above; the message says which.
+        UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
+    """
+    if is_compiling():
+        return autograd.call_grouped(a, b, offsets)
+    try:
+        autograd.refuse_tangents("grouped_mm", a, b)
+        return autograd.call_grouped(a, b, offsets)
+    except Exception as error:
+        operator = "_grouped_mm_2d2d" if getattr(b, "ndim", 3) == 2 else "grouped_mm"
+        errors.raise_cause(error, operator, (a, b, offsets))
+        raise

@@ -1,0 +1,77 @@
+"""The operators of a mixture-of-experts layer, as data."""
+
+from __future__ import annotations
+
+import torch
+
+from flashmoe.moe import autograd, fake, scaled
+from flashmoe.operator import Operator
+
+OPERATORS = (
+    Operator(
+        "_fused_moe",
+        fake=fake.layer_kept,
+        flops=fake.layer_flops,
+        autocast=autograd.CAST,
+        gradient=autograd.layer_gradient,
+        setup_context=autograd.keep_for_layer,
+    ),
+    Operator(
+        "_fused_moe_inference",
+        fake=fake.layer,
+        flops=fake.layer_flops,
+        autocast=autograd.CAST,
+        vmap=autograd.vmap_layer,
+    ),
+    Operator("_fused_moe_out", fake=fake.layer_into, flops=fake.layer_into_flops),
+    Operator(
+        "_fused_moe_backward",
+        fake=fake.layer_backward,
+        flops=fake.layer_backward_flops,
+        gradient=autograd.refuse_double_backward,
+    ),
+    Operator("_fused_moe_backward_consuming", fake=fake.layer_backward, flops=fake.layer_backward_flops),
+    Operator(
+        "_fused_moe_scaled",
+        fake=fake.scaled,
+        flops=fake.scaled_flops,
+        autocast=scaled.CAST,
+        vmap=autograd.one_by_one(torch.ops.flashmoe._fused_moe_scaled.default),
+    ),
+    Operator(
+        "_fused_moe_scaled_torch",
+        fake=fake.scaled_torch,
+        flops=fake.scaled_flops,
+        autocast=scaled.CAST,
+        vmap=autograd.one_by_one(scaled.call_in_torch),
+        impls={"CPU": scaled.in_torch, "CUDA": scaled.in_torch},
+        schema=scaled.SCHEMA,
+    ),
+    Operator(
+        "topk_route",
+        fake=fake.route,
+        flops=fake.no_flops,
+        gradient=autograd.route_gradient,
+        setup_context=autograd.keep_for_route,
+        vmap=autograd.vmap_route,
+    ),
+    Operator("moe_sort", fake=fake.sort, flops=fake.no_flops),
+    Operator(
+        "grouped_mm",
+        fake=fake.grouped,
+        flops=fake.grouped_flops,
+        autocast=2,
+        gradient=autograd.grouped_gradient,
+        setup_context=autograd.keep_for_grouped,
+        vmap=autograd.vmap_grouped,
+    ),
+    Operator(
+        "_grouped_mm_2d2d",
+        fake=fake.grouped_2d2d,
+        flops=fake.grouped_flops,
+        autocast=2,
+        gradient=autograd.grouped_2d2d_gradient,
+        setup_context=autograd.keep_for_grouped,
+        vmap=autograd.vmap_grouped,
+    ),
+)

@@ -1,0 +1,73 @@
+"""What can be said about a mixture-of-experts layer: words and limits, and the operators' arguments by name."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"]
+Layout = Literal["concat", "interleaved"]
+Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+SCORINGS: tuple[str, ...] = get_args(Scoring)
+
+
+class Layer(NamedTuple):
+    """The arguments of ``_fused_moe_inference``; ``_fused_moe`` takes one more, ``keep``. Shapes: see :func:`flashmoe.fused_moe`."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+    expert_map: Tensor | None
+    shared: Tensor | None
+    activation: str
+    layout: str
+    transposed: bool
+
+    def requires_grad(self) -> bool:
+        """Whether autograd wants the gradient of one of the tensors that have one."""
+        tensors = (self.x, self.w13, self.w2, self.topk_weights, self.b13, self.b2, self.shared)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+class ScaledLayer(NamedTuple):
+    """The arguments of ``_fused_moe_scaled``."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor
+    w2_scale: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    x_scale: Tensor | None
+    expert_map: Tensor | None
+    shared: Tensor | None
+    activation: str
+
+
+class Scales(NamedTuple):
+    """The scales of e4m3 tensors, None for those that have none."""
+
+    w13: Tensor | None
+    w2: Tensor | None
+    x: Tensor | None
+
+
+class Routing(NamedTuple):
+    """The arguments of ``topk_route``."""
+
+    logits: Tensor
+    k: int
+    scoring: str
+    bias: Tensor | None
+    groups: int
+    topk_groups: int
+    renormalize: bool
+    scale: float

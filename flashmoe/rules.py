@@ -1,0 +1,168 @@
+"""The rules for arguments: C++ decides and names the rule that a call breaks, with the values; here stands what that means.
+
+An operator checks its arguments once, in C++, and throws ``flashmoe:<rule>|name=value|...`` (csrc/host/error.h). RULES says for each
+rule which error it is and what the user reads; an operation's own are RULES in ``rules.py`` of its package. An eager call pays for this
+only when it fails. Where there is no tensor to call with (fake tensors, torch.compile), :func:`check` asks the same C++.
+
+What C++ cannot see stands in ``checks.py``: types, nested and named tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import torch
+from torch import Tensor
+
+from flashmoe import _extension
+from flashmoe._operations import modules
+from flashmoe.errors import (
+    ArgumentError,
+    DeviceError,
+    DriverError,
+    DtypeError,
+    FlashmoeError,
+    InternalError,
+    ShapeError,
+    UnsupportedGpuError,
+)
+
+
+class Rule(NamedTuple):
+    """What a broken rule is told as. ``message`` has a {name} for each value; it says what was found, what is supported, what to do."""
+
+    error: type[FlashmoeError]
+    message: str
+
+
+def by_error(messages: Mapping[type[FlashmoeError], Mapping[str, str]]) -> Mapping[str, Rule]:
+    """Rules by their names, from messages by error."""
+    return MappingProxyType(
+        {name: Rule(kind, text) for kind, texts in messages.items() for name, text in texts.items()}
+    )
+
+
+class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
+    """torch could not allocate a result; also a torch.OutOfMemoryError, for callers that retry with less."""
+
+
+# Those of any operation.
+RULES = by_error(
+    {
+        ArgumentError: {
+            "tensor.missing": "{name} is None; a tensor is needed",
+            "variable.switch": "{name} is {found}; supported: 0, 1",
+        },
+        ShapeError: {
+            "tensor.size": "each size of {name} must be below 2^31; found {sizes}; split that dimension",
+            "tensor.stride": "the last dimension of {name} must be contiguous; found strides {strides}; call .contiguous() on it",
+        },
+    }
+)
+# What goes wrong beside the arguments: C++ words these itself.
+_ERROR_CODES: Mapping[str, type[FlashmoeError]] = MappingProxyType(
+    {
+        "shape": ShapeError,
+        "dtype": DtypeError,
+        "device": DeviceError,
+        "argument": ArgumentError,
+        "gpu": UnsupportedGpuError,
+        "driver": DriverError,
+        "memory": OutOfMemoryError,
+        "internal": InternalError,
+    }
+)
+_BROKEN_RULE = re.compile(r"flashmoe:(?P<rule>[a-z0-9_.]+)\|(?P<values>[^\n]*)")
+_CODED_MESSAGE = re.compile(r"flashmoe:(?P<code>[a-z]+): (?P<text>[^\n]*)")
+
+
+@lru_cache(maxsize=1)
+def _all_rules() -> Mapping[str, Rule]:
+    rules = dict(RULES)
+    for module in modules("rules"):
+        rules.update(module.RULES)
+    return rules
+
+
+def broken(rule: str, **values: object) -> FlashmoeError:
+    """The typed error for a rule that these values break."""
+    if rule not in _all_rules():
+        return InternalError(f"the extension names a rule {rule!r} that nothing explains; found {values}")
+    kind, message = _all_rules()[rule]
+    return kind(message.format_map(values))
+
+
+def translate(error: BaseException) -> FlashmoeError | None:
+    """The typed error for what C++ threw, or None where the text is not one of ours."""
+    match = _BROKEN_RULE.search(str(error))
+    if match is not None:
+        pairs = (value.partition("=") for value in match["values"].split("|") if "=" in value)
+        return broken(match["rule"], **{name: unquote(text) for name, _, text in pairs})
+    match = _CODED_MESSAGE.search(str(error))
+    if match is None:
+        return None
+    kind = _ERROR_CODES.get(match["code"])
+    if kind is None:
+        return InternalError(f"the extension raised an unknown error code {match['code']!r}: {match['text']}")
+    return kind(match["text"])
+
+
+def check(operator: str, arguments: Iterable[Any]) -> None:
+    """Raise the typed error that calling ``operator`` with these would end in; nothing is computed, tensors need no memory.
+
+    A symbolic size counts as its hint and is not guarded on: the operator checks again when it runs. Where a size has no hint,
+    nothing is checked here.
+    """
+    try:
+        description = "".join(f"{_describe(argument)}\n" for argument in arguments)
+    except _NoHintError:
+        return
+    found = translate(RuntimeError(_extension.check(operator, description)))
+    if found is not None:
+        raise found
+
+
+def explain(error: BaseException, operator: str, arguments: Iterable[Any]) -> BaseException:
+    """Why a call failed whose arguments have the right types: our typed error where there is one, else ``error`` itself.
+
+    The caller's own arguments are asked about first: a transform of torch.func may have given the operator others, and torch's
+    dispatcher refuses some calls before they reach it.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    try:
+        check(operator, arguments)
+    except FlashmoeError as reason:
+        return reason
+    typed = error if isinstance(error, FlashmoeError) else translate(error)
+    return error if typed is None else typed
+
+
+class _NoHintError(Exception):
+    """A symbolic number without a hint."""
+
+
+def _describe(argument: Any) -> str:
+    """As csrc/host/arguments.h reads it."""
+    if argument is None:
+        return "none"
+    if isinstance(argument, str):
+        return f"text {argument}".replace("\n", " ")
+    if not isinstance(argument, Tensor):
+        value = _hint(argument)
+        return f"value {int(value) if isinstance(value, bool) else value}"
+    numbers = " ".join(str(_hint(number)) for number in (*argument.shape, *argument.stride()))
+    return f"tensor {str(argument.dtype).removeprefix('torch.')} {argument.device} {argument.dim()} {numbers}"
+
+
+def _hint(number: Any) -> Any:
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return number
+    if not number.node.has_hint():
+        raise _NoHintError
+    return number.node.hint
