@@ -66,7 +66,7 @@ class Case:
 
     def command(self) -> str:
         """The command that repeats the case, for reports; ``runnable`` names the interpreter in what is printed."""
-        words = getattr(self.problem, "words", f"--problem '{self.problem.name}'")
+        words = getattr(self.problem, "command_words", f"--problem '{self.problem.name}'")
         return f"python -m flashmoe_build.emulation --kernel {self.kernel.label} {words} --seed {self.seed}"
 
 

@@ -95,8 +95,8 @@ class Problem:
         return f"{self.mask}-{self.shape}-{layout}-{self.values.value}{splits}{without}"
 
     @property
-    def words(self) -> str:
-        """Of the command that repeats it."""
+    def command_words(self) -> str:
+        """Of the command that repeats it, also where no suite has the problem."""
         if self.huge:
             return f"--mask {self.mask} --huge"
         splits = f" --splits {self.splits}" if self.splits > 1 else ""

@@ -40,7 +40,7 @@ def strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> dict[s
 
 
 def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
-    """What scores go through: the member `band` of the parameters."""
+    """What scores go through."""
     batch, head, row, key = (0, 0, 0, 0) if tensors.mask is None else tensors.mask.stride()
     if p.is_folded:
         head, row = head * p.group, head
@@ -62,7 +62,7 @@ def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
 
 
 def sequences(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
-    """Where the sequences of the batch lie: the member `sequences` of the parameters."""
+    """Where the sequences of the batch lie."""
     found: dict[str, Any] = {
         "cu_seqlens_q": tensors.cu_seqlens_q,
         "cu_seqlens_k": tensors.cu_seqlens_k,
