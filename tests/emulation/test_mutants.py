@@ -144,7 +144,10 @@ def test_a_case_that_hangs_is_a_kill_and_a_long_suite_is_none(
     monkeypatch.setattr(hunt, "CASE_SECONDS", 1.5)
     monkeypatch.setattr(hunt, "hunt", slow)
     kill = hunt.hunt_in_process(FAST[0])
+    assert kill is not None
     assert (kill.by, kill.runs) == (by, 1 if by else 3)
+    if by:
+        assert hunt.hunt_in_process(FAST[0], time.monotonic() + 0.5) is None  # the budget ends before the case does
 
 
 def test_a_survivor_is_not_called_killed() -> None:

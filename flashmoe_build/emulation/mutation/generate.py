@@ -93,7 +93,7 @@ def _of_file(file: str, *, every: bool) -> Iterator[Mutant]:
                     edit.replacement,
                     kernels,
                     at=edit.start,
-                    seeds=1 if edit.rank == 0 else 0,
+                    rank=edit.rank,
                 )
 
 

@@ -63,11 +63,12 @@ def _cases(kernel: Kernel) -> tuple[Case, ...]:
     return tuple(case for case in suite(load_tables(), kernel.label, whole=True) if case.kernel.label == kernel.label)
 
 
-def changed_kernels(mutant: Mutant) -> Iterator[Kernel]:
-    """The mutant's kernels whose code is not what it is without the bug; compiles both."""
+def changed_kernels(mutant: Mutant, tell: Callable[[], None] = lambda: None) -> Iterator[Kernel]:
+    """The mutant's kernels whose code is not what it is without the bug; compiles both. ``tell`` hears of each that begins."""
     options = Options(overlay=overlay(mutant))
     for name in mutant.kernels:
         for kernel in _kernels(name):
+            tell()
             if mutant.at is None or mutant.fast or _code(kernel_library(kernel.unit, options)) != _code(_plain(kernel)):
                 yield kernel
 
@@ -94,9 +95,12 @@ def hunt(mutant: Mutant, tell: Callable[[int], None] = lambda runs: None) -> Kil
     def result(by: str, detail: str = "", case: str = "") -> Kill:
         return Kill(mutant.name, by, detail, case, runs, time.monotonic() - begin)
 
+    def still_alive() -> None:
+        tell(runs)
+
     tried: list[Case] = []
     try:
-        for case in _in_turn(mutant, tried):
+        for case in _in_turn(mutant, tried, still_alive):
             runs += 1
             tell(runs)
             try:
@@ -112,8 +116,8 @@ def hunt(mutant: Mutant, tell: Callable[[int], None] = lambda runs: None) -> Kil
     return result("" if tried else SAME_CODE)
 
 
-def _in_turn(mutant: Mutant, tried: list[Case]) -> Iterator[Case]:
-    for kernel in changed_kernels(mutant):
+def _in_turn(mutant: Mutant, tried: list[Case], tell: Callable[[], None]) -> Iterator[Case]:
+    for kernel in changed_kernels(mutant, tell):
         cases = _cases(kernel)
         tried.extend(cases)
         yield from cases
@@ -125,8 +129,8 @@ def _report(mutant: Mutant, channel: Connection) -> None:
     channel.send(hunt(mutant, channel.send))
 
 
-def hunt_in_process(mutant: Mutant) -> Kill:
-    """``hunt`` in a process of its own: a mutant may crash it or never end."""
+def hunt_in_process(mutant: Mutant, end: float = float("inf")) -> Kill | None:
+    """``hunt`` in a process of its own: a mutant may crash it or never end. None when the time ``end`` came first."""
     begin = time.monotonic()
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_report, args=(mutant, sender))
@@ -134,11 +138,13 @@ def hunt_in_process(mutant: Mutant) -> Kill:
     sender.close()
     runs = 0
     try:
-        while receiver.poll(CASE_SECONDS):
+        while receiver.poll(max(0.0, min(CASE_SECONDS, end - time.monotonic()))):
             heard: int | Kill = receiver.recv()
             if isinstance(heard, Kill):
                 return heard
             runs = heard
+        if time.monotonic() >= end:
+            return None
         detail = f"no end of a case within {CASE_SECONDS} s"
         return Kill(mutant.name, "timeout", detail, "", runs, time.monotonic() - begin)
     except EOFError:
