@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flashmoe.errors import TableError
+from flashmoe.errors import ExitCode, TableError
 from flashmoe_build.emulation import mutants
-from flashmoe_build.emulation.mutation import generate, hunt, record
+from flashmoe_build.emulation.mutation import anywhere, generate, hunt, record
 from flashmoe_build.emulation.mutation.hunt import NOT_COMPILED, SAME_CODE, Kill
 from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.planted import Mutant, anchor_pattern, load_mutants, patched
@@ -168,3 +169,24 @@ def test_a_hunt_goes_on_from_its_report_where_the_patch_is_the_same(tmp_path: Pa
     changed = Mutant(second.name, second.what, second.file, second.anchor, "other", second.kernels, at=second.at)
     assert set(record.read(tmp_path / "hunt.json", [first, changed])) == {first.name}
     assert record.read(tmp_path / "none.json", [first]) == {}
+
+
+def test_a_command_judges_bugs_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The judge sees that a check is gone, not that its limit has moved."""
+    source = "def check(rows):\n    if rows < 0 and rows != -1:\n        raise ValueError(rows)\n"
+
+    def copy(target: Path) -> None:
+        (target / "rule.py").write_text(source, encoding="utf-8")
+
+    monkeypatch.setattr(anywhere, "copy_checkout", copy)
+    judge = "import rule\ntry: rule.check(-2)\nexcept ValueError: rule.check(1)\nelse: exit(1)"
+    words = ["rule.py", "--oracle", f"{sys.executable} -B -c '{judge}'"]
+    assert anywhere.main(words) == ExitCode.FAILED
+    printed = capsys.readouterr().out
+    for line in ("killed rule.py line 3: remove-raise", "killed rule.py line 2: condition-true"):
+        assert line in printed
+    assert "SURVIVED rule.py line 2: boundary: rows < 0" in printed
+    assert "SURVIVED rule.py line 2: drop-predicate: rows < 0 and rows != -1" in printed
+    assert anywhere.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE
