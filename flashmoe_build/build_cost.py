@@ -160,7 +160,7 @@ def _judge(case: BuildCase, row: Mapping[str, Any]) -> Check:
     elif "wheel_error" in row:
         return Check(case.key, Verdict.FAIL, f"{found}; no wheel: {row['wheel_error']}", "a wheel")
     word = Verdict.PASS if row["seconds"] <= limit and peak <= PROCESS_BYTES else Verdict.WARN
-    return Check(case.key, word, found, f"{limit:g} s and {PROCESS_BYTES / 1e9:g} GB a process on 4 cores")
+    return Check(case.key, word, found, f"{limit:g} s and {PROCESS_BYTES / 1e9:g} GB per process on 4 cores")
 
 
 # Runs the build as its only child, so that the largest child is the build's and nobody else's.

@@ -15,6 +15,7 @@ from flashmoe_tools.fields import Fields
 from flashmoe_tools.smem.formulas import FormulaError, itemise
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
+HALF_DTYPES = ("f16", "bf16")  # of a row that states none
 SCHEDULES = ("grid", "persistent")
 TILE = ("block_m", "block_n", "stages")
 MAX_AXES = 4  # of csrc/host/kernel_table.h
@@ -69,7 +70,7 @@ class Descriptor:
     header: str
     spec: str
     entry: str
-    schedules: tuple[str, ...]
+    schedule: str  # "grid": one block per tile; "persistent": at most one block per multiprocessor
     options: Mapping[str, int]  # with their defaults, in the order of the spec's template
     tensor_maps: TensorMaps | None
     needs_cost: bool
@@ -86,7 +87,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One ``[[kernel]]`` row: a tile of a kernel family, its dtypes and its targets."""
+    """One row of a kernels.toml, ``[[OPERATION.FAMILY]]``: a tile, its dtypes and its targets."""
 
     descriptor: Descriptor
     source: str  # where it stands: "attention/kernels.toml, row 3 (attention_forward sm80 d64)"
@@ -100,7 +101,6 @@ class KernelRow:
     stages: int
     warps: int
     min_blocks: int
-    schedule: str
     options: Mapping[str, int]
     cost: Mapping[str, float]  # empty: not chosen by cost
     why: str
@@ -115,6 +115,10 @@ class KernelRow:
     @property
     def family(self) -> str:
         return self.descriptor.family
+
+    @property
+    def schedule(self) -> str:
+        return self.descriptor.schedule
 
     @property
     def threads(self) -> int:
@@ -176,7 +180,7 @@ def _descriptor(operation: str, family: str, fields: Fields, shared: Mapping[str
         header=fields.take("header", str),
         spec=fields.take("spec", str),
         entry=fields.take("entry", str),
-        schedules=fields.words("schedules", SCHEDULES),
+        schedule=fields.word("schedule", SCHEDULES),
         options=fields.table("options").every(int),
         tensor_maps=_tensor_maps(maps) if maps is not None else None,
         needs_cost=fields.take("needs_cost", bool, default=False),
@@ -221,45 +225,49 @@ def read_rows(
     table: Mapping[str, Any], file: str, descriptors: Mapping[tuple[str, str], Descriptor]
 ) -> Iterator[KernelRow]:
     """The rows of a kernels.toml. Raises TableError with the file, row and key that is wrong."""
-    rows = table.get("kernel", [])
-    if not isinstance(rows, list) or not rows:
-        msg = f"{file} holds no [[kernel]] row; nothing could be built"
-        raise TableError(msg)
     top = Fields(table, file)
     top.take("schema", int)
-    top.take("kernel", list)
-    top.done()
-    for number, row in enumerate(rows, start=1):
-        yield _row(Fields(row, f"{file}, row {number}"), descriptors)
+    found = 0
+    for operation in [name for name in table if name != "schema"]:
+        families = top.table(operation)
+        if operation not in (known := dict.fromkeys(name for name, _ in descriptors)):
+            top.fail("operation", operation, f"known: {', '.join(known)}")
+        for family in families:
+            kinds = [name for of, name in descriptors if of == operation]
+            if family not in kinds:
+                families.fail("family", family, f"known: {', '.join(kinds)}")
+            for row in families.take(family, list):
+                found += 1
+                yield _row(Fields(row, f"{file}, row {found}"), descriptors[operation, family])
+    if not found:
+        msg = f"{file} holds no [[OPERATION.FAMILY]] row; nothing could be built"
+        raise TableError(msg)
 
 
-def _row(fields: Fields, descriptors: Mapping[tuple[str, str], Descriptor]) -> KernelRow:
-    operation = fields.word("operation", dict.fromkeys(name for name, _ in descriptors))
-    family = fields.word("family", [family for name, family in descriptors if name == operation])
-    kind = descriptors[operation, family]
+def _row(fields: Fields, kind: Descriptor) -> KernelRow:
     variant = fields.take("variant", str, default="")
     axes = {axis.name: fields.take(axis.name, int) for axis in kind.numbers}
-    names = [operation, family, *(f"{axis.prefix}{axes[axis.name]}" for axis in kind.numbers), variant]
+    names = [kind.operation, kind.family, *(f"{axis.prefix}{axes[axis.name]}" for axis in kind.numbers), variant]
     fields.where += f" ({' '.join(filter(None, names))})"
     for axis in kind.numbers:
         if axis.allowed and axes[axis.name] not in axis.allowed:
             fields.fail(axis.name, axes[axis.name], f"known: {', '.join(map(str, axis.allowed))}; {axis.why}")
     options, cost = fields.table("options", optional=True), fields.table("cost", optional=True)
-    tile = {name: fields.take(name, int) if name in kind.tile else 1 for name in TILE}
+    size = fields.table("tile")
+    tile = {name: size.take(name, int) if name in kind.tile else 1 for name in TILE}
     row = KernelRow(
         descriptor=kind,
         source=fields.where,
         variant=variant,
-        dtypes=fields.words("dtypes", ELEMENT_BYTES),
+        dtypes=fields.words("dtypes", ELEMENT_BYTES, HALF_DTYPES),
         targets=fields.words("targets"),
         axes=MappingProxyType(axes),
         words=MappingProxyType(
             {axis.name: fields.words(axis.name, axis.words, tuple(axis.words)) for axis in kind.word_axes}
         ),
         **tile,
-        warps=fields.take("warps", int),
-        min_blocks=fields.take("min_blocks", int),
-        schedule=fields.word("schedule", kind.schedules),
+        warps=size.take("warps", int),
+        min_blocks=size.take("min_blocks", int, default=1),
         options=MappingProxyType({name: options.take(name, int, default) for name, default in kind.options.items()}),
         cost=MappingProxyType({name: cost.take(name, float) for name in kind.cost} if "cost" in fields else {}),
         why=fields.take("why", str),
@@ -267,9 +275,9 @@ def _row(fields: Fields, descriptors: Mapping[tuple[str, str], Descriptor]) -> K
         virtual=fields.table("virtual", optional=True).every(str),
         by_dtype=fields.take("by_dtype", str, default=""),
     )
-    for part in (options, cost, fields):
+    for part in (size, options, cost, fields):
         part.done()
     if kind.needs_cost and not row.cost:
-        msg = f"{fields.where}: cost is missing: tiles of {family} are chosen by it, and this one never would be"
+        msg = f"{fields.where}: cost is missing: tiles of {kind.family} are chosen by it, and this one never would be"
         raise TableError(msg)
     return row

@@ -44,7 +44,7 @@ class Case:
 
     @property
     def problem(self) -> AttentionProblem:
-        return AttentionProblem(DTYPES[self.dtype], 1, 2, 1, self.length, self.length, HEAD_DIM, self.causal)
+        return AttentionProblem(self.length, self.length, HEAD_DIM, 2, 1, causal=self.causal, dtype=DTYPES[self.dtype])
 
 
 def cases(devices: Sequence[tuple[str, Sequence[str]]], lengths: Sequence[int]) -> Iterator[Case]:

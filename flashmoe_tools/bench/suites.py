@@ -1,6 +1,6 @@
 """Suites: what a benchmark run times, read from TOML and checked field by field.
 
-``operation`` (attention by default) names the type of problem (flashmoe_tools.operations), which reads the ``[[cases]]`` tables.
+``operation`` (attention by default) names the type of problem (flashmoe_tools.operations), which reads the tables of ``cases``.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Cases:
 
 def _cases(rows: Any, source: str, problem: type[Problem]) -> _Cases:
     if not isinstance(rows, list) or not rows:
-        fields.fail(source, "cases", rows, "at least one [[cases]] table")
+        fields.fail(source, "cases", rows, "at least one table of cases")
     found = _Cases()
     for number, row in enumerate(rows, start=1):
         where = f"{source}: cases[{number}]"

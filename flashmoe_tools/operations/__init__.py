@@ -57,7 +57,10 @@ class Reference(Protocol):
 
 
 class Problem(Protocol):
-    """A frozen dataclass that says everything about a problem but the values of its inputs."""
+    """A frozen dataclass that says everything about a problem but the values of its inputs.
+
+    ``heaviest_kernel``, which it may have: the kernel operation that takes most of its time, for profiles.
+    """
 
     operation: ClassVar[str]
 
@@ -91,7 +94,7 @@ class Problem(Protocol):
 
     @classmethod
     def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[Problem]:
-        """The problems of one ``[[cases]]`` table of a suite; ``where`` names it in errors (fields.SuiteError)."""
+        """The problems of one table of a suite's ``cases``; ``where`` names it in errors (fields.SuiteError)."""
 
 
 def rooms() -> Mapping[str, Path]:

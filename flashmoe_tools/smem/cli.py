@@ -174,7 +174,9 @@ def describe(row: KernelRow, dtype: str) -> str:
     )
     numbers = "".join(f" {axis.prefix}{row.axes[axis.name]}" for axis in row.descriptor.numbers)
     variant = f" {row.variant}" if row.variant else ""
-    tile = f" tile {row.block_m}x{row.block_n}, {row.stages} stages," if row.descriptor.tile else ""
+    named = row.descriptor.tile
+    tile = f" tile {'x'.join(str(getattr(row, name)) for name in named if name != 'stages')}," if named else ""
+    tile += f" {row.stages} stages," if "stages" in named else ""
     return f"{row.family}{variant} {dtype}{numbers}{tile} {row.warps} warps{words}"
 
 

@@ -58,16 +58,6 @@ def test_right_results_pass(problem: ServingProblem, name: str) -> None:
     assert verdict.coverage == 1.0
 
 
-def test_wrong_results_do_not() -> None:
-    inputs = RAGGED.make_inputs("cpu", 0)
-    reference = RAGGED.make_reference(inputs)
-    out = default_registry("serving")["flashmoe"].prepare(inputs).call()
-    assert not reference.judge(out[:-1]).passed
-    assert not reference.judge(out.roll(1, 0)).passed
-    out[5, 1, 3] = torch.nan
-    assert not reference.judge(out).passed
-
-
 def test_a_problem_is_counted_and_read_back() -> None:
     others = [ServingProblem("bf16", 128, 64, 8, 64, 1, 65536, page_size=16, spread=spread) for spread in SPREADS]
     for problem in (DECODE, RAGGED, WINDOW, CAPPED, ADDITIVE, BOOL, *others):

@@ -62,7 +62,7 @@ def test_a_header_without_its_barrier_changes_its_family_alone(clone: Path) -> N
 def test_a_row_changes_its_kernel_and_a_table_of_another_schema_all(clone: Path) -> None:
     rows = clone / "csrc" / "attention" / "kernels.toml"
     text = rows.read_text(encoding="utf-8")
-    start = text.index('[[kernel]]\noperation = "attention_combine"')
+    start = text.index("[[attention_combine.sm80]]")
     rows.write_text(text[:start] + text[start:].replace("warps = 4", "warps = 8", 1), encoding="utf-8")
     git(clone, "commit", "-qam", "another row")
     here = find_changes("HEAD", root=clone)

@@ -15,9 +15,7 @@ from torch import Tensor
 import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
 from flashmoe_tools.operations.moe_scaled import formats
-from flashmoe_tools.operations.moe_scaled.reference import rounded
-
-from .reference import activate
+from flashmoe_tools.operations.moe_scaled.reference import compose, rounded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -87,18 +85,8 @@ def make(
 def expected(layer: Layer) -> Tensor:
     """fp64, but for the two quantisations. Ids are those of the layer."""
     x = rounded(layer.x.double()) if layer.x_scale is None else formats.dequantize(layer.x, layer.x_scale)
-    out = torch.zeros(layer.x.shape, dtype=torch.float64, device=x.device)
-    if layer.shared is not None:
-        out += layer.shared.double()
-    for expert in range(layer.w13.shape[0]):
-        token, choice = (layer.topk_ids == expert).nonzero(as_tuple=True)
-        if not len(token):
-            continue
-        both = x[token] @ formats.dequantize(layer.w13[expert], layer.w13_scale[expert], BLOCK).mT
-        active = rounded(activate(both, layer.activation, "concat"))
-        rows = active @ formats.dequantize(layer.w2[expert], layer.w2_scale[expert], BLOCK).mT
-        out.index_add_(0, token, rows * layer.topk_weights[token, choice, None].double())
-    return out
+    weights = (layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, layer.topk_weights.double(), layer.topk_ids)
+    return compose(x, *weights, torch.float64, shared=layer.shared, activation=layer.activation)
 
 
 def assert_close(out: Tensor, reference: Tensor) -> None:

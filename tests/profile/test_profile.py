@@ -154,7 +154,7 @@ def test_every_rule_speaks_of_numbers_that_exist_and_can_fire() -> None:
 
 @pytest.fixture
 def fake_ncu(tmp_path: Path) -> Callable[[str], str]:
-    """A program that stands in for ncu: it checks how it is called, then prints what it is told to."""
+    """A fake ncu: it checks how it is called, then prints what it is told to."""
 
     def make(body: str) -> str:
         path, program = tmp_path / "ncu", tmp_path / "ncu.py"

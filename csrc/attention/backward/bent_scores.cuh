@@ -28,7 +28,7 @@ struct MaskPlace {
   int columns[2];  // that there are in the tensor, for each of the two rows, from the thread's first on
 
   // rows, columns: of the tensor; row, column: the thread's first
-  __device__ __forceinline__ MaskPlace(const Band& band, int entry, int head, int64_t row_stride_,
+  __device__ __forceinline__ MaskPlace(const ScoreOptions& band, int entry, int head, int64_t row_stride_,
                                        int64_t column_stride_, int row, int rows, int column, int columns_)
       : row_stride(row_stride_),
         column_stride(column_stride_),
@@ -126,7 +126,7 @@ __device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, con
 
 // Zeros without a mask tensor.
 template <typename Spec, typename Place>
-__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const Band& band, Place place) {
+__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const ScoreOptions& band, Place place) {
   if (band.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, place());
   if (band.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, place());
 #pragma unroll
@@ -140,7 +140,7 @@ enum class Softcap { kNone, kSeries, kExact };
 constexpr float kSeriesEnd = 0.75f;
 
 template <Softcap kSoftcap>
-__device__ __forceinline__ float bent_score(const Band& band, float score) {
+__device__ __forceinline__ float bent_score(const ScoreOptions& band, float score) {
   if constexpr (kSoftcap == Softcap::kNone) return score;
   if constexpr (kSoftcap == Softcap::kExact) return capped_score(band, score);
   const float x = score * band.score_factor;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
     const float2 value = unpack<Element>(values[i]);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float score = bent_score<kSoftcap>(params.band, scores[2 * i + c]);
+      const float score = bent_score<kSoftcap>(params.score_options, scores[2 * i + c]);
       float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2(2 * i + c));
       if constexpr (!kIsPlain) {
         // No weight is above 1; but of scores near the lowest float, as a mask gives them, the difference is a rounding error.
@@ -189,7 +189,7 @@ __device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (
                                            bool is_plain, LseLog2 lse_log2, See see) {
   KeyRange visible[2] = {{0, kUnbounded}, {0, kUnbounded}};
   if (!is_plain) see(visible);
-  if (params.band.score_factor <= 0.0f) {
+  if (params.score_options.score_factor <= 0.0f) {
     if constexpr (Spec::kServesPlain) {
       if (is_plain) {
         return weigh<Spec, Softcap::kNone, true, kPacks>(params, scores, packed, values, visible, lse_log2);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void weigh_bent(const BackwardParams& params, float (
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) largest = max(largest, fabsf(scores[i]));
-  if (!ptx::vote_all(largest * params.band.score_factor <= kSeriesEnd)) {
+  if (!ptx::vote_all(largest * params.score_options.score_factor <= kSeriesEnd)) {
     if (is_plain) {
       weigh<Spec, Softcap::kExact, true, kPacks>(params, scores, packed, values, visible, lse_log2);
     } else {

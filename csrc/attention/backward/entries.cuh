@@ -1,4 +1,4 @@
-// What kernels of MaskKind::kBand work on: the entries of a batch, dense or ragged, and which tiles of rows or keys they have.
+// What kernels of MaskKind::kRuntime work on: the entries of a batch, dense or ragged, and which tiles of rows or keys they have.
 // The lengths are in device memory; no host knows them.
 #pragma once
 
@@ -31,10 +31,10 @@ struct EntryExtents {
 // belongs to none in a ragged tensor: the rows or keys behind the last sequence, and those before the first.
 template <bool kOwnsKeys>
 __device__ __forceinline__ Extent own_extent(const BackwardParams& params, int entry) {
-  const int32_t* cu_seqlens = kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q;
+  const int32_t* cu_seqlens = kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
   const int most = kOwnsKeys ? params.seq_k : params.seq_q;
   if (cu_seqlens == nullptr) return Extent{0, entry < params.batch ? most : 0};
-  const int total = kOwnsKeys ? params.entries.keys_total : params.entries.rows_total;
+  const int total = kOwnsKeys ? params.sequences.keys_total : params.sequences.rows_total;
   if (entry < params.batch) return extent_of(cu_seqlens, entry, total, total);
   const bool is_behind = entry == params.batch;
   const int limit = max(0, min(total, load_length(cu_seqlens + (is_behind ? params.batch : 0))));
@@ -49,8 +49,8 @@ __device__ __forceinline__ EntryExtents entry_extents(const BackwardParams& para
   if (entry >= params.batch) return extents;
   extents.row_count = min(row.length, params.seq_q);
   extents.key_count = min(key.length, params.seq_k);
-  if (params.entries.seqused_k != nullptr) {
-    extents.key_count = max(0, min(extents.key_count, load_length(params.entries.seqused_k + entry)));
+  if (params.sequences.seqused_k != nullptr) {
+    extents.key_count = max(0, min(extents.key_count, load_length(params.sequences.seqused_k + entry)));
   }
   return extents;
 }
@@ -95,8 +95,8 @@ __device__ __forceinline__ EntryTile tile_of_entry(const BackwardParams& params,
 // entries before it is needed. Rows in front of the first entry have those from 0 on.
 template <int kOwnRows, bool kOwnsKeys>
 __device__ __forceinline__ int first_slot(const BackwardParams& params, int entry) {
-  const int row = load_length((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) + entry);
-  return max(0, min(kOwnsKeys ? params.entries.keys_total : params.entries.rows_total, row)) / kOwnRows + entry + 1;
+  const int row = load_length((kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q) + entry);
+  return max(0, min(kOwnsKeys ? params.sequences.keys_total : params.sequences.rows_total, row)) / kOwnRows + entry + 1;
 }
 
 // The last entry whose slots begin at `slot` or before, one in 32 of what is left at a time; -1 in front of all. The entry
@@ -132,7 +132,7 @@ __device__ __forceinline__ int tiles_of_longest(const BackwardParams& params) {
 template <int kOwnRows, bool kOwnsKeys, int kFittingRows>
 __device__ __forceinline__ EntryTile tile_of_slot(const BackwardParams& params, int number) {
   const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
-  if ((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) == nullptr) {
+  if ((kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q) == nullptr) {
     const int tiles_of_head = ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
     const int entry = number / (tiles_of_head * heads);
     return tile_of_entry<kOwnsKeys, kFittingRows>(params, entry, tiles_of_head, number - entry * tiles_of_head * heads);
@@ -281,8 +281,8 @@ struct TileFinder {
 // The first row of `head` of an entry in the log-sum-exp, its gradient and row_dot: [batch, heads_q, seq_q], or
 // [heads_q, rows_total].
 __device__ __forceinline__ int64_t statistics_row(const BackwardParams& params, int entry, int head, int first_row) {
-  if (params.entries.cu_seqlens_q != nullptr) {
-    return static_cast<int64_t>(head) * params.entries.rows_total + first_row;
+  if (params.sequences.cu_seqlens_q != nullptr) {
+    return static_cast<int64_t>(head) * params.sequences.rows_total + first_row;
   }
   return (static_cast<int64_t>(entry) * params.heads_q + head) * params.seq_q;
 }

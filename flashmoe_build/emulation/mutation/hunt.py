@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flashmoe.errors import BuildError
-from flashmoe_build.emulation.attention import TensorMapError
 from flashmoe_build.emulation.build import Options, kernel_library
 from flashmoe_build.emulation.cases import Case, Kernel, kernels, run_case, suite
 from flashmoe_build.emulation.mutation.planted import Mutant, overlay
+from flashmoe_build.emulation.runner import TensorMapError
 from flashmoe_tools.tables import load_tables
 
 MOST_KERNELS = 8  # whose code a bug by rule has changed: when they have not noticed, it has survived

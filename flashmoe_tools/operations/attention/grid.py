@@ -1,4 +1,4 @@
-"""The problems of one ``[[cases]]`` table: a list is an axis, and the table stands for the product of its axes.
+"""The problems of one table of a suite's ``cases``: a list is an axis, and the table stands for the product of its axes.
 
 ``tokens`` (batch * seq) and ``hidden`` (heads * head_dim) may stand in for ``batch`` and ``heads``, as in grids that hold the
 work constant.

@@ -29,15 +29,16 @@ class AttentionProblem:
     """
 
     operation: ClassVar[str] = "attention"
+    heaviest_kernel: ClassVar[str] = "attention_forward"
 
-    dtype: str
-    batch: int
-    heads_q: int
-    heads_kv: int
     seq_q: int
     seq_k: int
-    head_dim: int
-    causal: bool
+    head_dim: int = 64
+    heads_q: int = 2
+    heads_kv: int = 2
+    batch: int = 1
+    causal: bool = False
+    dtype: str = "f16"
     layout: str = "bhsd"
 
     @property

@@ -18,6 +18,7 @@ class AttentionBackwardProblem(AttentionProblem):
     """The forward problem's sizes; out and lse are there, and dout [batch, heads_q, seq_q, head_dim] is given."""
 
     operation: ClassVar[str] = "attention_backward"
+    heaviest_kernel: ClassVar[str] = "attention_backward_dkv"
     word: ClassVar[str] = "backward"
     products: ClassVar[int] = 5  # where the forward pass has two: S again, dP, dV, dK and dQ
 

@@ -30,6 +30,7 @@ class MoeProblem:
     """
 
     operation: ClassVar[str] = "moe"
+    heaviest_kernel: ClassVar[str] = "grouped_gemm_gated"
 
     dtype: str
     experts: int

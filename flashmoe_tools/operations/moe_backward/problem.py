@@ -21,6 +21,7 @@ class MoeBackwardProblem(MoeProblem):
     """The forward problem's sizes; dout [tokens, hidden] is given. Forward and backward together are timed: a training step."""
 
     operation: ClassVar[str] = "moe_backward"
+    heaviest_kernel: ClassVar[str] = "grouped_gemm_weight_gradient"
 
     @property
     def key(self) -> str:

@@ -6,21 +6,21 @@ weights is a sum over it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from flashmoe_tools.operations import Verification
-from flashmoe_tools.operations.moe import reference as tensors
+from flashmoe_tools.operations.judging import high_dtype, judge_gradients, max_abs
+from flashmoe_tools.operations.moe import reference as forward
 from flashmoe_tools.operations.moe.problem import MoeProblem
 
 NAMES = ("dx", "dw13", "dw2", "dweights")
 
 
 @dataclass(frozen=True)
-class BackwardInputs(tensors.Inputs):
+class BackwardInputs(forward.Inputs):
     """dout [T, H], the gradient of the output."""
 
     dout: torch.Tensor
@@ -31,9 +31,8 @@ class BackwardInputs(tensors.Inputs):
 
 
 def make_inputs(problem: MoeProblem, device: str, seed: int) -> BackwardInputs:
-    forward = tensors.make_inputs(problem, device, seed)
-    dout = tensors.make_inputs(problem, device, seed + 1).x
-    return BackwardInputs(problem, forward.x, forward.w13, forward.w2, forward.topk_weights, forward.topk_ids, dout)
+    given = forward.make_inputs(problem, device, seed)
+    return BackwardInputs(**vars(given), dout=forward.make_inputs(problem, device, seed + 1).x)
 
 
 @dataclass(frozen=True)
@@ -52,35 +51,27 @@ class GradientReference:
     def judge(self, result: Sequence[torch.Tensor], lse: torch.Tensor | None = None) -> Verification:
         """``result`` as NAMES; the error and tolerance given are those of the gradient closest to its bound."""
         del lse
-        worst, worst_error, worst_tolerance, reason = -1.0, 0.0, self.tolerance, ""
-        for name, found, expected, dtype, tolerance in zip(
-            NAMES, result, self.gradients, self.dtypes, self.tolerances, strict=True
-        ):
-            if found.shape != expected.shape or found.dtype != dtype:
-                text = f"{name} is {tuple(found.shape)} {found.dtype}, expected {tuple(expected.shape)} {dtype}"
-                return Verification(False, math.inf, tolerance, None, self.coverage, text)
-            error = tensors.max_abs(found.to(expected.dtype) - expected)
-            if not bool(torch.isfinite(found).all()):
-                reason = reason or f"{name} holds NaN or Inf"
-            elif not error <= tolerance:
-                reason = reason or f"{name}: max error {error:.3g} exceeds {tolerance:.3g}"
-            if not error / tolerance <= worst:  # NaN is the worst there is
-                worst, worst_error, worst_tolerance = error / tolerance, error, tolerance
-        return Verification(not reason, worst_error, worst_tolerance, None, self.coverage, reason)
+        forms = [(one.shape, dtype) for one, dtype in zip(self.gradients, self.dtypes, strict=True)]
+
+        def error_of(index: int) -> float:
+            expected = self.gradients[index]
+            return max_abs(result[index].to(expected.dtype) - expected)
+
+        return judge_gradients(NAMES, result, forms, error_of, self.tolerances, self.coverage)
 
 
-def make_reference(inputs: tensors.Inputs) -> GradientReference:
+def make_reference(inputs: forward.Inputs) -> GradientReference:
     assert isinstance(inputs, BackwardInputs)
-    exact = _differentiate(inputs, tensors.high_dtype(inputs.x.device))
+    exact = _differentiate(inputs, high_dtype(inputs.x.device))
     plain = _differentiate(inputs, inputs.x.dtype)
     return GradientReference(
         exact,
         tuple(leaf.dtype for leaf in inputs.leaves()),
-        tuple(tensors.allowed(a, b) for a, b in zip(exact, plain, strict=True)),
+        tuple(forward.allowed(a, b, inputs.x.dtype) for a, b in zip(exact, plain, strict=True)),
     )
 
 
 def _differentiate(inputs: BackwardInputs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     x, w13, w2, weights = leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
-    out = tensors.compose(x, w13, w2, weights, inputs.topk_ids, dtype)
+    out = forward.compose(x, w13, w2, weights, inputs.topk_ids, dtype)
     return torch.autograd.grad(out, leaves, inputs.dout.to(dtype))

@@ -21,6 +21,7 @@ class MoeScaledProblem(MoeProblem):
     """w13 and w2 in e4m3 with a float32 scale for each 128 by 128, x and the result in bfloat16; swiglu."""
 
     operation: ClassVar[str] = "moe_scaled"
+    heaviest_kernel: ClassVar[str] = "grouped_gemm_gated_scaled"
 
     @property
     def bytes_moved(self) -> int:

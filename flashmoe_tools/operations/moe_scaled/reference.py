@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_tools.operations import Verification
-from flashmoe_tools.operations.moe import reference as tensors
+from flashmoe_tools.operations.judging import high_dtype
+from flashmoe_tools.operations.moe import reference as forward
 from flashmoe_tools.operations.moe.problem import MoeProblem
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.formats import BLOCK, LARGEST
@@ -82,7 +83,7 @@ def make_inputs(problem: MoeScaledProblem, device: str, seed: int) -> ScaledInpu
         return values, scales.mul_(k**-0.5 / SPREAD)
 
     x = torch.randn(p.tokens, p.hidden, generator=generator, device=device, dtype=torch.bfloat16)
-    topk_weights, ids = tensors.choices(p, device, generator)
+    topk_weights, ids = forward.choices(p, device, generator)
     (w13, w13_scale), (w2, w2_scale) = weights(2 * p.intermediate, p.hidden), weights(p.hidden, p.intermediate)
     routings = tuple((ids + turn * p.experts // ROUTINGS) % p.experts for turn in range(ROUTINGS))
     return ScaledInputs(problem, x, w13, w2, w13_scale, w2_scale, topk_weights, routings)
@@ -93,26 +94,34 @@ def rounded(rows: torch.Tensor) -> torch.Tensor:
     return formats.dequantize(*formats.quantize(rows)).to(rows.dtype)
 
 
-def compose(inputs: ScaledInputs, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The layer in ``dtype`` for these tokens, expert by expert."""
-    rows = rounded(inputs.x[tokens].to(dtype))
-    weights, ids = inputs.topk_weights[tokens], inputs.routings[0][tokens]
-    out = torch.zeros_like(rows)
-    for expert in ids.unique().tolist():
-        w13 = formats.dequantize(inputs.w13[expert], inputs.w13_scale[expert], BLOCK).to(dtype)
-        w2 = formats.dequantize(inputs.w2[expert], inputs.w2_scale[expert], BLOCK).to(dtype)
-        chosen, choices = torch.where(ids == expert)
-        gate, up = F.linear(rows[chosen], w13).chunk(2, dim=1)
-        y = F.linear(rounded(F.silu(gate) * up), w2)
-        out = out.index_add(0, chosen, y * weights[chosen, choices, None].to(dtype))
-    return out
+def compose(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    shared: torch.Tensor | None = None,
+    activation: str = "swiglu",
+) -> torch.Tensor:
+    """The layer in ``dtype``, expert by expert; x is what its quantised rows stand for."""
+
+    def run_expert(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        up = formats.dequantize(w13[expert], w13_scale[expert], BLOCK).to(dtype)
+        down = formats.dequantize(w2[expert], w2_scale[expert], BLOCK).to(dtype)
+        return F.linear(rounded(forward.activate(F.linear(rows, up), activation)), down)
+
+    return forward.mix(x.to(dtype), weights, ids, len(w13), run_expert, shared)
 
 
 @dataclass(frozen=True)
 class ScaledReference:
     """Either reference; that of 16 bits is made when a result asks for it."""
 
-    quantized: tensors.Reference
+    quantized: forward.Reference
     inputs: ScaledInputs
 
     @property
@@ -124,11 +133,11 @@ class ScaledReference:
         return self.quantized.coverage
 
     @cached_property
-    def sixteen_bits(self) -> tensors.Reference:
+    def sixteen_bits(self) -> forward.Reference:
         given, problem = self.inputs, sixteen_bits(self.inputs.problem)
         w13, w2 = given.dequantized
-        layer = tensors.Inputs(problem, given.x, w13, w2, given.topk_weights, given.routings[0])
-        return tensors.make_reference(layer)
+        layer = forward.Inputs(problem, given.x, w13, w2, given.topk_weights, given.routings[0])
+        return forward.make_reference(layer)
 
     def judge(self, result: Any, lse: torch.Tensor | None = None) -> Verification:
         if isinstance(result, SixteenBits):
@@ -143,8 +152,14 @@ def sixteen_bits(problem: MoeScaledProblem) -> MoeProblem:
 
 
 def make_reference(inputs: ScaledInputs) -> ScaledReference:
-    tokens = tensors.checked_tokens(inputs.problem, inputs.x.device)
-    out = compose(inputs, tokens, tensors.high_dtype(inputs.x.device))
-    tolerance = tensors.allowed(out, compose(inputs, tokens, inputs.x.dtype))
+    tokens = forward.checked_tokens(inputs.problem, inputs.x.device)
+    layer = (inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale)
+    weights, ids = inputs.topk_weights[tokens], inputs.routings[0][tokens]
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        return compose(rounded(inputs.x[tokens].to(dtype)), *layer, weights.to(dtype), ids, dtype)
+
+    out = run(high_dtype(inputs.x.device))
+    tolerance = forward.allowed(out, run(inputs.x.dtype), inputs.x.dtype)
     coverage = tokens.numel() / inputs.problem.tokens
-    return ScaledReference(tensors.Reference(sixteen_bits(inputs.problem), tokens, out, tolerance, coverage), inputs)
+    return ScaledReference(forward.Reference(sixteen_bits(inputs.problem), tokens, out, tolerance, coverage), inputs)

@@ -91,7 +91,7 @@ def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     def dense(tensor: torch.Tensor) -> torch.Tensor:
         if inputs.block_table is None:  # a view: gradients pass through it without a copy
             return tensor.view(problem.batch, -1, *tensor.shape[1:]).transpose(1, 2)
-        return torch.stack([inputs.keys_of(tensor, entry) for entry in range(problem.batch)]).transpose(1, 2)
+        return torch.stack([inputs.keys_of(tensor, sequence) for sequence in range(problem.batch)]).transpose(1, 2)
 
     return dense(inputs.k), dense(inputs.v)
 

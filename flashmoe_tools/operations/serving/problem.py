@@ -79,9 +79,9 @@ class ServingProblem:
     @property
     def lengths_k(self) -> tuple[int, ...]:
         if self.spread == "ramp":
-            return tuple(max(1, self.seq_k * (entry + 1) // self.batch) for entry in range(self.batch))
+            return tuple(max(1, self.seq_k * (index + 1) // self.batch) for index in range(self.batch))
         if self.spread == "mixed":
-            return tuple(max(1, self.seq_k * MIXED[entry % len(MIXED)] // MIXED[0]) for entry in range(self.batch))
+            return tuple(max(1, self.seq_k * MIXED[index % len(MIXED)] // MIXED[0]) for index in range(self.batch))
         others = min(SHORT.get(self.spread, self.seq_k), self.seq_k)
         return (self.seq_k, *(others,) * (self.batch - 1))
 

@@ -1,4 +1,4 @@
-"""The tensors of a serving problem, the reference by definition, and the rule of attention's results (problems.attention.tensors)."""
+"""The tensors of a serving problem, the reference by definition, and the rule of attention's results (attention/reference.py)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import torch
 
 from flashmoe_tools.operations import Verification
 from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE
-from flashmoe_tools.operations.attention.reference import (
-    MAX_SCORES,
-    allowed,
-    choose_pairs,
-    max_abs,
-    rounding_error,
-    weigh,
-)
+from flashmoe_tools.operations.attention.reference import MAX_SCORES, Rule, ScoreOptions, attend, choose_pairs
 from flashmoe_tools.operations.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs, wrong_form
 from flashmoe_tools.operations.serving.problem import ServingProblem
 
 MOST_PAIRS = 128  # checked: each is a dozen small operations of its own
@@ -53,12 +47,12 @@ class Inputs:
         """Leave NaN in the memory that the caching allocator hands out for the next result."""
         torch.full_like(self.q, math.nan)
 
-    def keys_of(self, tensor: torch.Tensor, entry: int) -> torch.Tensor:
+    def keys_of(self, tensor: torch.Tensor, sequence: int) -> torch.Tensor:
         """[keys, Hkv, D] of k or v."""
         if self.block_table is None:
-            return tensor[int(self.cu_seqlens_k[entry]) : int(self.cu_seqlens_k[entry + 1])]
-        keys, page_size = self.problem.lengths_k[entry], self.problem.page_size
-        pages = self.block_table[entry, : -(-keys // page_size)].long()
+            return tensor[int(self.cu_seqlens_k[sequence]) : int(self.cu_seqlens_k[sequence + 1])]
+        keys, page_size = self.problem.lengths_k[sequence], self.problem.page_size
+        pages = self.block_table[sequence, : -(-keys // page_size)].long()
         return tensor[pages].flatten(0, 1)[:keys]
 
 
@@ -87,8 +81,8 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
         order = torch.randperm(sum(counts), generator=generator, device=device).to(torch.int32)
         table = torch.zeros(problem.batch, longest, dtype=torch.int32, device=device)
         first = 0
-        for entry, count in enumerate(counts):
-            table[entry, :count] = order[first : first + count]
+        for sequence, count in enumerate(counts):
+            table[sequence, :count] = order[first : first + count]
             first += count
         if problem.spread == "shared":
             table[1:] = table[0]
@@ -106,7 +100,7 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
 
 
 @dataclass(frozen=True)
-class Part:
+class Checked:
     """What is expected of a checked (sequence, head): rows [first, end) of the result, out [rows, D] and lse [rows]."""
 
     head: int
@@ -121,78 +115,44 @@ class Reference:
     """Expected values of the checked (sequence, head) pairs and the error allowed."""
 
     problem: ServingProblem
-    parts: tuple[Part, ...]
+    checked: tuple[Checked, ...]
     tolerance: float
     coverage: float  # checked share of all pairs
 
     def judge(self, result: torch.Tensor, lse: torch.Tensor | None = None) -> Verification:
         """``result`` is [tokens, Hq, D], or dense [B, Hq, Sq, D]; ``lse`` [Hq, tokens], of those who give one."""
-        p, dtype = self.problem, TORCH_DTYPES[self.problem.dtype]
+        p = self.problem
         tokens = result.transpose(1, 2).flatten(0, 1) if result.dim() == 4 else result
-        shape = (sum(p.lengths_q), p.heads_q, p.head_dim)
-        if tokens.shape != shape or tokens.dtype != dtype:
-            found = f"result is {tuple(result.shape)} {result.dtype}, expected {shape} {dtype}"
-            return Verification(False, math.inf, self.tolerance, None, self.coverage, found)
-        error = max(max_abs(tokens[one.first : one.end, one.head].float() - one.out) for one in self.parts)
+        if text := wrong_form("result", tokens, ((sum(p.lengths_q), p.heads_q, p.head_dim), TORCH_DTYPES[p.dtype])):
+            return Verification(False, math.inf, self.tolerance, None, self.coverage, text)
+        error = max(max_abs(tokens[one.first : one.end, one.head].float() - one.out) for one in self.checked)
         lse_error = None
         if lse is not None:
-            lse_error = max(max_abs(lse[one.head, one.first : one.end].float() - one.lse) for one in self.parts)
-        reason = ""
-        if not bool(torch.isfinite(result).all()):
-            reason = "the result holds NaN or Inf"
-        elif not error <= self.tolerance:
-            reason = f"max error {error:.3g} exceeds {self.tolerance:.3g}"
-        elif lse_error is not None and not lse_error <= LSE_TOLERANCE * p.deviation:
-            reason = f"LSE error {lse_error:.3g} exceeds {LSE_TOLERANCE * p.deviation:g}"
-        return Verification(not reason, error, self.tolerance, lse_error, self.coverage, reason)
+            lse_error = max(max_abs(lse[one.head, one.first : one.end].float() - one.lse) for one in self.checked)
+        return judge_result(result, error, self.tolerance, self.coverage, lse_error, LSE_TOLERANCE * p.deviation)
 
 
-def attend(
-    problem: ServingProblem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One head's attention by definition, out [Sq, D] and log-sum-exp [Sq], in the dtype of q [Sq, D], k and v [Sk, D]."""
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(problem.scale)
-    if problem.softcap:
-        # The product is a new tensor: tanh's derivative reads its result.
-        scores = scores.div_(problem.softcap).tanh_() * problem.softcap
-    if mask is not None:
-        scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores.add_(mask)
-    if problem.window:
-        rows, keys = scores.shape
-        seen = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).triu_(keys - rows - problem.window + 1)
-        scores.masked_fill_(~seen, -math.inf)
-    if sink is None:
-        weights, lse = weigh(scores, causal=problem.causal)
-        return torch.matmul(weights, v), lse
-    # One more key in front, without a value: where masks end at the right does not change.
-    scores = torch.cat((sink.to(scores.dtype).expand(len(scores), 1), scores), dim=1)
-    weights, lse = weigh(scores, causal=problem.causal)
-    return torch.matmul(weights[:, 1:], v), lse
+def score_options(problem: ServingProblem) -> ScoreOptions:
+    window = (problem.window - 1, 0) if problem.window else None
+    return ScoreOptions(problem.causal, window, float(problem.softcap), problem.scale)
 
 
 def make_reference(inputs: Inputs) -> Reference:
     """Pair by pair: as many as the budget of scores allows, spread over sequences and heads."""
-    problem, kind = inputs.problem, inputs.q.device.type
-    high = torch.float64 if kind == "cpu" else torch.float32
+    problem, kind, high = inputs.problem, inputs.q.device.type, high_dtype(inputs.q.device)
     group = problem.heads_q // problem.heads_kv
     pairs = choose_pairs(problem.batch, problem.heads_q, problem.seq_q * problem.seq_k, MAX_SCORES[kind] // 4)
     pairs = pairs[:: max(1, len(pairs) // MOST_PAIRS)]
-    parts, plain_error, rounding = [], 0.0, 0.0
+    checked, rule, options = [], Rule(inputs.q.dtype), score_options(problem)
     starts = inputs.cu_seqlens_q.tolist()
-    for entry, head in pairs:
-        q = inputs.q[starts[entry] : starts[entry + 1], head]
-        k, v = (inputs.keys_of(tensor, entry)[:, head // group] for tensor in (inputs.k, inputs.v))
-        mask = None if inputs.mask is None else inputs.mask[entry, 0]
+    for sequence, head in pairs:
+        first, end = starts[sequence : sequence + 2]
+        q = inputs.q[first:end, head]
+        k, v = (inputs.keys_of(tensor, sequence)[:, head // group] for tensor in (inputs.k, inputs.v))
+        mask = None if inputs.mask is None else inputs.mask[sequence, 0]
         sink = None if inputs.sinks is None else inputs.sinks[head]
-        out, lse = attend(problem, q.to(high), k.to(high), v.to(high), mask, sink)
-        plain, _ = attend(problem, q, k, v, mask, sink)
-        plain_error = max(plain_error, max_abs(plain.to(high) - out))
-        rounding = max(rounding, rounding_error(out, q.dtype))
-        parts.append(Part(head, starts[entry], starts[entry + 1], out.float(), lse.float()))
+        out, lse = attend(q.to(high), k.to(high), v.to(high), options, sinks=sink, mask=mask)
+        rule.add(out, attend(q, k, v, options, sinks=sink, mask=mask)[0])
+        checked.append(Checked(head, first, end, out.float(), lse.float()))
     coverage = len(pairs) / (problem.batch * problem.heads_q)
-    return Reference(problem, tuple(parts), allowed(plain_error, rounding), coverage)
+    return Reference(problem, tuple(checked), rule.tolerance, coverage)

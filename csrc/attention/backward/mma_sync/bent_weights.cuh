@@ -21,7 +21,7 @@ struct BentWeights<Spec, true> {
   // own: the warp's first row, or key, in the entry; first: of the block.
   __device__ __forceinline__ void load_mask(const BackwardParams& params, const BandTile& tile, int head, int own,
                                             int first) {
-    const Band& band = params.band;
+    const ScoreOptions& band = params.score_options;
     const int lane = ptx::lane_index();
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
@@ -40,7 +40,7 @@ struct BentWeights<Spec, true> {
   __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores,
                                              const float (&lse_log2)[Spec::kMmaM][2], const BandTile& tile, int row,
                                              int first_key) const {
-    const auto keys_of = [&](int own_row) { return visible_keys<MaskKind::kBand>(params, tile.extents, own_row); };
+    const auto keys_of = [&](int own_row) { return visible_keys<MaskKind::kRuntime>(params, tile.extents, own_row); };
     const bool sees_all =
         keys_of(row).end - first_key >= Spec::kStreamRows && keys_of(row + Spec::kWarpRows - 1).begin <= first_key;
 #pragma unroll
@@ -55,7 +55,7 @@ struct BentWeights<Spec, true> {
   __device__ __forceinline__ void weigh_rows(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
                                              const float (&lse_log2)[Spec::kMmaN][2], const BandTile& tile, int key,
                                              int first_row) const {
-    const auto rows_of = [&](int own_key) { return visible_rows<MaskKind::kBand>(params, tile.extents, own_key); };
+    const auto rows_of = [&](int own_key) { return visible_rows<MaskKind::kRuntime>(params, tile.extents, own_key); };
     const bool sees_all = key + Spec::kWarpRows <= tile.extents.keys() &&
                           rows_of(key + Spec::kWarpRows - 1).begin <= first_row &&
                           rows_of(key).end >= first_row + Spec::kStreamRows;
@@ -78,8 +78,9 @@ struct BentWeights<Spec, true> {
     float of_rows[2 * kScorePairs<Spec>];
 #pragma unroll
     for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) of_rows[i] = scores[m][i / 4][i % 4];
-    weigh_bent<Spec, kPacks>(params, of_rows, packed, values[m], sees_all && params.band.mask_type == MaskTensor::kNone,
-                             lse_log2, [&](KeyRange(&visible)[2]) {
+    weigh_bent<Spec, kPacks>(params, of_rows, packed, values[m],
+                             sees_all && params.score_options.mask_type == MaskTensor::kNone, lse_log2,
+                             [&](KeyRange(&visible)[2]) {
                                const int lane = ptx::lane_index();
                                const int column = first + lane % 4 * 2;
 #pragma unroll

@@ -24,7 +24,7 @@ namespace mma_sync {
 //   kRoles            2: one half of the warps computes the scores and dv, the other dP and dk, each for all rows. 1: every warp
 //                     all of it for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
-//   kIsBand           of MaskKind::kBand
+//   kIsBand           of MaskKind::kRuntime
 //   kBendsScores      of a band with a softcap or a mask tensor
 //   kServesPlain      without them, too: the family's only kernel for bands
 //   kOwnInRegisters   a warp keeps the own rows that it multiplies with; else it reads them for every block

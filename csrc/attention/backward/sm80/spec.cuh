@@ -35,7 +35,7 @@ struct KeyValueGradientSpec
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
-// For MaskKind::kBand: what the end of a tile needs is kept, a copy for each warp.
+// For MaskKind::kRuntime: what the end of a tile needs is kept, a copy for each warp.
 template <typename Base>
 struct VarlenSpec : Base {
   static constexpr int kTileBytes = 32;

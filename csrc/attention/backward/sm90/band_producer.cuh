@@ -1,4 +1,4 @@
-// The producers of MaskKind::kBand: one warp, which finds its tiles by the lengths in device memory, and of which one elected lane
+// The producers of MaskKind::kRuntime: one warp, which finds its tiles by the lengths in device memory, and of which one elected lane
 // feeds the copy engine (elected, so that the compiler sees that it is one: else it makes a loop over lanes of every load). What a
 // tile needs once stands in shared memory meanwhile: there are few registers.
 #pragma once
@@ -40,7 +40,7 @@ struct BandSchedule {
     int first_head;
   };
   __device__ __forceinline__ bool is_causal() const {
-    return params.band.right < kUnbounded && params.band.left >= kUnbounded;
+    return params.score_options.right < kUnbounded && params.score_options.left >= kUnbounded;
   }
   __device__ __forceinline__ int section_heads() const {
     const int heads = params.heads_kv;
@@ -53,9 +53,9 @@ struct BandSchedule {
     }
     if (has_both) {
       // Were all entries the longest, there would be as many.
-      const int entries = params.entries.cu_seqlens_k == nullptr
+      const int entries = params.sequences.cu_seqlens_k == nullptr
                               ? params.batch
-                              : maximum(1, params.entries.keys_total / maximum(1, params.seq_k));
+                              : maximum(1, params.sequences.keys_total / maximum(1, params.seq_k));
       limit = minimum(limit, maximum(1, heads * minimum(entries, limit) / 2));
     }
     if (limit >= 2 * heads) return limit;
@@ -107,7 +107,7 @@ struct BandSchedule {
 
   // Entries whose rows overlap, of lengths that lie, would share pieces of dq, and count each other's turns.
   __device__ __forceinline__ bool has_growing_rows() const {
-    const int32_t* cu_seqlens = params.entries.cu_seqlens_q;
+    const int32_t* cu_seqlens = params.sequences.cu_seqlens_q;
     bool falls = false;
     for (int entry = ptx::lane_index(); cu_seqlens != nullptr && entry < params.batch; entry += 32) {
       falls = falls || load_length(cu_seqlens + entry + 1) < load_length(cu_seqlens + entry);
@@ -135,7 +135,7 @@ struct BandSchedule {
     const int num_tiles = static_cast<int>(kept[3]);
     if (number >= num_tiles) return BandTile{-1, 0, 0, 0, {}, 0};
     Finder finder(params, static_cast<int>(kept[0]), static_cast<int>(kept[1]), static_cast<int>(kept[2]));
-    const bool mixes = params.band.right < kUnbounded && num_tiles <= kFewRounds * ptx::grid_size();
+    const bool mixes = params.score_options.right < kUnbounded && num_tiles <= kFewRounds * ptx::grid_size();
     const EntryTile found = finder.template find<kSectionRows, true>(number, mixes);
     keep(finder, num_tiles);
     return BandTile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
@@ -172,10 +172,10 @@ __device__ __forceinline__ void load_noted(const BackwardParams& params, const S
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
                                            int parity) {
   const BandTile tile = read_tile<BandTile>(shared.produced_tile());
-  const RaggedPlace first =
-      kOwnsKeys ? keys_read(params.entry_rows.k, tile, tile.head) : rows_read(params.entry_rows.q, tile, tile.head);
-  const RaggedPlace second =
-      kOwnsKeys ? keys_read(params.entry_rows.v, tile, tile.head) : rows_read(params.entry_rows.dout, tile, tile.head);
+  const RaggedPlace first = kOwnsKeys ? keys_read(params.sequence_rows.k, tile, tile.head)
+                                      : rows_read(params.sequence_rows.q, tile, tile.head);
+  const RaggedPlace second = kOwnsKeys ? keys_read(params.sequence_rows.v, tile, tile.head)
+                                       : rows_read(params.sequence_rows.dout, tile, tile.head);
 #pragma unroll
   for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
     load_own<Spec>(shared, first_map, second_map, own, parity, tile, first, second);
@@ -198,11 +198,12 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
     int next_number = -1;
     if (ptx::elect_one()) {
       const int first_row = tile.index * Spec::kOwnRows;
-      const BlockRange range = key_blocks<Spec, MaskKind::kBand>(params, tile, first_row, first_row + Spec::kOwnRows);
+      const BlockRange range =
+          key_blocks<Spec, MaskKind::kRuntime>(params, tile, first_row, first_row + Spec::kOwnRows);
       schedule.note(tile, range);
       const int head = tile.head / (params.heads_q / params.heads_kv);
-      const RaggedPlace key_place = keys_read(params.entry_rows.k, tile, head);
-      const RaggedPlace value_place = keys_read(params.entry_rows.v, tile, head);
+      const RaggedPlace key_place = keys_read(params.sequence_rows.k, tile, head);
+      const RaggedPlace value_place = keys_read(params.sequence_rows.v, tile, head);
       bool own_is_loaded = false;
       for (int block = range.end - 1; block >= range.begin; --block) {
         if (next_number < 0 && block <= range.begin + kDrawAhead) {
@@ -217,7 +218,7 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
     }
     number = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(next_number + 1))) - 1;
   }
-  if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
+  if (ptx::elect_one()) end_work<Spec, MaskKind::kRuntime>(shared, own_parity);
 }
 
 // Of the kernel of dk and dv, in the order of produce_queries; the statistics are another warp's. Keys that no query sees have no
@@ -236,11 +237,12 @@ __device__ __forceinline__ void produce_band_queries(const BackwardParams& param
     int next_number = -1;
     if (ptx::elect_one()) {
       const int first_key = tile.index * Spec::kOwnRows;
-      const BlockRange range = query_blocks<Spec, MaskKind::kBand>(params, tile, first_key, first_key + Spec::kOwnRows);
+      const BlockRange range =
+          query_blocks<Spec, MaskKind::kRuntime>(params, tile, first_key, first_key + Spec::kOwnRows);
       schedule.note(tile, range);
       const int group = params.heads_q / params.heads_kv;
-      RaggedPlace query_place = rows_read(params.entry_rows.q, tile, tile.head * group);
-      RaggedPlace dout_place = rows_read(params.entry_rows.dout, tile, tile.head * group);
+      RaggedPlace query_place = rows_read(params.sequence_rows.q, tile, tile.head * group);
+      RaggedPlace dout_place = rows_read(params.sequence_rows.dout, tile, tile.head * group);
       const bool downwards = Spec::kTakesTurns && tile.downwards != 0;
       int block = downwards ? range.end - 1 : range.begin;
       int heads_left = group;
@@ -274,7 +276,7 @@ __device__ __forceinline__ void produce_band_queries(const BackwardParams& param
     }
     number = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(next_number + 1))) - 1;
   }
-  if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
+  if (ptx::elect_one()) end_work<Spec, MaskKind::kRuntime>(shared, own_parity);
 }
 
 // As Statistics::store, to places that are kept, in bytes: it is a third of what this warp does for a block.

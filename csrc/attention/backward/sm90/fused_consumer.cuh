@@ -39,7 +39,7 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// For MaskKind::kBand.
+// For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
 using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true>;
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ SkippedBlocks skipped_blocks(const BandTile&, const B
 
 // The number of a head's first piece of a tile's entry.
 __device__ __forceinline__ int first_piece(const BackwardParams& params, const Tile& tile, int head) {
-  return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kFusedPieceRows);
+  return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kDqPartialRows);
 }
 __device__ __forceinline__ int first_piece(const BackwardParams& params, const BandTile& tile, int head) {
   const EntryPieces pieces = entry_pieces(params);
@@ -123,7 +123,7 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int turn_of(const BackwardParams& params, const BandTile& tile, int block) {
   if (goes_down<kMask>(tile)) return tile.index;
   // The window of a row past the last may begin behind the last key.
-  const int end_key = band_keys(params.band, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
+  const int end_key = window_keys(params.score_options, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
   return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
 }
 
@@ -132,7 +132,8 @@ template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
                                                    const BlockPlace& place) {
-  if constexpr (kMask == MaskKind::kBand) return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
+  if constexpr (kMask == MaskKind::kRuntime)
+    return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
   constexpr int kNever = 1 << 30;
   int begin[2] = {0, 0};
   if constexpr (kIsMasked) {
@@ -242,7 +243,7 @@ struct FusedConsumer {
     [[maybe_unused]] uint64_t q_stream, dout_stream;
     constexpr uint64_t kLeadingSlab = static_cast<uint64_t>(Spec::kStreamSlabBytes >> 4)
                                       << 16;  // of the transposed operand
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       // Worked out ahead of the wait, over which ptxas moves nothing: the first product would stand behind it.
       q_stream = described(shared.first(at.stage));
       dout_stream = described(shared.second(at.stage));
@@ -260,7 +261,7 @@ struct FusedConsumer {
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(dk);
     if (used.stage != at.stage) release_used();
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       issue_scores(gradients, own_v, dout_stream);
     } else {
       issue_scores(gradients, own_v, shared.second(at.stage));
@@ -269,7 +270,7 @@ struct FusedConsumer {
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      if constexpr (kMask == MaskKind::kBand) {
+      if constexpr (kMask == MaskKind::kRuntime) {
         // Worked out here, not ahead of the branch for every block.
         const BlockPlace own{place.tile_smem, place.head, place.first_key, ptx::recompute(place.block)};
         fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, own);
@@ -281,7 +282,7 @@ struct FusedConsumer {
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     Product::pack_scores(p_packed, scores);
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       Product::issue_output(dv, p_packed, dout_stream | kLeadingSlab);
     } else {
       Product::issue_output(dv, p_packed, shared.second(at.stage));
@@ -295,7 +296,7 @@ struct FusedConsumer {
     }
     Product::pack_scores(ds_packed, gradients);
     hand_scores(ds_packed);
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       Product::issue_output(dk, ds_packed, q_stream | kLeadingSlab);
     } else {
       Product::issue_output(dk, ds_packed, shared.first(at.stage));
@@ -354,7 +355,7 @@ struct FusedConsumer {
         Product::clear(dv);
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = goes_down<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
-        if constexpr (kMask == MaskKind::kBand) {
+        if constexpr (kMask == MaskKind::kRuntime) {
           // Between two blocks stands as little as in the dense kernel: nothing runs beside it.
           const int onwards = goes_down<kMask>(tile) ? -1 : 1;
           const int num_full = is_masked ? 0 : maximum(0, range.full_end - range.full_begin);
@@ -390,8 +391,8 @@ struct FusedConsumer {
         if (ptx::thread_index() % 128 == 0) {
           const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
           const int row = done.index * Spec::kOwnRows + consumer * 64;
-          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
-          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
+          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
+          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
           ptx::tma_store_wait_read<0>();

@@ -22,16 +22,16 @@ struct EntryPieces {
 
   // Of one head.
   __device__ __forceinline__ int count() const {
-    return is_ragged ? rows_total / kFusedPieceRows + batch + 2 : batch * ceil_div(rows, kFusedPieceRows);
+    return is_ragged ? rows_total / kDqPartialRows + batch + 2 : batch * ceil_div(rows, kDqPartialRows);
   }
   // Of those of a head; first_row: of the entry in a ragged tensor.
   __device__ __forceinline__ int first(int entry, int first_row) const {
-    return is_ragged ? first_row / kFusedPieceRows + entry + 1 : entry * ceil_div(rows, kFusedPieceRows);
+    return is_ragged ? first_row / kDqPartialRows + entry + 1 : entry * ceil_div(rows, kDqPartialRows);
   }
 };
 
 __device__ __forceinline__ EntryPieces entry_pieces(const BackwardParams& params) {
-  return EntryPieces{params.entries.cu_seqlens_q != nullptr, params.entries.rows_total, params.seq_q, params.batch};
+  return EntryPieces{params.sequences.cu_seqlens_q != nullptr, params.sequences.rows_total, params.seq_q, params.batch};
 }
 
 }  // namespace sm90

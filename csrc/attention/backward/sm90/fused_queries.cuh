@@ -172,10 +172,10 @@ __device__ __forceinline__ PieceRows rows_of_piece(const VarlenFusedQueryParams&
   const int head = static_cast<int>(ptx::block_index() / pieces.count());
   const int piece = static_cast<int>(ptx::block_index() - head * pieces.count());
   if (!pieces.is_ragged) {
-    const int pieces_of_entry = ceil_div(params.rows, kFusedPieceRows);
+    const int pieces_of_entry = ceil_div(params.rows, kDqPartialRows);
     const int entry = piece / pieces_of_entry;
-    const int row = (piece - entry * pieces_of_entry) * kFusedPieceRows;
-    const int count = minimum(kFusedPieceRows, params.rows - row);
+    const int row = (piece - entry * pieces_of_entry) * kDqPartialRows;
+    const int count = minimum(kDqPartialRows, params.rows - row);
     return PieceRows{head, entry, row, count, count};
   }
   const auto boundary = [&](int index) {  // the first row of the index-th range
@@ -187,15 +187,15 @@ __device__ __forceinline__ PieceRows rows_of_piece(const VarlenFusedQueryParams&
   for (int left = params.batch + 2; left > 1;) {
     const int step = ceil_div(left, 32);
     const int index = range + ptx::lane_index() * step;
-    const bool is_before = index < range + left && boundary(index) / kFusedPieceRows + index <= piece;
+    const bool is_before = index < range + left && boundary(index) / kDqPartialRows + index <= piece;
     const int before = maximum(1, ptx::population_count(ptx::vote_ballot(is_before)));
     range += (before - 1) * step;
     left = minimum(step, left - (before - 1) * step);
   }
   const int first_row = boundary(range);
   const int end_row = maximum(first_row, boundary(range + 1));
-  const int row = (piece - first_row / kFusedPieceRows - range) * kFusedPieceRows;
-  const int count = maximum(0, minimum(kFusedPieceRows, end_row - first_row - row));
+  const int row = (piece - first_row / kDqPartialRows - range) * kDqPartialRows;
+  const int count = maximum(0, minimum(kDqPartialRows, end_row - first_row - row));
   const bool is_entry = range > 0 && range <= params.batch;
   return PieceRows{head, is_entry ? range - 1 : -1, first_row + row, count,
                    is_entry ? minimum(count, params.rows - row) : 0};
@@ -204,7 +204,7 @@ __device__ __forceinline__ PieceRows rows_of_piece(const VarlenFusedQueryParams&
 __device__ __forceinline__ int32_t* turn_of_varlen_piece(const VarlenFusedQueryParams& params) {
   const EntryPieces pieces{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
   const int64_t all = static_cast<int64_t>(pieces.count()) * params.heads;
-  return reinterpret_cast<int32_t*>(params.sums + all * kFusedPieceRows * params.width) + ptx::block_index();
+  return reinterpret_cast<int32_t*>(params.sums + all * kDqPartialRows * params.width) + ptx::block_index();
 }
 
 template <typename Spec>
@@ -250,7 +250,7 @@ __device__ __forceinline__ void varlen_fused_convert(const VarlenFusedQueryParam
   Element* dq_gmem = static_cast<Element*>(params.dq) + batch * params.dq_stride.batch +
                      piece.head * params.dq_stride.head +
                      (piece.first_row + static_cast<int64_t>(row)) * params.dq_stride.row;
-  const float* piece_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * kFusedPieceRows * params.width;
+  const float* piece_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * kDqPartialRows * params.width;
   const int tiles = piece.entry < 0 ? 0 : static_cast<int>(ptx::ld_global_32(turn_of_varlen_piece(params)));
   convert_rows<Spec>(params, dq_gmem, piece_gmem, params.width, tiles, thread, row, piece.count);
 }

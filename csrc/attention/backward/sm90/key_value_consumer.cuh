@@ -75,7 +75,7 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
     if constexpr (kIsMasked) {
       const int column = 8 * (i / 4) + i % 2;
       const KeyRange& range = visible[i / 2 % 2];
-      if (column < range.begin || (kMask == MaskKind::kBand && column >= range.end)) scores[i] = 0.0f;
+      if (column < range.begin || (kMask == MaskKind::kRuntime && column >= range.end)) scores[i] = 0.0f;
     }
   }
 }
@@ -87,15 +87,15 @@ __device__ __forceinline__ void weigh_band(const BackwardParams& params, float (
                                            const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place,
                                            bool is_plain) {
   weigh_bent<Spec, true>(
-      params, scores, packed, values, is_plain && params.band.mask_type == MaskTensor::kNone,
+      params, scores, packed, values, is_plain && params.score_options.mask_type == MaskTensor::kNone,
       [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; },
-      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kBand>(visible, params, place); });
+      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kRuntime>(visible, params, place); });
 }
 
 template <typename Spec>
 __device__ __forceinline__ MaskPlace mask_place(const BackwardParams& params, const BlockPlace& place) {
-  const Band& band = params.band;
-  const auto lengths = lengths_in<MaskKind::kBand>(params, place.tile_smem);
+  const ScoreOptions& band = params.score_options;
+  const auto lengths = lengths_in<MaskKind::kRuntime>(params, place.tile_smem);
   const int lane = ptx::lane_index();
   const auto entry = static_cast<int>(ptx::ld_shared_32(place.tile_smem + 8));
   return MaskPlace(band, entry, place.head, band.mask_stride_key, band.mask_stride_row,
@@ -109,7 +109,7 @@ struct KeyValueGradientConsumer {
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
   using Place = BlockPlace;
-  static constexpr bool kIsBand = kMask == MaskKind::kBand;
+  static constexpr bool kIsBand = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -159,7 +159,7 @@ struct KeyValueGradientConsumer {
     ptx::wgmma_fence_operands(scores);
     if constexpr (Spec::kBendsScores) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, [&] { return mask_place<Spec>(params, place); });
+      load_mask<Spec>(values, params.score_options, [&] { return mask_place<Spec>(params, place); });
       weigh_band<Spec>(params, scores, p_packed, values, lse_log2, place, kScores == Scores::kPlain);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
@@ -397,8 +397,8 @@ struct KeyValueGradientConsumer {
         if (ptx::thread_index() % 128 == 0) {
           const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
           const int row = done.index * Spec::kOwnRows + consumer * 64;
-          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
-          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
+          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
+          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
           ptx::tma_store_wait_read<0>();

@@ -34,9 +34,9 @@ __device__ __forceinline__ void store_box(const ptx::TensorMap& map, const void*
   ptx::tma_store_5d(&map, smem, column, kRaggedRows - place.length + row, place.head, place.end, kRaggedRows);
 }
 
-// `length` rows of an entry of a tensor, from row `first` on; entry_rows: of that tensor.
-__device__ __forceinline__ RaggedPlace ragged_place(int entry_rows, int entry, int head, int first, int length) {
-  return RaggedPlace{head, length, first + entry * entry_rows + length};
+// `length` rows of an entry of a tensor, from row `first` on; sequence_rows: of that tensor.
+__device__ __forceinline__ RaggedPlace ragged_place(int sequence_rows, int entry, int head, int first, int length) {
+  return RaggedPlace{head, length, first + entry * sequence_rows + length};
 }
 
 // Of what is read: rows past the entry's last become zeros. Of a gradient: rows past what the entry has room for stay.
@@ -48,17 +48,17 @@ __device__ __forceinline__ DensePlace keys_read(int, const Tile& tile, int head)
 }
 __device__ __forceinline__ DensePlace rows_stored(int, const Tile& tile) { return DensePlace{tile.head, tile.batch}; }
 __device__ __forceinline__ DensePlace keys_stored(int, const Tile& tile) { return DensePlace{tile.head, tile.batch}; }
-__device__ __forceinline__ RaggedPlace rows_read(int entry_rows, const BandTile& tile, int head) {
-  return ragged_place(entry_rows, tile.batch, head, tile.extents.first_row, tile.extents.row_count);
+__device__ __forceinline__ RaggedPlace rows_read(int sequence_rows, const BandTile& tile, int head) {
+  return ragged_place(sequence_rows, tile.batch, head, tile.extents.first_row, tile.extents.row_count);
 }
-__device__ __forceinline__ RaggedPlace keys_read(int entry_rows, const BandTile& tile, int head) {
-  return ragged_place(entry_rows, tile.batch, head, tile.extents.first_key, tile.extents.key_count);
+__device__ __forceinline__ RaggedPlace keys_read(int sequence_rows, const BandTile& tile, int head) {
+  return ragged_place(sequence_rows, tile.batch, head, tile.extents.first_key, tile.extents.key_count);
 }
-__device__ __forceinline__ RaggedPlace rows_stored(int entry_rows, const BandTile& tile) {
-  return ragged_place(entry_rows, tile.batch, tile.head, tile.extents.first_row, tile.extents.row_room);
+__device__ __forceinline__ RaggedPlace rows_stored(int sequence_rows, const BandTile& tile) {
+  return ragged_place(sequence_rows, tile.batch, tile.head, tile.extents.first_row, tile.extents.row_room);
 }
-__device__ __forceinline__ RaggedPlace keys_stored(int entry_rows, const BandTile& tile) {
-  return ragged_place(entry_rows, tile.batch, tile.head, tile.extents.first_key, tile.extents.key_room);
+__device__ __forceinline__ RaggedPlace keys_stored(int sequence_rows, const BandTile& tile) {
+  return ragged_place(sequence_rows, tile.batch, tile.head, tile.extents.first_key, tile.extents.key_room);
 }
 
 }  // namespace sm90

@@ -27,7 +27,7 @@ namespace sm90 {
 //   kIsPaired        the two tensors of a block come and go together, under the barriers of the first: a wait and an
 //                    arrival less a block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
-//   kIsBand          of MaskKind::kBand: a tile carries its entry's extents
+//   kIsBand          of MaskKind::kRuntime: a tile carries its entry's extents
 //   kBendsScores     of a band: a softcap or a mask tensor comes before the softmax
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
           int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsBand_, bool kBendsScores_>
@@ -124,7 +124,7 @@ struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNum
   static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
 };
 
-// For MaskKind::kBand. kScores 1: kBendsScores.
+// For MaskKind::kRuntime. kScores 1: kBendsScores.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead, int kScores>
 using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,

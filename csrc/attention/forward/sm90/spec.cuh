@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/params/forward.h"
+#include "device/shared_tile.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace flashmoe {
@@ -12,7 +13,7 @@ namespace sm90 {
 //   kNumStages         K tiles, and V tiles, in shared memory
 //   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is there before this tile ends
 //   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes. 0: the
-//                      output takes the place of the tile's Q, and the next tile's Q has the other stage (varlen kernels)
+//                      output overwrites the tile's Q, and the next tile's Q has the other stage (varlen kernels)
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
 //   kTileBytes         what the producer tells the consumers of a tile
@@ -31,6 +32,7 @@ struct ForwardSpec {
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr int kTileBytes = kTileBytes_;
+  static constexpr bool kHasScoreMod = false;  // ragged kernels may (varlen/spec.cuh)
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -44,26 +46,23 @@ struct ForwardSpec {
   static_assert(kNumOutputSlabs == 0 || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
   static constexpr bool kHasOutputInQuery = !kIsSplit && kNumOutputSlabs == 0;
   static_assert(!kHasOutputInQuery || kNumQueryStages == 2,
-                "the next tile's Q is asked for while this one's place is taken");
+                "the next tile's Q is loaded while the output occupies this one's buffer");
   static constexpr int kSlabsOfPass = kHasOutputInQuery ? kNumSlabs : kNumOutputSlabs;
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
   static constexpr int kProducerRegisters = kNumConsumers >= 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kNumConsumers == 4 ? 112 : kNumConsumers == 3 ? 160 : 240;
 
-  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
-  static constexpr int kQuerySlabBytes = 64 * 128;                        // Q and output, of one warpgroup
-  static constexpr int kQueryBytes = kNumSlabs * kQuerySlabBytes;         // of one warpgroup
-  static constexpr int kOutputBytes = kNumOutputSlabs * kQuerySlabBytes;  // of one warpgroup
-  static constexpr int kKeySlabBytes = kBlockN * 128;                     // K and V
-  static constexpr int kKeyBytes = kNumSlabs * kKeySlabBytes;             // one stage of K, or of V
-  static_assert(kKeySlabBytes % 1024 == 0, "slabs are 1024-byte aligned: block_n is a multiple of 8");
+  using QueryTile = SharedTile<64, kHeadDim>;            // of one warpgroup
+  using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
+  using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K, or of V
+  static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
   static constexpr int kQueryOffset = 0;
-  static constexpr int kKeyOffset = kQueryOffset + kNumQueryTiles * kQueryBytes;
-  static constexpr int kValueOffset = kKeyOffset + kNumStages * kKeyBytes;
-  static constexpr int kOutputOffset = kValueOffset + kNumStages * kKeyBytes;
+  static constexpr int kKeyOffset = kQueryOffset + kNumQueryTiles * QueryTile::kBytes;
+  static constexpr int kValueOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
+  static constexpr int kOutputOffset = kValueOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
   static constexpr int kSchedulerOffset = kTileOffset + kNumQueryTiles * kTileBytes;
   static constexpr int kBarrierOffset = kSchedulerOffset + kSchedulerBytes_;
@@ -77,20 +76,20 @@ template <typename Spec>
 struct SharedMemory {
   unsigned char* base;
 
-  // [kNumSlabs][64 rows][64 columns], swizzled: the rows of warpgroup `consumer`.
-  __device__ __forceinline__ unsigned char* query(int stage, int consumer) const {
-    return base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::kQueryBytes;
+  // The rows of warpgroup `consumer`.
+  __device__ __forceinline__ typename Spec::QueryTile query(int stage, int consumer) const {
+    return {base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::QueryTile::kBytes};
   }
-  // [kNumOutputSlabs][64 rows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* output(int consumer) const {
-    return base + Spec::kOutputOffset + consumer * Spec::kOutputBytes;
+  // Where warpgroup `consumer` puts the output of the tile whose Q has query stage `stage`.
+  __device__ __forceinline__ typename Spec::OutputTile output(int stage, int consumer) const {
+    if constexpr (Spec::kHasOutputInQuery) return query(stage, consumer);
+    return {base + Spec::kOutputOffset + consumer * Spec::kOutputBytes};
   }
-  // [kNumSlabs][kBlockN rows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* key(int stage) const {
-    return base + Spec::kKeyOffset + stage * Spec::kKeyBytes;
+  __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
+    return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
   }
-  __device__ __forceinline__ unsigned char* value(int stage) const {
-    return base + Spec::kValueOffset + stage * Spec::kKeyBytes;
+  __device__ __forceinline__ typename Spec::KeyTile value(int stage) const {
+    return {base + Spec::kValueOffset + stage * Spec::KeyTile::kBytes};
   }
   // The Tile (schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
   // barriers.

@@ -38,7 +38,7 @@ struct VarlenProducer {
                                                   int row, int kv_head, int batch) {
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      ptx::tma_load_4d(smem + slab * Spec::kKeySlabBytes, &map, full, slab * 64, row, kv_head, batch,
+      ptx::tma_load_4d(smem + slab * Spec::KeyTile::kSlabBytes, &map, full, slab * 64, row, kv_head, batch,
                        ptx::CacheHint::kEvictLast);
     }
   }
@@ -51,19 +51,19 @@ struct VarlenProducer {
     __device__ __forceinline__ int find(int block) const { return next.first_key + block * Spec::kBlockN; }
     __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                          int row) const {
-      load_box(smem, map, full, row, next.kv_head, params.entries.cu_seqlens_k == nullptr ? next.tile.batch : 0);
+      load_box(smem, map, full, row, next.kv_head, params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0);
     }
   };
 
-  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the entry's last key are asked for as well.
+  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the sequence's last key are asked for as well.
   // Of a page that is not there the copy engine makes zeros: past the last key, and where the table has dropped what a window has left
   // behind. Scores there are masked, but P = 0 times NaN is NaN.
   struct Pages {
-    static constexpr int kPieces = Spec::kBlockN / 16;
-    static constexpr int kBoxes = kPieces % 4 == 0   ? 4
-                                  : kPieces % 3 == 0 ? 3
-                                  : kPieces % 5 == 0 ? 5
-                                                     : 7;  // that are asked for together
+    static constexpr int kSmallestBoxes = Spec::kBlockN / 16;
+    static constexpr int kBoxes = kSmallestBoxes % 4 == 0   ? 4
+                                  : kSmallestBoxes % 3 == 0 ? 3
+                                  : kSmallestBoxes % 5 == 0 ? 5
+                                                            : 7;  // that are asked for together
     static_assert(Spec::kBlockN % (16 * kBoxes) == 0, "blocks are 1, 2 or a multiple of kBoxes boxes");
     static constexpr int kNoPage = -1;
     const ForwardParams& params;
@@ -71,65 +71,65 @@ struct VarlenProducer {
     const int box_rows;
 
     __device__ __forceinline__ Pages(const ForwardParams& params_, const NextTile& next_)
-        : params(params_), next(next_), box_rows(rows_of_box(params_.entries.page_size | Spec::kBlockN)) {}
+        : params(params_), next(next_), box_rows(rows_of_box(params_.sequences.page_size | Spec::kBlockN)) {}
     static __device__ __forceinline__ int rows_of_box(int both) { return both & -both; }
 
-    // Where boxes of a block are: in page `index` of the entry, from `row` on.
-    struct Place {
+    // Where boxes of a block are: in page `index` of the sequence, from `row` on.
+    struct Boxes {
       int key;
       int index;
       int row;
       int pages[kBoxes];
     };
-    __device__ __forceinline__ void look_up(Place& place) const {
-      int index = place.index;
-      int row = place.row;
+    __device__ __forceinline__ void look_up(Boxes& boxes) const {
+      int index = boxes.index;
+      int row = boxes.row;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         const int in_block = box * box_rows;
-        const bool is_there = in_block < Spec::kBlockN && place.key + in_block < next.tile.keys;
-        place.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : kNoPage;
+        const bool is_there = in_block < Spec::kBlockN && boxes.key + in_block < next.tile.keys;
+        boxes.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : kNoPage;
         step(index, row);
       }
     }
     __device__ __forceinline__ void step(int& index, int& row) const {
       row += box_rows;
-      if (row >= params.entries.page_size) {
+      if (row >= params.sequences.page_size) {
         row = 0;
         ++index;
       }
     }
-    __device__ __forceinline__ Place find(int block) const {
-      Place place;
-      place.key = block * Spec::kBlockN;
-      place.index = place.key / params.entries.page_size;
-      place.row = place.key - place.index * params.entries.page_size;
-      look_up(place);
-      return place;
+    __device__ __forceinline__ Boxes find(int block) const {
+      Boxes boxes;
+      boxes.key = block * Spec::kBlockN;
+      boxes.index = boxes.key / params.sequences.page_size;
+      boxes.row = boxes.key - boxes.index * params.sequences.page_size;
+      look_up(boxes);
+      return boxes;
     }
 
     template <int kNumBoxes>
     __device__ __forceinline__ void load_boxes(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                               Place& place) const {
+                                               Boxes& boxes) const {
 #pragma unroll
       for (int box = 0; box < kNumBoxes; ++box) {
-        load_box(smem + box * box_rows * 128, map, full, place.row, next.kv_head, place.pages[box]);
-        step(place.index, place.row);
+        load_box(smem + box * box_rows * 128, map, full, boxes.row, next.kv_head, boxes.pages[box]);
+        step(boxes.index, boxes.row);
       }
     }
     __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                         Place place) const {
+                                         Boxes boxes) const {
       if (box_rows == Spec::kBlockN) {
-        load_boxes<1>(smem, map, full, place);
+        load_boxes<1>(smem, map, full, boxes);
       } else if (2 * box_rows == Spec::kBlockN) {
-        load_boxes<2>(smem, map, full, place);
+        load_boxes<2>(smem, map, full, boxes);
       } else {
         const int rows = kBoxes * box_rows;
-        load_boxes<kBoxes>(smem, map, full, place);
+        load_boxes<kBoxes>(smem, map, full, boxes);
         for (int row = rows; row < Spec::kBlockN; row += rows) {
-          place.key += rows;
-          look_up(place);
-          load_boxes<kBoxes>(smem + row * 128, map, full, place);
+          boxes.key += rows;
+          look_up(boxes);
+          load_boxes<kBoxes>(smem + row * 128, map, full, boxes);
         }
       }
     }
@@ -138,23 +138,23 @@ struct VarlenProducer {
   template <typename Source>
   __device__ __forceinline__ void load_key(const Source& source, int block) {
     ptx::Mbarrier* full = shared.key_full(key.stage);
-    const auto place = source.find(block);
+    const auto where = source.find(block);
     ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
-    source.load(shared.key(key.stage), k_map, full, place);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
+    source.load(shared.key(key.stage).smem, k_map, full, where);
     key.advance();
   }
   template <typename Source>
   __device__ __forceinline__ void load_value(const Source& source, int block, ptx::Mbarrier* full) {
-    const auto place = source.find(block);
+    const auto where = source.find(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
-    source.load(shared.value(value.stage), v_map, full, place);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
+    source.load(shared.value(value.stage).smem, v_map, full, where);
     value.advance();
   }
 
   // The tile as a consumer warpgroup sees it. Where heads share it, the rows of each are numbered from those of its first warpgroup on, as if
-  // empty ones stood in front of the entry: what a consumer does is the same. Where there are no more heads, it has no rows.
+  // empty ones stood in front of the sequence: what a consumer does is the same. Where there are no more heads, it has no rows.
   static __device__ __forceinline__ VarlenTile own_tile(int consumer, const NextTile& next) {
     VarlenTile tile = next.tile;
     const int warpgroups = Spec::kNumConsumers >= 4 && tile.rows > 64 ? 2 : 1;  // of a head
@@ -178,12 +178,12 @@ struct VarlenProducer {
       ptx::mbarrier_arrive(full);
       return;
     }
-    const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
-    ptx::mbarrier_arrive_expect_tx(full, Spec::kQueryBytes);
+    const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
+    ptx::mbarrier_arrive_expect_tx(full, Spec::QueryTile::kBytes);
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      ptx::tma_load_4d(shared.query(query.stage, consumer) + slab * Spec::kQuerySlabBytes, &q_map, full, slab * 64,
-                       tile.first_row + row, tile.head, is_ragged ? 0 : tile.batch, ptx::CacheHint::kEvictFirst);
+      ptx::tma_load_4d(shared.query(query.stage, consumer).slab(slab), &q_map, full, slab * 64, tile.first_row + row,
+                       tile.head, is_ragged ? 0 : tile.batch, ptx::CacheHint::kEvictFirst);
     }
   }
 
@@ -213,7 +213,7 @@ struct VarlenProducer {
       ptx::mbarrier_wait(shared.next_tile_full(slot), parity);
       const auto next = read_tile<NextTile>(shared.next_tile(slot));
       if (next.tile.m_block < 0) break;
-      if (params.entries.block_table == nullptr) {
+      if (params.sequences.block_table == nullptr) {
         load_tile(Rows{params, next}, next, slot);
       } else {
         load_tile(Pages(params, next), next, slot);

@@ -1,5 +1,5 @@
 // The scheduling warp of the varlen kernels: it finds the tiles that the loading thread asks for, one ahead, and clears what no row may
-// see. All lanes walk together over the entries of the batch, 32 at a time.
+// see. All lanes walk together over the sequences of the batch, 32 at a time.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -32,30 +32,30 @@ struct TileScheduler {
   const int lane;
   RingPosition<Spec::kNumStages> value;  // where the loading thread puts V of the tile's last block
   int tail_parity[2] = {0, 0};
-  EntryWalk<Spec> walk;
+  SequenceWalk<Spec> walk;
 
   __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_), lane(ptx::lane_index()), walk(params_) {}
 
-  // V of a tile's last block arrives at one of two barriers of its own, in turn. Rows past the keys may hold anything, NaN among it, and
+  // V of a tile's last block arrives at one of two barriers of its own, in turn. Rows past the keys are undefined, NaN among it, and
   // P = 0 times NaN is NaN: they become zeros before the consumers hear of it.
   struct Tail {
     int slot;
     int stage;
-    int first_row;  // the first that is no key of the entry
+    int first_row;  // the first that is no key of the sequence
   };
   __device__ __forceinline__ void finish_tail(const Tail& tail) {
     const int parity = tail.slot == 0 ? tail_parity[0] : tail_parity[1];
     ptx::mbarrier_wait(shared.tail_full(tail.slot), parity);
     tail_parity[0] ^= tail.slot == 0;
     tail_parity[1] ^= tail.slot;
-    unsigned char* smem = shared.value(tail.stage);
+    const auto value_rows = shared.value(tail.stage);
     const uint32_t zeros[4] = {0, 0, 0, 0};
     constexpr int kRowsAtOnce = 32 / 8;
     for (int row = tail.first_row + lane / 8; row < Spec::kBlockN; row += kRowsAtOnce) {
 #pragma unroll
       for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-        ptx::st_shared_128(smem + slab * Spec::kKeySlabBytes + row * 128 + lane % 8 * 16, zeros);
+        ptx::st_shared_128(value_rows.row(row, slab) + lane % 8 * 16, zeros);
       }
     }
     // Hazard: the tensor cores read V before these stores are visible to them.
