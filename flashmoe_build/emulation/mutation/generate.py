@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,36 @@ def sources() -> tuple[str, ...]:
     return tuple(sorted(path.as_posix() for path in found if not NOT_KERNELS & set(path.parts)))
 
 
+@dataclass(frozen=True)
+class Equivalent:
+    """Mutants that change nothing that the emulated machine could show: by operator and whole text, and where."""
+
+    operator: str
+    text: str
+    why: str
+    function: str = ""  # without its struct
+    file: str = ""
+
+    def covers(self, mutant: Mutant) -> bool:
+        _, function, operator, _ = mutant.name.split(":")
+        return (
+            operator == self.operator
+            and " ".join(mutant.anchor.split()) == self.text
+            and self.function in ("", function.rpartition(".")[2])
+            and self.file in ("", mutant.file)
+        )
+
+
 @lru_cache(maxsize=2)
 def generated(*, every: bool = False) -> tuple[Mutant, ...]:
     """The chosen mutants, or every one that the rules make; equivalent ones are left out."""
-    equivalent = equivalents()
-    return tuple(
-        mutant for file in sources() for mutant in _of_file(file, every=every) if mutant.name not in equivalent
-    )
+    known = equivalents()
+    made = (mutant for file in sources() for mutant in _of_file(file, every=every))
+    return tuple(mutant for mutant in made if not any(row.covers(mutant) for row in known))
 
 
-def equivalents() -> dict[str, str]:
-    """Names of mutants that change nothing that the emulated machine could show, with the reason of each."""
-    return dict(tomllib.loads(TABLE.read_text(encoding="utf-8")).get("equivalent", {}))
+def equivalents() -> tuple[Equivalent, ...]:
+    return tuple(Equivalent(**row) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["equivalent"])
 
 
 def fast() -> tuple[Mutant, ...]:
