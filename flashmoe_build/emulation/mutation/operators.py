@@ -442,7 +442,8 @@ def swap_operators(site: Site) -> Iterator[Edit]:
             yield site.edit("swap", index - 1, index + 1, f"{site.words[index - 1]} +=", 2)
         elif word in ("/", "%") and site.is_binary(index):
             begin, end = site.left_of(index), site.right_of(index)
-            if not _is_constant(site, begin, end):
+            is_float = word == "/" and re.search(r"sum|float|scale|\d\.\d", site.source.between(begin, end))
+            if not is_float and not _is_constant(site, begin, end):
                 yield site.edit("swap", begin, end, site.with_operator(index, "%" if word == "/" else "/"), 2)
 
 
