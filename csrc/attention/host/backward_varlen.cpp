@@ -169,7 +169,7 @@ void run_fused(BackwardParams params, const BackwardKernels& kernels, const host
   const Kernel& fused = *kernels.fused;
   const Batch& entries = params.entries;
   params.entry_rows = entry_rows(params);
-  // As attention/backward/sm90/fused_pieces.cuh numbers them.
+  // As attention/backward/sm90/dq_partials.cuh numbers them.
   const int64_t pieces = entries.cu_seqlens_q != nullptr ? entries.rows_total / kFusedPieceRows + params.batch + 2
                                                          : ceil_div(params.seq_q, kFusedPieceRows) * params.batch;
   const int64_t all_pieces = pieces * params.heads_q;

@@ -54,19 +54,19 @@ template <typename Spec>
 struct GroupOperand {
   ptx::SmemPointer lane_smem;
 
-  __device__ __forceinline__ GroupOperand(ptx::SmemPointer smem, const WarpPlace<Spec>& place, int index)
-      : lane_smem(smem + (Spec::kOperandOffset + index * Spec::kOperandBytes + place.group * Spec::kGroupOperandBytes +
+  __device__ __forceinline__ GroupOperand(ptx::SmemPointer smem, const WarpCoordinates<Spec>& warp, int index)
+      : lane_smem(smem + (Spec::kOperandOffset + index * Spec::kOperandBytes + warp.group * Spec::kGroupOperandBytes +
                           ptx::lane_index() * 16)) {}
 
   __device__ __forceinline__ ptx::SmemPointer at(int step, int m) const {
     return lane_smem + (step * Spec::kMmaM + m) * 512;
   }
-  __device__ __forceinline__ void store(const WarpPlace<Spec>& place, const Operand<Spec>& operand) const {
+  __device__ __forceinline__ void store(const WarpCoordinates<Spec>& warp, const Operand<Spec>& operand) const {
 #pragma unroll
     for (int step = 0; step < Spec::kMmaN / 2; ++step)
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m)
-        ptx::st_shared_128(at(place.part * (Spec::kMmaN / 2) + step, m), operand[step][m]);
+        ptx::st_shared_128(at(warp.slice * (Spec::kMmaN / 2) + step, m), operand[step][m]);
   }
 };
 
@@ -93,12 +93,12 @@ __device__ __forceinline__ void accumulate(Gradient<Spec>& gradient, const Opera
 // how many rows from the group's first exist. A lane stores 16 bytes, eight lanes 64 columns of a row.
 template <typename Spec>
 __device__ __forceinline__ void store_gradient(void* tensor, const Strides& stride, int64_t first, int rows,
-                                               int head_dim, const WarpPlace<Spec>& place,
+                                               int head_dim, const WarpCoordinates<Spec>& warp,
                                                const Gradient<Spec>& gradient, float factor,
                                                ptx::SmemPointer group_smem) {
   using Element = typename Spec::Element;
   const int lane = ptx::recompute(ptx::lane_index());
-  const int first_chunk = place.first_column() / kChunkElements;
+  const int first_chunk = warp.first_column() / kChunkElements;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll

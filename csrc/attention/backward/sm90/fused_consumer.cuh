@@ -1,7 +1,7 @@
 // What the fused kernel (fused.cuh) keeps in shared memory, and its consumers: each computes dk and dv of 64 keys, and hands dS^T on.
 #pragma once
 
-#include "attention/backward/sm90/fused_pieces.cuh"
+#include "attention/backward/sm90/dq_partials.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/params/fused_backward.h"
 #include "ptx/ldmatrix.cuh"
@@ -14,16 +14,16 @@ namespace sm90 {
 
 // As of the kernel of dk and dv, with 16 warps: producer and adding warps, two consumers, the warpgroup of dq; or with 12, without the last.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_,
-          bool kIsBand_ = false>
-struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsBand_> {
-  using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsBand_>;
+          bool kIsVarlen_ = false>
+struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
+  using Base = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_>;
   static constexpr bool kIsWide = kHeadDim == 128;  // no warpgroup of dq: the consumers do its work (fused_wide.cuh)
   static_assert(kHeadDim <= 128, "dk and dv of more columns need more registers than there are");
   static_assert(kNumWarps_ == (kIsWide ? 12 : 16) && kBlockM == 64 && kBlockN == kFusedTileKeys,
                 "two consumers of 64 keys, dQ of one product's 64 rows");
   static constexpr int kNumThreads = 32 * kNumWarps_;
-  static constexpr bool kTakesTurns = true;
-  static constexpr int kTileReaders = !kIsBand_ ? 0 : kIsWide ? 1 : 5;  // of the statistics; of dq
+  static constexpr bool kOrdersReduction = true;
+  static constexpr int kTileReaders = !kIsVarlen_ ? 0 : kIsWide ? 1 : 5;  // of the statistics; of dq
   static constexpr int kSectionHeads = kIsWide ? 16 : 0;        // eight tiles of each at work on 132 multiprocessors
   static constexpr int kProducerRegisters = kIsWide ? 24 : 32;  // 128 * (32 + 2 * 208 + 64) = 65536
   static constexpr int kConsumerRegisters = kIsWide ? 240 : 208;
@@ -51,7 +51,7 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ unsigned char* scores(int buffer) const {
     return base + Spec::kScoreOffset + buffer * Spec::kScoreBytes;
   }
-  // A piece of dq, in the order of FusedQueries::hand_over.
+  // A partial of dq, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
     return base + Spec::kQueryOffset + buffer * Spec::kQueryBytes;
   }
@@ -67,8 +67,8 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ ptx::Mbarrier* sums_empty(int buffer) const {
     return scores_full(3 * Spec::kQueryBuffers + buffer);
   }
-  // The piece that query_sums(buffer) is of, or -1, and this tile's turn there; guarded by the same barriers.
-  __device__ __forceinline__ unsigned char* place(int buffer) const {
+  // The partial that query_sums(buffer) is of, or -1, and this tile's turn there; guarded by the same barriers.
+  __device__ __forceinline__ unsigned char* partial_record(int buffer) const {
     return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
   }
 };
@@ -77,7 +77,7 @@ struct FusedMemory : SharedMemory<Spec> {
 __device__ __forceinline__ bool has_missing_keys(const BackwardParams& params, const Tile&, int first_key) {
   return first_key + 64 > params.seq_k;
 }
-__device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const BandTile& tile, int first_key) {
+__device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const VarlenTile& tile, int first_key) {
   return first_key + 64 > tile.extents.key_count;
 }
 
@@ -90,19 +90,19 @@ __device__ __forceinline__ SkippedBlocks skipped_blocks(const Tile&, const Block
                                                         int heads) {
   return SkippedBlocks{heads * (own.begin - all.begin), 0};
 }
-__device__ __forceinline__ SkippedBlocks skipped_blocks(const BandTile&, const BlockRange& own, const BlockRange& all,
+__device__ __forceinline__ SkippedBlocks skipped_blocks(const VarlenTile&, const BlockRange& own, const BlockRange& all,
                                                         int heads) {
   if (own.begin >= own.end) return SkippedBlocks{heads * (all.end - all.begin), 0};
   return SkippedBlocks{heads * (own.begin - all.begin), heads * (all.end - own.end)};
 }
 
-// The number of a head's first piece of a tile's entry.
-__device__ __forceinline__ int first_piece(const BackwardParams& params, const Tile& tile, int head) {
+// The number of a head's first partial of a tile's sequence.
+__device__ __forceinline__ int first_partial(const BackwardParams& params, const Tile& tile, int head) {
   return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kFusedPieceRows);
 }
-__device__ __forceinline__ int first_piece(const BackwardParams& params, const BandTile& tile, int head) {
-  const EntryPieces pieces = entry_pieces(params);
-  return head * pieces.count() + pieces.first(tile.batch, tile.extents.first_row);
+__device__ __forceinline__ int first_partial(const BackwardParams& params, const VarlenTile& tile, int head) {
+  const DqPartials partials = dq_partials(params);
+  return head * partials.count() + partials.first(tile.batch, tile.extents.first_row);
 }
 
 // The tile of the last keys that a row of block `block`, which sees some, sees.
@@ -112,16 +112,16 @@ __device__ __forceinline__ int last_tile(const BackwardParams& params, int block
   return static_cast<int>(static_cast<uint32_t>(end_key - 1) / Spec::kOwnRows);
 }
 
-// How many tiles add to a piece before this one.
+// How many tiles add to a partial before this one.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int turn_of(const BackwardParams& params, const Tile& tile, int block) {
-  return goes_down<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
+__device__ __forceinline__ int reduction_rank(const BackwardParams& params, const Tile& tile, int block) {
+  return is_descending<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
 }
-// Of a band: tiles add whose query_blocks have the block, to the last that its last row sees, which may be past the entry's end, as blocks are
+// Of a band: tiles add whose query_blocks have the block, to the last that its last row sees, which may be past the sequence's end, as blocks are
 // counted whole. Those that go down have no window in front of which tiles would be left out.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int turn_of(const BackwardParams& params, const BandTile& tile, int block) {
-  if (goes_down<kMask>(tile)) return tile.index;
+__device__ __forceinline__ int reduction_rank(const BackwardParams& params, const VarlenTile& tile, int block) {
+  if (is_descending<kMask>(tile)) return tile.index;
   // The window of a row past the last may begin behind the last key.
   const int end_key = band_keys(params.band, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
   return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
@@ -131,14 +131,15 @@ __device__ __forceinline__ int turn_of(const BackwardParams& params, const BandT
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
-                                                   const BlockPlace& place) {
-  if constexpr (kMask == MaskKind::kBand) return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
+                                                   const BlockCoordinates& coordinates) {
+  if constexpr (kMask == MaskKind::kBand)
+    return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
   constexpr int kNever = 1 << 30;
   int begin[2] = {0, 0};
   if constexpr (kIsMasked) {
     const int lane = ptx::lane_index();
-    const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
-    const int column = place.block * Spec::kStreamRows + lane % 4 * 2;
+    const int key = coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+    const int column = coordinates.block * Spec::kStreamRows + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int first = kMask == MaskKind::kCausal ? diagonal_row(Lengths{params}, key + 8 * r) - column : 0;
@@ -233,8 +234,8 @@ struct FusedConsumer {
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn], const BlockPlace& place,
-                                       bool is_masked) {
+                                       uint32_t (&own_k)[kOwn], uint32_t (&own_v)[kOwn],
+                                       const BlockCoordinates& coordinates, bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -271,13 +272,14 @@ struct FusedConsumer {
     if (is_masked) {
       if constexpr (kMask == MaskKind::kBand) {
         // Worked out here, not ahead of the branch for every block.
-        const BlockPlace own{place.tile_smem, place.head, place.first_key, ptx::recompute(place.block)};
+        const BlockCoordinates own{coordinates.tile_smem, coordinates.head, coordinates.first_key,
+                                   ptx::recompute(coordinates.block)};
         fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, own);
       } else {
-        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, coordinates);
       }
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     Product::pack_scores(p_packed, scores);
@@ -353,32 +355,32 @@ struct FusedConsumer {
         Product::clear(dk);
         Product::clear(dv);
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
-        for (int left = goes_down<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
+        for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         if constexpr (kMask == MaskKind::kBand) {
           // Between two blocks stands as little as in the dense kernel: nothing runs beside it.
-          const int onwards = goes_down<kMask>(tile) ? -1 : 1;
+          const int onwards = is_descending<kMask>(tile) ? -1 : 1;
           const int num_full = is_masked ? 0 : maximum(0, range.full_end - range.full_begin);
-          int block = goes_down<kMask>(tile) ? range.end - 1 : range.begin;
+          int block = is_descending<kMask>(tile) ? range.end - 1 : range.begin;
           for (int left = range.end - range.begin; left > 0; --left, block += onwards) {
-            const BlockPlace place{shared.tile(consumer), 0, first_key, block};
+            const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             const bool is_full = static_cast<uint32_t>(block - range.full_begin) < static_cast<uint32_t>(num_full);
             const int needs_mask = ptx::recompute(is_full ? 0 : 1);
             int head = heads;
             do {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, place, needs_mask != 0);
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, needs_mask != 0);
             } while (--head > 0);
           }
         } else {
           for (int i = range.begin; i < range.end; ++i) {
-            const int block = goes_down<kMask>(tile) ? range.begin + range.end - 1 - i : i;
-            const BlockPlace place{shared.tile(consumer), 0, first_key, block};
+            const int block = is_descending<kMask>(tile) ? range.begin + range.end - 1 - i : i;
+            const BlockCoordinates coordinates{shared.tile(consumer), 0, first_key, block};
             for (int head = 0; head < heads; ++head) {
-              step(dk, dv, p_packed, ds_packed, own_k, own_v, place, is_masked || block < range.full_begin);
+              step(dk, dv, p_packed, ds_packed, own_k, own_v, coordinates, is_masked || block < range.full_begin);
             }
           }
         }
         finish_products(dk, dv);
-        for (int left = goes_down<kMask>(tile) ? skipped.before : skipped.behind; left > 0; --left) skip_block();
+        for (int left = is_descending<kMask>(tile) ? skipped.before : skipped.behind; left > 0; --left) skip_block();
         wait_for_query_products();
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);

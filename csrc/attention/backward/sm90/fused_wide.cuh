@@ -81,8 +81,8 @@ struct WideFusedConsumer {
     ptx::wgmma_commit();
   }
 
-  // To the warp that adds: this consumer's half of a piece, in the order of FusedQueries::hand_over.
-  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockPlace& place) {
+  // To the warp that adds: this consumer's half of a partial, in the order of FusedQueries::hand_over.
+  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockCoordinates& coordinates) {
     // Hazard: the buffer is still read by the sum of two blocks ago.
     ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
     const int thread = ptx::recompute(ptx::thread_index()) % 128;
@@ -96,14 +96,15 @@ struct WideFusedConsumer {
     // Hazard: the copy engine reads before all is written and visible to it.
     ptx::fence_proxy_async_shared();
     if (consumer == 0 && thread == 0) {
-      const Tile tile = read_tile<Tile>(place.tile_smem);
-      note_place(first_piece(params, tile, place.head) + place.block, turn_of<Spec, kMask>(params, tile, place.block));
+      const Tile tile = read_tile<Tile>(coordinates.tile_smem);
+      note_partial(first_partial(params, tile, coordinates.head) + coordinates.block,
+                   reduction_rank<Spec, kMask>(params, tile, coordinates.block));
     }
     pass();
   }
-  __device__ __forceinline__ void note_place(int piece, int turn) const {
-    const uint32_t words[4] = {static_cast<uint32_t>(piece), static_cast<uint32_t>(turn), 0, 0};
-    ptx::st_shared_128(shared.place(handed.stage), words);
+  __device__ __forceinline__ void note_partial(int partial, int rank) const {
+    const uint32_t words[4] = {static_cast<uint32_t>(partial), static_cast<uint32_t>(rank), 0, 0};
+    ptx::st_shared_128(shared.partial_record(handed.stage), words);
   }
   __device__ __forceinline__ void pass() {
     release(shared.sums_full(handed.stage));
@@ -112,7 +113,7 @@ struct WideFusedConsumer {
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const BlockPlace& place, bool is_masked) {
+                                       const BlockCoordinates& coordinates, bool is_masked) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -128,9 +129,9 @@ struct WideFusedConsumer {
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, place);
+      fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, coordinates);
     } else {
-      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, place);
+      fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     Product::pack_scores(p_packed, scores);
@@ -152,7 +153,7 @@ struct WideFusedConsumer {
     ptx::wgmma_wait<1>();  // dV and dQ
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(sums);
-    hand_over(sums, place);
+    hand_over(sums, coordinates);
     at.advance();
   }
 
@@ -176,18 +177,18 @@ struct WideFusedConsumer {
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
       // All blocks before it need a mask: where keys are missing, all of them. Of a band also those from all.full_end on.
       const int full_begin = has_missing_keys(params, tile, first_key) ? all.end : all.full_begin;
-      const int direction = goes_down<kMask>(tile) ? -1 : 1;
+      const int direction = is_descending<kMask>(tile) ? -1 : 1;
       float dk[Product::kOutputs];
       float dv[Product::kOutputs];
       uint32_t p_packed[Product::kPacked];
       uint32_t ds_packed[Product::kPacked];
       Product::clear(dk);
       Product::clear(dv);
-      int block = goes_down<kMask>(tile) ? all.end - 1 : all.begin;
+      int block = is_descending<kMask>(tile) ? all.end - 1 : all.begin;
       for (int left = all.end - all.begin; left > 0; --left) {
         for (int head = 0; head < heads; ++head) {
-          const BlockPlace place{shared.tile(consumer), tile.head * heads + head, first_key, block};
-          step(dk, dv, p_packed, ds_packed, place,
+          const BlockCoordinates coordinates{shared.tile(consumer), tile.head * heads + head, first_key, block};
+          step(dk, dv, p_packed, ds_packed, coordinates,
                block < full_begin || (kMask == MaskKind::kBand && block >= all.full_end));
         }
         block += direction;
@@ -214,7 +215,7 @@ struct WideFusedConsumer {
 #pragma unroll
     for (int i = 0; i < Spec::kQueryBuffers; ++i) {
       ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
-      if (consumer == 0 && ptx::thread_index() % 128 == 0) note_place(-1, 0);
+      if (consumer == 0 && ptx::thread_index() % 128 == 0) note_partial(-1, 0);
       pass();
     }
   }

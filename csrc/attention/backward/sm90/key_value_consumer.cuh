@@ -5,7 +5,7 @@
 // stored: the accumulator layout is the operand layout.
 #pragma once
 
-#include "attention/backward/bent_scores.cuh"
+#include "attention/backward/score_mod.cuh"
 #include "attention/backward/sm90/products.cuh"
 
 namespace flashmoe {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::
 
 // What the scores of a thread's two keys need beside the statistics: the tile, in shared memory, the query head, the place of
 // the block.
-struct BlockPlace {
+struct BlockCoordinates {
   const unsigned char* tile_smem;
   int head;
   int first_key;  // of the warpgroup
@@ -51,11 +51,11 @@ struct BlockPlace {
 // Columns that see the keys of a thread's two rows, counted from its first column.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const BackwardParams& params,
-                                                const BlockPlace& place) {
-  const auto lengths = lengths_in<kMask>(params, place.tile_smem);
+                                                const BlockCoordinates& coordinates) {
+  const auto lengths = lengths_in<kMask>(params, coordinates.tile_smem);
   const int lane = ptx::lane_index();
-  const int key = place.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
-  const int column = place.block * Spec::kStreamRows + lane % 4 * 2;
+  const int key = coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4;
+  const int column = coordinates.block * Spec::kStreamRows + lane % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     visible[r] = visible_rows<kMask>(params, lengths, key + 8 * r);
@@ -66,9 +66,10 @@ __device__ __forceinline__ void visible_columns(KeyRange (&visible)[2], const Ba
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the row of Q is past the end or sees no key.
 template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                             const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place) {
+                                             const float (&lse_log2)[Spec::kStreamRows / 4],
+                                             const BlockCoordinates& coordinates) {
   KeyRange visible[2] = {{0, 0}, {0, 0}};
-  if constexpr (kIsMasked) visible_columns<Spec, kMask>(visible, params, place);
+  if constexpr (kIsMasked) visible_columns<Spec, kMask>(visible, params, coordinates);
 #pragma unroll
   for (int i = 0; i < Spec::kStreamRows / 2; ++i) {
     scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[i / 4 * 2 + i % 2]));
@@ -82,25 +83,25 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
 
 // Of a band that bends scores: P^T, packed, and what dS^T has of it in place of the scores.
 template <typename Spec>
-__device__ __forceinline__ void weigh_band(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                           uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
-                                           const float (&lse_log2)[Spec::kStreamRows / 4], const BlockPlace& place,
-                                           bool is_plain) {
-  weigh_bent<Spec, true>(
+__device__ __forceinline__ void weigh_varlen(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                             uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
+                                             const float (&lse_log2)[Spec::kStreamRows / 4],
+                                             const BlockCoordinates& coordinates, bool is_plain) {
+  weigh_with_score_mod<Spec, true>(
       params, scores, packed, values, is_plain && params.band.mask_type == MaskTensor::kNone,
       [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; },
-      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kBand>(visible, params, place); });
+      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kBand>(visible, params, coordinates); });
 }
 
 template <typename Spec>
-__device__ __forceinline__ MaskPlace mask_place(const BackwardParams& params, const BlockPlace& place) {
+__device__ __forceinline__ MaskPointer mask_pointer(const BackwardParams& params, const BlockCoordinates& coordinates) {
   const Band& band = params.band;
-  const auto lengths = lengths_in<MaskKind::kBand>(params, place.tile_smem);
+  const auto lengths = lengths_in<MaskKind::kBand>(params, coordinates.tile_smem);
   const int lane = ptx::lane_index();
-  const auto entry = static_cast<int>(ptx::ld_shared_32(place.tile_smem + 8));
-  return MaskPlace(band, entry, place.head, band.mask_stride_key, band.mask_stride_row,
-                   place.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
-                   place.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
+  const auto sequence = static_cast<int>(ptx::ld_shared_32(coordinates.tile_smem + 8));
+  return MaskPointer(band, sequence, coordinates.head, band.mask_stride_key, band.mask_stride_row,
+                     coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
+                     coordinates.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
 }
 
 template <typename Spec, MaskKind kMask>
@@ -108,8 +109,8 @@ struct KeyValueGradientConsumer {
   static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
-  using Place = BlockPlace;
-  static constexpr bool kIsBand = kMask == MaskKind::kBand;
+  using Coordinates = BlockCoordinates;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -138,7 +139,7 @@ struct KeyValueGradientConsumer {
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                        uint32_t (&p_packed)[Product::kPacked], uint32_t (&ds_packed)[Product::kPacked],
-                                       const Place& place) {
+                                       const Coordinates& coordinates) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
@@ -157,15 +158,15 @@ struct KeyValueGradientConsumer {
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
-    if constexpr (Spec::kBendsScores) {
+    if constexpr (Spec::kHasScoreMod) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, [&] { return mask_place<Spec>(params, place); });
-      weigh_band<Spec>(params, scores, p_packed, values, lse_log2, place, kScores == Scores::kPlain);
+      load_mask<Spec>(values, params.band, [&] { return mask_pointer<Spec>(params, coordinates); });
+      weigh_varlen<Spec>(params, scores, p_packed, values, lse_log2, coordinates, kScores == Scores::kPlain);
     } else {
-      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
+      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
     }
     if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
-    if constexpr (!Spec::kBendsScores) Product::pack_scores(p_packed, scores);
+    if constexpr (!Spec::kHasScoreMod) Product::pack_scores(p_packed, scores);
     Product::issue_output(dv, p_packed, shared.second(at.stage));
 
     ptx::wgmma_wait<1>();  // dP^T
@@ -187,12 +188,12 @@ struct KeyValueGradientConsumer {
                                              float (&scores)[Product::kScores], float (&next_scores)[Product::kScores],
                                              float (&gradients)[Product::kScores], float (&lse_log2)[Product::kColumns],
                                              uint32_t (&p_packed)[Product::kPacked],
-                                             uint32_t (&ds_packed)[Product::kPacked], const Place& place) {
+                                             uint32_t (&ds_packed)[Product::kPacked], const Coordinates& coordinates) {
     const unsigned char* q_smem = shared.first(at.stage);
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
     ptx::wgmma_fence_operands(scores);
-    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, place);
+    exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, row_dot_smem);
     Product::pack_scores(p_packed, scores);
@@ -226,18 +227,18 @@ struct KeyValueGradientConsumer {
   // The blocks of one head with lookahead; which of two register sets holds the scores is known to the compiler.
   __device__ __forceinline__ void compute_ahead(const BlockRange& range, float (&dk)[Product::kOutputs],
                                                 float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
-                                                uint32_t (&ds_packed)[Product::kPacked], Place place) {
+                                                uint32_t (&ds_packed)[Product::kPacked], Coordinates coordinates) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
     float lse_log2[Product::kColumns];
-    int& block = place.block;
+    int& block = coordinates.block;
     const int last = range.end - 1;
     const auto step = [&](auto masked, auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
       step_ahead<decltype(masked)::value && kMask == MaskKind::kCausal, decltype(first)::value,
                  decltype(is_last)::value>(dk, dv, scores, next_scores, gradients, lse_log2, p_packed, ds_packed,
-                                           place);
+                                           coordinates);
       ++block;
     };
     wait_block();
@@ -258,20 +259,21 @@ struct KeyValueGradientConsumer {
   }
 
   // The blocks [place.block, end) of a band, none of which needs a mask, with lookahead: two or more.
-  __device__ __forceinline__ void compute_band_ahead(int end, float (&dk)[Product::kOutputs],
-                                                     float (&dv)[Product::kOutputs],
-                                                     uint32_t (&p_packed)[Product::kPacked],
-                                                     uint32_t (&ds_packed)[Product::kPacked], Place& place) {
+  __device__ __forceinline__ void compute_varlen_ahead(int end, float (&dk)[Product::kOutputs],
+                                                       float (&dv)[Product::kOutputs],
+                                                       uint32_t (&p_packed)[Product::kPacked],
+                                                       uint32_t (&ds_packed)[Product::kPacked],
+                                                       Coordinates& coordinates) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
     float lse_log2[Product::kColumns];
-    int& block = place.block;
+    int& block = coordinates.block;
     const int last = end - 1;
     const auto step = [&](auto first, auto is_last, float (&scores)[Product::kScores],
                           float (&next_scores)[Product::kScores]) {
       step_ahead<false, decltype(first)::value, decltype(is_last)::value>(dk, dv, scores, next_scores, gradients,
-                                                                          lse_log2, p_packed, ds_packed, place);
+                                                                          lse_log2, p_packed, ds_packed, coordinates);
       ++block;
     };
     wait_block();
@@ -291,33 +293,33 @@ struct KeyValueGradientConsumer {
   // The blocks of one head.
   __device__ __forceinline__ void compute(const BlockRange& range, float (&dk)[Product::kOutputs],
                                           float (&dv)[Product::kOutputs], uint32_t (&p_packed)[Product::kPacked],
-                                          uint32_t (&ds_packed)[Product::kPacked], Place place) {
-    int& block = place.block;
-    if constexpr (kIsBand && Spec::kLookahead) {
+                                          uint32_t (&ds_packed)[Product::kPacked], Coordinates coordinates) {
+    int& block = coordinates.block;
+    if constexpr (kIsVarlen && Spec::kLookahead) {
       for (;; ++block) {
         if (block == range.full_begin && block + 1 < range.full_end) {
           finish_products(dk, dv);
-          compute_band_ahead(range.full_end, dk, dv, p_packed, ds_packed, place);
+          compute_varlen_ahead(range.full_end, dk, dv, p_packed, ds_packed, coordinates);
         }
         if (block >= range.end) return;
-        step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+        step<Scores::kMasked>(dk, dv, p_packed, ds_packed, coordinates);
         finish_products(dk, dv);
       }
     } else if constexpr (Spec::kLookahead) {
-      compute_ahead(range, dk, dv, p_packed, ds_packed, place);
-    } else if constexpr (kIsBand) {
+      compute_ahead(range, dk, dv, p_packed, ds_packed, coordinates);
+    } else if constexpr (kIsVarlen) {
       while (block < range.end) {
         for (; block >= range.full_begin && block < range.full_end; ++block) {
-          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
+          step<Scores::kPlain>(dk, dv, p_packed, ds_packed, coordinates);
         }
         if (block < range.end) {
-          step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
+          step<Scores::kMasked>(dk, dv, p_packed, ds_packed, coordinates);
           ++block;
         }
       }
     } else {
-      for (; block < range.full_begin; ++block) step<Scores::kMasked>(dk, dv, p_packed, ds_packed, place);
-      for (; block < range.end; ++block) step<Scores::kPlain>(dk, dv, p_packed, ds_packed, place);
+      for (; block < range.full_begin; ++block) step<Scores::kMasked>(dk, dv, p_packed, ds_packed, coordinates);
+      for (; block < range.end; ++block) step<Scores::kPlain>(dk, dv, p_packed, ds_packed, coordinates);
     }
   }
 
@@ -336,9 +338,9 @@ struct KeyValueGradientConsumer {
   }
 
   // Of a band: query head `head` of the group. The tile is read for each head, and again: no register holds it all the while.
-  __device__ __forceinline__ void compute_band_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
-                                                    uint32_t (&p_packed)[Product::kPacked],
-                                                    uint32_t (&ds_packed)[Product::kPacked], int head) {
+  __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
+                                                      uint32_t (&p_packed)[Product::kPacked],
+                                                      uint32_t (&ds_packed)[Product::kPacked], int head) {
     const Tile tile = read_tile<Tile>(shared.tile(consumer));
     const int first_key = tile.index * Spec::kOwnRows + consumer * 64;
     const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
@@ -346,9 +348,9 @@ struct KeyValueGradientConsumer {
       finish_products(dk, dv);
       for (int block = tile.begin_block; block < range.begin; ++block) skip_block();
     }
-    compute(
-        range, dk, dv, p_packed, ds_packed,
-        Place{shared.tile(consumer), tile.head * (params.heads_q / params.heads_kv) + head, first_key, range.begin});
+    compute(range, dk, dv, p_packed, ds_packed,
+            Coordinates{shared.tile(consumer), tile.head * (params.heads_q / params.heads_kv) + head, first_key,
+                        range.begin});
     const Tile again = read_tile<Tile>(shared.tile(consumer));
     const int end = maximum(again.begin_block, range.end);
     if (end < again.end_block) finish_products(dk, dv);
@@ -375,15 +377,15 @@ struct KeyValueGradientConsumer {
         Product::clear(dk);
         Product::clear(dv);
         for (int head = 0; head < heads; ++head) {
-          if constexpr (kIsBand) {
-            compute_band_head(dk, dv, p_packed, ds_packed, head);
+          if constexpr (kIsVarlen) {
+            compute_varlen_head(dk, dv, p_packed, ds_packed, head);
           } else {
             if (all.begin < range.begin) {
               finish_products(dk, dv);
               for (int block = all.begin; block < range.begin; ++block) skip_block();
             }
             compute(range, dk, dv, p_packed, ds_packed,
-                    Place{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
+                    Coordinates{shared.tile(consumer), tile.head * heads + head, first_key, range.begin});
           }
         }
         finish_products(dk, dv);

@@ -7,7 +7,7 @@
 // The heads of a group are added up by the one block that owns the keys, in their order.
 #pragma once
 
-#include "attention/backward/sm90/band_producer.cuh"
+#include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/shared_key_value_consumer.cuh"
@@ -43,9 +43,9 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if constexpr (kMask == MaskKind::kBand) {
       if (warp == 0) {
-        produce_band_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+        produce_varlen_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
       } else if (warp <= 2) {
-        produce_band_statistics<Spec>(params, shared, warp - 1);
+        produce_varlen_statistics<Spec>(params, shared, warp - 1);
       }
     } else if (warp == 0) {
       produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);

@@ -4,7 +4,7 @@
 // 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next.
 #pragma once
 
-#include "attention/backward/sm90/place.cuh"
+#include "attention/backward/sm90/tile_coordinates.cuh"
 #include "attention/backward/sm90/schedule.cuh"
 #include "attention/backward/sm90/spec.cuh"
 #include "device/convert.cuh"
@@ -105,12 +105,12 @@ struct Products {
     }
   }
 
-  template <typename Place>
+  template <typename Coordinates>
   static __device__ __forceinline__ void store_global(const ptx::TensorMap& map, const unsigned char* smem, int row,
-                                                      const Place& place) {
+                                                      const Coordinates& coordinates) {
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      store_box(map, smem + slab * Spec::kOwnSlabBytes, slab * 64, row, place);
+      store_box(map, smem + slab * Spec::kOwnSlabBytes, slab * 64, row, coordinates);
     }
   }
 };

@@ -9,8 +9,8 @@
 // have work of this warpgroup all the time. dS is never stored: the accumulator layout is the operand layout.
 #pragma once
 
-#include "attention/backward/bent_scores.cuh"
-#include "attention/backward/sm90/band_producer.cuh"
+#include "attention/backward/score_mod.cuh"
+#include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
 #include "ptx/register_control.cuh"
@@ -36,7 +36,7 @@ struct QueryGradientConsumer {
   using Element = typename Spec::Element;
   using RowLoads = sm90::RowLoads<Spec>;
   using Tile = MaskTile<kMask>;
-  static constexpr bool kIsBand = kMask == MaskKind::kBand;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -89,7 +89,7 @@ struct QueryGradientConsumer {
         const int column = 32 * i + lane % 4 * 8;
 #pragma unroll
         for (int w = 0; w < 4; ++w) loads.out[r][i][w] = loads.dout[r][i][w] = 0;
-        if (is_inside && column < (kIsBand ? params.head_dim_v : params.head_dim)) {
+        if (is_inside && column < (kIsVarlen ? params.head_dim_v : params.head_dim)) {
           ptx::ld_global_128(loads.out[r][i], out_gmem + 2 * column);
           ptx::ld_global_128(loads.dout[r][i], dout_gmem + 2 * column);
         }
@@ -152,17 +152,17 @@ struct QueryGradientConsumer {
       const int column = 8 * (i / 4) + i % 2;
       scores[i] = ptx::exp2_approx(ptx::fma_rn(scores[i], params.scale_log2, -lse_log2[r]));
       if constexpr (kScores == Scores::kMasked) {
-        const bool is_visible = column < visible[r].end && (!kIsBand || column >= visible[r].begin);
+        const bool is_visible = column < visible[r].end && (!kIsVarlen || column >= visible[r].begin);
         if (!is_visible) scores[i] = 0.0f;
       }
     }
   }
 
-  __device__ __forceinline__ MaskPlace mask_place(const Tile& tile, int block) const {
+  __device__ __forceinline__ MaskPointer mask_pointer(const Tile& tile, int block) const {
     const Band& band = params.band;
-    return MaskPlace(band, tile.batch, tile.head, band.mask_stride_row, band.mask_stride_key,
-                     first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
-                     block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
+    return MaskPointer(band, tile.batch, tile.head, band.mask_stride_row, band.mask_stride_key,
+                       first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
+                       block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
@@ -230,7 +230,7 @@ struct QueryGradientConsumer {
     release_value();
     multiply(gradients, scores);
     Product::pack_scores(packed, gradients);
-    if constexpr (kIsFirst && !kIsBand) Product::clear(dq);
+    if constexpr (kIsFirst && !kIsVarlen) Product::clear(dq);
     Product::issue_output(dq, packed, key_smem);
     if constexpr (kIsLast) {
       ptx::wgmma_wait<0>();
@@ -274,9 +274,9 @@ struct QueryGradientConsumer {
 
   // The blocks from `block` down to `begin` of a band, none of which needs a mask, with lookahead: two or more, and not the tile's
   // first. Nothing is in flight at either end; the last key is not released.
-  __device__ __forceinline__ void compute_band_ahead(const Tile& tile, int& block, int begin,
-                                                     float (&dq)[Product::kOutputs],
-                                                     uint32_t (&packed)[Product::kPacked]) {
+  __device__ __forceinline__ void compute_varlen_ahead(const Tile& tile, int& block, int begin,
+                                                       float (&dq)[Product::kOutputs],
+                                                       uint32_t (&packed)[Product::kPacked]) {
     float even[Product::kScores];
     float odd[Product::kScores];
     float gradients[Product::kScores];
@@ -300,9 +300,9 @@ struct QueryGradientConsumer {
 
   // Of a band, with lookahead where no block needs a mask. A masked block ends with a wait: with its product in flight where
   // loops meet, ptxas finds too few registers.
-  __device__ __forceinline__ void compute_band_blocks(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                                      float (&dq)[Product::kOutputs],
-                                                      uint32_t (&packed)[Product::kPacked]) {
+  __device__ __forceinline__ void compute_varlen_blocks(const Tile& tile, const BlockRange& range,
+                                                        const RowLoads& loads, float (&dq)[Product::kOutputs],
+                                                        uint32_t (&packed)[Product::kPacked]) {
     const auto finish = [&dq] {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(dq);
@@ -313,7 +313,7 @@ struct QueryGradientConsumer {
       finish();
       --block;
       if (block < range.full_end && block > range.full_begin) {
-        compute_band_ahead(tile, block, range.full_begin, dq, packed);
+        compute_varlen_ahead(tile, block, range.full_begin, dq, packed);
       }
       if (block < range.begin) return;
       step<Scores::kMasked, false>(dq, packed, loads, tile, block);
@@ -322,8 +322,8 @@ struct QueryGradientConsumer {
 
   // Of a band, block by block. Blocks without a mask have a loop of their own: in one with the others the compiler shares the
   // ends of both, and sinks exponentials behind the wait for dP.
-  __device__ __forceinline__ void compute_band(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                               float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+  __device__ __forceinline__ void compute_varlen(const Tile& tile, const BlockRange& range, const RowLoads& loads,
+                                                 float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
     int block = range.end - 1;
     step<Scores::kMasked, true>(dq, packed, loads, tile, block--);
     while (block >= range.begin) {
@@ -335,15 +335,16 @@ struct QueryGradientConsumer {
   }
 
   // Of a band that bends scores.
-  __device__ __forceinline__ void compute_bent(const Tile& tile, const BlockRange& range, const RowLoads& loads,
-                                               float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
+  __device__ __forceinline__ void compute_with_score_mod(const Tile& tile, const BlockRange& range,
+                                                         const RowLoads& loads, float (&dq)[Product::kOutputs],
+                                                         uint32_t (&packed)[Product::kPacked]) {
     finish_rows(loads, tile);
     Product::clear(dq);
     for (int block = range.end - 1; block >= range.begin; --block) {
       float scores[Product::kScores];
       float gradients[Product::kScores];  // dP, then dS
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, [&] { return mask_place(tile, block); });
+      load_mask<Spec>(values, params.band, [&] { return mask_pointer(tile, block); });
       issue_scores(scores);
       issue_gradients(gradients);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
@@ -351,7 +352,7 @@ struct QueryGradientConsumer {
       if (block != range.end - 1) release_key();
       const bool is_plain =
           block < range.full_end && block >= range.full_begin && params.band.mask_type == MaskTensor::kNone;
-      weigh_bent<Spec, false>(
+      weigh_with_score_mod<Spec, false>(
           params, scores, packed, values, is_plain, [this](int i) { return lse_log2[i / 2 % 2]; },
           [&](KeyRange(&visible)[2]) { visible_columns(visible, tile, block); });
       ptx::wgmma_wait<0>();
@@ -375,13 +376,13 @@ struct QueryGradientConsumer {
   __device__ __forceinline__ void compute(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                           float (&dq)[Product::kOutputs]) {
     uint32_t packed[Product::kPacked];
-    if constexpr (kIsBand) {
-      if constexpr (Spec::kBendsScores) {
-        compute_bent(tile, range, loads, dq, packed);
+    if constexpr (kIsVarlen) {
+      if constexpr (Spec::kHasScoreMod) {
+        compute_with_score_mod(tile, range, loads, dq, packed);
       } else if constexpr (Spec::kLookahead) {
-        compute_band_blocks(tile, range, loads, dq, packed);
+        compute_varlen_blocks(tile, range, loads, dq, packed);
       } else {
-        compute_band(tile, range, loads, dq, packed);
+        compute_varlen(tile, range, loads, dq, packed);
       }
     } else if constexpr (Spec::kLookahead) {
       compute_ahead(tile, range.end, loads, dq, packed);
@@ -411,7 +412,7 @@ struct QueryGradientConsumer {
         ptx::mbarrier_wait(shared.own_full(consumer), parity);
         float dq[Product::kOutputs];
         compute(tile, range, loads, dq);
-        if constexpr (kIsBand) {
+        if constexpr (kIsVarlen) {
           const int begin =
               read_tile<Tile>(shared.tile(consumer)).begin_block;  // again: no register holds it all the while
           for (end = range.begin; end > begin; --end) skip_block();
@@ -423,7 +424,7 @@ struct QueryGradientConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (is_storing_thread) {
-          const Tile done = kIsBand ? read_tile<Tile>(shared.tile(consumer)) : tile;
+          const Tile done = kIsVarlen ? read_tile<Tile>(shared.tile(consumer)) : tile;
           Product::store_global(dq_map, shared.own_first(consumer), first_row(done),
                                 rows_stored(params.entry_rows.dq, done));
           ptx::tma_store_commit();
@@ -463,7 +464,7 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if constexpr (kMask == MaskKind::kBand) {
-      if (warp == 0) produce_band_keys<Spec>(params, shared, q_map, k_map, v_map, dout_map);
+      if (warp == 0) produce_varlen_keys<Spec>(params, shared, q_map, k_map, v_map, dout_map);
     } else {
       if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
     }

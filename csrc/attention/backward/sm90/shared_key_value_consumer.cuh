@@ -22,8 +22,8 @@ template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
-  using Place = BlockPlace;
-  static constexpr bool kIsBand = kMask == MaskKind::kBand;
+  using Coordinates = BlockCoordinates;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -51,21 +51,21 @@ struct SharedConsumer {
       uint32_t packed[Product::kPacked];
       Product::clear(output);
       for (int head = 0; head < heads; ++head) {
-        Place place{shared.tile(0), tile.head * heads + head, first_key, range.begin};
-        int& block = place.block;
-        if constexpr (kIsBand) {
+        Coordinates coordinates{shared.tile(0), tile.head * heads + head, first_key, range.begin};
+        int& block = coordinates.block;
+        if constexpr (kIsVarlen) {
           while (block < range.end) {
             for (; block >= range.full_begin && block < range.full_end; ++block) {
-              derived.template step<Scores::kPlain>(output, packed, place);
+              derived.template step<Scores::kPlain>(output, packed, coordinates);
             }
             if (block < range.end) {
-              derived.template step<Scores::kMasked>(output, packed, place);
+              derived.template step<Scores::kMasked>(output, packed, coordinates);
               ++block;
             }
           }
         } else {
-          for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, place);
-          for (; block < range.end; ++block) derived.template step<Scores::kPlain>(output, packed, place);
+          for (; block < range.full_begin; ++block) derived.template step<Scores::kMasked>(output, packed, coordinates);
+          for (; block < range.end; ++block) derived.template step<Scores::kPlain>(output, packed, coordinates);
         }
       }
       derived.finish(output);
@@ -91,7 +91,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   using Base = SharedConsumer<Spec, kMask, ValueGradientConsumer>;
   using Product = Products<Spec>;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
-  using typename Base::Place;
+  using typename Base::Coordinates;
 
   __device__ __forceinline__ ValueGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -106,7 +106,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   // Of a band that bends scores the other warpgroup gets P^T times the derivative: it needs no more.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place& place) {
+                                       const Coordinates& coordinates) {
     float scores[Product::kScores];
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
@@ -117,15 +117,15 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     release_used();
     has_used = true;
     uint32_t handed_on[Product::kPacked];
-    if constexpr (Spec::kBendsScores) {
+    if constexpr (Spec::kHasScoreMod) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, [&] { return mask_place<Spec>(params, place); });
-      weigh_band<Spec>(params, scores, packed, values, lse_log2, place, kScores == Scores::kPlain);
+      load_mask<Spec>(values, params.band, [&] { return mask_pointer<Spec>(params, coordinates); });
+      weigh_varlen<Spec>(params, scores, packed, values, lse_log2, coordinates, kScores == Scores::kPlain);
     } else {
-      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, place);
+      exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
     }
     release(shared.first_empty(at.stage));
-    if constexpr (Spec::kBendsScores) {
+    if constexpr (Spec::kHasScoreMod) {
       Product::pack_scores(handed_on, scores);
     } else {
       Product::pack_scores(packed, scores);
@@ -167,7 +167,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
-  using typename Base::Place;
+  using typename Base::Coordinates;
 
   __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : Base(params_, shared_) {}
@@ -181,7 +181,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
 
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
-                                       const Place&) {
+                                       const Coordinates&) {
     float gradients[Product::kScores];                           // dP^T, then dS^T
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);  // for row_dot, and Q below
     float row_dot[Product::kColumns];

@@ -13,9 +13,9 @@ namespace sm90 {
 
 // Tiles by number, for a block that asks for growing ones.
 template <typename Spec, bool kOwnsKeys>
-struct BandSchedule {
+struct VarlenSchedule {
   static constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
-  // Tiles a block up to which entries share sections, where tiles differ in length: the last entry's longest would begin too late.
+  // Tiles a block up to which sequences share sections, where tiles differ in length: the last sequence's longest would begin too late.
   // With more it costs up to 10%, as fewer tiles at work share a stream.
   static constexpr int kFewRounds = 5;
   using Finder = TileFinder<Spec::kOwnRows, kOwnsKeys>;
@@ -23,20 +23,20 @@ struct BandSchedule {
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
 
-  __device__ __forceinline__ BandSchedule(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
+  __device__ __forceinline__ VarlenSchedule(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {
     Finder finder(params);
     const int num_tiles = finder.count();
-    if constexpr (Spec::kTakesTurns) note_order();
-    keep(finder, !Spec::kTakesTurns || has_growing_rows() ? num_tiles : ~num_tiles);
+    if constexpr (Spec::kOrdersReduction) note_order();
+    store_finder(finder, !Spec::kOrdersReduction || has_growing_rows() ? num_tiles : ~num_tiles);
   }
 
-  // The orders of fused.cuh, in sections about as of dense batches; of an entry's heads all are alike. Downwards go the tiles of the entries
-  // [first_entry, end_entry) and of the heads from first_head on: of one section, of all, or of none.
+  // The orders of fused.cuh, in sections about as of dense batches; of a sequence's heads all are alike. Downwards go the tiles of the sequences
+  // [first_sequence, end_sequence) and of the heads from first_head on: of one section, of all, or of none.
   struct Order {
-    int section_heads;  // of an entry, or twice its heads and more: of as many entries
-    int first_entry;
-    int end_entry;
+    int section_heads;  // of a sequence, or twice its heads and more: of as many sequences
+    int first_sequence;
+    int end_sequence;
     int first_head;
   };
   __device__ __forceinline__ bool is_causal() const {
@@ -52,11 +52,11 @@ struct BandSchedule {
       limit = maximum(1, section_rows / maximum(1, group * params.seq_q));
     }
     if (has_both) {
-      // Were all entries the longest, there would be as many.
-      const int entries = params.entries.cu_seqlens_k == nullptr
-                              ? params.batch
-                              : maximum(1, params.entries.keys_total / maximum(1, params.seq_k));
-      limit = minimum(limit, maximum(1, heads * minimum(entries, limit) / 2));
+      // Were all sequences the longest, there would be as many.
+      const int sequences = params.entries.cu_seqlens_k == nullptr
+                                ? params.batch
+                                : maximum(1, params.entries.keys_total / maximum(1, params.seq_k));
+      limit = minimum(limit, maximum(1, heads * minimum(sequences, limit) / 2));
     }
     if (limit >= 2 * heads) return limit;
     // Of few key heads with long streams somewhat more than the limit rather than fewer.
@@ -65,23 +65,23 @@ struct BandSchedule {
   }
   __device__ __forceinline__ Order make_order() const {
     Order order{section_heads(), 0, 0, 0};
-    // The last entry that is at least half as long as the longest may be: behind it come short tiles alone.
+    // The last sequence that is at least half as long as the longest may be: behind it come short tiles alone.
     int last_long = 0;
-    for (int entry = ptx::lane_index(); entry < params.batch; entry += 32) {
-      if (2 * static_cast<int64_t>(own_extent<true>(params, entry).length) >= params.seq_k) last_long = entry;
+    for (int sequence = ptx::lane_index(); sequence < params.batch; sequence += 32) {
+      if (2 * static_cast<int64_t>(own_extent<true>(params, sequence).length) >= params.seq_k) last_long = sequence;
     }
     last_long = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(last_long)));
     const int heads = params.heads_kv;
     if (!is_causal()) return order;
     if (params.heads_q > heads) {
-      order.end_entry = num_entries(params);
+      order.end_sequence = num_sequences(params);
     } else if (order.section_heads >= 2 * heads) {
-      const int entries = order.section_heads / heads;  // of a section, among a warp's 32
-      order.first_entry = last_long - last_long % 32 % entries;
-      order.end_entry = minimum(order.first_entry + entries, last_long / 32 * 32 + 32);
+      const int sequences = order.section_heads / heads;  // of a section, among a warp's 32
+      order.first_sequence = last_long - last_long % 32 % sequences;
+      order.end_sequence = minimum(order.first_sequence + sequences, last_long / 32 * 32 + 32);
     } else {
-      order.first_entry = last_long;
-      order.end_entry = last_long + 1;
+      order.first_sequence = last_long;
+      order.end_sequence = last_long + 1;
       order.first_head = (heads - 1) / order.section_heads * order.section_heads;
     }
     return order;
@@ -93,8 +93,8 @@ struct BandSchedule {
   }
   __device__ __forceinline__ void note_order() const {
     const Order order = make_order();
-    const uint32_t words[4] = {static_cast<uint32_t>(order.section_heads), static_cast<uint32_t>(order.first_entry),
-                               static_cast<uint32_t>(order.end_entry), static_cast<uint32_t>(order.first_head)};
+    const uint32_t words[4] = {static_cast<uint32_t>(order.section_heads), static_cast<uint32_t>(order.first_sequence),
+                               static_cast<uint32_t>(order.end_sequence), static_cast<uint32_t>(order.first_head)};
     if (ptx::lane_index() == 0) ptx::st_shared_128(order_smem(), words);
     ptx::warp_sync();
   }
@@ -105,61 +105,61 @@ struct BandSchedule {
                  static_cast<int>(words[3])};
   }
 
-  // Entries whose rows overlap, of lengths that lie, would share pieces of dq, and count each other's turns.
+  // Sequences whose rows overlap, of lengths that lie, would share partials of dq, and count each other's turns.
   __device__ __forceinline__ bool has_growing_rows() const {
     const int32_t* cu_seqlens = params.entries.cu_seqlens_q;
     bool falls = false;
-    for (int entry = ptx::lane_index(); cu_seqlens != nullptr && entry < params.batch; entry += 32) {
-      falls = falls || load_length(cu_seqlens + entry + 1) < load_length(cu_seqlens + entry);
+    for (int sequence = ptx::lane_index(); cu_seqlens != nullptr && sequence < params.batch; sequence += 32) {
+      falls = falls || load_length(cu_seqlens + sequence + 1) < load_length(cu_seqlens + sequence);
     }
     return ptx::vote_ballot(falls) == 0;
   }
 
   // Each lane's own words.
   __device__ __forceinline__ unsigned char* words() const { return shared.finder() + ptx::lane_index() * 16; }
-  __device__ __forceinline__ void keep(const Finder& finder, int num_tiles) const {
-    const uint32_t kept[4] = {static_cast<uint32_t>(finder.first_entry), static_cast<uint32_t>(finder.first_tile),
-                              static_cast<uint32_t>(finder.end), static_cast<uint32_t>(num_tiles)};
-    ptx::st_shared_128(words(), kept);
+  __device__ __forceinline__ void store_finder(const Finder& finder, int num_tiles) const {
+    const uint32_t stored[4] = {static_cast<uint32_t>(finder.first_sequence), static_cast<uint32_t>(finder.first_tile),
+                                static_cast<uint32_t>(finder.end), static_cast<uint32_t>(num_tiles)};
+    ptx::st_shared_128(words(), stored);
   }
   __device__ __forceinline__ int num_tiles() const {
-    const int kept = static_cast<int>(ptx::ld_shared_32(words() + 12));
-    return Spec::kTakesTurns && kept < 0 ? ~kept : kept;
+    const int stored = static_cast<int>(ptx::ld_shared_32(words() + 12));
+    return Spec::kOrdersReduction && stored < 0 ? ~stored : stored;
   }
 
   // index < 0 behind the last tile.
-  __device__ __forceinline__ BandTile tile(int number) const {
-    uint32_t kept[4];
-    ptx::ld_shared_128(kept, words());
-    if constexpr (Spec::kTakesTurns) return tile_with_turns(number, kept);
-    const int num_tiles = static_cast<int>(kept[3]);
-    if (number >= num_tiles) return BandTile{-1, 0, 0, 0, {}, 0};
-    Finder finder(params, static_cast<int>(kept[0]), static_cast<int>(kept[1]), static_cast<int>(kept[2]));
+  __device__ __forceinline__ VarlenTile tile(int number) const {
+    uint32_t stored[4];
+    ptx::ld_shared_128(stored, words());
+    if constexpr (Spec::kOrdersReduction) return ordered_tile(number, stored);
+    const int num_tiles = static_cast<int>(stored[3]);
+    if (number >= num_tiles) return VarlenTile{-1, 0, 0, 0, {}, 0};
+    Finder finder(params, static_cast<int>(stored[0]), static_cast<int>(stored[1]), static_cast<int>(stored[2]));
     const bool mixes = params.band.right < kUnbounded && num_tiles <= kFewRounds * ptx::grid_size();
-    const EntryTile found = finder.template find<kSectionRows, true>(number, mixes);
-    keep(finder, num_tiles);
-    return BandTile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
+    const SequenceTile found = finder.template find<kSectionRows, true>(number, mixes);
+    store_finder(finder, num_tiles);
+    return VarlenTile{found.index, found.head, found.sequence, 0, sequence_extents(params, found.sequence), 0};
   }
 
-  // Whether an entry's head goes up or down is the same for all its tiles, and for all of a section.
-  __device__ __forceinline__ BandTile tile_with_turns(int number, const uint32_t (&kept)[4]) const {
-    const bool has_rows = static_cast<int>(kept[3]) >= 0;
-    const int num_tiles = has_rows ? static_cast<int>(kept[3]) : ~static_cast<int>(kept[3]);
-    if (number >= num_tiles) return BandTile{-1, 0, 0, 0, {}, 0};
+  // Whether a sequence's head goes up or down is the same for all its tiles, and for all of a section.
+  __device__ __forceinline__ VarlenTile ordered_tile(int number, const uint32_t (&stored)[4]) const {
+    const bool has_rows = static_cast<int>(stored[3]) >= 0;
+    const int num_tiles = has_rows ? static_cast<int>(stored[3]) : ~static_cast<int>(stored[3]);
+    if (number >= num_tiles) return VarlenTile{-1, 0, 0, 0, {}, 0};
     const Order order = this->order();
-    Finder finder(params, static_cast<int>(kept[0]), static_cast<int>(kept[1]), static_cast<int>(kept[2]));
-    const EntryTile found = finder.find_in_sections(number, order.section_heads);
-    keep(finder, static_cast<int>(kept[3]));
-    BandTile tile{found.index, found.head, found.entry, 0, entry_extents(params, found.entry), 0};
+    Finder finder(params, static_cast<int>(stored[0]), static_cast<int>(stored[1]), static_cast<int>(stored[2]));
+    const SequenceTile found = finder.find_in_sections(number, order.section_heads);
+    store_finder(finder, static_cast<int>(stored[3]));
+    VarlenTile tile{found.index, found.head, found.sequence, 0, sequence_extents(params, found.sequence), 0};
     if (!has_rows) tile.extents.row_count = 0;
-    tile.downwards =
-        found.entry >= order.first_entry && found.entry < order.end_entry && found.head >= order.first_head;
-    if (!tile.downwards) tile.index = ceil_div(tile.extents.key_room, Spec::kOwnRows) - 1 - found.index;
+    tile.is_descending =
+        found.sequence >= order.first_sequence && found.sequence < order.end_sequence && found.head >= order.first_head;
+    if (!tile.is_descending) tile.index = ceil_div(tile.extents.key_room, Spec::kOwnRows) - 1 - found.index;
     return tile;
   }
 
   // With the blocks that it sees, for the producer itself (one lane) and, later, the consumers.
-  __device__ __forceinline__ void note(BandTile tile, const BlockRange& range) const {
+  __device__ __forceinline__ void note(VarlenTile tile, const BlockRange& range) const {
     tile.begin_block = range.begin;
     tile.end_block = range.end;
     publish_tile(shared.produced_tile(), tile);
@@ -171,7 +171,7 @@ template <typename Spec, bool kOwnsKeys>
 __device__ __forceinline__ void load_noted(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
                                            int parity) {
-  const BandTile tile = read_tile<BandTile>(shared.produced_tile());
+  const VarlenTile tile = read_tile<VarlenTile>(shared.produced_tile());
   const RaggedPlace first =
       kOwnsKeys ? keys_read(params.entry_rows.k, tile, tile.head) : rows_read(params.entry_rows.q, tile, tile.head);
   const RaggedPlace second =
@@ -184,16 +184,16 @@ __device__ __forceinline__ void load_noted(const BackwardParams& params, const S
 
 // Of the kernel of dq, in the order of produce_keys.
 template <typename Spec>
-__device__ __forceinline__ void produce_band_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
-                                                  const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
-                                                  const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
-  const BandSchedule<Spec, false> schedule(params, shared);
+__device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                                    const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                                    const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
+  const VarlenSchedule<Spec, false> schedule(params, shared);
   RingPosition<Spec::kFirstStages> key;
   RingPosition<Spec::kSecondStages> value;
   int own_parity = 0;
 
   for (int number = ptx::block_index();; own_parity ^= 1) {
-    const BandTile tile = schedule.tile(number);
+    const VarlenTile tile = schedule.tile(number);
     if (tile.index < 0) break;
     int next_number = -1;
     if (ptx::elect_one()) {
@@ -201,14 +201,14 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
       const BlockRange range = key_blocks<Spec, MaskKind::kBand>(params, tile, first_row, first_row + Spec::kOwnRows);
       schedule.note(tile, range);
       const int head = tile.head / (params.heads_q / params.heads_kv);
-      const RaggedPlace key_place = keys_read(params.entry_rows.k, tile, head);
-      const RaggedPlace value_place = keys_read(params.entry_rows.v, tile, head);
+      const RaggedPlace key_at = keys_read(params.entry_rows.k, tile, head);
+      const RaggedPlace value_at = keys_read(params.entry_rows.v, tile, head);
       bool own_is_loaded = false;
       for (int block = range.end - 1; block >= range.begin; --block) {
         if (next_number < 0 && block <= range.begin + kDrawAhead) {
           next_number = next_tile_index(params.tile_counter, schedule.num_tiles(), number);
         }
-        load_block<Spec>(shared, key, value, k_map, v_map, block * Spec::kStreamRows, key_place, value_place);
+        load_block<Spec>(shared, key, value, k_map, v_map, block * Spec::kStreamRows, key_at, value_at);
         key.advance();
         value.advance();
         if (!own_is_loaded) load_noted<Spec, false>(params, shared, q_map, dout_map, own_parity);
@@ -223,15 +223,15 @@ __device__ __forceinline__ void produce_band_keys(const BackwardParams& params, 
 // Of the kernel of dk and dv, in the order of produce_queries; the statistics are another warp's. Keys that no query sees have no
 // block.
 template <typename Spec>
-__device__ __forceinline__ void produce_band_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
-                                                     const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
-                                                     const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
-  const BandSchedule<Spec, true> schedule(params, shared);
+__device__ __forceinline__ void produce_varlen_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                                       const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                                       const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map) {
+  const VarlenSchedule<Spec, true> schedule(params, shared);
   RingPosition<Spec::kFirstStages> at;  // both rings have as many stages
   int own_parity = 0;
 
   for (int number = first_tile<Spec>(params.tile_counter, schedule.num_tiles());; own_parity ^= 1) {
-    const BandTile tile = schedule.tile(number);
+    const VarlenTile tile = schedule.tile(number);
     if (tile.index < 0) break;
     int next_number = -1;
     if (ptx::elect_one()) {
@@ -239,32 +239,32 @@ __device__ __forceinline__ void produce_band_queries(const BackwardParams& param
       const BlockRange range = query_blocks<Spec, MaskKind::kBand>(params, tile, first_key, first_key + Spec::kOwnRows);
       schedule.note(tile, range);
       const int group = params.heads_q / params.heads_kv;
-      RaggedPlace query_place = rows_read(params.entry_rows.q, tile, tile.head * group);
-      RaggedPlace dout_place = rows_read(params.entry_rows.dout, tile, tile.head * group);
-      const bool downwards = Spec::kTakesTurns && tile.downwards != 0;
-      int block = downwards ? range.end - 1 : range.begin;
+      RaggedPlace query_at = rows_read(params.entry_rows.q, tile, tile.head * group);
+      RaggedPlace dout_at = rows_read(params.entry_rows.dout, tile, tile.head * group);
+      const bool is_descending = Spec::kOrdersReduction && tile.is_descending != 0;
+      int block = is_descending ? range.end - 1 : range.begin;
       int heads_left = group;
       bool own_is_loaded = false;
       for (int left = group * (range.end - range.begin); left > 0; --left) {
         if (next_number < 0 && left <= kDrawAhead + 1) {
           next_number = next_tile<Spec>(params.tile_counter, schedule.num_tiles(), number);
         }
-        load_block<Spec>(shared, at, at, q_map, dout_map, block * Spec::kStreamRows, query_place, dout_place);
+        load_block<Spec>(shared, at, at, q_map, dout_map, block * Spec::kStreamRows, query_at, dout_at);
         if (!own_is_loaded) load_noted<Spec, true>(params, shared, k_map, v_map, own_parity);
         own_is_loaded = true;
         at.advance();
-        if constexpr (Spec::kTakesTurns) {  // a block of each head of the group, then the next block
+        if constexpr (Spec::kOrdersReduction) {  // a block of each head of the group, then the next block
           const int further = --heads_left > 0 ? 1 : 1 - group;
-          query_place.head += further;
-          dout_place.head += further;
+          query_at.head += further;
+          dout_at.head += further;
           if (heads_left == 0) {
             heads_left = group;
-            block += downwards ? -1 : 1;
+            block += is_descending ? -1 : 1;
           }
         } else if (++block == range.end) {
           block = range.begin;
-          ++query_place.head;
-          ++dout_place.head;
+          ++query_at.head;
+          ++dout_at.head;
         }
       }
       if (!own_is_loaded) {
@@ -280,36 +280,37 @@ __device__ __forceinline__ void produce_band_queries(const BackwardParams& param
 // As Statistics::store, to places that are kept, in bytes: it is a third of what this warp does for a block.
 template <typename Spec>
 __device__ __forceinline__ void store_statistics(const Statistics<Spec>& statistics, unsigned char* smem,
-                                                 const int (&places)[Statistics<Spec>::kRows]) {
+                                                 const int (&offsets)[Statistics<Spec>::kRows]) {
   constexpr float kLog2e = 1.44269504088896340736f;
 #pragma unroll
   for (int i = 0; i < Statistics<Spec>::kRows; ++i) {
     const float lse = statistics.lse[i];
-    ptx::st_shared_float(smem + places[i], lse == ptx::negative_infinity() ? -ptx::negative_infinity() : lse * kLog2e);
-    ptx::st_shared_float(smem + places[i] + 4 * Spec::kStreamRows, statistics.row_dot[i]);
+    ptx::st_shared_float(smem + offsets[i], lse == ptx::negative_infinity() ? -ptx::negative_infinity() : lse * kLog2e);
+    ptx::st_shared_float(smem + offsets[i] + 4 * Spec::kStreamRows, statistics.row_dot[i]);
   }
 }
 
-// A warp that streams the statistics of the blocks that produce_band_queries loads: of all, or, one of two (`warp` 0 and 1), of every second
+// A warp that streams the statistics of the blocks that produce_varlen_queries loads: of all, or, one of two (`warp` 0 and 1), of every second
 // one, so that the first two of a tile are fetched at once. It learns of a tile as the consumers do, with the own rows, for which they wait, too.
 template <typename Spec>
-__device__ __forceinline__ void produce_band_statistics(const BackwardParams& params, const SharedMemory<Spec>& shared,
-                                                        int warp) {
-  constexpr int kWarps = Spec::kTakesTurns ? 1 : 2;
+__device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& params,
+                                                          const SharedMemory<Spec>& shared, int warp) {
+  constexpr int kWarps = Spec::kOrdersReduction ? 1 : 2;
   RingPosition<Spec::kFirstStages> at;
   Statistics<Spec> statistics;
-  constexpr bool kKeepsPlaces = Spec::kTakesTurns && Spec::kProducerRegisters >= 32;  // elsewhere there are 24
-  [[maybe_unused]] int places[Statistics<Spec>::kRows];
-  if constexpr (kKeepsPlaces) {
+  constexpr bool kPrecomputesOffsets =
+      Spec::kOrdersReduction && Spec::kProducerRegisters >= 32;  // elsewhere there are 24
+  [[maybe_unused]] int offsets[Statistics<Spec>::kRows];
+  if constexpr (kPrecomputesOffsets) {
 #pragma unroll
-    for (int i = 0; i < Statistics<Spec>::kRows; ++i) places[i] = 4 * statistics_place(i * 32 + ptx::lane_index());
+    for (int i = 0; i < Statistics<Spec>::kRows; ++i) offsets[i] = 4 * statistics_index(i * 32 + ptx::lane_index());
   }
   const int group = params.heads_q / params.heads_kv;
   [[maybe_unused]] int to_pass = warp;  // blocks of the other warp before the next of this one
   if (warp > 0) at.advance();
   for (int parity = 0;; parity ^= 1) {
     ptx::mbarrier_wait(shared.tile_full(0), parity);
-    const BandTile tile = read_tile<BandTile>(shared.tile(0));
+    const VarlenTile tile = read_tile<VarlenTile>(shared.tile(0));
     if (tile.index < 0) break;
     // Hazard: the next tile is written before every lane has read this one: consumers of a tile without blocks wait for no
     // statistics.
@@ -317,16 +318,16 @@ __device__ __forceinline__ void produce_band_statistics(const BackwardParams& pa
     int64_t first = first_statistic(params, tile, tile.head * group);
     const int64_t head_rows = first_statistic(params, tile, tile.head * group + 1) - first;
     const int64_t back_to_first = head_rows * (1 - group);
-    const bool downwards = Spec::kTakesTurns && tile.downwards != 0;
-    int block = downwards ? tile.end_block - 1 : tile.begin_block;
+    const bool is_descending = Spec::kOrdersReduction && tile.is_descending != 0;
+    int block = is_descending ? tile.end_block - 1 : tile.begin_block;
     int heads_left = group;
     int left = group * (tile.end_block - tile.begin_block);
     const auto pass = [&] {  // to the next block
-      if constexpr (Spec::kTakesTurns) {
+      if constexpr (Spec::kOrdersReduction) {
         first += --heads_left > 0 ? head_rows : back_to_first;
         if (heads_left == 0) {
           heads_left = group;
-          block += downwards ? -1 : 1;
+          block += is_descending ? -1 : 1;
         }
       } else if (++block == tile.end_block) {
         block = tile.begin_block;
@@ -341,8 +342,8 @@ __device__ __forceinline__ void produce_band_statistics(const BackwardParams& pa
     for (; left > 0; left -= kWarps) {
       // Hazard: the statistics of this stage may still be read.
       ptx::mbarrier_wait(shared.first_empty(at.stage), at.parity ^ 1);
-      if constexpr (kKeepsPlaces) {
-        store_statistics(statistics, shared.statistics(at.stage), places);
+      if constexpr (kPrecomputesOffsets) {
+        store_statistics(statistics, shared.statistics(at.stage), offsets);
       } else {
         statistics.store(shared.statistics(at.stage));
       }
