@@ -1,6 +1,6 @@
-// What a softcap and a mask tensor do to the scores of a block, in both kernels of every family. A thread has two rows of scores, r = 0
-// and 1, eight apart, and of each pairs of neighbouring columns, 8j and 8j + 1 behind its first: pair 2j + r. (That is how the products
-// leave them, of wgmma and, for 16 rows of a warp, of mma.sync.)
+// Score modification (a softcap, a mask tensor) of a block's scores, in both kernels of every family. A thread has two rows of scores,
+// r = 0 and 1, eight apart, and of each row pairs of neighbouring columns, 8j and 8j + 1 from its first: pair 2j + r. This is the
+// accumulator layout of wgmma and, for 16 rows of a warp, of mma.sync.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -20,12 +20,12 @@ constexpr int kScorePairs = Spec::kStreamRows / 4;  // of a thread
 template <typename Spec>
 using MaskValues = uint32_t[kScorePairs<Spec>];
 
-// Where they lie. Rows and columns are those of the scores: in the kernel of dq rows are queries, in that of dk and dv keys.
+// Where those values are. Rows and columns are those of the scores: rows are queries in the kernel of dq, keys in that of dk and dv.
 struct MaskPointer {
   const unsigned char* first;  // of the thread's first score
   int64_t row_stride;          // elements
   int64_t column_stride;
-  int columns[2];  // that there are in the tensor, for each of the two rows, from the thread's first on
+  int columns[2];  // left in the tensor from the thread's first on, for each of its two rows
 
   // rows, columns: of the tensor; row, column: the thread's first
   __device__ __forceinline__ MaskPointer(const Band& band, int sequence, int head, int64_t row_stride_,
@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_mask_columns(MaskValues<Spec>& values, cons
   }
 }
 
-// Any strides, and tails. What the tensor does not have is 0: no range of keys shows it.
+// Any strides, and tails. Elements outside the tensor are 0: the visible range excludes them.
 template <typename Spec, int kBytes>
 __device__ __forceinline__ void load_mask_anyhow(MaskValues<Spec>& values, const MaskPointer& mask) {
   using Element = typename Spec::Element;
@@ -133,8 +133,8 @@ __device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const Band& 
   for (int i = 0; i < kScorePairs<Spec>; ++i) values[i] = 0;
 }
 
-// How a score is bent.
-//   kSeries   tanh by a series, 3e-7 off up to kSeriesEnd: no operation of the exponential units
+// How the softcap's tanh is computed.
+//   kSeries   by a series, absolute error 3e-7 up to kSeriesEnd; uses no special-function unit
 enum class Softcap { kNone, kSeries, kExact };
 
 constexpr float kSeriesEnd = 0.75f;
@@ -151,8 +151,8 @@ __device__ __forceinline__ float softcapped_score(const Band& band, float score)
   return x * ptx::fma_rn(sum, square, 1.0f);
 }
 
-// scores to what dS has of them beside dP - row_dot: P, with a softcap times its derivative 1 - tanh^2. packed: P alone, if
-// kPacks. lse_log2(i): of score i; visible: columns of each row, from the thread's first.
+// Replaces scores by the factor of dP - row_dot in dS: P, times the softcap's derivative 1 - tanh^2 if there is one. packed: P alone,
+// if kPacks. lse_log2(i): of score i; visible: columns of each row, counted from the thread's first.
 template <typename Spec, Softcap kSoftcap, bool kIsPlain, bool kPacks, typename LseLog2>
 __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
                                       uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
@@ -167,7 +167,7 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
       const float score = softcapped_score<kSoftcap>(params.band, scores[2 * i + c]);
       float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2(2 * i + c));
       if constexpr (!kIsPlain) {
-        // No weight is above 1; but of scores near the lowest float, as a mask gives them, the difference is a rounding error.
+        // P is at most 1, but for scores near the lowest float, as additive masks produce them, the difference is rounding error.
         exponent = min(ptx::fma_rn(c == 0 ? value.x : value.y, kLog2E, exponent), 0.0f);
       }
       probability[c] = ptx::exp2_approx(exponent);
@@ -182,7 +182,7 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
   }
 }
 
-// is_plain: neither a mask tensor nor a range. see(visible): what `visible` is, asked for where it matters.
+// is_plain: neither a mask tensor nor a limited range. see(visible): computes `visible`, called only where it matters.
 template <typename Spec, bool kPacks, typename LseLog2, typename See>
 __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& params,
                                                      float (&scores)[2 * kScorePairs<Spec>],

@@ -1,5 +1,5 @@
-// What kernels of MaskKind::kBand work on: the sequences of a batch, dense or ragged, and which tiles of rows or keys they have.
-// The lengths are in device memory; no host knows them.
+// The sequences of a batch, dense or ragged, and the tiles of rows or keys that each has, for kernels of MaskKind::kBand. The lengths
+// are in device memory; the host does not know them.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -14,7 +14,7 @@ namespace flashmoe {
 namespace attention {
 namespace backward {
 
-// Rows and keys of one sequence, and how many of them the tensors have room for: gradients of those past the last are zero.
+// Rows and keys of one sequence, and how many the tensors have room for: gradients of those past the last are zero.
 struct SequenceExtents {
   int row_count;
   int key_count;
@@ -27,8 +27,8 @@ struct SequenceExtents {
   __device__ __forceinline__ int keys() const { return key_count; }
 };
 
-// What a gradient is due to: the rows of a sequence (dq), or the keys that it has room for (dk and dv). Two sequences more have what
-// belongs to none in a ragged tensor: the rows or keys behind the last sequence, and those before the first.
+// The rows (dq), or the keys that there is room for (dk and dv), whose gradient is written for a sequence. Two extra sequences cover
+// what belongs to none in a ragged tensor: `batch` the rows or keys after the last sequence, `batch` + 1 those before the first.
 template <bool kOwnsKeys>
 __device__ __forceinline__ Extent own_extent(const BackwardParams& params, int sequence) {
   const int32_t* cu_seqlens = kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q;
@@ -55,15 +55,14 @@ __device__ __forceinline__ SequenceExtents sequence_extents(const BackwardParams
   return extents;
 }
 
-// A tile as its number among those of its sequence says.
+// A tile of a sequence's head, by its index.
 struct SequenceTile {
   int sequence;
   int index;
   int head;
 };
 
-// Of `heads` heads, those of the own rows whose streams fit the cache. kFittingRows: rows of the stream, of as many heads as fit the
-// second-level cache.
+// How many heads' streams fit the L2 cache together. kFittingRows: stream rows, over all heads, that fit it.
 template <bool kOwnsKeys, int kFittingRows>
 __device__ __forceinline__ int fitting_heads(const BackwardParams& params) {
   const int group = params.heads_q / params.heads_kv;
@@ -71,7 +70,7 @@ __device__ __forceinline__ int fitting_heads(const BackwardParams& params) {
                    : max(1, kFittingRows / max(1, params.seq_k)) * group;
 }
 
-// In sections of heads, the tiles with the longest streams (of a causal mask) first: the last rows, or the first keys.
+// In sections of heads; within one, tiles with the longest streams (under a causal mask) first: the last rows, or the first keys.
 template <bool kOwnsKeys>
 __device__ __forceinline__ SequenceTile tile_in_sections(int sequence, int tiles_of_head, int number, int heads,
                                                          int section_heads) {
@@ -82,7 +81,7 @@ __device__ __forceinline__ SequenceTile tile_in_sections(int sequence, int tiles
   return SequenceTile{sequence, kOwnsKeys ? index : tiles_of_head - 1 - index, first_head + rest - index * in_section};
 }
 
-// In sections of heads whose streams fit the cache.
+// In sections of heads whose streams fit the L2 cache.
 template <bool kOwnsKeys, int kFittingRows>
 __device__ __forceinline__ SequenceTile tile_of_sequence(const BackwardParams& params, int sequence, int tiles_of_head,
                                                          int number) {
@@ -91,21 +90,21 @@ __device__ __forceinline__ SequenceTile tile_of_sequence(const BackwardParams& p
                                      min(heads, fitting_heads<kOwnsKeys, kFittingRows>(params)));
 }
 
-// The first of a sequence's slots, one for each block of own rows that it may have: as many as it has, or one more. No sum over the
-// sequences before it is needed. Rows in front of the first sequence have those from 0 on.
+// The first slot of a sequence. A sequence has one slot for each block of own rows, or one more; this needs no sum over the sequences
+// before it. Rows before the first sequence have the slots from 0 on.
 template <int kOwnRows, bool kOwnsKeys>
 __device__ __forceinline__ int first_slot(const BackwardParams& params, int sequence) {
   const int row = load_length((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) + sequence);
   return max(0, min(kOwnsKeys ? params.entries.keys_total : params.entries.rows_total, row)) / kOwnRows + sequence + 1;
 }
 
-// The last sequence whose slots begin at `slot` or before, one in 32 of what is left at a time; -1 in front of all. The sequence
-// `batch` has what lies behind the others.
+// The last sequence whose slots begin at `slot` or before, by a 32-way search; -1 before all. Sequence `batch` stands for the rows
+// after the last one.
 template <int kOwnRows, bool kOwnsKeys>
 __device__ __forceinline__ int sequence_of_slot(const BackwardParams& params, int slot) {
   const int lane = ptx::lane_index();
   int sequence = -1;
-  for (int left = params.batch + 1; left > 0;) {  // sequences behind `sequence`
+  for (int left = params.batch + 1; left > 0;) {  // sequences after `sequence`
     const int step = ceil_div(left, 32);
     const int asked = sequence + 1 + lane * step;
     const bool is_reached = lane * step < left && first_slot<kOwnRows, kOwnsKeys>(params, asked) <= slot;
@@ -118,17 +117,17 @@ __device__ __forceinline__ int sequence_of_slot(const BackwardParams& params, in
   return sequence;
 }
 
-// Tiles that a sequence of the longest length has.
+// Tiles of a sequence of the maximum length.
 template <int kOwnRows, bool kOwnsKeys>
 __device__ __forceinline__ int tiles_of_longest(const BackwardParams& params) {
   return ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
 }
 
-// The tile that block `number` of the grid has; past those of its sequence where it has none. A negative sequence: the block has the part
-// `index` of the kClearingSlots that a head's strays are divided into.
+// The tile of thread block `number`; an index past the sequence's last tile where it has none. A negative sequence: the block clears
+// share `index` of the kClearingSlots shares of a head's stray rows.
 //
-// Where no sequence may have more than few tiles, each has as many slots as the longest. That is what the host asks for if it makes
-// the smaller grid. Otherwise a sequence has the slots that begin where its rows do.
+// If every sequence gets as many slots as the longest, which the host chooses where that grid is smaller, the search is a division.
+// Otherwise a sequence has the slots from first_slot on.
 template <int kOwnRows, bool kOwnsKeys, int kFittingRows>
 __device__ __forceinline__ SequenceTile tile_of_slot(const BackwardParams& params, int number) {
   const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
@@ -159,28 +158,28 @@ __device__ __forceinline__ SequenceTile tile_of_slot(const BackwardParams& param
   }
   const int64_t rows_of_stream = kOwnsKeys ? static_cast<int64_t>(params.seq_q) * params.heads_q
                                            : static_cast<int64_t>(params.seq_k) * params.heads_kv;
-  if (rows_of_stream <= kFittingRows) {  // the same as below, where all heads are one section: no more divisions
+  if (rows_of_stream <= kFittingRows) {  // as below where all heads are one section, without its divisions
     return SequenceTile{sequence, max(0, kOwnsKeys ? slot - begin : end - 1 - slot), number - slot * heads};
   }
   return tile_of_sequence<kOwnsKeys, kFittingRows>(params, sequence, max(1, end - begin),
                                                    max(0, number - begin * heads));
 }
 
-// Finds tiles by their numbers: sequence by sequence, in each as `tile_of_sequence` orders them. A warp's lanes hold 32 sequences at a
-// time; all of them take part in every call.
+// Finds tiles by number: sequence by sequence, in each as `tile_of_sequence` orders them. The lanes of a warp hold 32 sequences at a
+// time; all lanes take part in every call.
 template <int kOwnRows, bool kOwnsKeys>
 struct TileFinder {
   const BackwardParams& params;
   const int heads;
-  int first_sequence = 0;  // of the warp's
+  int first_sequence = 0;  // of the 32
   int first_tile = 0;      // of that sequence
-  int end;                 // tiles of a head of this lane's sequence and of those of the lanes before
+  int end;                 // prefix sum: tiles per head of this lane's sequence and of those of the lanes before
 
   __device__ __forceinline__ explicit TileFinder(const BackwardParams& params_)
       : params(params_), heads(kOwnsKeys ? params_.heads_kv : params_.heads_q) {
     load();
   }
-  // As it was left.
+  // Restores a finder's state.
   __device__ __forceinline__ TileFinder(const BackwardParams& params_, int first_sequence_, int first_tile_, int end_)
       : params(params_),
         heads(kOwnsKeys ? params_.heads_kv : params_.heads_q),
@@ -213,7 +212,7 @@ struct TileFinder {
     return sum * heads;
   }
 
-  // Goes on to the 32 sequences that have the tile; the lane of its sequence.
+  // Advances to the 32 sequences that include the tile's; returns the lane of that sequence.
   __device__ __forceinline__ int lane_of(int number) {
     int chunk;
     while (number >= first_tile + (chunk = ptx::shuffle_index(end, 31) * heads)) {
@@ -224,8 +223,8 @@ struct TileFinder {
     return ptx::population_count(ptx::vote_ballot(first_tile + end * heads <= number));
   }
 
-  // `number` is at least that of the call before, and less than count(). kFittingRows: rows of the stream, of as many heads as
-  // fit the second-level cache. kMayMix and mixes: neighbouring sequences whose streams fit it together are one section.
+  // `number` is at least that of the call before, and less than count(). kFittingRows: stream rows that fit the L2 cache. kMayMix and
+  // mixes: neighbouring sequences whose streams fit it together form one section.
   template <int kFittingRows, bool kMayMix = false>
   __device__ __forceinline__ SequenceTile find(int number, bool mixes = false) {
     const int lane = lane_of(number);
@@ -240,7 +239,7 @@ struct TileFinder {
                                                      number - first_tile - tiles_before * heads);
   }
 
-  // As find, in sections of `section_heads` heads of a sequence, or of several sequences that have as many together.
+  // As find, in sections of `section_heads` heads of one sequence, or of several sequences with as many heads together.
   __device__ __forceinline__ SequenceTile find_in_sections(int number, int section_heads) {
     const int lane = lane_of(number);
     const int before = ptx::shuffle_index(end, max(0, lane - 1));
@@ -251,8 +250,8 @@ struct TileFinder {
                                        heads, section_heads);
   }
 
-  // Among the warp's sequences, `sequences` by `sequences`, of which `lane` has the tile: those that are n-th from their sequence's last
-  // (dq) or before it (dk and dv), for falling n.
+  // In the section of `sequences` neighbouring lanes that includes `lane`: for falling n, the tiles that are n-th from the first (dq) or
+  // from the last (dk and dv) of their sequence, over all sequences and heads that have one.
   __device__ __forceinline__ SequenceTile tile_of_section(int lane, int sequences, int number) const {
     const int own_lane = ptx::lane_index();
     const int first_lane = lane / sequences * sequences;

@@ -6,7 +6,7 @@
 //
 // With two, a warp of the first computes S^T = K Q^T, P^T, dV += P^T dO; a warp of the second dP^T = V dO^T, dS^T, dK += dS^T Q.
 // Both take the same way through the code, with Q and dO exchanged. One of them holds one gradient, so there are registers
-// for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes from the one
+// for 32 keys, and a fragment of the stream is read half as often as by a warp that computes both. P^T passes from one role
 // to the other in shared memory.
 #pragma once
 
@@ -25,7 +25,7 @@ namespace mma_sync {
 // The shuffle tells the compiler that it is the same in the whole warp, and so its role.
 __device__ __forceinline__ int warp_of_block() { return ptx::shuffle_index(ptx::recompute(ptx::warp_index()), 0); }
 
-// Two statistics, of columns 8 n + 2 * (lane % 4) and the next of a warp's part.
+// Two statistics, of columns 8 n + 2 * (lane % 4) and the next of a warp's slice.
 __device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPointer slice_smem, int n) {
   uint32_t bits[2];
   ptx::ld_shared_64(bits, slice_smem + (n * 32 + ptx::lane_index() % 4 * 8));
@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_columns(float (&columns)[2], ptx::SmemPoint
   columns[1] = __uint_as_float(bits[1]);
 }
 
-// Whether all keys of a warp are seen up to the last query of its part of a block. Keys past the last are seen by none.
+// Whether all keys of a warp are seen up to the last query of its slice of a block. Keys past the last are seen by none.
 template <typename Spec>
 __device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const VarlenTile& tile, int key,
                                              int first_row) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTil
 }
 
 // scores (S^T) to P^T. The log-sum-exp of a column is +inf where the query is past the end or sees no key. `key`: the warp's
-// first; `first_row`: the first query of the warp's part of the block. Keys past the end are rows of their own, never stored.
+// first; `first_row`: the first query of the warp's slice of the block. Keys past the end are rows of their own, never stored.
 // kIsFull: none is masked.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores<Spec>& scores,
@@ -86,7 +86,7 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
     }
 }
 
-// scores to P^T, packed; in place of the scores what dS^T has of it, which differs where scores are bent.
+// scores to P^T, packed, and the scores to P^T's factor in dS^T, which differs from it under score modification.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
                                            const ScoreModWeights<Spec>& score_mod, ptx::SmemPointer lse_smem,
@@ -163,7 +163,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const GroupOperand<Spec> P(smem, warp, 0);
   const GroupOperand<Spec> shared(smem, warp, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
   const int key = tile.row + warp.first_row();
-  // The first query that sees a key of the group. Of a band no block is passed over.
+  // The first query that sees a key of the group. Varlen kernels skip no block.
   const int group_row = kMask == MaskKind::kBand ? 0 : visible_rows<kMask>(params, lengths_of(params, tile), key).begin;
   constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
   clear<Spec>(gradient);
@@ -187,7 +187,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
       if (is_value) {
         weigh_keys<Spec, kMask, false>(params, scores, operand, score_mod, statistics, tile, key, slice_row);
         if constexpr (Spec::kHasScoreMod) {
-          Operand<Spec> score_operand;  // what dS is made from
+          Operand<Spec> score_operand;  // the factor of dP - row_dot in dS
           pack_operand<Spec>(score_operand, scores);
           P.store(warp, score_operand);
         } else {
@@ -220,7 +220,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   return true;
 }
 
-// dK and dV of one block. key: the warp's first; of bands is_seen: some of its keys by some query.
+// dK and dV of one block. key: the warp's first; is_seen (varlen): some query of the block sees some of its keys.
 template <typename Spec, typename Stream, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradient<Spec>& dK, Gradient<Spec>& dV,
                                             Stream& stream, const QueryOperand<Spec>& K, const QueryOperand<Spec>& V,
@@ -316,7 +316,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   return true;
 }
 
-// By way of the shared memory of the group's own rows.
+// Through the shared memory of the group's own rows.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_key_rows(const BackwardParams& params, const MaskTile<kMask>& tile,
                                                const WarpCoordinates<Spec>& warp, bool is_value,
@@ -331,7 +331,7 @@ __device__ __forceinline__ void store_key_rows(const BackwardParams& params, con
 template <typename Spec, typename Stream, MaskKind kMask>
 __device__ __forceinline__ void key_value_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
-  // Behind the loop everything is located again: the registers of what only the end needs are free in it.
+  // Everything is located again for the epilogue: no register holds it through the loop.
   if constexpr (Spec::kRoles == 1) {
     Gradient<Spec> dK;
     Gradient<Spec> dV;

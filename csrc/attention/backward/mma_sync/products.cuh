@@ -1,5 +1,5 @@
-// What a warp of either kernel does beside the products of forward/mma_sync/multiply.cuh: P and dS as left operands, in
-// registers or by way of shared memory, and the way of a gradient out.
+// What a warp of either kernel does besides the products of forward/mma_sync/multiply.cuh: P and dS as left operands, in
+// registers or through shared memory, and the store of a gradient.
 #pragma once
 
 #include "attention/backward/mma_sync/spec.cuh"
@@ -28,7 +28,7 @@ using Scores = float[Spec::kMmaM][Spec::kMmaN][4];
 template <typename Spec>
 using Gradient = float[Spec::kMmaM][Spec::kMmaD][4];
 template <typename Spec>
-using Operand = uint32_t[Spec::kMmaN / 2][Spec::kMmaM][4];  // a warp's part of P or dS: 16 rows of the stream each
+using Operand = uint32_t[Spec::kMmaN / 2][Spec::kMmaM][4];  // a warp's slice of P or dS, by 16 rows of the stream
 
 template <typename Spec>
 __device__ __forceinline__ void clear(Gradient<Spec>& gradient) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void accumulate(Gradient<Spec>& gradient, const Opera
   }
 }
 
-// gradient * factor to global memory, by way of the group's own rows in `group_smem`, which nobody reads any more. `rows`:
+// gradient * factor to global memory, through the group's own rows in `group_smem`, which are not read any more. `rows`:
 // how many rows from the group's first exist. A lane stores 16 bytes, eight lanes 64 columns of a row.
 template <typename Spec>
 __device__ __forceinline__ void store_gradient(void* tensor, const Strides& stride, int64_t first, int rows,

@@ -71,7 +71,7 @@ struct RowStatistics {
 };
 
 // scores to P. Masked ones are set to zero after the exponential: a key past the end scores 0, and exp2(0 - lse) may be
-// anything up to inf. `first_key`: of the warp's part of the block; `row`: the warp's first. kIsFull: none is masked.
+// anything up to inf. `first_key`: of the warp's slice of the block; `row`: the warp's first. kIsFull: none is masked.
 template <typename Spec, MaskKind kMask, bool kIsFull>
 __device__ __forceinline__ void query_weights(const BackwardParams& params, Scores<Spec>& scores,
                                               const RowStatistics<Spec, kMask>& rows, const MaskTile<kMask>& tile,
@@ -140,7 +140,7 @@ __device__ __forceinline__ void add_products(Gradient<Spec>& dQ, const Operand<S
   accumulate<Spec>(dQ, dS, shared, K_smem + warp.column_offset());
 }
 
-// Of a band: dQ += dS K of one block. row: the group's first; is_seen: by some of its rows.
+// Varlen: dQ += dS K of one block. row: the group's first; is_seen: by some of its rows.
 template <typename Spec, typename Stream, bool kIsFull>
 __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<Spec>& dQ, Stream& stream,
                                          const QueryOperand<Spec>& Q, const QueryOperand<Spec>& dO,
@@ -215,7 +215,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
                                     block >= seen.begin && block < seen.end);
     }
   } else {
-    // Not by the same function: the machine code of D=128 and 256 would be other.
+    // Not by add_keys: the machine code of D=128 and 256 would change.
     for (int block = range.end - 1; block >= range.begin; --block) {
       const int block_key = block * Spec::kStreamRows;
       // By the group's last row, if by any. A group whose rows see nothing of the block only joins the others' barriers.
@@ -246,7 +246,7 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
   const ptx::SmemPointer smem = ptx::dynamic_shared_memory();
   Gradient<Spec> dQ;
   if (!sum_over_keys<Spec, Stream, kMask>(params, dQ, smem)) return;
-  // Located again, or kept: the registers of what only the end needs are free in the loop.
+  // Located again, or saved: no register holds through the loop what only the epilogue needs.
   const MaskTile<kMask> tile = end_tile<Spec, kMask>(params, smem);
   const WarpCoordinates<Spec> warp(ptx::recompute(ptx::warp_index()));
   const int row = tile.row + warp.first_row();

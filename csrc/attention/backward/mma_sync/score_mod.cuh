@@ -10,7 +10,7 @@ namespace attention {
 namespace backward {
 namespace mma_sync {
 
-// A mask tensor's values for a warp's scores of one block. Nothing where scores are not bent.
+// A mask tensor's values for a warp's scores of one block. Empty without score modification.
 template <typename Spec, bool kHasScoreMod = Spec::kHasScoreMod>
 struct ScoreModWeights {};
 

@@ -25,11 +25,11 @@ namespace mma_sync {
 //                     all of it for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
 //   kIsVarlen           of MaskKind::kBand
-//   kHasScoreMod      of a band with a softcap or a mask tensor
-//   kServesPlain      without them, too: the family's only kernel for bands
-//   kOwnInRegisters   a warp keeps the own rows that it multiplies with; else it reads them for every block
-// kSharers warps of one role divide a group's work: each takes its part of a block's rows for the scores, and, of the
-// gradient, its part of the columns.
+//   kHasScoreMod      varlen, with a softcap or a mask tensor
+//   kServesPlain      without them, too: the family's only varlen kernel
+//   kOwnInRegisters   a warp holds the own rows that it multiplies with in registers; else it reads them for every block
+// kSharers warps of one role divide a group's work: each takes a slice of a block's rows for the scores, and a slice of the
+// gradient's columns.
 template <typename Product_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kNumStages_, int kNumWarps_,
           int kWarpRows_, int kRoles_, bool kStreamsQueries_, bool kOwnInRegisters_, bool kIsVarlen_ = false,
           bool kHasScoreMod_ = false, bool kServesPlain_ = false>
@@ -44,7 +44,7 @@ struct TileSpec {
   static constexpr int kWarpRows = kWarpRows_;
   static constexpr int kRoles = kRoles_;
   static constexpr bool kStreamsQueries = kStreamsQueries_;
-  static constexpr bool kHasStatistics = kStreamsQueries_;  // as bent_scores.cuh calls it
+  static constexpr bool kHasStatistics = kStreamsQueries_;  // as score_mod.cuh calls it
   static constexpr bool kIsVarlen = kIsVarlen_;
   static constexpr bool kHasScoreMod = kHasScoreMod_;
   static constexpr bool kServesPlain = kServesPlain_;
@@ -95,7 +95,7 @@ struct TileSpec {
   static_assert((kRoles == 1 ? 1 : 2) * kNumGroups < 16, "a group has barriers of its own, and there are 16");
 };
 
-// What this warp does.
+// This warp's share of the tile.
 template <typename Spec>
 struct WarpCoordinates {
   int role;   // 0: scores and dv, 1: dP and dk; 0 where there is but one
@@ -107,7 +107,7 @@ struct WarpCoordinates {
 
   __device__ __forceinline__ int first_row() const { return group * Spec::kWarpRows; }
   __device__ __forceinline__ int first_column() const { return slice * Spec::kWarpColumns; }
-  // Bytes from the start of a stream tensor's block to the rows, or to the column, where this warp's part begins.
+  // Bytes from the start of a stream tensor's block to the rows, or to the column, where this warp's slice begins.
   __device__ __forceinline__ int row_offset() const { return slice * Spec::kWarpStreamRows * Spec::kRowBytes; }
   __device__ __forceinline__ int column_offset() const { return first_column() * 2; }
 };

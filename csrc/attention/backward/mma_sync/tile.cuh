@@ -1,4 +1,4 @@
-// Which rows a thread block owns, and which blocks of the stream they see. One block of threads a tile.
+// Which rows a thread block owns, and which blocks of the stream they see. One thread block per tile.
 #pragma once
 
 #include "attention/backward/sequence_tiles.cuh"
@@ -23,15 +23,15 @@ struct OwnTile {
   int row;
 };
 
-// The same in batches that a Batch describes.
+// A tile of a sequence, dense or ragged.
 struct VarlenTile {
-  int batch;  // the sequence; negative: a thread block without a tile
+  int batch;  // the sequence; negative: this thread block has no tile
   int head;
   int row;
   SequenceExtents extents;
 };
 constexpr int kNoTile = -1;
-constexpr int kClearsStrays = -2;  // row: which part of them
+constexpr int kClearsStrays = -2;  // row: which share of them
 
 template <MaskKind kMask>
 struct TileOfMask {
@@ -44,7 +44,7 @@ struct TileOfMask<MaskKind::kBand> {
 template <MaskKind kMask>
 using MaskTile = typename TileOfMask<kMask>::Type;
 
-// Of every sequence, for the mask rule.
+// The lengths of every sequence of a dense batch, for the mask rule.
 struct Lengths {
   const BackwardParams& params;
 
@@ -109,15 +109,15 @@ __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, c
   return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
-// Of a band: whether its window ends at the left.
+// Whether a window limits the keys on the left.
 __device__ __forceinline__ bool has_left_end(const BackwardParams& params) { return params.band.left < kUnbounded; }
 
 __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) {
   return params.heads_q / params.heads_kv;
 }
 
-// Grid: ceil(own rows / kOwnRows) * own heads * batch blocks. Causal: in sections of heads whose streams fit the second-level
-// cache, the tiles with the longest streams first; those are the last rows, or the first keys.
+// Grid: ceil(own rows / kOwnRows) * own heads * batch blocks. Causal: in sections of heads whose streams fit the L2 cache,
+// the tiles with the longest streams first; those are the last rows, or the first keys.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& params) {
   const int group = heads_per_key_head(params);
@@ -141,11 +141,11 @@ __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& param
   return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
 
-// As sequence_extents, but every length is asked for before one is waited for.
+// As sequence_extents, but issues all loads before it waits for one.
 __device__ __forceinline__ SequenceExtents extents_at_once(const BackwardParams& params, int sequence) {
   const Batch& lengths = params.entries;
   const bool is_sequence = sequence < params.batch;
-  // The places of two words of cu_seqlens: those of a sequence, and of what is behind all of them or in front.
+  // Indices of two words of cu_seqlens: a sequence's begin and end, or the end of the last and the begin of the first.
   const int at = min(sequence, params.batch);
   const int next = is_sequence ? sequence + 1 : 0;
   int row_first = 0, row_end = 0, key_first = 0, key_end = 0, used = 0;
@@ -177,7 +177,7 @@ __device__ __forceinline__ SequenceExtents extents_at_once(const BackwardParams&
   return extents;
 }
 
-// Band: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
+// Varlen: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
   if constexpr (kMask == MaskKind::kBand) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& par
   }
 }
 
-// Zeros into rows of a head of a gradient: the part of `tile`, a block that clears strays. Rows count from the tensor's first.
+// Zeros into rows of a head of a gradient: the share of `tile`, a block that clears strays. Rows count from the tensor's first.
 template <typename Spec>
 __device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, const VarlenTile& tile, int columns,
                                            const Extent& rows) {
@@ -228,8 +228,8 @@ __device__ __forceinline__ void clear_own_rows(const BackwardParams& params, con
   }
 }
 
-// What a block that clears strays does: in a grid of equal slots, gradients of rows that no block has as a tile are zero. Those are in front of the
-// first sequence, behind the last, and beyond the longest length in a sequence that is longer by cu_seqlens.
+// Clears strays: in a grid of equal slots, gradients of rows that are in no block's tile are zero. Those are before the first sequence,
+// after the last, and past the maximum length in a sequence that cu_seqlens makes longer.
 template <typename Spec>
 __device__ __forceinline__ void clear_strays(const BackwardParams& params, const VarlenTile& tile) {
   constexpr bool kOwnsKeys = Spec::kStreamsQueries;
@@ -250,7 +250,8 @@ __device__ __forceinline__ void clear_strays(const BackwardParams& params, const
   }
 }
 
-// What the end needs of a band's tile: found again, it takes short sequences 3% of their time. (sm75 has no room for it.)
+// Saves what the epilogue needs of a varlen tile: finding it again would cost 3% of the time of short sequences. (sm75 has no shared
+// memory left for it.)
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(ptx::SmemPointer block_smem, const MaskTile<kMask>& tile) {
   if constexpr (Spec::kIsVarlen && !Spec::kServesPlain) {
@@ -266,7 +267,7 @@ __device__ __forceinline__ void store_tile(ptx::SmemPointer block_smem, const Ma
     ptx::warp_sync();  // read after write
   }
 }
-// Behind the loop, so that no register holds it there: the tile, of whose extents own rows alone are known.
+// The tile for the epilogue, so that no register holds it through the loop; of its extents only the own rows' are valid.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> end_tile(const BackwardParams& params, ptx::SmemPointer block_smem) {
   if constexpr (Spec::kIsVarlen && !Spec::kServesPlain) {

@@ -19,8 +19,8 @@ struct Product {
 };
 
 // kBlockM rows of Q and dO; blocks of kBlockN keys. kNumStages 1: one buffer each for K and V; the next V loads under
-// S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers a block. 2 or more: a ring of pairs, loaded
-// kNumStages - 1 blocks ahead; one barrier a block.
+// S = Q K^T and dQ += dS K, the next K under dP = dO V^T; two barriers per block. 2 or more: a ring of pairs, loaded
+// kNumStages - 1 blocks ahead; one barrier per block.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows,
           int kOwnInRegisters, bool kIsVarlen = false, bool kHasScoreMod = false>
 struct QueryGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
@@ -35,7 +35,7 @@ struct KeyValueGradientSpec
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
-// For MaskKind::kBand: what the end of a tile needs is kept, a copy for each warp.
+// For MaskKind::kBand: saves what the epilogue of a tile needs, one copy per warp.
 template <typename Base>
 struct VarlenSpec : Base {
   static constexpr int kTileBytes = 32;

@@ -24,7 +24,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
   int load_stage = 0;        // where the next one goes
   int statistic_stage = -1;  // where this thread's last statistic belongs, if it has not been stored
   float statistic = 0.0f;
-  // Of bands, where the place of a sequence takes more registers: the running pointers of the loaders.
+  // Varlen, where a sequence's offsets take more registers: the running pointers of the loaders.
   const Element* next_first = nullptr;
   const Element* next_second = nullptr;
 
@@ -48,7 +48,7 @@ struct Stream : mma_sync::StreamSource<Spec> {
     loader.template load<Spec::kOwnRows, false>(smem, row_stride, head_dim, rows - row);
   }
 
-  // Of the head of the next block. Only of bands a pointer is kept from block to block.
+  // Of the head of the next block. Only varlen kernels keep a pointer from block to block.
   __device__ __forceinline__ void load_rows(ptx::SmemPointer tile_smem, const Element* head_gmem, int64_t row_stride,
                                             int block, int columns) {
     Loader loader(head_gmem, row_stride, (block + 1) * Spec::kStreamRows);

@@ -1,8 +1,8 @@
-// Where the float32 sums of dq of a batch that a Batch describes lie: partials of 64 rows of one sequence, from its first row on.
+// Where the fp32 partials of dq are in varlen kernels: one partial is 64 rows of one sequence, from its first row on.
 //
-// No search and no table: rows that lie in front of all sequences come first, then the sequences, then the rows behind them; the j-th of
-// these, whose first row is row f of the tensor, has the partials from f / 64 + j on. As f' / 64 + 1 >= f / 64 + ceil((f' - f) / 64)
-// for the first row f' of the next, no two share a partial; some stay unused.
+// Found without a search or a table. The ranges of rows are, in order: rows before all sequences, the sequences, rows after them. The
+// j-th range, whose first row is row f of the tensor, has the partials from f / 64 + j on. As f' / 64 + 1 >= f / 64 + ceil((f' - f) / 64)
+// for the first row f' of the next range, no two share a partial; some stay unused.
 #pragma once
 
 #include "attention/params/backward.h"
@@ -17,14 +17,14 @@ namespace sm90 {
 struct DqPartials {
   bool is_ragged;
   int rows_total;  // of a ragged tensor
-  int rows;        // of a sequence of a dense one
+  int rows;        // per sequence of a dense one
   int batch;
 
-  // Of one head.
+  // Partials per head.
   __device__ __forceinline__ int count() const {
     return is_ragged ? rows_total / kFusedPieceRows + batch + 2 : batch * ceil_div(rows, kFusedPieceRows);
   }
-  // Of those of a head; first_row: of the sequence in a ragged tensor.
+  // A sequence's first among those of a head; first_row: of the sequence in a ragged tensor.
   __device__ __forceinline__ int first(int sequence, int first_row) const {
     return is_ragged ? first_row / kFusedPieceRows + sequence + 1 : sequence * ceil_div(rows, kFusedPieceRows);
   }

@@ -1,20 +1,22 @@
-// dq, dk and dv in one kernel: five products a block instead of the split form's seven, and one exponential instead of two. A tile is
+// dq, dk and dv in one kernel: five products per block instead of the seven of two kernels, and one exponential instead of two. A tile is
 // 128 keys; Q and dO stream past it as in the kernel of dk and dv, whose producer this is. dS^T of both consumers passes through
-// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; two more warps add it to float32 sums in global
-// memory by the copy engine. The consumers wait for nobody.
-//   before   fused_prepare: row_dot, zero turns            after   fused_convert: the sums to dq
-//   params.dq   the sums: [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, in the order of FusedQueries::hand_over; then a turn
-//               for each partial, the number of tiles that have added to it
+// shared memory to a warpgroup of its own, which multiplies dQ = dS K of the block; two more warps add it to fp32 partials in global
+// memory by TMA reductions. The consumers never wait for another block.
+//   before   fused_prepare: row_dot, zeroed semaphores     after   fused_convert: the partials to dq
+//   params.dq   [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, in the order of FusedQueries::hand_over; then a semaphore for
+//               each partial, the number of tiles that have added to it
 //   grid, maps, counter   as of the kernel of dk and dv
 //
-// Tiles of a head add to a partial one after another, each when its turn has come: the same bits on every run. A tile waits only for tiles
-// with smaller numbers, which blocks that run have drawn before it: no grid waits for itself. Of query heads that share a key head, a
-// block of each comes before the next block of the first. There are two orders, and a Tile says which it has (KeySchedule):
-//   up     the tiles of the last keys come first, and queries upwards. Under a causal mask a tile begins at its diagonal, so one that starts
-//          with the others of its head is behind those before it at every partial, and finds its turn come. But the longest tiles come last
-//   down   the tiles of the first keys, the longest, come first, and queries downwards, so that all begin at the same block: each has to
-//          begin a little after the one before it. Under a causal mask alone: for the last section of heads, whose tiles begin one by one
-//          as the longest of the section before end, so that none waits and the short ones fill the end; and for heads that share keys
+// The reduction is ordered: tiles of a head add to a partial by rank, each once the semaphore has reached its rank, so that the bits are the
+// same on every run. A tile waits only for tiles with smaller numbers, which running blocks have drawn before it, so there is no deadlock.
+// Of query heads that share a key head, a block of each comes before the next block of the first. There are two orders, and a Tile says
+// which it has (KeySchedule):
+//   ascending    the tiles of the last keys come first, and queries ascend. Under a causal mask a tile begins at its diagonal, so one that
+//                starts with the others of its head reaches every partial after those of lower rank, and need not wait. But the longest
+//                tiles come last
+//   descending   the tiles of the first keys, the longest, come first, and queries descend, so that all begin at the same block: each has
+//                to begin a little after the one before it. Under a causal mask only: for the last section of heads, whose tiles begin one
+//                by one as the longest of the section before end, so that none waits and short ones fill the end; and for grouped heads
 #pragma once
 
 #include "attention/backward/sm90/varlen_producer.cuh"
@@ -35,7 +37,7 @@ template <typename Spec, MaskKind kMask>
 struct FusedQueries {
   using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
-  static constexpr int kSums = Spec::kHeadDim / 2;  // of 64 rows, a thread
+  static constexpr int kSums = Spec::kHeadDim / 2;  // of 64 rows, per thread
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
@@ -115,7 +117,7 @@ struct FusedQueries {
     ptx::wgmma_fence_operands(sums);
   }
 
-  // Of a band a block may be seen from the second consumer's keys alone, in front of a window's left end, and a tile may have none.
+  // Varlen: with a window, a block may be visible to the second consumer's keys alone, and a tile may have no block.
   __device__ __forceinline__ void run_varlen() {
     const int heads = params.heads_q / params.heads_kv;
     for (int parity = 0;; parity ^= 1) {
@@ -124,8 +126,8 @@ struct FusedQueries {
       if (tile.index < 0) break;
       ptx::mbarrier_wait(shared.own_full(0), parity);
       ptx::mbarrier_wait(shared.own_full(1), parity);
-      // Hazard: the next tile is written before every warp has read this one: the first consumer waits for these warps at blocks alone. Not
-      // behind the blocks: the next tile's rows would wait for the turns of this one's last.
+      // Hazard: the next tile is written before every warp has read this one, as the first consumer waits for these warps only in blocks. Not
+      // released after the blocks: the next tile's rows would wait for this one's last reduction.
       release(shared.own_empty(0));
       const int first_key = tile.index * Spec::kOwnRows;
       const BlockRange first = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
@@ -203,8 +205,8 @@ struct FusedQueries {
   }
 };
 
-// One thread a buffer: adds what comes in it to the sums in global memory, each partial when its turn has come. Whose turn is the first
-// stores, so nobody zeroes the sums.
+// One thread per buffer: adds its content to the partial in global memory once the semaphore has reached this tile's rank. Rank 0 stores,
+// so the partials need no zeroing.
 template <typename Spec>
 __device__ __forceinline__ void add_sums(const BackwardParams& params, const FusedMemory<Spec>& shared, int buffer) {
   float* sums_gmem = static_cast<float*>(params.dq);
@@ -263,7 +265,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();  // fused_convert asks for the turns of its partial
+  ptx::grid_launch_dependents();  // fused_convert waits for its partial's semaphore
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();

@@ -1,4 +1,4 @@
-// What the fused kernel (fused.cuh) keeps in shared memory, and its consumers: each computes dk and dv of 64 keys, and hands dS^T on.
+// The fused kernel's (fused.cuh) spec, shared memory and consumers: each computes dk and dv of 64 keys, and hands dS^T on.
 #pragma once
 
 #include "attention/backward/sm90/dq_partials.cuh"
@@ -12,7 +12,7 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// As of the kernel of dk and dv, with 16 warps: producer and adding warps, two consumers, the warpgroup of dq; or with 12, without the last.
+// As the spec of dk and dv, with 16 warps: producer and reducing warps, two consumers, the warpgroup of dq; or with 12, without the last.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps_,
           bool kIsVarlen_ = false>
 struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, 12, 0, 0, kIsVarlen_> {
@@ -67,7 +67,7 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ ptx::Mbarrier* sums_empty(int buffer) const {
     return scores_full(3 * Spec::kQueryBuffers + buffer);
   }
-  // The partial that query_sums(buffer) is of, or -1, and this tile's turn there; guarded by the same barriers.
+  // The number of the partial that query_sums(buffer) belongs to, or -1, and this tile's rank in it; guarded by the same barriers.
   __device__ __forceinline__ unsigned char* partial_record(int buffer) const {
     return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
   }
@@ -81,7 +81,7 @@ __device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const Va
   return first_key + 64 > tile.extents.key_count;
 }
 
-// Blocks of a tile's heads that only keys of the other consumer are seen from, in front of a consumer's own range and behind it.
+// Blocks of a tile's heads that only the other consumer's keys are seen from, before and after a consumer's own range.
 struct SkippedBlocks {
   int before;
   int behind;
@@ -96,7 +96,7 @@ __device__ __forceinline__ SkippedBlocks skipped_blocks(const VarlenTile&, const
   return SkippedBlocks{heads * (own.begin - all.begin), heads * (all.end - own.end)};
 }
 
-// The number of a head's first partial of a tile's sequence.
+// The number of the first partial of a tile's sequence and head.
 __device__ __forceinline__ int first_partial(const BackwardParams& params, const Tile& tile, int head) {
   return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kFusedPieceRows);
 }
@@ -117,12 +117,12 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int reduction_rank(const BackwardParams& params, const Tile& tile, int block) {
   return is_descending<kMask>(tile) ? tile.index : last_tile<Spec, kMask>(params, block) - tile.index;
 }
-// Of a band: tiles add whose query_blocks have the block, to the last that its last row sees, which may be past the sequence's end, as blocks are
-// counted whole. Those that go down have no window in front of which tiles would be left out.
+// Varlen: tiles whose query_blocks include the block add to it, up to the last tile that its last row sees; that row may be past the
+// sequence's end, as blocks are counted whole. Descending tiles have no window that would exclude earlier tiles.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int reduction_rank(const BackwardParams& params, const VarlenTile& tile, int block) {
   if (is_descending<kMask>(tile)) return tile.index;
-  // The window of a row past the last may begin behind the last key.
+  // The window of a row past the last may begin after the last key.
   const int end_key = band_keys(params.band, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
   return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
 }
@@ -159,7 +159,7 @@ template <typename Spec, MaskKind kMask>
 struct FusedConsumer {
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
-  static constexpr int kOwn = Spec::kHeadDim / 4;  // registers of a thread for 64 rows of K, or V
+  static constexpr int kOwn = Spec::kHeadDim / 4;  // registers per thread for 64 rows of K, or V
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
@@ -196,7 +196,7 @@ struct FusedConsumer {
     }
     ptx::wgmma_commit();
   }
-  // Of a block of the stream; at this place of the program.
+  // Of a block of the stream; computed at this point of the program.
   static __device__ __forceinline__ uint64_t described(const unsigned char* stream_smem) {
     return static_cast<uint64_t>(ptx::recompute(static_cast<int64_t>(ptx::make_smem_descriptor(stream_smem, 0, 1024))));
   }
@@ -305,7 +305,7 @@ struct FusedConsumer {
     at.advance();
   }
 
-  // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but keeps the count.
+  // Passes over a block that only keys of the other warpgroup are seen from. It hands over nothing, but advances the ring.
   __device__ __forceinline__ void skip_block() {
     wait_block();
     at.advance();
@@ -357,7 +357,7 @@ struct FusedConsumer {
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
         if constexpr (kMask == MaskKind::kBand) {
-          // Between two blocks stands as little as in the dense kernel: nothing runs beside it.
+          // As little between two blocks as in the dense kernel: nothing overlaps it.
           const int onwards = is_descending<kMask>(tile) ? -1 : 1;
           const int num_full = is_masked ? 0 : maximum(0, range.full_end - range.full_begin);
           int block = is_descending<kMask>(tile) ? range.end - 1 : range.begin;
@@ -390,7 +390,8 @@ struct FusedConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (ptx::thread_index() % 128 == 0) {
-          const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+          const Tile done =
+              read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
           const int row = done.index * Spec::kOwnRows + consumer * 64;
           Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
           Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));

@@ -1,4 +1,4 @@
-// What runs before and after the fused backward kernel. Before: row_dot, and zero turns. After: the sums to dq.
+// What runs before and after the fused backward kernel. Before: row_dot, and zeroed semaphores. After: the partials to dq.
 #pragma once
 
 #include "attention/backward/sm90/dq_partials.cuh"
@@ -29,7 +29,7 @@ struct FusedQuerySpec {
   static_assert(kNumWarps_ == 4, "a warp has 16 of a partial's 64 rows");
 };
 
-// The number of tiles that have added to this block's partial.
+// The semaphore of this block's partial: the number of tiles that have added to it.
 template <typename Spec>
 __device__ __forceinline__ int32_t* semaphore_of_partial(const FusedQueryParams& params) {
   const int64_t partials = static_cast<int64_t>(params.batch) * params.heads * ((params.rows + 63) / 64);
@@ -61,7 +61,7 @@ __device__ __forceinline__ float sum_of_products(const typename Spec::Element* o
   return quad_sum(sum);
 }
 
-// A block of threads is a partial of 64 rows of one head; a quad has a row at a time, as in the kernel of dq.
+// One thread block per partial of 64 rows of one head; a quad has a row at a time, as in the kernel of dq.
 template <typename Spec>
 __device__ __forceinline__ void fused_prepare(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4]) {
   }
 }
 
-// A thread's part of a partial of `width` columns, scaled, to its rows, `row` (at dq_gmem) and that + 8, where they are less than `rows`.
+// A thread's elements of a partial of `width` columns, scaled, to its rows, `row` (at dq_gmem) and that + 8, where they are less than `rows`.
 template <typename Spec, typename Params>
 __device__ __forceinline__ void convert_rows(const Params& params, typename Spec::Element* dq_gmem,
                                              const float* partial_gmem, int width, int tiles, int thread, int row,
@@ -133,8 +133,8 @@ __device__ __forceinline__ void convert_rows(const Params& params, typename Spec
   }
 }
 
-// A block of threads is a partial: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be
-// launched while the fused kernel's last tiles run: it converts each partial once all its tiles have added.
+// One thread block per partial: see FusedQueries::hand_over. Rows that see no key have no sums: zeros. It may be launched while the
+// fused kernel's last tiles run: it converts a partial once all its tiles have added.
 template <typename Spec>
 __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   using Element = typename Spec::Element;
@@ -152,21 +152,20 @@ __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   if (thread == 0) ptx::semaphore_wait(semaphore_of_partial<Spec>(params), tiles);
   ptx::barrier_sync_block();
   convert_rows<Spec>(params, dq_gmem, partial_gmem, Spec::kHeadDim, tiles, thread, row, params.rows);
-  // Whoever waits for this kernel relies on dk and dv, too.
+  // A grid that waits for this kernel relies on dk and dv, too.
   if (ptx::block_index() == ptx::grid_size() - 1) ptx::grid_dependency_wait();
 }
 
-// The rows of a block's partial, in a batch that a Batch describes.
+// The rows of a block's partial, varlen.
 struct PartialRows {
   int head;
   int sequence;   // -1: they belong to none
   int first_row;  // of a sequence's in a dense tensor, of all in a ragged one
-  int count;      // at most 64; none in partials that no sequence has
+  int count;      // at most 64; 0 in partials that no sequence has
   int used;       // of them, those before the sequence's row `rows`
 };
 
-// The warps of a block all search: of the boundaries between rows of no sequence, sequences and rows of none, the last whose partials begin
-// no later.
+// Every warp searches: among the ranges of dq_partials.cuh, the last whose partials begin no later.
 __device__ __forceinline__ PartialRows rows_of_partial(const VarlenFusedQueryParams& params) {
   const DqPartials partials{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
   const int head = static_cast<int>(ptx::block_index() / partials.count());
@@ -239,7 +238,7 @@ __device__ __forceinline__ void varlen_fused_prepare(const VarlenFusedQueryParam
   }
 }
 
-// Behind the fused kernel, not beside it. Partials in which no tile had a turn have no sums: zeros.
+// Runs after the fused kernel, not beside it. Partials that no tile has added to have no sums: zeros.
 template <typename Spec>
 __device__ __forceinline__ void varlen_fused_convert(const VarlenFusedQueryParams& params) {
   using Element = typename Spec::Element;

@@ -31,7 +31,7 @@ struct WideFusedConsumer {
   using Element = typename Spec::Element;
   using Product = Products<Spec>;
   using Tile = MaskTile<kMask>;
-  static constexpr int kSums = 32;  // of 64 rows and 64 columns of dq, a thread
+  static constexpr int kSums = 32;  // of 64 rows and 64 columns of dq, per thread
 
   const BackwardParams& params;
   const FusedMemory<Spec> shared;
@@ -53,7 +53,7 @@ struct WideFusedConsumer {
   // dS^T of this consumer's keys, for both. The products that read the buffer two blocks ago are done: this consumer has waited for its own,
   // and the other one for its before it handed over dS^T of the block before, which this one has waited for.
   __device__ __forceinline__ void share_scores(const uint32_t (&packed)[Product::kPacked]) {
-    const int lane = ptx::recompute(ptx::lane_index());  // no address is kept through the loop
+    const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
     unsigned char* row_smem = shared.scores(handed.stage) + (consumer * 64 + row) * 128;
 #pragma unroll
@@ -81,7 +81,7 @@ struct WideFusedConsumer {
     ptx::wgmma_commit();
   }
 
-  // To the warp that adds: this consumer's half of a partial, in the order of FusedQueries::hand_over.
+  // To the reducing warp: this consumer's half of a partial, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockCoordinates& coordinates) {
     // Hazard: the buffer is still read by the sum of two blocks ago.
     ptx::mbarrier_wait(shared.sums_empty(handed.stage), handed.parity ^ 1);
@@ -175,7 +175,7 @@ struct WideFusedConsumer {
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
       const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
-      // All blocks before it need a mask: where keys are missing, all of them. Of a band also those from all.full_end on.
+      // All blocks before it need a mask: where keys are missing, all of them. Varlen: also those from all.full_end on.
       const int full_begin = has_missing_keys(params, tile, first_key) ? all.end : all.full_begin;
       const int direction = is_descending<kMask>(tile) ? -1 : 1;
       float dk[Product::kOutputs];
@@ -202,7 +202,7 @@ struct WideFusedConsumer {
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (ptx::thread_index() % 128 == 0) {
-        const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+        const Tile done = read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
         const int row = done.index * Spec::kOwnRows + consumer * 64;
         Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
         Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));

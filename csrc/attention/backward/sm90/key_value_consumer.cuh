@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_negative_row_dots(float (&gradients)[Spec::
   ptx::wgmma_fence_operands(gradients);
 }
 
-// What the scores of a thread's two keys need beside the statistics: the tile, in shared memory, the query head, the place of
-// the block.
+// What the scores of a thread's two keys need besides the statistics: the tile, in shared memory, the query head, the block's
+// coordinates.
 struct BlockCoordinates {
   const unsigned char* tile_smem;
   int head;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
   }
 }
 
-// Of a band that bends scores: P^T, packed, and what dS^T has of it in place of the scores.
+// With score modification: P^T, packed, and the scores to its factor in dS^T.
 template <typename Spec>
 __device__ __forceinline__ void weigh_varlen(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                              uint32_t (&packed)[Spec::kStreamRows / 4], const MaskValues<Spec>& values,
@@ -258,7 +258,7 @@ struct KeyValueGradientConsumer {
     step(No{}, No{}, Yes{}, odd, even);
   }
 
-  // The blocks [place.block, end) of a band, none of which needs a mask, with lookahead: two or more.
+  // Varlen: the blocks [coordinates.block, end), none of which needs a mask, with lookahead: two or more.
   __device__ __forceinline__ void compute_varlen_ahead(int end, float (&dk)[Product::kOutputs],
                                                        float (&dv)[Product::kOutputs],
                                                        uint32_t (&p_packed)[Product::kPacked],
@@ -337,7 +337,7 @@ struct KeyValueGradientConsumer {
     if (used.stage != at.stage) release_used();
   }
 
-  // Of a band: query head `head` of the group. The tile is read for each head, and again: no register holds it all the while.
+  // Varlen: query head `head` of the group. The tile is read for each head, and again: no register holds it through the loop.
   __device__ __forceinline__ void compute_varlen_head(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
                                                       uint32_t (&p_packed)[Product::kPacked],
                                                       uint32_t (&ds_packed)[Product::kPacked], int head) {
@@ -397,7 +397,8 @@ struct KeyValueGradientConsumer {
         ptx::fence_proxy_async_shared();
         sync_consumer(consumer);
         if (ptx::thread_index() % 128 == 0) {
-          const Tile done = read_tile<Tile>(shared.tile(consumer));  // again: no register holds it all the while
+          const Tile done =
+              read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
           const int row = done.index * Spec::kOwnRows + consumer * 64;
           Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
           Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));

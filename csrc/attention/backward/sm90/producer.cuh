@@ -127,10 +127,10 @@ __device__ __forceinline__ void produce_keys(const BackwardParams& params, const
   end_work<Spec, kMask>(shared, own_parity);
 }
 
-// The log-sum-exp and row_dot of the rows of one block, kStreamRows / 32 a lane, on their way to shared memory.
+// The log-sum-exp and row_dot of the rows of one block, kStreamRows / 32 per lane, on their way to shared memory.
 template <typename Spec>
 struct Statistics {
-  static constexpr int kRows = Spec::kStreamRows / 32;  // a lane
+  static constexpr int kRows = Spec::kStreamRows / 32;  // per lane
   float lse[kRows];
   float row_dot[kRows];
 
@@ -154,7 +154,7 @@ struct Statistics {
     constexpr float kLog2e = 1.44269504088896340736f;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int at = i * 32 + ptx::recompute(ptx::lane_index());  // few registers: its place is not kept
+      const int at = i * 32 + ptx::recompute(ptx::lane_index());  // recomputed: registers are few
       const float lse_log2 = lse[i] == ptx::negative_infinity() ? -ptx::negative_infinity() : lse[i] * kLog2e;
       unsigned char* row_smem = smem + 4 * statistics_index(at);
       ptx::st_shared_float(row_smem, lse_log2);
@@ -163,8 +163,8 @@ struct Statistics {
   }
 };
 
-// The number of a block's first tile, and the next. Where tiles wait for each other, all are drawn from the counter: only a block that
-// runs holds a tile then, and what it waits for has been drawn before, by a block that runs, too.
+// The number of a block's first tile, and the next. With an ordered reduction all tiles are drawn from the counter: then only running
+// blocks hold tiles, and a tile waits only for tiles drawn earlier, by blocks that are running too.
 template <typename Spec>
 __device__ __forceinline__ int draw_tile(int32_t* const& counter_gmem, int num_tiles) {
   const int drawn = ptx::atomic_add_global(counter_gmem, 1);
@@ -185,7 +185,7 @@ __device__ __forceinline__ int next_tile(int32_t* const& counter_gmem, int num_t
 }
 
 // Of the kernel of dk and dv; one warp: its first lane feeds the copy engine, all lanes the statistics. Per tile, for
-// each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once a tile) K and V of every warpgroup.
+// each query head of the group, with query blocks b up to n-1: Q(b), dO(b), then (once per tile) K and V of every warpgroup.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void produce_queries(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                                 const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,

@@ -1,4 +1,4 @@
-// What the consumers have in common: descriptors, the two kinds of product, releases, the way of a gradient out.
+// What the consumers share: the two kinds of product, releases, the store of a gradient.
 //
 // Layouts of a thread (ptx/wgmma.cuh): two rows, r = 0 and 1 (16 * warp + g and that + 8, g = lane / 4), in elements
 // 4j + 2r and the next: columns 8j + 2 * (lane % 4) and the next.
@@ -33,8 +33,8 @@ enum class Scores { kPlain, kMasked };
 template <typename Spec>
 struct Products {
   using Element = typename Spec::Element;
-  static constexpr int kScores = Spec::kStreamRows / 2;   // accumulators a thread
-  static constexpr int kPacked = Spec::kStreamRows / 4;   // pairs a thread
+  static constexpr int kScores = Spec::kStreamRows / 2;   // accumulators per thread
+  static constexpr int kPacked = Spec::kStreamRows / 4;   // pairs per thread
   static constexpr int kColumns = Spec::kStreamRows / 4;  // distinct columns of a thread's scores
   static constexpr int kOutputs = Spec::kHeadDim / 2;
 
@@ -91,7 +91,7 @@ struct Products {
   // is stored at c ^ (r % 8). One stmatrix stores the 16 rows of the warp and 16 columns.
   static __device__ __forceinline__ void store_shared(unsigned char* smem, const float (&output)[kOutputs],
                                                       float factor) {
-    const int lane = ptx::recompute(ptx::lane_index());  // no address of a store is kept through the tile's loop
+    const int lane = ptx::recompute(ptx::lane_index());  // no store address lives through the tile's loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
     unsigned char* row_smem = smem + row * 128;
 #pragma unroll
@@ -123,8 +123,8 @@ struct No {
   static constexpr bool value = false;
 };
 
-// One arrival a warp: its wgmma_wait says that its own part of the product has read the buffer; the warp barrier, that
-// every lane has read what it loads itself, and has done so before the first lane arrives.
+// One arrival per warp: its wgmma_wait ensures that its share of the product has read the buffer; the warp barrier, that
+// every lane has read what it loads itself before the first lane arrives.
 __device__ __forceinline__ void release(ptx::Mbarrier* empty) {
   ptx::warp_sync();
   if (ptx::lane_index() == 0) ptx::mbarrier_arrive(empty);

@@ -23,7 +23,7 @@ namespace sm90 {
 // What a thread loads of its two rows before the first product.
 template <typename Spec>
 struct RowLoads {
-  static constexpr int kChunks = Spec::kHeadDim / 32;  // of 16 bytes, a lane and row
+  static constexpr int kChunks = Spec::kHeadDim / 32;  // of 16 bytes, per lane and row
   float lse[2];
   float dlse[2];
   uint32_t out[2][kChunks][4];
@@ -272,7 +272,7 @@ struct QueryGradientConsumer {
     step_ahead<false, false, true>(dq, odd, even, gradients, packed, tile, block);
   }
 
-  // The blocks from `block` down to `begin` of a band, none of which needs a mask, with lookahead: two or more, and not the tile's
+  // Varlen: the blocks from `block` down to `begin`, none of which needs a mask, with lookahead: two or more, and not the tile's
   // first. Nothing is in flight at either end; the last key is not released.
   __device__ __forceinline__ void compute_varlen_ahead(const Tile& tile, int& block, int begin,
                                                        float (&dq)[Product::kOutputs],
@@ -298,7 +298,7 @@ struct QueryGradientConsumer {
     step(No{}, Yes{}, even, odd);
   }
 
-  // Of a band, with lookahead where no block needs a mask. A masked block ends with a wait: with its product in flight where
+  // Varlen, with lookahead where no block needs a mask. A masked block ends with a wait: with its product in flight where
   // loops meet, ptxas finds too few registers.
   __device__ __forceinline__ void compute_varlen_blocks(const Tile& tile, const BlockRange& range,
                                                         const RowLoads& loads, float (&dq)[Product::kOutputs],
@@ -320,8 +320,8 @@ struct QueryGradientConsumer {
     }
   }
 
-  // Of a band, block by block. Blocks without a mask have a loop of their own: in one with the others the compiler shares the
-  // ends of both, and sinks exponentials behind the wait for dP.
+  // Varlen, block by block. Blocks without a mask have a loop of their own: in a common loop the compiler merges the ends of both, and
+  // sinks exponentials below the wait for dP.
   __device__ __forceinline__ void compute_varlen(const Tile& tile, const BlockRange& range, const RowLoads& loads,
                                                  float (&dq)[Product::kOutputs], uint32_t (&packed)[Product::kPacked]) {
     int block = range.end - 1;
@@ -334,7 +334,7 @@ struct QueryGradientConsumer {
     }
   }
 
-  // Of a band that bends scores.
+  // With score modification.
   __device__ __forceinline__ void compute_with_score_mod(const Tile& tile, const BlockRange& range,
                                                          const RowLoads& loads, float (&dq)[Product::kOutputs],
                                                          uint32_t (&packed)[Product::kPacked]) {
@@ -414,7 +414,7 @@ struct QueryGradientConsumer {
         compute(tile, range, loads, dq);
         if constexpr (kIsVarlen) {
           const int begin =
-              read_tile<Tile>(shared.tile(consumer)).begin_block;  // again: no register holds it all the while
+              read_tile<Tile>(shared.tile(consumer)).begin_block;  // read again: no register holds it through the loop
           for (end = range.begin; end > begin; --end) skip_block();
         }
         // Hazard: dQ takes the place of Q while another warp of the warpgroup still multiplies with it.

@@ -20,10 +20,10 @@ struct Tile {
   int head;
   int batch;
   int is_descending =
-      0;  // of tiles that take turns: queries from the last block to the first. 16 bytes in shared memory
+      0;  // with an ordered reduction: queries from the last block to the first. 16 bytes in shared memory
 };
 
-// The same in batches that a Batch describes, with what the consumers need of the sequence: they read no lengths. 48 bytes.
+// A tile of a sequence, dense or ragged, with what the consumers need of the sequence: they read no lengths. 48 bytes.
 struct VarlenTile {
   int index;
   int head;
@@ -45,7 +45,7 @@ struct TileOfMask<MaskKind::kBand> {
 template <MaskKind kMask>
 using MaskTile = typename TileOfMask<kMask>::Type;
 
-// Of every sequence, for the mask rule.
+// The lengths of every sequence of a dense batch, for the mask rule.
 struct Lengths {
   const BackwardParams& params;
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ const SequenceExtents& lengths_of(const BackwardParam
   return tile.extents;
 }
 
-// Lengths alone, and where they lie in a VarlenTile: consumers read them where a block needs a mask, and keep no register.
+// Lengths alone, read from a VarlenTile in shared memory where a block needs a mask, so that consumers hold no register for them.
 struct VarlenLengths {
   int row_count;
   int key_count;
@@ -173,12 +173,12 @@ __device__ __forceinline__ int64_t row_offset(const Strides& stride, const Varle
 // How the tiles of a launch are numbered.
 //   kDescending   a causal tile is the longer, the larger its index (dq), or the smaller (dk and dv)
 // Full: the tiles of a head one after another, so that blocks at work share the head's stream. Causal: sections of heads
-// whose streams together fit the second-level cache; inside a section the longest tiles of all heads first, so that short
+// whose streams together fit the L2 cache; inside a section the longest tiles of all heads first, so that short
 // ones fill the end.
 template <typename Spec, MaskKind kMask, bool kDescending>
 struct Schedule {
   int tiles_per_head;
-  int heads;  // of one sequence
+  int heads;  // per sequence
   int all_heads;
   int section_heads;
 
@@ -227,8 +227,8 @@ struct KeySchedule : Schedule<Spec, kMask, false> {
   using Schedule<Spec, kMask, false>::Schedule;
 };
 
-// Those that take turns: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
-// few wait; but of so few heads that Q, dO and the sums of dq stay in the second-level cache. Measured: 12 MB of Q and dO, 16 of long
+// With an ordered reduction: see fused.cuh for the orders. Neighbours are of different heads where they can be, as under a causal mask, so that
+// few wait; but of so few heads that Q, dO and the partials of dq stay in the L2 cache. Measured: 12 MB of Q and dO, 16 of long
 // sequences; at head dim 128 without a mask sections of kSectionHeads, and of half as many key heads where query heads share them.
 template <typename Spec, MaskKind kMask>
 struct KeySchedule<Spec, kMask, true> {
@@ -241,7 +241,7 @@ struct KeySchedule<Spec, kMask, true> {
 
   __device__ __forceinline__ Tile tile(int number) const {
     constexpr bool kIsCausal = kMask == MaskKind::kCausal;
-    const int heads = ptx::recompute(params.heads_kv);  // and all that follows: nothing is kept from tile to tile
+    const int heads = ptx::recompute(params.heads_kv);  // and all that follows: no register lives from tile to tile
     const int tiles = ceil_div(ptx::recompute(params.seq_k), Spec::kOwnRows);
     const int all_heads = heads * params.batch;
     const int seq_q = ptx::recompute(params.seq_q);

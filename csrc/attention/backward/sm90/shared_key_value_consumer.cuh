@@ -16,7 +16,7 @@ constexpr int kProbabilitiesFull = 8;
 constexpr int kProbabilitiesEmpty = 9;
 
 // What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
-//   step<kScores>(output, packed, place)   one block; may leave its last product under way
+//   step<kScores>(output, packed, coordinates)   one block; may leave its last product under way
 //   finish(output)                           waits for that, and releases what it reads
 template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
@@ -103,7 +103,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     }
   }
 
-  // Of a band that bends scores the other warpgroup gets P^T times the derivative: it needs no more.
+  // With score modification the other warpgroup gets P^T times the derivative: it needs no more.
   template <Scores kScores>
   __device__ __forceinline__ void step(float (&dv)[Product::kOutputs], uint32_t (&packed)[Product::kPacked],
                                        const Coordinates& coordinates) {

@@ -24,11 +24,10 @@ namespace sm90 {
 //   kFirstStages     blocks of the first stream tensor in shared memory
 //   kSecondStages    blocks of the second
 //   kHasStatistics   the log-sum-exp and row_dot of each row of the stream are streamed too
-//   kIsPaired        the two tensors of a block come and go together, under the barriers of the first: a wait and an
-//                    arrival less a block
+//   kIsPaired        the two tensors of a block share the barriers of the first: one wait and one arrival fewer per block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
 //   kIsVarlen          of MaskKind::kBand: a tile carries its sequence's extents
-//   kHasScoreMod     of a band: a softcap or a mask tensor comes before the softmax
+//   kHasScoreMod     varlen: a softcap or a mask tensor comes before the softmax
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
           int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, bool kHasScoreMod_>
 struct TileSpec {
@@ -45,7 +44,7 @@ struct TileSpec {
   static constexpr bool kIsVarlen = kIsVarlen_;
   static constexpr bool kHasScoreMod = kHasScoreMod_;
   static constexpr bool kServesPlain = false;
-  static constexpr bool kOrdersReduction = false;  // tiles of a head wait for each other: see fused.cuh
+  static constexpr bool kOrdersReduction = false;  // tiles of a head add to dq in a fixed order: see fused.cuh
   static constexpr int kTileReaders =
       kIsVarlen_ && kHasStatistics_ ? 2 : 0;  // warps beside the consumers that read the first own tile's record
 
@@ -67,8 +66,8 @@ struct TileSpec {
   // A consumer that computes dk and dv of 128 columns, or of 64 with lookahead, or dq of 256, takes all registers that there are.
   static constexpr bool kIsFull =
       kHasStatistics ? !kSharesRows && (kHeadDim == 128 || !kHasScoreMod) && kStreamRows == 64 : kHeadDim == 256;
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and what a launch of as many threads
-  // gets.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536, and at most what a launch of as many
+  // threads gets.
   static constexpr int kProducerRegisters = kNumConsumers == 3      ? (kIsVarlen ? 56 : 32)
                                             : kIsVarlen && !kIsFull ? 56
                                                                     : 24;
@@ -92,7 +91,7 @@ struct TileSpec {
   static constexpr int kProbabilityOffset = kSecondOffset + kSecondStages * kStreamBytes;
   static constexpr int kStatisticsOffset = kProbabilityOffset + kProbabilityBytes;
   static constexpr int kTileBytes = kIsVarlen ? 48 : 16;                       // Tile, VarlenTile
-  static constexpr int kProducerBytes = kIsVarlen ? kTileBytes + 32 * 16 : 0;  // what its producer puts down
+  static constexpr int kProducerBytes = kIsVarlen ? kTileBytes + 32 * 16 : 0;  // the producer's own notes
   static constexpr int kTileOffset = kStatisticsOffset + kFirstStages * kStatisticsBytes;
   static constexpr int kBarrierOffset = kTileOffset + kNumOwnTiles * kTileBytes + kProducerBytes;
   static constexpr int kNumBarriers = 3 * kNumOwnTiles + 2 * (kFirstStages + (kIsPaired ? 0 : kSecondStages));
@@ -171,7 +170,7 @@ struct SharedMemory {
     return base + Spec::kTileOffset + tile * Spec::kTileBytes;
   }
 
-  // Of a band, what the producer notes for itself: the tile that it is at, and 16 bytes for each lane of its finder.
+  // Varlen: the producer's own notes, its current tile and 16 bytes of its finder per lane.
   __device__ __forceinline__ unsigned char* produced_tile() const { return tile(Spec::kNumOwnTiles); }
   __device__ __forceinline__ unsigned char* finder() const { return tile(Spec::kNumOwnTiles + 1); }
 
@@ -204,7 +203,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   for (int tile = 0; tile < Spec::kNumOwnTiles; ++tile) {
     ptx::mbarrier_init(shared.own_full(tile), 1);
     ptx::mbarrier_init(shared.tile_full(tile), 1);
-    // Of a band also the warps that learn of the tile from the first one's record.
+    // Varlen: also the warps that read the first own tile's record.
     ptx::mbarrier_init(shared.own_empty(tile), Spec::kConsumersPerTile + (tile == 0 ? Spec::kTileReaders : 0));
   }
 #pragma unroll

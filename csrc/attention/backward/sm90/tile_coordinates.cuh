@@ -1,4 +1,4 @@
-// Where the rows of a tile's sequence and head lie, for the copy engine.
+// TMA coordinates of the rows of a tile's sequence and head.
 #pragma once
 
 #include "attention/backward/sm90/schedule.cuh"
@@ -41,7 +41,7 @@ __device__ __forceinline__ RaggedPlace ragged_coordinates(int entry_rows, int se
   return RaggedPlace{head, length, first + sequence * entry_rows + length};
 }
 
-// Of what is read: rows past the sequence's last become zeros. Of a gradient: rows past what the sequence has room for stay.
+// _read: rows past the sequence's last read as zeros. _stored, of a gradient: rows past the sequence's room are not written.
 __device__ __forceinline__ DenseCoordinates rows_read(int, const Tile& tile, int head) {
   return DenseCoordinates{head, tile.batch};
 }

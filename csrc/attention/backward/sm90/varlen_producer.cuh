@@ -1,6 +1,6 @@
-// The producers of MaskKind::kBand: one warp, which finds its tiles by the lengths in device memory, and of which one elected lane
-// feeds the copy engine (elected, so that the compiler sees that it is one: else it makes a loop over lanes of every load). What a
-// tile needs once stands in shared memory meanwhile: there are few registers.
+// The producers of MaskKind::kBand: one warp, which finds its tiles by the lengths in device memory. One elected lane issues the TMA
+// loads (elected, so that the compiler knows it is one lane: otherwise every load becomes a loop over lanes). What is needed once per
+// tile is kept in shared memory meanwhile, as there are few registers.
 #pragma once
 
 #include "attention/backward/sm90/producer.cuh"
@@ -11,12 +11,12 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Tiles by number, for a block that asks for growing ones.
+// Tiles by number, for a block that asks for ascending numbers.
 template <typename Spec, bool kOwnsKeys>
 struct VarlenSchedule {
   static constexpr int kSectionRows = (32 << 20) / (4 * Spec::kHeadDim);
-  // Tiles a block up to which sequences share sections, where tiles differ in length: the last sequence's longest would begin too late.
-  // With more it costs up to 10%, as fewer tiles at work share a stream.
+  // Up to so many tiles per block, sequences share sections where tiles differ in length: otherwise the last sequence's longest tile
+  // would begin too late. With more tiles sharing costs up to 10%, as fewer concurrent tiles share a stream.
   static constexpr int kFewRounds = 5;
   using Finder = TileFinder<Spec::kOwnRows, kOwnsKeys>;
 
@@ -31,8 +31,8 @@ struct VarlenSchedule {
     store_finder(finder, !Spec::kOrdersReduction || has_growing_rows() ? num_tiles : ~num_tiles);
   }
 
-  // The orders of fused.cuh, in sections about as of dense batches; of a sequence's heads all are alike. Downwards go the tiles of the sequences
-  // [first_sequence, end_sequence) and of the heads from first_head on: of one section, of all, or of none.
+  // The orders of fused.cuh, in sections of about the size used for dense batches; all heads of a sequence are treated alike. Tiles of the
+  // sequences [first_sequence, end_sequence) and heads from first_head on are descending: those of one section, of all, or of none.
   struct Order {
     int section_heads;  // of a sequence, or twice its heads and more: of as many sequences
     int first_sequence;
@@ -45,27 +45,27 @@ struct VarlenSchedule {
   __device__ __forceinline__ int section_heads() const {
     const int heads = params.heads_kv;
     const int group = params.heads_q / heads;
-    const bool has_both = is_causal() && group == 1;  // sections that go up, and one that goes down
+    const bool has_both = is_causal() && group == 1;  // ascending sections, and a descending one
     int limit = is_causal() && !has_both ? Spec::kSectionHeads / 2 : Spec::kSectionHeads;
     if (!Spec::kIsWide || has_both) {
       const int section_rows = ((params.seq_q < 8192 ? 12 : 16) << 20) / (4 * Spec::kHeadDim);
       limit = maximum(1, section_rows / maximum(1, group * params.seq_q));
     }
     if (has_both) {
-      // Were all sequences the longest, there would be as many.
+      // If all sequences had the maximum length, there would be as many.
       const int sequences = params.entries.cu_seqlens_k == nullptr
                                 ? params.batch
                                 : maximum(1, params.entries.keys_total / maximum(1, params.seq_k));
       limit = minimum(limit, maximum(1, heads * minimum(sequences, limit) / 2));
     }
     if (limit >= 2 * heads) return limit;
-    // Of few key heads with long streams somewhat more than the limit rather than fewer.
+    // With few key heads and long streams, rather somewhat more than the limit than fewer.
     const int sections = group > 1 ? maximum(1, (heads + limit / 2) / limit) : ceil_div(heads, limit);
     return ceil_div(heads, sections);
   }
   __device__ __forceinline__ Order make_order() const {
     Order order{section_heads(), 0, 0, 0};
-    // The last sequence that is at least half as long as the longest may be: behind it come short tiles alone.
+    // The last sequence of at least half the maximum length: only short tiles follow it.
     int last_long = 0;
     for (int sequence = ptx::lane_index(); sequence < params.batch; sequence += 32) {
       if (2 * static_cast<int64_t>(own_extent<true>(params, sequence).length) >= params.seq_k) last_long = sequence;
@@ -86,7 +86,7 @@ struct VarlenSchedule {
     }
     return order;
   }
-  // In the gap before the buffers of dS^T.
+  // In the gap before the dS^T buffers.
   __device__ __forceinline__ unsigned char* order_smem() const {
     static_assert(Spec::Base::kSharedBytes + 16 <= Spec::kScoreOffset, "the gap before the 1024-byte boundary");
     return shared.base + Spec::kScoreOffset - 16;
@@ -105,7 +105,7 @@ struct VarlenSchedule {
                  static_cast<int>(words[3])};
   }
 
-  // Sequences whose rows overlap, of lengths that lie, would share partials of dq, and count each other's turns.
+  // False if cu_seqlens is not monotonic: overlapping sequences would share partials of dq, and disturb each other's reduction ranks.
   __device__ __forceinline__ bool has_growing_rows() const {
     const int32_t* cu_seqlens = params.entries.cu_seqlens_q;
     bool falls = false;
@@ -127,7 +127,7 @@ struct VarlenSchedule {
     return Spec::kOrdersReduction && stored < 0 ? ~stored : stored;
   }
 
-  // index < 0 behind the last tile.
+  // index < 0 past the last tile.
   __device__ __forceinline__ VarlenTile tile(int number) const {
     uint32_t stored[4];
     ptx::ld_shared_128(stored, words());
@@ -141,7 +141,7 @@ struct VarlenSchedule {
     return VarlenTile{found.index, found.head, found.sequence, 0, sequence_extents(params, found.sequence), 0};
   }
 
-  // Whether a sequence's head goes up or down is the same for all its tiles, and for all of a section.
+  // All tiles of a sequence's head, and of a section, have the same direction.
   __device__ __forceinline__ VarlenTile ordered_tile(int number, const uint32_t (&stored)[4]) const {
     const bool has_rows = static_cast<int>(stored[3]) >= 0;
     const int num_tiles = has_rows ? static_cast<int>(stored[3]) : ~static_cast<int>(stored[3]);
@@ -158,7 +158,7 @@ struct VarlenSchedule {
     return tile;
   }
 
-  // With the blocks that it sees, for the producer itself (one lane) and, later, the consumers.
+  // Publishes the tile with the blocks that it sees, for the producer itself (one lane) and, later, the consumers.
   __device__ __forceinline__ void note(VarlenTile tile, const BlockRange& range) const {
     tile.begin_block = range.begin;
     tile.end_block = range.end;
@@ -166,7 +166,7 @@ struct VarlenSchedule {
   }
 };
 
-// The own rows of every warpgroup, of the tile that was noted.
+// The own rows of every warpgroup, of the published tile.
 template <typename Spec, bool kOwnsKeys>
 __device__ __forceinline__ void load_noted(const BackwardParams& params, const SharedMemory<Spec>& shared,
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
@@ -277,7 +277,7 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
   if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
 }
 
-// As Statistics::store, to places that are kept, in bytes: it is a third of what this warp does for a block.
+// As Statistics::store, with precomputed byte offsets: the store is a third of this warp's work per block.
 template <typename Spec>
 __device__ __forceinline__ void store_statistics(const Statistics<Spec>& statistics, unsigned char* smem,
                                                  const int (&offsets)[Statistics<Spec>::kRows]) {
@@ -290,16 +290,15 @@ __device__ __forceinline__ void store_statistics(const Statistics<Spec>& statist
   }
 }
 
-// A warp that streams the statistics of the blocks that produce_varlen_queries loads: of all, or, one of two (`warp` 0 and 1), of every second
-// one, so that the first two of a tile are fetched at once. It learns of a tile as the consumers do, with the own rows, for which they wait, too.
+// A warp that streams the statistics of the blocks that produce_varlen_queries loads: of all, or, as one of two warps (`warp` 0 and 1), of
+// every second one, so that the first two of a tile are fetched at once. It reads the tile record as the consumers do.
 template <typename Spec>
 __device__ __forceinline__ void produce_varlen_statistics(const BackwardParams& params,
                                                           const SharedMemory<Spec>& shared, int warp) {
   constexpr int kWarps = Spec::kOrdersReduction ? 1 : 2;
   RingPosition<Spec::kFirstStages> at;
   Statistics<Spec> statistics;
-  constexpr bool kPrecomputesOffsets =
-      Spec::kOrdersReduction && Spec::kProducerRegisters >= 32;  // elsewhere there are 24
+  constexpr bool kPrecomputesOffsets = Spec::kOrdersReduction && Spec::kProducerRegisters >= 32;  // other specs have 24
   [[maybe_unused]] int offsets[Statistics<Spec>::kRows];
   if constexpr (kPrecomputesOffsets) {
 #pragma unroll
