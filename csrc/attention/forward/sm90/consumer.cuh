@@ -15,6 +15,7 @@
 #include "device/math.cuh"
 #include "device/persistent.cuh"
 #include "device/ring.cuh"
+#include "device/warpgroup_product.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -67,52 +68,16 @@ struct Consumer {
     query.advance();
   }
 
-  __device__ __forceinline__ uint64_t query_descriptor() const {
-    return ptx::make_smem_descriptor(shared.query(query.stage, consumer), 0, 1024);
-  }
-  __device__ __forceinline__ uint64_t key_descriptor() const {
-    return ptx::make_smem_descriptor(shared.key(key.stage), 0, 1024);
-  }
-  __device__ __forceinline__ uint64_t value_descriptor() const {
-    return ptx::make_smem_descriptor(shared.value(value.stage), Spec::kKeySlabBytes, 1024);
-  }
-
   // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous.
-  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], uint64_t q, uint64_t k) const {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
-      const int slab = step / 4;
-      const int in_row = step % 4 * 32;
-      ptx::wgmma_ss<Element, Spec::kBlockN, false>(
-          scores, ptx::advance_smem_descriptor(q, slab * Spec::kQuerySlabBytes + in_row),
-          ptx::advance_smem_descriptor(k, slab * Spec::kKeySlabBytes + in_row), step == 0 ? 0 : 1);
-    }
-    ptx::wgmma_commit();
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) const {
+    issue_product<Element, Spec::kHeadDim / 16>(scores, shared.query(query.stage, consumer).k_major(),
+                                                shared.key(key.stage).k_major());
   }
 
   // output[64 x kHeadDim] += P[64 x kBlockN] V[kBlockN x kHeadDim]; asynchronous.
-  __device__ __forceinline__ void issue_output(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
-                                               uint64_t v) const {
-    ptx::wgmma_fence_operands(output);
-    ptx::wgmma_fence_operands(probabilities);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kBlockN / 16; ++step) {
-      const uint32_t* a = &probabilities[4 * step];
-      ptx::wgmma_rs<Element, Spec::kHeadDim, true>(output, a[0], a[1], a[2], a[3],
-                                                   ptx::advance_smem_descriptor(v, step * 16 * 128), 1);
-    }
-    ptx::wgmma_commit();
-  }
-
-  // The accumulator layout of S is the operand layout of P: k-step j takes column blocks 2j and 2j + 1.
-  __device__ __forceinline__ void pack_probabilities(uint32_t (&probabilities)[kProbabilities],
-                                                     const float (&scores)[kScores]) const {
-#pragma unroll
-    for (int i = 0; i < kProbabilities; ++i) {
-      probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
-    }
+  __device__ __forceinline__ void issue_output(float (&output)[kOutputs],
+                                               uint32_t (&probabilities)[kProbabilities]) const {
+    issue_product<Element, true>(output, probabilities, shared.value(value.stage).mn_major());
   }
 
   __device__ __forceinline__ void mask_block(float (&scores)[kScores], const Tile& tile, int block) const {
@@ -131,9 +96,9 @@ struct Consumer {
     float scores[kScores];
     wait_key();
     if constexpr (kWaitsForBoth) wait_value();
-    issue_scores(scores, query_descriptor(), key_descriptor());
+    issue_scores(scores);
     if constexpr (!kWaitsForBoth) wait_value();
-    issue_output(output, probabilities, value_descriptor());
+    issue_output(output, probabilities);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
@@ -149,7 +114,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
-    pack_probabilities(probabilities, scores);
+    pack_operand<Element>(probabilities, scores);
   }
 
   // Passes over a key block that only rows of other warpgroups see. Elsewhere a product joins the lanes of a warp
@@ -179,13 +144,13 @@ struct Consumer {
       float scores[kScores];
       float rescale[2];
       wait_key();
-      issue_scores(scores, query_descriptor(), key_descriptor());
+      issue_scores(scores);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
       release_key();
       if (block >= full_end) mask_block(scores, tile, block);
       online_softmax<Spec::kBlockN, true>(scores, rows, rescale, params.scale_log2);
-      pack_probabilities(probabilities, scores);
+      pack_operand<Element>(probabilities, scores);
     }
 
     for (--block; block >= full_end; --block) step<true>(output, probabilities, rows, tile, block);
@@ -193,7 +158,7 @@ struct Consumer {
 
     release_query();
     wait_value();
-    issue_output(output, probabilities, value_descriptor());
+    issue_output(output, probabilities);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
     release_value();

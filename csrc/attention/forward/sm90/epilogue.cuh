@@ -8,6 +8,7 @@
 #include "attention/params/forward.h"
 #include "attention/sequences.cuh"
 #include "device/convert.cuh"
+#include "device/named_barriers.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/math.cuh"
@@ -20,19 +21,15 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// Joins the 128 threads of one consumer warpgroup. Named barrier 0 is the block's.
-__device__ __forceinline__ void sync_consumer(int consumer) { ptx::named_barrier_sync(1 + consumer, 128); }
-
 // Slabs first_slab to first_slab + kSlabsOfPass - 1 of the accumulator, as 16-bit elements, into
-// [kSlabsOfPass][64 rows][64 columns], 128-byte swizzle: 16-byte chunk c of row r is stored at c ^ (r % 8). One
-// stmatrix stores the 16 rows of the warp and 16 columns.
+// `smem`. One stmatrix stores the 16 rows of the warp and 16 columns.
 template <typename Spec>
-__device__ __forceinline__ void store_output_shared(unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
+__device__ __forceinline__ void store_output_shared(typename Spec::OutputTile smem,
+                                                    const float (&output)[Spec::kHeadDim / 2],
                                                     const float (&inverse_sum)[2], int first_slab,
                                                     int thread = ptx::thread_index()) {
   const int lane = thread % 32;
   const int row = thread / 32 % 4 * 16 + lane % 16;
-  unsigned char* row_smem = smem + row * 128;
 #pragma unroll
   for (int step = 0; step < Spec::kSlabsOfPass * 4; ++step) {
     const float* d = &output[32 * first_slab + 8 * step];
@@ -42,8 +39,7 @@ __device__ __forceinline__ void store_output_shared(unsigned char* smem, const f
         pack<typename Spec::Element>(d[4] * inverse_sum[0], d[5] * inverse_sum[0]),
         pack<typename Spec::Element>(d[6] * inverse_sum[1], d[7] * inverse_sum[1]),
     };
-    const int chunk = step % 4 * 2 + lane / 16;
-    ptx::stmatrix_x4(row_smem + step / 4 * Spec::kQuerySlabBytes + (chunk ^ (row % 8)) * 16, words);
+    ptx::stmatrix_x4(smem.chunk(row, step / 4, step % 4 * 2 + lane / 16), words);
   }
 }
 
@@ -101,7 +97,7 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
   finish_softmax(rows, inverse_sum, lse, params.scale_log2);
   store_lse<Spec, kMask>(params, tile, consumer, lse);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
-  unsigned char* smem = shared.output(consumer);
+  const auto smem = shared.output(consumer);
 #pragma unroll
   for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kNumOutputSlabs) {
     // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it.
@@ -114,7 +110,7 @@ __device__ __forceinline__ void store_tile(const ForwardParams& params, const Sh
     if (is_storing_thread) {
 #pragma unroll
       for (int slab = 0; slab < Spec::kNumOutputSlabs; ++slab) {
-        ptx::tma_store_4d(&out_map, smem + slab * Spec::kQuerySlabBytes, (first_slab + slab) * 64,
+        ptx::tma_store_4d(&out_map, smem.slab(slab), (first_slab + slab) * 64,
                           tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch);
       }
       ptx::tma_store_commit();

@@ -15,14 +15,13 @@ namespace sm90 {
 
 // One stage of K or V: kBlockN rows from `row`, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Spec>
-__device__ __forceinline__ void load_keys(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
+__device__ __forceinline__ void load_keys(typename Spec::KeyTile smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                           ptx::Mbarrier* empty, int parity, int row, int kv_head, int batch) {
   ptx::mbarrier_wait(empty, parity ^ 1);
-  ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
+  ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
 #pragma unroll
   for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    ptx::tma_load_4d(smem + slab * Spec::kKeySlabBytes, &map, full, slab * 64, row, kv_head, batch,
-                     ptx::CacheHint::kEvictLast);
+    ptx::tma_load_4d(smem.slab(slab), &map, full, slab * 64, row, kv_head, batch, ptx::CacheHint::kEvictLast);
   }
 }
 
@@ -34,10 +33,10 @@ __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, con
   ptx::Mbarrier* full = shared.query_full(at.stage, consumer);
   ptx::mbarrier_wait(shared.query_empty(at.stage, consumer), at.parity ^ 1);
   publish_tile(shared.tile(at.stage, consumer), tile);
-  ptx::mbarrier_arrive_expect_tx(full, Spec::kQueryBytes);
+  ptx::mbarrier_arrive_expect_tx(full, Spec::QueryTile::kBytes);
 #pragma unroll
   for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    ptx::tma_load_4d(shared.query(at.stage, consumer) + slab * Spec::kQuerySlabBytes, &map, full, slab * 64,
+    ptx::tma_load_4d(shared.query(at.stage, consumer).slab(slab), &map, full, slab * 64,
                      tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch, ptx::CacheHint::kEvictFirst);
   }
 }

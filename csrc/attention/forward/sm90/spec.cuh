@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/params/forward.h"
+#include "device/shared_tile.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace flashmoe {
@@ -51,19 +52,16 @@ struct ForwardSpec {
   static constexpr int kProducerRegisters = kNumConsumers >= 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kNumConsumers == 4 ? 112 : kNumConsumers == 3 ? 160 : 240;
 
-  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
-  static constexpr int kQuerySlabBytes = 64 * 128;                        // Q and output, of one warpgroup
-  static constexpr int kQueryBytes = kNumSlabs * kQuerySlabBytes;         // of one warpgroup
-  static constexpr int kOutputBytes = kNumOutputSlabs * kQuerySlabBytes;  // of one warpgroup
-  static constexpr int kKeySlabBytes = kBlockN * 128;                     // K and V
-  static constexpr int kKeyBytes = kNumSlabs * kKeySlabBytes;             // one stage of K, or of V
-  static_assert(kKeySlabBytes % 1024 == 0, "slabs are 1024-byte aligned: block_n is a multiple of 8");
+  using QueryTile = SharedTile<64, kHeadDim>;            // of one warpgroup
+  using OutputTile = SharedTile<64, 64 * kSlabsOfPass>;  // of one warpgroup
+  using KeyTile = SharedTile<kBlockN, kHeadDim>;         // one stage of K, or of V
+  static constexpr int kOutputBytes = kNumOutputSlabs == 0 ? 0 : OutputTile::kBytes;
 
   static constexpr int kNumQueryTiles = kNumQueryStages * kNumConsumers;
   static constexpr int kQueryOffset = 0;
-  static constexpr int kKeyOffset = kQueryOffset + kNumQueryTiles * kQueryBytes;
-  static constexpr int kValueOffset = kKeyOffset + kNumStages * kKeyBytes;
-  static constexpr int kOutputOffset = kValueOffset + kNumStages * kKeyBytes;
+  static constexpr int kKeyOffset = kQueryOffset + kNumQueryTiles * QueryTile::kBytes;
+  static constexpr int kValueOffset = kKeyOffset + kNumStages * KeyTile::kBytes;
+  static constexpr int kOutputOffset = kValueOffset + kNumStages * KeyTile::kBytes;
   static constexpr int kTileOffset = kOutputOffset + kNumConsumers * kOutputBytes;
   static constexpr int kSchedulerOffset = kTileOffset + kNumQueryTiles * kTileBytes;
   static constexpr int kBarrierOffset = kSchedulerOffset + kSchedulerBytes_;
@@ -77,20 +75,18 @@ template <typename Spec>
 struct SharedMemory {
   unsigned char* base;
 
-  // [kNumSlabs][64 rows][64 columns], swizzled: the rows of warpgroup `consumer`.
-  __device__ __forceinline__ unsigned char* query(int stage, int consumer) const {
-    return base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::kQueryBytes;
+  // The rows of warpgroup `consumer`.
+  __device__ __forceinline__ typename Spec::QueryTile query(int stage, int consumer) const {
+    return {base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::QueryTile::kBytes};
   }
-  // [kNumOutputSlabs][64 rows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* output(int consumer) const {
-    return base + Spec::kOutputOffset + consumer * Spec::kOutputBytes;
+  __device__ __forceinline__ typename Spec::OutputTile output(int consumer) const {
+    return {base + Spec::kOutputOffset + consumer * Spec::kOutputBytes};
   }
-  // [kNumSlabs][kBlockN rows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* key(int stage) const {
-    return base + Spec::kKeyOffset + stage * Spec::kKeyBytes;
+  __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {
+    return {base + Spec::kKeyOffset + stage * Spec::KeyTile::kBytes};
   }
-  __device__ __forceinline__ unsigned char* value(int stage) const {
-    return base + Spec::kValueOffset + stage * Spec::kKeyBytes;
+  __device__ __forceinline__ typename Spec::KeyTile value(int stage) const {
+    return {base + Spec::kValueOffset + stage * Spec::KeyTile::kBytes};
   }
   // The Tile (schedule.cuh) that the Q in query(stage, consumer) belongs to; guarded by the same two
   // barriers.

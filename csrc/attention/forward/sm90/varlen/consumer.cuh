@@ -78,9 +78,9 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     float scores[kScores];
     this->wait_key();
     if constexpr (Base::kWaitsForBoth) this->wait_value();
-    this->issue_scores(scores, this->query_descriptor(), this->key_descriptor());
+    this->issue_scores(scores);
     if constexpr (!Base::kWaitsForBoth) this->wait_value();
-    this->issue_output(output, probabilities, this->value_descriptor());
+    this->issue_output(output, probabilities);
 
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
@@ -104,7 +104,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
     }
-    this->pack_probabilities(probabilities, scores);
+    pack_operand<Element>(probabilities, scores);
   }
 
   // The buffer of the tile before, where the output took the place of Q: once its store has read it.
@@ -142,7 +142,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       float scores[kScores];
       float rescale[2];
       this->wait_key();
-      this->issue_scores(scores, this->query_descriptor(), this->key_descriptor());
+      this->issue_scores(scores);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
       this->release_key();
@@ -154,7 +154,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       } else {
         online_softmax<Spec::kBlockN, true>(scores, rows, rescale, scale_log2);
       }
-      this->pack_probabilities(probabilities, scores);
+      pack_operand<Element>(probabilities, scores);
     }
     --block;
     const int plain_begin = maximum(own.begin, full.begin);
@@ -183,7 +183,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     load_sinks(params, tile, thread_row(tile), sink_log2);
     if constexpr (!Spec::kHasOutputInQuery) this->release_query();
     this->wait_value();
-    this->issue_output(output, probabilities, this->value_descriptor());
+    this->issue_output(output, probabilities);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
     this->release_value();
@@ -194,13 +194,13 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   __device__ __forceinline__ void clear_query_tail(const VarlenTile& tile, int first_row) const {
     const int rows = tile.rows - first_row;
     if (rows >= 64 || params.entries.cu_seqlens_q == nullptr) return;
-    unsigned char* smem = shared.query(query.stage, consumer);
+    const auto query_rows = shared.query(query.stage, consumer);
     const uint32_t zeros[4] = {0, 0, 0, 0};
     const int thread = ptx::thread_index() % 128;
     for (int row = rows + thread / 8; row < 64; row += 16) {
 #pragma unroll
       for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-        ptx::st_shared_128(smem + slab * Spec::kQuerySlabBytes + row * 128 + thread % 8 * 16, zeros);
+        ptx::st_shared_128(query_rows.row(row, slab) + thread % 8 * 16, zeros);
       }
     }
     // Hazard: the tensor cores read Q before all of it is cleared and visible to them.
@@ -244,8 +244,9 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
       }
       finish_rows(params, rows, is_capped ? 1.0f : scale_log2, sink_log2, inverse_sum, lse);
       store_varlen_lse(params, tile, row, lse);
-      unsigned char* smem = Spec::kHasOutputInQuery ? shared.query(query.stage, consumer) : shared.output(consumer);
-      store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, smem, output, inverse_sum);
+      typename Spec::OutputTile output_smem = shared.output(consumer);
+      if constexpr (Spec::kHasOutputInQuery) output_smem = shared.query(query.stage, consumer);
+      store_varlen_tile<Spec>(params, shared, out_map, tile, consumer, output_smem, output, inverse_sum);
       if constexpr (Spec::kHasOutputInQuery) query.advance();
       for (int left = own.begin; left > range.begin; --left) this->skip_block();
     }

@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_varlen_lse(const ForwardParams& params, co
 // Slabs first_slab on of the warpgroup's rows before tile.rows, from shared memory.
 template <typename Spec>
 __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, const VarlenTile& tile, int first_row,
-                                                const unsigned char* smem, int first_slab) {
+                                                typename Spec::OutputTile smem, int first_slab) {
   using Element = typename Spec::Element;
   const Strides& stride = params.out_stride;
   Element* out_gmem =
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
     for (int row = ptx::thread_index() % 128 / 8; row < tile.rows - first_row; row += 16) {
       if (column >= params.head_dim_v) continue;
       uint32_t words[4];
-      ptx::ld_shared_128(words, smem + slab * Spec::kQuerySlabBytes + row * 128 + (chunk ^ (row % 8)) * 16);
+      ptx::ld_shared_128(words, smem.chunk(row, slab, chunk));
       ptx::st_global_128(out_gmem + row * stride.row + column, words);
     }
   }
@@ -67,7 +67,8 @@ __device__ __forceinline__ void store_tail_rows(const ForwardParams& params, con
 template <typename Spec>
 __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
                                                   const ptx::TensorMap& out_map, const VarlenTile& tile, int consumer,
-                                                  unsigned char* smem, const float (&output)[Spec::kHeadDim / 2],
+                                                  typename Spec::OutputTile smem,
+                                                  const float (&output)[Spec::kHeadDim / 2],
                                                   const float (&inverse_sum)[2]) {
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
   const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
@@ -88,8 +89,8 @@ __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, c
     } else if (is_storing_thread) {
 #pragma unroll
       for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
-        ptx::tma_store_4d(&out_map, smem + slab * Spec::kQuerySlabBytes, (first_slab + slab) * 64,
-                          tile.first_row + first_row, tile.head, is_ragged ? 0 : tile.batch);
+        ptx::tma_store_4d(&out_map, smem.slab(slab), (first_slab + slab) * 64, tile.first_row + first_row, tile.head,
+                          is_ragged ? 0 : tile.batch);
       }
       ptx::tma_store_commit();
     }

@@ -38,7 +38,7 @@ struct VarlenProducer {
                                                   int row, int kv_head, int batch) {
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      ptx::tma_load_4d(smem + slab * Spec::kKeySlabBytes, &map, full, slab * 64, row, kv_head, batch,
+      ptx::tma_load_4d(smem + slab * Spec::KeyTile::kSlabBytes, &map, full, slab * 64, row, kv_head, batch,
                        ptx::CacheHint::kEvictLast);
     }
   }
@@ -140,16 +140,16 @@ struct VarlenProducer {
     ptx::Mbarrier* full = shared.key_full(key.stage);
     const auto place = source.find(block);
     ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
-    source.load(shared.key(key.stage), k_map, full, place);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
+    source.load(shared.key(key.stage).smem, k_map, full, place);
     key.advance();
   }
   template <typename Source>
   __device__ __forceinline__ void load_value(const Source& source, int block, ptx::Mbarrier* full) {
     const auto place = source.find(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Spec::kKeyBytes);
-    source.load(shared.value(value.stage), v_map, full, place);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
+    source.load(shared.value(value.stage).smem, v_map, full, place);
     value.advance();
   }
 
@@ -179,11 +179,11 @@ struct VarlenProducer {
       return;
     }
     const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
-    ptx::mbarrier_arrive_expect_tx(full, Spec::kQueryBytes);
+    ptx::mbarrier_arrive_expect_tx(full, Spec::QueryTile::kBytes);
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-      ptx::tma_load_4d(shared.query(query.stage, consumer) + slab * Spec::kQuerySlabBytes, &q_map, full, slab * 64,
-                       tile.first_row + row, tile.head, is_ragged ? 0 : tile.batch, ptx::CacheHint::kEvictFirst);
+      ptx::tma_load_4d(shared.query(query.stage, consumer).slab(slab), &q_map, full, slab * 64, tile.first_row + row,
+                       tile.head, is_ragged ? 0 : tile.batch, ptx::CacheHint::kEvictFirst);
     }
   }
 

@@ -49,13 +49,13 @@ struct TileScheduler {
     ptx::mbarrier_wait(shared.tail_full(tail.slot), parity);
     tail_parity[0] ^= tail.slot == 0;
     tail_parity[1] ^= tail.slot;
-    unsigned char* smem = shared.value(tail.stage);
+    const auto value_rows = shared.value(tail.stage);
     const uint32_t zeros[4] = {0, 0, 0, 0};
     constexpr int kRowsAtOnce = 32 / 8;
     for (int row = tail.first_row + lane / 8; row < Spec::kBlockN; row += kRowsAtOnce) {
 #pragma unroll
       for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-        ptx::st_shared_128(smem + slab * Spec::kKeySlabBytes + row * 128 + lane % 8 * 16, zeros);
+        ptx::st_shared_128(value_rows.row(row, slab) + lane % 8 * 16, zeros);
       }
     }
     // Hazard: the tensor cores read V before these stores are visible to them.
