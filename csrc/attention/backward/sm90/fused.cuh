@@ -49,17 +49,9 @@ struct FusedQueries {
   // sums[64 x kHeadDim] = dS[64 x 64 * kHalves] K[64 * kHalves x kHeadDim]
   template <int kHalves>
   __device__ __forceinline__ void multiply(float (&sums)[kSums]) const {
-    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(at.stage), 0, 1024);
-    const uint64_t keys = ptx::make_smem_descriptor(shared.own_first(0), Spec::kOwnSlabBytes, 1024);
-    const int next_keys = 2 * Spec::kOwnBytes;  // own_first(1) - own_first(0)
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4 * kHalves; ++step) {
-      ptx::wgmma_ss<Element, Spec::kHeadDim, true, true>(
-          sums, ptx::advance_smem_descriptor(scores, step * 2048),
-          ptx::advance_smem_descriptor(keys, step / 4 * next_keys + step % 4 * 2048), step == 0 ? 0 : 1);
-    }
-    ptx::wgmma_commit();
+    const MnMajorOperand scores = shared.score_operand(at.stage);
+    const TileKeys<Spec> keys(shared.own_first(0).smem);
+    issue_product<Element, 4 * kHalves>(sums, scores, keys);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(sums);
   }
@@ -101,18 +93,17 @@ struct FusedQueries {
     hand_over(sums, partial, rank);
   }
 
+  // dS of the second consumer's keys.
+  struct HalfOperand {
+    static constexpr bool kIsTransposed = true;
+    MnMajorOperand scores;
+    __device__ __forceinline__ uint64_t k_step(int step) const { return scores.k_step(4 + step); }
+  };
   // sums[64 x kHeadDim] = dS[64 x 64] K[64 x kHeadDim] of the second consumer's keys alone.
   __device__ __forceinline__ void multiply_second(float (&sums)[kSums]) const {
-    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(at.stage), 0, 1024);
-    const uint64_t keys = ptx::make_smem_descriptor(shared.own_first(1), Spec::kOwnSlabBytes, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      ptx::wgmma_ss<Element, Spec::kHeadDim, true, true>(sums, ptx::advance_smem_descriptor(scores, (4 + step) * 2048),
-                                                         ptx::advance_smem_descriptor(keys, step * 2048),
-                                                         step == 0 ? 0 : 1);
-    }
-    ptx::wgmma_commit();
+    const HalfOperand scores{shared.score_operand(at.stage)};
+    const MnMajorOperand keys = shared.own_first(1).mn_major();
+    issue_product<Element, 4>(sums, scores, keys);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(sums);
   }

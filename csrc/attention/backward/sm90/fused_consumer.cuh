@@ -29,8 +29,9 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
   static constexpr int kConsumerRegisters = kIsWide ? 240 : 208;
   static constexpr int kQueryRegisters = 64;
 
-  static constexpr int kQueryBuffers = 2;                     // of dS^T, and of dQ
-  static constexpr int kScoreBytes = kBlockN * kBlockM * 2;   // dS^T of a block
+  static constexpr int kQueryBuffers = 2;          // of dS^T, and of dQ
+  using ScoreTile = SharedTile<kBlockN, kBlockM>;  // dS^T of a block
+  static constexpr int kScoreBytes = ScoreTile::kBytes;
   static constexpr int kQueryBytes = kBlockM * kHeadDim * 4;  // dQ of a block
   static constexpr int kScoreOffset = (Base::kSharedBytes + 1023) / 1024 * 1024;
   static constexpr int kQueryOffset = kScoreOffset + kQueryBuffers * kScoreBytes;
@@ -47,9 +48,13 @@ template <typename Spec>
 struct FusedMemory : SharedMemory<Spec> {
   using SharedMemory<Spec>::base;
 
-  // [128 keys][64 queries], swizzled: dS^T, each consumer's half.
-  __device__ __forceinline__ unsigned char* scores(int buffer) const {
-    return base + Spec::kScoreOffset + buffer * Spec::kScoreBytes;
+  // dS^T, [128 keys][64 queries], each consumer's half.
+  __device__ __forceinline__ typename Spec::ScoreTile scores(int buffer) const {
+    return {base + Spec::kScoreOffset + buffer * Spec::kScoreBytes};
+  }
+  // dS as the left operand of dQ's products; one slab.
+  __device__ __forceinline__ MnMajorOperand score_operand(int buffer) const {
+    return {ptx::make_smem_descriptor(scores(buffer).smem, 0, kSwizzleBytes)};
   }
   // A partial of dq, in the order of FusedQueries::hand_over.
   __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
@@ -70,6 +75,19 @@ struct FusedMemory : SharedMemory<Spec> {
   // The number of the partial that query_sums(buffer) belongs to, or -1, and this tile's rank in it; guarded by the same barriers.
   __device__ __forceinline__ unsigned char* partial_record(int buffer) const {
     return base + Spec::kScoreBarrierOffset + Spec::kQueryBuffers * 4 * 8 + 16 * buffer;
+  }
+};
+
+// K of both consumers' own tiles, from a slab on, as the right operand of dQ = dS K: four steps of k for each.
+template <typename Spec>
+struct TileKeys {
+  static constexpr bool kIsTransposed = true;
+  uint64_t descriptor;
+
+  __device__ __forceinline__ TileKeys(const unsigned char* smem)
+      : descriptor(ptx::make_smem_descriptor(smem, Spec::OwnTile::kSlabBytes, kSwizzleBytes)) {}
+  __device__ __forceinline__ uint64_t k_step(int step) const {
+    return ptx::advance_smem_descriptor(descriptor, step / 4 * 2 * Spec::kOwnBytes + step % 4 * 16 * kSlabRowBytes);
   }
 };
 
@@ -158,7 +176,9 @@ __device__ __forceinline__ void fused_exponentials(const BackwardParams& params,
 template <typename Spec, MaskKind kMask>
 struct FusedConsumer {
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
   static constexpr int kOwn = Spec::kHeadDim / 4;  // registers per thread for 64 rows of K, or V
 
   const BackwardParams& params;
@@ -178,35 +198,38 @@ struct FusedConsumer {
   }
   __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
 
-  // scores = own[64 x kHeadDim] stream^T, as Product::issue_scores, but own rows come from registers: what the products read from shared
-  // memory bounds this kernel.
-  static __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores], uint32_t (&own)[kOwn],
-                                                      const unsigned char* stream_smem) {
-    issue_scores(scores, own, ptx::make_smem_descriptor(stream_smem, 0, 1024));
-  }
-  static __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores], uint32_t (&own)[kOwn],
-                                                      uint64_t stream) {
-    ptx::wgmma_fence_operands(own);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
-      const uint32_t* a = &own[4 * step];
-      ptx::wgmma_rs<typename Spec::Element, Spec::kStreamRows, false>(
-          scores, a[0], a[1], a[2], a[3], ptx::advance_smem_descriptor(stream, step * 32), step == 0 ? 0 : 1);
+  // The current block of Q, or of dO, as a right operand. Varlen: its descriptor is computed where this is made; dense: where it is used.
+  template <bool kIsSecond>
+  struct StreamBlock {
+    const FusedConsumer& owner;
+    uint64_t descriptor = 0;
+
+    __device__ __forceinline__ explicit StreamBlock(const FusedConsumer& owner_) : owner(owner_) {
+      if constexpr (kIsVarlen) {
+        descriptor = static_cast<uint64_t>(ptx::recompute(static_cast<int64_t>(tile().k_major().descriptor)));
+      }
     }
-    ptx::wgmma_commit();
-  }
-  // Of a block of the stream; computed at this point of the program.
-  static __device__ __forceinline__ uint64_t described(const unsigned char* stream_smem) {
-    return static_cast<uint64_t>(ptx::recompute(static_cast<int64_t>(ptx::make_smem_descriptor(stream_smem, 0, 1024))));
-  }
-  static __device__ __forceinline__ void load_own(uint32_t (&own)[kOwn], const unsigned char* smem) {
+    __device__ __forceinline__ typename Spec::StreamTile tile() const {
+      return kIsSecond ? owner.shared.second(owner.at.stage) : owner.shared.first(owner.at.stage);
+    }
+    __device__ __forceinline__ KMajorOperand<Spec::kStreamRows> k_major() const {
+      if constexpr (kIsVarlen) return {descriptor};
+      return tile().k_major();
+    }
+    __device__ __forceinline__ MnMajorOperand mn_major() const {
+      if constexpr (kIsVarlen) return {descriptor | static_cast<uint64_t>(Spec::StreamTile::kSlabBytes >> 4) << 16};
+      return tile().mn_major();
+    }
+  };
+
+  // The own rows in registers, as the left operand of S^T and dP^T: what the products read from shared memory bounds this kernel.
+  static __device__ __forceinline__ void load_own(uint32_t (&own)[kOwn], const typename Spec::OwnTile& tile) {
     const int lane = ptx::lane_index();
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int step = 0; step < Spec::kHeadDim / 16; ++step) {
+    for (int step = 0; step < Product::kSteps; ++step) {
       uint32_t words[4];
-      ptx::ldmatrix_x4(words, smem + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
+      ptx::ldmatrix_x4(words, tile.smem + row * kSlabRowBytes + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) own[4 * step + i] = words[i];
     }
@@ -217,7 +240,7 @@ struct FusedConsumer {
     ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
     const int lane = ptx::lane_index();
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
-    unsigned char* row_smem = shared.scores(handed.stage) + (consumer * 64 + row) * 128;
+    unsigned char* row_smem = shared.scores(handed.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
       const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
@@ -240,54 +263,35 @@ struct FusedConsumer {
     float gradients[Product::kScores];  // dP^T, then dS^T
     float lse_log2[Product::kColumns];
     float row_dot[Product::kColumns];
-    [[maybe_unused]] uint64_t q_stream, dout_stream;
-    constexpr uint64_t kLeadingSlab = static_cast<uint64_t>(Spec::kStreamSlabBytes >> 4)
-                                      << 16;  // of the transposed operand
-    if constexpr (kMask == MaskKind::kBand) {
-      // Worked out ahead of the wait, over which ptxas moves nothing: the first product would stand behind it.
-      q_stream = described(shared.first(at.stage));
-      dout_stream = described(shared.second(at.stage));
-      const int statistics = ptx::recompute(at.stage * Spec::kStatisticsBytes);
-      wait_block();
-      load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
-      issue_scores(scores, own_k, q_stream);
-    } else {
-      wait_block();
-      load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-      issue_scores(scores, own_k, shared.first(at.stage));
-    }
+    // Varlen: computed ahead of the wait, over which ptxas moves nothing: otherwise the first product would be issued later.
+    const StreamBlock<false> q(*this);
+    const StreamBlock<true> dout(*this);
+    const int statistics =
+        kIsVarlen ? ptx::recompute(at.stage * Spec::kStatisticsBytes) : at.stage * Spec::kStatisticsBytes;
+    wait_block();
+    load_columns<Spec>(lse_log2, shared.statistics(0) + statistics);
+    issue_product<Element>(scores, own_k, q.k_major());
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(dk);
     if (used.stage != at.stage) release_used();
-    if constexpr (kMask == MaskKind::kBand) {
-      issue_scores(gradients, own_v, dout_stream);
-    } else {
-      issue_scores(gradients, own_v, shared.second(at.stage));
-    }
+    issue_product<Element>(gradients, own_v, dout.k_major());
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
     if (is_masked) {
-      if constexpr (kMask == MaskKind::kBand) {
-        // Worked out here, not ahead of the branch for every block.
-        const BlockCoordinates own{coordinates.tile_smem, coordinates.head, coordinates.first_key,
-                                   ptx::recompute(coordinates.block)};
-        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, own);
-      } else {
-        fused_exponentials<Spec, kMask, true>(params, scores, lse_log2, coordinates);
-      }
+      // Varlen: what follows from the block is computed here, not ahead of the branch for every block.
+      const int block = kIsVarlen ? ptx::recompute(coordinates.block) : coordinates.block;
+      fused_exponentials<Spec, kMask, true>(
+          params, scores, lse_log2,
+          BlockCoordinates{coordinates.tile_smem, coordinates.head, coordinates.first_key, block});
     } else {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    Product::pack_scores(p_packed, scores);
-    if constexpr (kMask == MaskKind::kBand) {
-      Product::issue_output(dv, p_packed, dout_stream | kLeadingSlab);
-    } else {
-      Product::issue_output(dv, p_packed, shared.second(at.stage));
-    }
+    pack_operand<Element>(p_packed, scores);
+    issue_product<Element, true>(dv, p_packed, dout.mn_major());
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -295,13 +299,9 @@ struct FusedConsumer {
     for (int i = 0; i < Product::kScores; ++i) {
       gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
     }
-    Product::pack_scores(ds_packed, gradients);
+    pack_operand<Element>(ds_packed, gradients);
     hand_scores(ds_packed);
-    if constexpr (kMask == MaskKind::kBand) {
-      Product::issue_output(dk, ds_packed, q_stream | kLeadingSlab);
-    } else {
-      Product::issue_output(dk, ds_packed, shared.first(at.stage));
-    }
+    issue_product<Element, true>(dk, ds_packed, q.mn_major());
     at.advance();
   }
 

@@ -55,7 +55,7 @@ struct WideFusedConsumer {
   __device__ __forceinline__ void share_scores(const uint32_t (&packed)[Product::kPacked]) {
     const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
-    unsigned char* row_smem = shared.scores(handed.stage) + (consumer * 64 + row) * 128;
+    unsigned char* row_smem = shared.scores(handed.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
       const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
@@ -68,17 +68,9 @@ struct WideFusedConsumer {
 
   // sums[64 x 64] = dS[64 x 128] K[128 x 64], of this consumer's columns; asynchronous.
   __device__ __forceinline__ void issue_sums(float (&sums)[kSums]) const {
-    const uint64_t scores = ptx::make_smem_descriptor(shared.scores(handed.stage), 0, 1024);
-    const uint64_t keys =
-        ptx::make_smem_descriptor(shared.own_first(0) + consumer * Spec::kOwnSlabBytes, Spec::kOwnSlabBytes, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 8; ++step) {
-      ptx::wgmma_ss<Element, 64, true, true>(
-          sums, ptx::advance_smem_descriptor(scores, step * 2048),
-          ptx::advance_smem_descriptor(keys, step / 4 * 2 * Spec::kOwnBytes + step % 4 * 2048), step == 0 ? 0 : 1);
-    }
-    ptx::wgmma_commit();
+    const MnMajorOperand scores = shared.score_operand(handed.stage);
+    const TileKeys<Spec> keys(shared.own_first(0).slab(consumer));
+    issue_product<Element, 8>(sums, scores, keys);
   }
 
   // To the reducing warp: this consumer's half of a partial, in the order of FusedQueries::hand_over.
@@ -120,11 +112,13 @@ struct WideFusedConsumer {
     float row_dot[Product::kColumns];
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(at.stage));
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
+                                            shared.first(at.stage).k_major());
     ptx::wgmma_wait<1>();  // dK of the block before
     ptx::wgmma_fence_operands(dk);
     if (used.stage != at.stage) release_used();
-    Product::template issue_scores<false>(gradients, shared.own_second(consumer), shared.second(at.stage));
+    issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
+                                            shared.second(at.stage).k_major());
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
@@ -134,7 +128,7 @@ struct WideFusedConsumer {
       fused_exponentials<Spec, kMask, false>(params, scores, lse_log2, coordinates);
     }
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
-    Product::pack_scores(p_packed, scores);
+    pack_operand<Element>(p_packed, scores);
 
     ptx::wgmma_wait<0>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -142,14 +136,14 @@ struct WideFusedConsumer {
     for (int i = 0; i < Product::kScores; ++i) {
       gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
     }
-    Product::pack_scores(ds_packed, gradients);
+    pack_operand<Element>(ds_packed, gradients);
     share_scores(ds_packed);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
     // Hazard: the product reads the other consumer's dS before it is written.
     ptx::mbarrier_wait(shared.scores_full(handed.stage), handed.parity);
     float sums[kSums];
     issue_sums(sums);
-    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
     ptx::wgmma_wait<1>();  // dV and dQ
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(sums);

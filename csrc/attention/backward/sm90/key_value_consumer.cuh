@@ -108,6 +108,7 @@ template <typename Spec, MaskKind kMask>
 struct KeyValueGradientConsumer {
   static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
   using Coordinates = BlockCoordinates;
   static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
@@ -128,12 +129,13 @@ struct KeyValueGradientConsumer {
   }
 
   __device__ __forceinline__ void wait_block() const { ptx::mbarrier_wait(shared.first_full(at.stage), at.parity); }
-  __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
-    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(at.stage));
+  __device__ __forceinline__ void begin_scores(float (&scores)[Product::kScores]) {
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
+                                            shared.first(at.stage).k_major());
   }
-  __device__ __forceinline__ void issue_gradients(float (&gradients)[Product::kScores]) {
-    Product::template issue_scores<Spec::kStartsFromRowDot>(gradients, shared.own_second(consumer),
-                                                            shared.second(at.stage));
+  __device__ __forceinline__ void begin_gradients(float (&gradients)[Product::kScores]) {
+    issue_product<Element, Product::kSteps, Spec::kStartsFromRowDot>(gradients, shared.own_second(consumer).k_major(),
+                                                                     shared.second(at.stage).k_major());
   }
 
   template <Scores kScores>
@@ -146,7 +148,7 @@ struct KeyValueGradientConsumer {
     float row_dot[Product::kColumns];
     wait_block();
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_scores(scores);
+    begin_scores(scores);
     // dV and dK of the block before, with S^T behind them: dP^T can have the registers of their P^T and dS^T.
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(dv);
@@ -154,7 +156,7 @@ struct KeyValueGradientConsumer {
     if (used.stage != at.stage) release_used();
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     if constexpr (Spec::kStartsFromRowDot) load_negative_row_dots<Spec>(gradients, row_dot_smem);
-    issue_gradients(gradients);
+    begin_gradients(gradients);
 
     ptx::wgmma_wait<1>();  // S^T
     ptx::wgmma_fence_operands(scores);
@@ -166,8 +168,8 @@ struct KeyValueGradientConsumer {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
     }
     if constexpr (!Spec::kStartsFromRowDot) load_columns<Spec>(row_dot, row_dot_smem);
-    if constexpr (!Spec::kHasScoreMod) Product::pack_scores(p_packed, scores);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    if constexpr (!Spec::kHasScoreMod) pack_operand<Element>(p_packed, scores);
+    issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
 
     ptx::wgmma_wait<1>();  // dP^T
     ptx::wgmma_fence_operands(gradients);
@@ -176,8 +178,8 @@ struct KeyValueGradientConsumer {
       if constexpr (!Spec::kStartsFromRowDot) gradients[i] -= row_dot[i / 4 * 2 + i % 2];
       gradients[i] *= scores[i];
     }
-    Product::pack_scores(ds_packed, gradients);
-    Product::issue_output(dk, ds_packed, shared.first(at.stage));
+    pack_operand<Element>(ds_packed, gradients);
+    issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
     at.advance();
   }
 
@@ -189,19 +191,19 @@ struct KeyValueGradientConsumer {
                                              float (&gradients)[Product::kScores], float (&lse_log2)[Product::kColumns],
                                              uint32_t (&p_packed)[Product::kPacked],
                                              uint32_t (&ds_packed)[Product::kPacked], const Coordinates& coordinates) {
-    const unsigned char* q_smem = shared.first(at.stage);
+    const typename Spec::StreamTile q = shared.first(at.stage);
     const unsigned char* row_dot_smem = shared.statistics(at.stage) + Spec::kStreamRows * 4;
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();  // S^T, and dV of the block before
     ptx::wgmma_fence_operands(scores);
     exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, row_dot_smem);
-    Product::pack_scores(p_packed, scores);
-    Product::issue_output(dv, p_packed, shared.second(at.stage));
+    pack_operand<Element>(p_packed, scores);
+    issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
     at.advance();
     if constexpr (!kIsLast) {
       wait_block();
-      issue_scores(next_scores);
+      begin_scores(next_scores);
     }
 
     ptx::wgmma_wait<1>();  // dP^T, and dK of the block before. With 2, dV under way as well, registers do not suffice
@@ -212,15 +214,15 @@ struct KeyValueGradientConsumer {
       gradients[i] = scores[i] * (gradients[i] - row_dot[i / 4 * 2 + i % 2]);
     }
     if constexpr (!kIsLast) load_columns<Spec>(lse_log2, shared.statistics(at.stage));  // of the next block
-    Product::pack_scores(ds_packed, gradients);
-    Product::issue_output(dk, ds_packed, q_smem);
+    pack_operand<Element>(ds_packed, gradients);
+    issue_product<Element, true>(dk, ds_packed, q.mn_major());
     if constexpr (kIsLast) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(dk);
       ptx::wgmma_fence_operands(dv);
       release_used();
     } else {
-      issue_gradients(gradients);
+      begin_gradients(gradients);
     }
   }
 
@@ -242,9 +244,9 @@ struct KeyValueGradientConsumer {
       ++block;
     };
     wait_block();
-    issue_scores(even);
+    begin_scores(even);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_gradients(gradients);
+    begin_gradients(gradients);
     if (block == last) return step(Yes{}, Yes{}, Yes{}, even, odd);
     step(Yes{}, Yes{}, No{}, even, odd);
     if (block == last) return step(Yes{}, No{}, Yes{}, odd, even);
@@ -277,9 +279,9 @@ struct KeyValueGradientConsumer {
       ++block;
     };
     wait_block();
-    issue_scores(even);
+    begin_scores(even);
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    issue_gradients(gradients);
+    begin_gradients(gradients);
     step(Yes{}, No{}, even, odd);
     while (block <= last - 2) {
       step(No{}, No{}, odd, even);

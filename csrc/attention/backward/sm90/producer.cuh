@@ -17,21 +17,22 @@ namespace sm90 {
 
 // Asks for kStreamRows rows from `row` on, slab by slab. Rows and columns outside the tensor become zeros.
 template <typename Spec, typename Coordinates>
-__device__ __forceinline__ void copy_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                            int row, const Coordinates& coordinates) {
+__device__ __forceinline__ void copy_stream(const typename Spec::StreamTile& tile, const ptx::TensorMap& map,
+                                            ptx::Mbarrier* full, int row, const Coordinates& coordinates) {
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    load_box(smem + slab * Spec::kStreamSlabBytes, map, full, slab * 64, row, coordinates, ptx::CacheHint::kEvictLast);
+  for (int slab = 0; slab < Spec::StreamTile::kNumSlabs; ++slab) {
+    load_box(tile.slab(slab), map, full, slab * kSlabColumns, row, coordinates, ptx::CacheHint::kEvictLast);
   }
 }
 
 // A block of one tensor, once its buffer is free.
 template <typename Spec, typename Coordinates>
-__device__ __forceinline__ void load_stream(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                            ptx::Mbarrier* empty, int parity, int row, const Coordinates& coordinates) {
+__device__ __forceinline__ void load_stream(const typename Spec::StreamTile& tile, const ptx::TensorMap& map,
+                                            ptx::Mbarrier* full, ptx::Mbarrier* empty, int parity, int row,
+                                            const Coordinates& coordinates) {
   ptx::mbarrier_wait(empty, parity ^ 1);
   ptx::mbarrier_arrive_expect_tx(full, Spec::kStreamBytes);
-  copy_stream<Spec>(smem, map, full, row, coordinates);
+  copy_stream<Spec>(tile, map, full, row, coordinates);
 }
 
 // A block of both, the first one's before the second's.
@@ -67,13 +68,13 @@ __device__ __forceinline__ void load_own(const SharedMemory<Spec>& shared, const
   ptx::mbarrier_arrive(shared.tile_full(own));
   ptx::mbarrier_arrive_expect_tx(full, 2 * Spec::kOwnBytes);
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    load_box(shared.own_first(own) + slab * Spec::kOwnSlabBytes, first_map, full, slab * 64, row, first_at,
+  for (int slab = 0; slab < Spec::OwnTile::kNumSlabs; ++slab) {
+    load_box(shared.own_first(own).slab(slab), first_map, full, slab * kSlabColumns, row, first_at,
              ptx::CacheHint::kEvictFirst);
   }
 #pragma unroll
-  for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
-    load_box(shared.own_second(own) + slab * Spec::kOwnSlabBytes, second_map, full, slab * 64, row, second_at,
+  for (int slab = 0; slab < Spec::OwnTile::kNumSlabs; ++slab) {
+    load_box(shared.own_second(own).slab(slab), second_map, full, slab * kSlabColumns, row, second_at,
              ptx::CacheHint::kEvictFirst);
   }
 }

@@ -165,13 +165,15 @@ struct QueryGradientConsumer {
                        block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
   }
 
-  __device__ __forceinline__ void issue_scores(float (&scores)[Product::kScores]) {
+  __device__ __forceinline__ void begin_scores(float (&scores)[Product::kScores]) {
     ptx::mbarrier_wait(shared.first_full(key.stage), key.parity);
-    Product::template issue_scores<false>(scores, shared.own_first(consumer), shared.first(key.stage));
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(consumer).k_major(),
+                                            shared.first(key.stage).k_major());
   }
-  __device__ __forceinline__ void issue_gradients(float (&gradients)[Product::kScores]) {
+  __device__ __forceinline__ void begin_gradients(float (&gradients)[Product::kScores]) {
     wait_value();
-    Product::template issue_scores<false>(gradients, shared.own_second(consumer), shared.second(value.stage));
+    issue_product<Element, Product::kSteps>(gradients, shared.own_second(consumer).k_major(),
+                                            shared.second(value.stage).k_major());
   }
 
   // gradients: dP to dS.
@@ -189,8 +191,8 @@ struct QueryGradientConsumer {
                                        const RowLoads& loads, const Tile& tile, int block) {
     float scores[Product::kScores];
     float gradients[Product::kScores];  // dP, then dS
-    issue_scores(scores);
-    issue_gradients(gradients);
+    begin_scores(scores);
+    begin_gradients(gradients);
     if constexpr (kIsFirst) finish_rows(loads, tile);
 
     ptx::wgmma_wait<1>();  // S; and dQ of the block before
@@ -205,9 +207,9 @@ struct QueryGradientConsumer {
     ptx::wgmma_fence_operands(gradients);
     release_value();
     multiply(gradients, scores);
-    Product::pack_scores(packed, gradients);
+    pack_operand<Element>(packed, gradients);
     if constexpr (kIsFirst) Product::clear(dq);
-    Product::issue_output(dq, packed, shared.first(key.stage));
+    issue_product<Element, true>(dq, packed, shared.first(key.stage).mn_major());
     key.advance();
   }
 
@@ -221,22 +223,22 @@ struct QueryGradientConsumer {
     ptx::wgmma_wait<kIsFirst ? 1 : 2>();
     ptx::wgmma_fence_operands(scores);
     exponentials<kIsMasked ? Scores::kMasked : Scores::kPlain>(scores, tile, block);
-    const unsigned char* key_smem = shared.first(key.stage);
+    const typename Spec::StreamTile key_block = shared.first(key.stage);
     key.advance();
-    if constexpr (!kIsLast) issue_scores(next_scores);
+    if constexpr (!kIsLast) begin_scores(next_scores);
     ptx::wgmma_wait<kIsLast ? 0 : 1>();
     ptx::wgmma_fence_operands(gradients);
     if constexpr (!kIsFirst) release_key();
     release_value();
     multiply(gradients, scores);
-    Product::pack_scores(packed, gradients);
+    pack_operand<Element>(packed, gradients);
     if constexpr (kIsFirst && !kIsVarlen) Product::clear(dq);
-    Product::issue_output(dq, packed, key_smem);
+    issue_product<Element, true>(dq, packed, key_block.mn_major());
     if constexpr (kIsLast) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(dq);
     } else {
-      issue_gradients(gradients);
+      begin_gradients(gradients);
     }
   }
 
@@ -256,8 +258,8 @@ struct QueryGradientConsumer {
     float odd[Product::kScores];
     float gradients[Product::kScores];
     int block = own_end - 1;
-    issue_scores(even);
-    issue_gradients(gradients);
+    begin_scores(even);
+    begin_gradients(gradients);
     finish_rows(loads, tile);
     if (block == 0) return step_ahead<true, true, true>(dq, even, odd, gradients, packed, tile, block);
     step_ahead<true, true, false>(dq, even, odd, gradients, packed, tile, block--);
@@ -286,8 +288,8 @@ struct QueryGradientConsumer {
                                                                        block--);
     };
     release_key();
-    issue_scores(even);
-    issue_gradients(gradients);
+    begin_scores(even);
+    begin_gradients(gradients);
     step(Yes{}, No{}, even, odd);
     while (block >= begin + 2) {
       step(No{}, No{}, odd, even);
@@ -345,8 +347,8 @@ struct QueryGradientConsumer {
       float gradients[Product::kScores];  // dP, then dS
       MaskValues<Spec> values;
       load_mask<Spec>(values, params.band, [&] { return mask_pointer(tile, block); });
-      issue_scores(scores);
-      issue_gradients(gradients);
+      begin_scores(scores);
+      begin_gradients(gradients);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
@@ -359,8 +361,8 @@ struct QueryGradientConsumer {
       ptx::wgmma_fence_operands(gradients);
       release_value();
       multiply(gradients, scores);
-      Product::pack_scores(packed, gradients);
-      Product::issue_output(dq, packed, shared.first(key.stage));
+      pack_operand<Element>(packed, gradients);
+      issue_product<Element, true>(dq, packed, shared.first(key.stage).mn_major());
       key.advance();
     }
   }

@@ -21,6 +21,7 @@ constexpr int kProbabilitiesEmpty = 9;
 template <typename Spec, MaskKind kMask, typename Derived>
 struct SharedConsumer {
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
   using Coordinates = BlockCoordinates;
   static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
@@ -35,8 +36,8 @@ struct SharedConsumer {
       : params(params_), shared(shared_) {}
 
   // entry_rows: of the gradient.
-  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int entry_rows, unsigned char* output_smem,
-                                            int consumer, float factor) {
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int entry_rows,
+                                            const typename Spec::OwnTile& output_tile, int consumer, float factor) {
     Derived& derived = static_cast<Derived&>(*this);
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
     const int heads = params.heads_q / params.heads_kv;
@@ -71,12 +72,12 @@ struct SharedConsumer {
       derived.finish(output);
       // Hazard: the gradient takes the place of K or V while another warp of the warpgroup still multiplies with it.
       sync_consumer(consumer);
-      Product::store_shared(output_smem, output, factor);
+      Product::store_shared(output_tile, output, factor);
       // Hazard: the copy engine reads before all 64 rows are written and visible to it.
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (is_storing_thread) {
-        Product::store_global(map, output_smem, first_key, keys_stored(entry_rows, tile));
+        Product::store_global(map, output_tile, first_key, keys_stored(entry_rows, tile));
         ptx::tma_store_commit();
         // Hazard: the next tile's K or V overwrites the gradient while the store still reads it.
         ptx::tma_store_wait_read<0>();
@@ -90,6 +91,7 @@ template <typename Spec, MaskKind kMask>
 struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer<Spec, kMask>> {
   using Base = SharedConsumer<Spec, kMask, ValueGradientConsumer>;
   using Product = Products<Spec>;
+  using Element = typename Spec::Element;
   using Base::at, Base::used, Base::has_used, Base::params, Base::shared;
   using typename Base::Coordinates;
 
@@ -111,7 +113,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     ptx::mbarrier_wait(shared.first_full(at.stage), at.parity);
     float lse_log2[Product::kColumns];
     load_columns<Spec>(lse_log2, shared.statistics(at.stage));
-    Product::template issue_scores<false>(scores, shared.own_first(0), shared.first(at.stage));
+    issue_product<Element, Product::kSteps>(scores, shared.own_first(0).k_major(), shared.first(at.stage).k_major());
     ptx::wgmma_wait<0>();  // S^T; and dV of the block before
     ptx::wgmma_fence_operands(scores);
     release_used();
@@ -126,9 +128,9 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     }
     release(shared.first_empty(at.stage));
     if constexpr (Spec::kHasScoreMod) {
-      Product::pack_scores(handed_on, scores);
+      pack_operand<Element>(handed_on, scores);
     } else {
-      Product::pack_scores(packed, scores);
+      pack_operand<Element>(packed, scores);
 #pragma unroll
       for (int i = 0; i < Product::kPacked; ++i) handed_on[i] = packed[i];
     }
@@ -144,7 +146,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     ptx::named_barrier_arrive(kProbabilitiesFull, 256);
 
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
-    Product::issue_output(dv, packed, shared.second(at.stage));
+    issue_product<Element, true>(dv, packed, shared.second(at.stage).mn_major());
     at.advance();
   }
 
@@ -187,7 +189,8 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
     float row_dot[Product::kColumns];
     load_columns<Spec>(row_dot, shared.statistics(at.stage) + Spec::kStreamRows * 4);
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
-    Product::template issue_scores<false>(gradients, shared.own_second(0), shared.second(at.stage));
+    issue_product<Element, Product::kSteps>(gradients, shared.own_second(0).k_major(),
+                                            shared.second(at.stage).k_major());
     ptx::wgmma_wait<0>();  // dP^T; and dK of the block before
     ptx::wgmma_fence_operands(gradients);
     release_used();
@@ -208,7 +211,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
                                 probability.y * (gradients[2 * i + 1] - row_dot[column + 1]));
     }
     ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);
-    Product::issue_output(dk, packed, shared.first(at.stage));
+    issue_product<Element, true>(dk, packed, shared.first(at.stage).mn_major());
     at.advance();
   }
 

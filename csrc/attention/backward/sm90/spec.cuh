@@ -11,6 +11,7 @@
 
 #include "attention/params/backward.h"
 #include "device/ring.cuh"
+#include "device/shared_tile.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace flashmoe {
@@ -52,9 +53,10 @@ struct TileSpec {
   static constexpr int kNumConsumers = kSharesRows ? 2 : kNumOwnTiles;
   static constexpr int kConsumersPerTile = kNumConsumers / kNumOwnTiles;
   static constexpr int kNumThreads = kNumWarps * 32;
-  static constexpr int kNumSlabs = kHeadDim / 64;  // 64 columns, 128 bytes: the width of the swizzle
+  using OwnTile = SharedTile<64, kHeadDim>;              // a warpgroup's rows of one tensor
+  using StreamTile = SharedTile<kStreamRows, kHeadDim>;  // one block of one tensor
 
-  static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
+  static_assert(kHeadDim <= 256, "wgmma takes N <= 256");
   static_assert(kOwnRows % 64 == 0 && kNumConsumers >= 2 && kNumConsumers <= 3, "a warpgroup owns 64 rows");
   static_assert(!kSharesRows || kOwnRows == 64, "two warpgroups that share their rows");
   static_assert(kStreamRows % 16 == 0 && kStreamRows <= 256, "k of a product is 16, and a box has at most 256 rows");
@@ -75,15 +77,12 @@ struct TileSpec {
                                             : kIsVarlen && !kIsFull ? 224
                                                                     : 240;
 
-  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
-  static constexpr int kOwnSlabBytes = 64 * 128;
-  static constexpr int kOwnBytes = kNumSlabs * kOwnSlabBytes;  // 64 rows of one tensor
-  static constexpr int kStreamSlabBytes = kStreamRows * 128;
-  static constexpr int kStreamBytes = kNumSlabs * kStreamSlabBytes;                  // one block of one tensor
+  // Bytes.
+  static constexpr int kOwnBytes = OwnTile::kBytes;
+  static constexpr int kStreamBytes = StreamTile::kBytes;
   static constexpr int kStatisticsBytes = kHasStatistics ? 2 * kStreamRows * 4 : 0;  // of one block
   static constexpr int kProbabilityBytes =
       kSharesRows ? 64 * kStreamRows * 2 : 0;  // P, from one warpgroup to the other
-  static_assert(kStreamSlabBytes % 1024 == 0, "slabs are 1024-byte aligned: a block has a multiple of 8 rows");
 
   static constexpr int kOwnOffset = 0;
   static constexpr int kFirstOffset = kOwnOffset + 2 * kNumOwnTiles * kOwnBytes;
@@ -146,17 +145,17 @@ template <typename Spec>
 struct SharedMemory {
   unsigned char* base;
 
-  // [kNumSlabs][64 rows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* own_first(int tile) const {
-    return base + Spec::kOwnOffset + 2 * tile * Spec::kOwnBytes;
+  __device__ __forceinline__ typename Spec::OwnTile own_first(int tile) const {
+    return {base + Spec::kOwnOffset + 2 * tile * Spec::kOwnBytes};
   }
-  __device__ __forceinline__ unsigned char* own_second(int tile) const { return own_first(tile) + Spec::kOwnBytes; }
-  // [kNumSlabs][kStreamRows][64 columns], swizzled.
-  __device__ __forceinline__ unsigned char* first(int stage) const {
-    return base + Spec::kFirstOffset + stage * Spec::kStreamBytes;
+  __device__ __forceinline__ typename Spec::OwnTile own_second(int tile) const {
+    return {own_first(tile).smem + Spec::kOwnBytes};
   }
-  __device__ __forceinline__ unsigned char* second(int stage) const {
-    return base + Spec::kSecondOffset + stage * Spec::kStreamBytes;
+  __device__ __forceinline__ typename Spec::StreamTile first(int stage) const {
+    return {base + Spec::kFirstOffset + stage * Spec::kStreamBytes};
+  }
+  __device__ __forceinline__ typename Spec::StreamTile second(int stage) const {
+    return {base + Spec::kSecondOffset + stage * Spec::kStreamBytes};
   }
   // [2][kStreamRows] fp32: log-sum-exp in base 2 (+inf for a row whose P is zero), then row_dot (negative where
   // kStartsFromRowDot), in the order of statistics_index. Of the block in first(stage), guarded by the same two barriers.
