@@ -2,7 +2,7 @@
 //
 // Rows and keys count from the first of their sequence. What a row sees is a range [begin, end), and a later row's begins
 // and ends no earlier; so of the key tiles [begin, end) of a query tile, only those at either end can need a mask: the right
-// end of all kinds, the left end of a band with a window.
+// end of all kinds, the left end of a window.
 //
 // A score function (softcap) belongs before mask_scores, on every tile, so that -inf stays -inf. A sink is no score: it is
 // one more exponential in a row's sum, once that has been added over the quad (finish_tile in mma_sync/epilogue.cuh,
@@ -33,33 +33,33 @@ __device__ __forceinline__ int diagonal_row(const Lengths& sequence, int key) {
   return key + sequence.rows() - sequence.keys();
 }
 
-// The key that a band's row stands at: the last key less the rows that follow it. All folded rows stand at the last.
+// The key that a row's window is counted from: the last key less the rows that follow it; of folded rows, the last for all.
 template <typename Lengths>
-__device__ __forceinline__ int band_key(const Band& band, const Lengths& sequence, int row) {
-  return band.folded_heads > 1 ? sequence.keys() - 1 : diagonal_key(sequence, row);
+__device__ __forceinline__ int window_key(const ScoreOptions& options, const Lengths& sequence, int row) {
+  return options.folded_heads > 1 ? sequence.keys() - 1 : diagonal_key(sequence, row);
 }
 
-// Keys that a band shows to `row`, which may be past the last row. Lengths up to 2^30 leave room for the sums.
+// Keys in the window of `row`, which may be past the last row. Lengths up to 2^30 leave room for the sums.
 template <typename Lengths>
-__device__ __forceinline__ KeyRange band_keys(const Band& band, const Lengths& sequence, int row) {
-  const int key = band_key(band, sequence, row);
-  const int begin = band.left >= kUnbounded ? 0 : maximum(0, key - band.left);
-  const int end = band.right >= kUnbounded ? sequence.keys() : minimum(sequence.keys(), key + band.right + 1);
+__device__ __forceinline__ KeyRange window_keys(const ScoreOptions& options, const Lengths& sequence, int row) {
+  const int key = window_key(options, sequence, row);
+  const int begin = options.left >= kUnbounded ? 0 : maximum(0, key - options.left);
+  const int end = options.right >= kUnbounded ? sequence.keys() : minimum(sequence.keys(), key + options.right + 1);
   return KeyRange{begin, maximum(begin, end)};
 }
-// Rows that a band shows `key` to: [begin, end) of the sequence's.
+// Rows whose windows hold `key`: [begin, end) of the sequence's.
 template <typename Lengths>
-__device__ __forceinline__ KeyRange band_rows(const Band& band, const Lengths& sequence, int key) {
+__device__ __forceinline__ KeyRange window_rows(const ScoreOptions& options, const Lengths& sequence, int key) {
   const int row = diagonal_row(sequence, key);
-  const int begin = band.right >= kUnbounded ? 0 : maximum(0, row - band.right);
-  const int end = band.left >= kUnbounded ? sequence.rows() : minimum(sequence.rows(), row + band.left + 1);
+  const int begin = options.right >= kUnbounded ? 0 : maximum(0, row - options.right);
+  const int end = options.left >= kUnbounded ? sequence.rows() : minimum(sequence.rows(), row + options.left + 1);
   return KeyRange{begin, maximum(begin, end)};
 }
 
 // Keys that `row` sees, which may be past the last row: causal and full, it sees every key.
 template <MaskKind kMask>
 __device__ __forceinline__ KeyRange visible_keys(const Sequence<kMask>& sequence, int row) {
-  if constexpr (kMask == MaskKind::kBand) return band_keys(sequence.params.band, sequence, row);
+  if constexpr (kMask == MaskKind::kRuntime) return window_keys(sequence.params.score_options, sequence, row);
   return KeyRange{0, kMask == MaskKind::kCausal ? maximum(0, minimum(sequence.keys(), diagonal_key(sequence, row + 1)))
                                                 : sequence.keys()};
 }
@@ -93,25 +93,26 @@ struct Mask {
 };
 
 template <>
-struct Mask<MaskKind::kBand> {
-  const Sequence<MaskKind::kBand>& sequence;
+struct Mask<MaskKind::kRuntime> {
+  const Sequence<MaskKind::kRuntime>& sequence;
 
-  __device__ __forceinline__ explicit Mask(const Sequence<MaskKind::kBand>& sequence_) : sequence(sequence_) {}
+  __device__ __forceinline__ explicit Mask(const Sequence<MaskKind::kRuntime>& sequence_) : sequence(sequence_) {}
 
-  // The key that the row stands at.
-  __device__ __forceinline__ int last_key(int row) const { return band_key(sequence.params.band, sequence, row); }
+  __device__ __forceinline__ int last_key(int row) const {
+    return window_key(sequence.params.score_options, sequence, row);
+  }
 
   // Keys that some of the rows sees.
   __device__ __forceinline__ KeyRange keys(int row, int rows) const {
-    const Band& band = sequence.params.band;
-    return KeyRange{band_keys(band, sequence, row).begin, band_keys(band, sequence, row + rows - 1).end};
+    const ScoreOptions& options = sequence.params.score_options;
+    return KeyRange{window_keys(options, sequence, row).begin, window_keys(options, sequence, row + rows - 1).end};
   }
 
   template <int kBlockN>
   __device__ __forceinline__ KeyTiles key_tiles(int row, int rows) const {
-    const Band& band = sequence.params.band;
-    const KeyRange first = band_keys(band, sequence, row);
-    const KeyRange last = band_keys(band, sequence, row + rows - 1);
+    const ScoreOptions& options = sequence.params.score_options;
+    const KeyRange first = window_keys(options, sequence, row);
+    const KeyRange last = window_keys(options, sequence, row + rows - 1);
     return KeyTiles{first.begin / kBlockN, ceil_div(last.end, kBlockN), first.end / kBlockN,
                     ceil_div(last.begin, kBlockN)};
   }
@@ -135,7 +136,7 @@ struct TileMask {
 
 // Row 0 sees columns first to last, each row after it the same number further (all folded rows the same).
 template <>
-struct TileMask<MaskKind::kBand> {
+struct TileMask<MaskKind::kRuntime> {
   int last_key;
   int first;
   int last;
@@ -152,11 +153,11 @@ struct TileMask<MaskKind::kBand> {
 // last_of_warp: Mask::last_key of the warp's first row.
 template <MaskKind kMask>
 __device__ __forceinline__ TileMask<kMask> tile_mask(const Sequence<kMask>& sequence, int last_of_warp, int first_key) {
-  if constexpr (kMask == MaskKind::kBand) {
-    const Band& band = sequence.params.band;
+  if constexpr (kMask == MaskKind::kRuntime) {
+    const ScoreOptions& options = sequence.params.score_options;
     const int column = last_of_warp - first_key;
-    return {sequence.keys() - 1 - first_key, band.left >= kUnbounded ? -kUnbounded : column - band.left,
-            band.right >= kUnbounded ? kUnbounded : column + band.right, band.folded_heads > 1 ? 0 : 1};
+    return {sequence.keys() - 1 - first_key, options.left >= kUnbounded ? -kUnbounded : column - options.left,
+            options.right >= kUnbounded ? kUnbounded : column + options.right, options.folded_heads > 1 ? 0 : 1};
   } else {
     return {sequence.keys() - 1 - first_key, last_of_warp - first_key};
   }

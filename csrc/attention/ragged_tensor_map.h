@@ -1,8 +1,8 @@
-// Tensor maps whose copies end where an entry of a batch ends, wherever that is: rows past the entry's last read as zeros and
-// are not written. For kernels of MaskKind::kBand, ragged and dense. Plain C++: the host and the kernels read it.
+// Tensor maps whose copies end where a sequence of a batch ends, wherever that is: rows past the sequence's last read as zeros and
+// are not written. For kernels of MaskKind::kRuntime, ragged and dense. Plain C++: the host and the kernels read it.
 //
 // The copy engine checks each coordinate against its dimension and adds up coordinate * stride modulo 2^64. With s bytes
-// between rows, and an entry of n rows whose first is row f of the tensor, row r of the entry is at the coordinates
+// between rows, and a sequence of n rows whose first is row f of the tensor, row r of the sequence is at the coordinates
 //
 //   column, kRaggedRows - n + r, head, f + n, kRaggedRows     strides 2, s, head's, s, 2^35 - s
 //
@@ -18,8 +18,8 @@ namespace attention {
 constexpr int kRaggedRows = 1 << 30;
 constexpr int kRaggedMapRank = 5;
 
-// Where an entry lies, as the copy engine is told.
-struct RaggedPlace {
+// TMA coordinates of a sequence.
+struct RaggedCoordinates {
   int head;
   int length;  // n
   int end;     // f + n

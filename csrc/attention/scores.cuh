@@ -1,4 +1,4 @@
-// What a band does to single scores: the softcap and the additive or boolean mask. Which keys a row sees at all is in masks.cuh.
+// What ScoreOptions do to single scores: the softcap and the additive or boolean mask. Which keys a row sees at all is in masks.cuh.
 #pragma once
 
 #include "attention/params/forward.h"
@@ -16,19 +16,19 @@ __device__ __forceinline__ float tanh_of(float x) {
   return ptx::fma_rn(-2.0f, ptx::rcp_approx(1.0f + ptx::exp2_approx(x * (2.0f * kLog2E))), 1.0f);
 }
 
-__device__ __forceinline__ float capped_score(const Band& band, float score) {
-  return tanh_of(score * band.score_factor);
+__device__ __forceinline__ float capped_score(const ScoreOptions& options, float score) {
+  return tanh_of(score * options.score_factor);
 }
 
 // The score with what the mask says of it; `index`: elements from the mask's first.
 template <typename Element>
-__device__ __forceinline__ float masked_score(const Band& band, float score, int64_t index) {
-  if (band.mask_type == MaskTensor::kBool) {
-    const bool is_visible = ptx::ld_global_8(static_cast<const unsigned char*>(band.mask) + index) != 0;
+__device__ __forceinline__ float masked_score(const ScoreOptions& options, float score, int64_t index) {
+  if (options.mask_type == MaskTensor::kBool) {
+    const bool is_visible = ptx::ld_global_8(static_cast<const unsigned char*>(options.mask) + index) != 0;
     return is_visible ? score : ptx::negative_infinity();
   }
-  const float value = unpack<Element>(ptx::ld_global_16(static_cast<const Element*>(band.mask) + index)).x;
-  const float term = value * band.mask_factor;
+  const float value = unpack<Element>(ptx::ld_global_16(static_cast<const Element*>(options.mask) + index)).x;
+  const float term = value * options.mask_factor;
   // A finite value stays one, and so does its exponent: a row whose keys all have the lowest one averages them. -inf hides a key.
   constexpr float kLargest = 1.3e36f;
   const bool is_finite = value > ptx::negative_infinity() && value < -ptx::negative_infinity();
@@ -36,9 +36,10 @@ __device__ __forceinline__ float masked_score(const Band& band, float score, int
 }
 
 // A head's sink as an exponent to base 2; -inf without one. Of folded heads each row has its own.
-__device__ __forceinline__ float sink_log2(const Band& band, int head, int row) {
-  if (band.sinks == nullptr) return ptx::negative_infinity();
-  return ptx::ld_global_float(band.sinks + (band.folded_heads > 1 ? head * band.folded_heads + row : head)) * kLog2E;
+__device__ __forceinline__ float sink_log2(const ScoreOptions& options, int head, int row) {
+  if (options.sinks == nullptr) return ptx::negative_infinity();
+  return ptx::ld_global_float(options.sinks + (options.folded_heads > 1 ? head * options.folded_heads + row : head)) *
+         kLog2E;
 }
 
 // A row at its end: the factor that its sums over keys take to the output, and its log-sum-exp.
@@ -61,14 +62,14 @@ __device__ __forceinline__ FinishedRow finish_with_sink(float shift, float sum, 
 
 // What the mask adds to a score, zero without a mask and where is_read is false; without a branch.
 template <typename Element>
-__device__ __forceinline__ float mask_term(const Band& band, int64_t index, bool is_read) {
-  const bool is_bool = band.mask_type == MaskTensor::kBool;
-  const auto* mask = static_cast<const unsigned char*>(band.mask);
+__device__ __forceinline__ float mask_term(const ScoreOptions& options, int64_t index, bool is_read) {
+  const bool is_bool = options.mask_type == MaskTensor::kBool;
+  const auto* mask = static_cast<const unsigned char*>(options.mask);
   const uint32_t flag = ptx::ld_global_8_if(mask + index, is_read && is_bool);
-  const uint32_t bits = ptx::ld_global_16_if(mask + 2 * index, is_read && band.mask_type == MaskTensor::kAdditive);
+  const uint32_t bits = ptx::ld_global_16_if(mask + 2 * index, is_read && options.mask_type == MaskTensor::kAdditive);
   if (is_bool) return is_read && flag == 0 ? ptx::negative_infinity() : 0.0f;
   const float value = unpack<Element>(bits).x;
-  const float term = value * band.mask_factor;
+  const float term = value * options.mask_factor;
   constexpr float kLargest = 1.3e36f;
   const bool is_finite = value > ptx::negative_infinity() && value < -ptx::negative_infinity();
   return is_finite ? max(-kLargest, min(kLargest, term)) : term;

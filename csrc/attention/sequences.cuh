@@ -1,5 +1,5 @@
-// Where the rows and keys of a batch entry lie. Dense tensors: every entry has params.seq_q rows and params.seq_k keys. Kernels for
-// MaskKind::kBand read lengths and offsets from arrays, so theirs holds what it read.
+// Where the rows and keys of one sequence of a batch lie. Dense tensors: every sequence has params.seq_q rows and params.seq_k keys. Kernels for
+// MaskKind::kRuntime read lengths and offsets from arrays, so theirs holds what it has read.
 //
 // (The sm90 kernels name rows by tensor-map coordinates, in producer.cuh and epilogue.cuh, not by these offsets.)
 #pragma once
@@ -19,10 +19,10 @@ __device__ __forceinline__ int heads_per_key_head(const ForwardParams& params) {
 // Columns of v and out.
 template <MaskKind kMask>
 __device__ __forceinline__ int value_columns(const ForwardParams& params) {
-  return kMask == MaskKind::kBand ? params.head_dim_v : params.head_dim;
+  return kMask == MaskKind::kRuntime ? params.head_dim_v : params.head_dim;
 }
 
-// One batch entry. Accessors, not fields: a copy would hold registers through the loop over key tiles.
+// One sequence. Accessors, not fields: a copy would hold registers through the loop over key tiles.
 template <MaskKind kMask>
 struct Sequence {
   const ForwardParams& params;
@@ -58,36 +58,35 @@ struct Extent {
 
 __device__ __forceinline__ int load_length(const int32_t* gmem) { return static_cast<int>(ptx::ld_global_32(gmem)); }
 
-// Entry `entry` of a cu_seqlens array, held to [0, total] and to at most `most` rows.
-
-__device__ __forceinline__ Extent extent_of(const int32_t* cu_seqlens, int entry, int total, int most) {
-  const int first = max(0, min(total, load_length(cu_seqlens + entry)));
-  const int end = max(first, min(total, load_length(cu_seqlens + entry + 1)));
+// Where sequence `batch` lies by a cu_seqlens array, clamped to [0, total] and to at most `most` rows.
+__device__ __forceinline__ Extent extent_of(const int32_t* cu_seqlens, int batch, int total, int most) {
+  const int first = max(0, min(total, load_length(cu_seqlens + batch)));
+  const int end = max(first, min(total, load_length(cu_seqlens + batch + 1)));
   return Extent{first, min(end - first, most)};
 }
 
 // With Params: ForwardParams or BackwardParams.
 template <typename Params>
-__device__ __forceinline__ Extent row_extent(const Params& params, int entry) {
-  const Batch& entries = params.entries;
-  if (entries.cu_seqlens_q == nullptr) return Extent{0, params.seq_q};
-  return extent_of(entries.cu_seqlens_q, entry, entries.rows_total, params.seq_q);
+__device__ __forceinline__ Extent row_extent(const Params& params, int batch) {
+  const Batch& sequences = params.sequences;
+  if (sequences.cu_seqlens_q == nullptr) return Extent{0, params.seq_q};
+  return extent_of(sequences.cu_seqlens_q, batch, sequences.rows_total, params.seq_q);
 }
 template <typename Params>
-__device__ __forceinline__ Extent key_extent(const Params& params, int entry) {
-  const Batch& entries = params.entries;
+__device__ __forceinline__ Extent key_extent(const Params& params, int batch) {
+  const Batch& sequences = params.sequences;
   Extent keys{0, params.seq_k};
-  if (entries.cu_seqlens_k != nullptr) {
-    keys = extent_of(entries.cu_seqlens_k, entry, entries.keys_total, params.seq_k);
+  if (sequences.cu_seqlens_k != nullptr) {
+    keys = extent_of(sequences.cu_seqlens_k, batch, sequences.keys_total, params.seq_k);
   }
-  if (entries.seqused_k != nullptr) {
-    keys.length = max(0, min(keys.length, load_length(entries.seqused_k + entry)));
+  if (sequences.seqused_k != nullptr) {
+    keys.length = max(0, min(keys.length, load_length(sequences.seqused_k + batch)));
   }
   return keys;
 }
 
 template <>
-struct Sequence<MaskKind::kBand> {
+struct Sequence<MaskKind::kRuntime> {
   const ForwardParams& params;
   int batch;
   Extent row;
@@ -95,7 +94,7 @@ struct Sequence<MaskKind::kBand> {
 
   __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_)
       : params(params_), batch(batch_), row(row_extent(params_, batch_)), key(key_extent(params_, batch_)) {}
-  // Of an entry whose lengths have been read.
+  // Of a sequence whose lengths have been read.
   __device__ __forceinline__ Sequence(const ForwardParams& params_, int batch_, Extent row_, Extent key_)
       : params(params_), batch(batch_), row(row_), key(key_) {}
 
@@ -108,29 +107,29 @@ struct Sequence<MaskKind::kBand> {
     return batch * stride.batch + row.first * stride.row + head * stride.head;
   }
   __device__ __forceinline__ int64_t key_offset(const Strides& stride, int key_head) const {
-    if (params.entries.block_table != nullptr) return key_head * stride.head;
+    if (params.sequences.block_table != nullptr) return key_head * stride.head;
     return batch * stride.batch + key.first * stride.row + key_head * stride.head;
   }
 
   // The number of the page that holds key `index`.
   __device__ __forceinline__ int page_of(int index) const {
-    return existing_page(stated_page(index / params.entries.page_size));
+    return existing_page(stated_page(index / params.sequences.page_size));
   }
-  // In two steps, so that the second need not wait for the first's load: what the table says of an entry's page, and the page to read.
-  __device__ __forceinline__ int stated_page(int page_of_entry) const {
-    const Batch& entries = params.entries;
-    return load_length(entries.block_table + batch * entries.block_table_stride + page_of_entry);
+  // In two steps, so that the second need not wait for the first's load: what the table says of a sequence's page, and the page to read.
+  __device__ __forceinline__ int stated_page(int page_of_sequence) const {
+    const Batch& sequences = params.sequences;
+    return load_length(sequences.block_table + batch * sequences.block_table_stride + page_of_sequence);
   }
   __device__ __forceinline__ int existing_page(int page) const {
-    return page >= 0 && page < params.entries.num_pages ? page : 0;
+    return page >= 0 && page < params.sequences.num_pages ? page : 0;
   }
 
   // The first row of `head` among all rows of the log-sum-exp or of the partial results: [batch, heads_q, seq_q], or
   // [heads_q, rows_total] where rows are ragged; split by split. In two steps as above: result_head is the index of the row.
   template <bool kIsSplit>
   __device__ __forceinline__ int64_t result_head(int head, int split) const {
-    const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
-    const int64_t rows_of_head = is_ragged ? params.entries.rows_total : params.seq_q;
+    const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
+    const int64_t rows_of_head = is_ragged ? params.sequences.rows_total : params.seq_q;
     const int64_t heads = is_ragged ? params.heads_q : static_cast<int64_t>(params.heads_q) * params.batch;
     const int64_t index =
         (is_ragged ? 0 : static_cast<int64_t>(batch) * params.heads_q) + head + (kIsSplit ? split * heads : 0);

@@ -69,10 +69,10 @@ CUresult record(CUfunction function, unsigned grid, unsigned block, unsigned sha
   add("rows", std::to_string(params.seq_q));
   add("columns", std::to_string(params.head_dim));
   add("scale", std::to_string(params.scale));
-  add("folded", std::to_string(params.band.folded_heads));
-  add("is_ragged", truth(params.entries.cu_seqlens_q != nullptr));
-  add("mask_strides",
-      "[" + std::to_string(params.band.mask_stride_head) + ", " + std::to_string(params.band.mask_stride_row) + "]");
+  add("folded", std::to_string(params.score_options.folded_heads));
+  add("is_ragged", truth(params.sequences.cu_seqlens_q != nullptr));
+  add("mask_strides", "[" + std::to_string(params.score_options.mask_stride_head) + ", " +
+                          std::to_string(params.score_options.mask_stride_row) + "]");
   for (int32_t tensor = 0; tensor < 3; ++tensor) {
     add(&"q\0k\0v"[2 * tensor], std::to_string(reinterpret_cast<uintptr_t>(tensors[tensor])));
   }

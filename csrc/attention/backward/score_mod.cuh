@@ -28,14 +28,14 @@ struct MaskPointer {
   int columns[2];  // left in the tensor from the thread's first on, for each of its two rows
 
   // rows, columns: of the tensor; row, column: the thread's first
-  __device__ __forceinline__ MaskPointer(const Band& band, int sequence, int head, int64_t row_stride_,
+  __device__ __forceinline__ MaskPointer(const ScoreOptions& options, int sequence, int head, int64_t row_stride_,
                                          int64_t column_stride_, int row, int rows, int column, int columns_)
       : row_stride(row_stride_),
         column_stride(column_stride_),
         columns{row < rows ? columns_ - column : 0, row + 8 < rows ? columns_ - column : 0} {
-    const int64_t at =
-        sequence * band.mask_stride_batch + head * band.mask_stride_head + row * row_stride + column * column_stride;
-    first = static_cast<const unsigned char*>(band.mask) + at * (band.mask_type == MaskTensor::kBool ? 1 : 2);
+    const int64_t at = sequence * options.mask_stride_batch + head * options.mask_stride_head + row * row_stride +
+                       column * column_stride;
+    first = static_cast<const unsigned char*>(options.mask) + at * (options.mask_type == MaskTensor::kBool ? 1 : 2);
   }
 };
 
@@ -126,9 +126,9 @@ __device__ __forceinline__ void load_mask_elements(MaskValues<Spec>& values, con
 
 // Zeros without a mask tensor.
 template <typename Spec, typename MakeMask>
-__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const Band& band, MakeMask make_mask) {
-  if (band.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, make_mask());
-  if (band.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, make_mask());
+__device__ __forceinline__ void load_mask(MaskValues<Spec>& values, const ScoreOptions& options, MakeMask make_mask) {
+  if (options.mask_type == MaskTensor::kBool) return load_mask_elements<Spec, 1>(values, make_mask());
+  if (options.mask_type == MaskTensor::kAdditive) return load_mask_elements<Spec, 2>(values, make_mask());
 #pragma unroll
   for (int i = 0; i < kScorePairs<Spec>; ++i) values[i] = 0;
 }
@@ -140,10 +140,10 @@ enum class Softcap { kNone, kSeries, kExact };
 constexpr float kSeriesEnd = 0.75f;
 
 template <Softcap kSoftcap>
-__device__ __forceinline__ float softcapped_score(const Band& band, float score) {
+__device__ __forceinline__ float softcapped_score(const ScoreOptions& options, float score) {
   if constexpr (kSoftcap == Softcap::kNone) return score;
-  if constexpr (kSoftcap == Softcap::kExact) return capped_score(band, score);
-  const float x = score * band.score_factor;
+  if constexpr (kSoftcap == Softcap::kExact) return capped_score(options, score);
+  const float x = score * options.score_factor;
   const float square = x * x;
   float sum = ptx::fma_rn(square, 0.01275058f, -0.04986608f);
   sum = ptx::fma_rn(sum, square, 0.13253363f);
@@ -164,7 +164,7 @@ __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scor
     const float2 value = unpack<Element>(values[i]);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float score = softcapped_score<kSoftcap>(params.band, scores[2 * i + c]);
+      const float score = softcapped_score<kSoftcap>(params.score_options, scores[2 * i + c]);
       float exponent = ptx::fma_rn(score, params.scale_log2, -lse_log2(2 * i + c));
       if constexpr (!kIsPlain) {
         // P is at most 1, but for scores near the lowest float, as additive masks produce them, the difference is rounding error.
@@ -191,7 +191,7 @@ __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& param
                                                      See see) {
   KeyRange visible[2] = {{0, kUnbounded}, {0, kUnbounded}};
   if (!is_plain) see(visible);
-  if (params.band.score_factor <= 0.0f) {
+  if (params.score_options.score_factor <= 0.0f) {
     if constexpr (Spec::kServesPlain) {
       if (is_plain) {
         return weigh<Spec, Softcap::kNone, true, kPacks>(params, scores, packed, values, visible, lse_log2);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& param
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) largest = max(largest, fabsf(scores[i]));
-  if (!ptx::vote_all(largest * params.band.score_factor <= kSeriesEnd)) {
+  if (!ptx::vote_all(largest * params.score_options.score_factor <= kSeriesEnd)) {
     if (is_plain) {
       weigh<Spec, Softcap::kExact, true, kPacks>(params, scores, packed, values, visible, lse_log2);
     } else {

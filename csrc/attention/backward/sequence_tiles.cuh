@@ -1,4 +1,4 @@
-// The sequences of a batch, dense or ragged, and the tiles of rows or keys that each has, for kernels of MaskKind::kBand. The lengths
+// The sequences of a batch, dense or ragged, and the tiles of rows or keys that each has, for kernels of MaskKind::kRuntime. The lengths
 // are in device memory; the host does not know them.
 #pragma once
 
@@ -31,10 +31,10 @@ struct SequenceExtents {
 // what belongs to none in a ragged tensor: `batch` the rows or keys after the last sequence, `batch` + 1 those before the first.
 template <bool kOwnsKeys>
 __device__ __forceinline__ Extent own_extent(const BackwardParams& params, int sequence) {
-  const int32_t* cu_seqlens = kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q;
+  const int32_t* cu_seqlens = kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
   const int most = kOwnsKeys ? params.seq_k : params.seq_q;
   if (cu_seqlens == nullptr) return Extent{0, sequence < params.batch ? most : 0};
-  const int total = kOwnsKeys ? params.entries.keys_total : params.entries.rows_total;
+  const int total = kOwnsKeys ? params.sequences.keys_total : params.sequences.rows_total;
   if (sequence < params.batch) return extent_of(cu_seqlens, sequence, total, total);
   const bool is_behind = sequence == params.batch;
   const int limit = max(0, min(total, load_length(cu_seqlens + (is_behind ? params.batch : 0))));
@@ -49,8 +49,8 @@ __device__ __forceinline__ SequenceExtents sequence_extents(const BackwardParams
   if (sequence >= params.batch) return extents;
   extents.row_count = min(row.length, params.seq_q);
   extents.key_count = min(key.length, params.seq_k);
-  if (params.entries.seqused_k != nullptr) {
-    extents.key_count = max(0, min(extents.key_count, load_length(params.entries.seqused_k + sequence)));
+  if (params.sequences.seqused_k != nullptr) {
+    extents.key_count = max(0, min(extents.key_count, load_length(params.sequences.seqused_k + sequence)));
   }
   return extents;
 }
@@ -94,8 +94,9 @@ __device__ __forceinline__ SequenceTile tile_of_sequence(const BackwardParams& p
 // before it. Rows before the first sequence have the slots from 0 on.
 template <int kOwnRows, bool kOwnsKeys>
 __device__ __forceinline__ int first_slot(const BackwardParams& params, int sequence) {
-  const int row = load_length((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) + sequence);
-  return max(0, min(kOwnsKeys ? params.entries.keys_total : params.entries.rows_total, row)) / kOwnRows + sequence + 1;
+  const int row = load_length((kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q) + sequence);
+  return max(0, min(kOwnsKeys ? params.sequences.keys_total : params.sequences.rows_total, row)) / kOwnRows + sequence +
+         1;
 }
 
 // The last sequence whose slots begin at `slot` or before, by a 32-way search; -1 before all. Sequence `batch` stands for the rows
@@ -131,7 +132,7 @@ __device__ __forceinline__ int tiles_of_longest(const BackwardParams& params) {
 template <int kOwnRows, bool kOwnsKeys, int kFittingRows>
 __device__ __forceinline__ SequenceTile tile_of_slot(const BackwardParams& params, int number) {
   const int heads = kOwnsKeys ? params.heads_kv : params.heads_q;
-  if ((kOwnsKeys ? params.entries.cu_seqlens_k : params.entries.cu_seqlens_q) == nullptr) {
+  if ((kOwnsKeys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q) == nullptr) {
     const int tiles_of_head = ceil_div(kOwnsKeys ? params.seq_k : params.seq_q, kOwnRows);
     const int sequence = number / (tiles_of_head * heads);
     return tile_of_sequence<kOwnsKeys, kFittingRows>(params, sequence, tiles_of_head,
@@ -282,8 +283,8 @@ struct TileFinder {
 // The first row of `head` of a sequence in the log-sum-exp, its gradient and row_dot: [batch, heads_q, seq_q], or
 // [heads_q, rows_total].
 __device__ __forceinline__ int64_t statistics_row(const BackwardParams& params, int sequence, int head, int first_row) {
-  if (params.entries.cu_seqlens_q != nullptr) {
-    return static_cast<int64_t>(head) * params.entries.rows_total + first_row;
+  if (params.sequences.cu_seqlens_q != nullptr) {
+    return static_cast<int64_t>(head) * params.sequences.rows_total + first_row;
   }
   return (static_cast<int64_t>(sequence) * params.heads_q + head) * params.seq_q;
 }

@@ -183,10 +183,10 @@ std::vector<attention::ForwardParams> make_entries(const attention::ForwardParam
     entry.v = at.key(params.v, params.v_stride);
     entry.out = at.row(params.out, params.out_stride);
     entry.lse = at.statistic(params.lse, lse_stride);
-    if (params.entries.block_table != nullptr) {
-      entry.entries.block_table = params.entries.block_table + index * params.entries.block_table_stride;
+    if (params.sequences.block_table != nullptr) {
+      entry.sequences.block_table = params.sequences.block_table + index * params.sequences.block_table_stride;
     }
-    entry.band = at.band(params.band);
+    entry.score_options = at.band(params.score_options);
   }
   return entries;
 }
@@ -210,9 +210,9 @@ void attention_forward_varlen(const attention::ForwardParams& params, ScalarType
   check(params.head_dim_v >= 1 && params.head_dim_v <= kMaxHeadDim, "head_dim_v must be in 1..256", params.head_dim_v);
   if (params.batch == 0 || params.heads_q == 0 || params.seq_q == 0) return;
   const std::vector<attention::ForwardParams> entries = make_entries(params, type);
-  compute(
-      {params, type, params.band.right == 0, needs_band(params), params.head_dim_v, statistic_stride(params), &entries},
-      parallel_for, num_threads);
+  compute({params, type, params.score_options.right == 0, needs_band(params), params.head_dim_v,
+           statistic_stride(params), &entries},
+          parallel_for, num_threads);
 }
 
 }  // namespace cpu

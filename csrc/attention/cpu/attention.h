@@ -18,7 +18,7 @@ namespace cpu {
 void attention_forward(const attention::ForwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
                        int num_threads);
 
-// The same of params' entries and band, with head_dim_v: whatever MaskKind::kBand means. folded_heads must be 1.
+// The same of params' entries and band, with head_dim_v: whatever MaskKind::kRuntime means. folded_heads must be 1.
 void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type, ParallelFor parallel_for,
                               int num_threads);
 

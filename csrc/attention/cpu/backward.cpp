@@ -216,7 +216,7 @@ Entries make_entries(const attention::BackwardParams& params, ScalarType type) {
     entry.dq = at.row(params.dq, params.dq_stride);
     entry.dk = at.key(params.dk, params.dk_stride);
     entry.dv = at.key(params.dv, params.dv_stride);
-    entry.band = at.band(params.band);
+    entry.score_options = at.band(params.score_options);
   }
   return entries;
 }
@@ -240,7 +240,7 @@ void attention_backward_varlen(const attention::BackwardParams& params, ScalarTy
   BackwardTask whole{};
   whole.params = &params;
   whole.type = type;
-  whole.causal = params.band.right == 0;
+  whole.causal = params.score_options.right == 0;
   whole.head_dim_v = params.head_dim_v;
   whole.lse_stride = statistic_stride(params);
   whole.is_band = needs_band(params);

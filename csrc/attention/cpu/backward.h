@@ -17,7 +17,7 @@ namespace cpu {
 void attention_backward(const attention::BackwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
                         int num_threads);
 
-// The same of params' entries and band, with head_dim_v: whatever MaskKind::kBand means. Rows and keys of no entry are left alone.
+// The same of params' entries and band, with head_dim_v: whatever MaskKind::kRuntime means. Rows and keys of no entry are left alone.
 void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type, ParallelFor parallel_for,
                                int num_threads);
 

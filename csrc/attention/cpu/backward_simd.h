@@ -117,7 +117,7 @@ class Backward {
         sum_words_(kIsFloat && (params_.seq_q <= kRowsOfShortSums || has_few_keys<T>(params_.seq_k)) ? kShortSum
                                                                                                      : kSumWords),
         scores_by_row_(kIsFloat && params_.seq_q <= kFewRows),
-        is_one_block_(params_.seq_k <= kBackwardKeys && !(MaskOf::kIsBand && params_.band.sinks != nullptr)) {}
+        is_one_block_(params_.seq_k <= kBackwardKeys && !(MaskOf::kIsBand && params_.score_options.sinks != nullptr)) {}
 
   void run() {
     int32_t key_begin = task_.key_begin, key_end = task_.key_end;
@@ -393,7 +393,7 @@ class Backward {
   }
 
   void apply_score_function(int32_t head, int32_t row, int32_t rows, int32_t keys) const {
-    const ScoreFunction<T> score_function(params_.band, head);
+    const ScoreFunction<T> score_function(params_.score_options, head);
     if (!score_function.has_softcap() && !score_function.has_mask()) return;
     for (int32_t i = 0; i < rows; ++i) {
       score_function.apply(int64_t{row} + i, key_, keys, s_.scores + i * kScoreStride, s_.slopes + i * kScoreStride);
@@ -431,7 +431,7 @@ class Backward {
     for (int32_t i = 0; i < count; ++i) to[i] += factor * from[i];
   }
 
-  bool has_softcap() const { return MaskOf::kIsBand && params_.band.score_factor > 0.0f; }
+  bool has_softcap() const { return MaskOf::kIsBand && params_.score_options.score_factor > 0.0f; }
 
   // S and dP to P and dS, zero where a row does not see a key. Whether all of those hidden scores were finite: else an
   // operand holds NaN or Inf that must not be multiplied by the zero. A band's scores have been looked at before.

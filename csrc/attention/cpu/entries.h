@@ -28,14 +28,14 @@ inline Extent extent_of(const int32_t* cu_seqlens, int32_t entry, int32_t total,
 // With Params: ForwardParams or BackwardParams.
 template <class Params>
 Extent row_extent(const Params& params, int32_t entry) {
-  const attention::Batch& entries = params.entries;
+  const attention::Batch& entries = params.sequences;
   if (entries.cu_seqlens_q == nullptr) return {0, params.seq_q};
   return extent_of(entries.cu_seqlens_q, entry, entries.rows_total, params.seq_q);
 }
 
 template <class Params>
 Extent key_extent(const Params& params, int32_t entry) {
-  const attention::Batch& entries = params.entries;
+  const attention::Batch& entries = params.sequences;
   Extent keys{0, params.seq_k};
   if (entries.cu_seqlens_k != nullptr) {
     keys = extent_of(entries.cu_seqlens_k, entry, entries.keys_total, params.seq_k);
@@ -47,16 +47,16 @@ Extent key_extent(const Params& params, int32_t entry) {
 // From head to head of the log-sum-exp and its like.
 template <class Params>
 int64_t statistic_stride(const Params& params) {
-  return params.entries.cu_seqlens_q == nullptr ? params.seq_q : params.entries.rows_total;
+  return params.sequences.cu_seqlens_q == nullptr ? params.seq_q : params.sequences.rows_total;
 }
 
 // Whether kernels for a full or a causal mask compute something else.
 template <class Params>
 bool needs_band(const Params& params) {
-  const attention::Band& band = params.band;
+  const attention::ScoreOptions& band = params.score_options;
   const bool has_window = band.left < attention::kUnbounded || (band.right != 0 && band.right < attention::kUnbounded);
   return has_window || band.score_factor > 0.0f || band.sinks != nullptr ||
-         band.mask_type != attention::MaskTensor::kNone || params.entries.block_table != nullptr;
+         band.mask_type != attention::MaskTensor::kNone || params.sequences.block_table != nullptr;
 }
 
 // Moves pointers to the first row, or key, of an entry.
@@ -66,8 +66,8 @@ class EntryOffset {
   EntryOffset(const Params& params, ScalarType type, int32_t entry)
       : size_(static_cast<int64_t>(element_size(type))),
         entry_(entry),
-        has_ragged_rows_(params.entries.cu_seqlens_q != nullptr),
-        has_pages_(params.entries.block_table != nullptr),
+        has_ragged_rows_(params.sequences.cu_seqlens_q != nullptr),
+        has_pages_(params.sequences.block_table != nullptr),
         rows_(row_extent(params, entry)),
         keys_(key_extent(params, entry)),
         heads_q_(params.heads_q) {}
@@ -89,7 +89,7 @@ class EntryOffset {
     if (tensor == nullptr) return nullptr;
     return tensor + (has_ragged_rows_ ? rows_.first : entry_ * heads_q_ * stride);
   }
-  attention::Band band(attention::Band band) const {
+  attention::ScoreOptions band(attention::ScoreOptions band) const {
     const int64_t size = band.mask_type == attention::MaskTensor::kBool ? 1 : size_;
     if (band.mask != nullptr) band.mask = advance(band.mask, entry_ * band.mask_stride_batch * size);
     return band;

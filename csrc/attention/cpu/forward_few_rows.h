@@ -172,7 +172,7 @@ class FewRowsForward {
         params_(*task.params),
         operands_(task),
         mask_(task),
-        score_function_(params_.band, task.head_q),
+        score_function_(params_.score_options, task.head_q),
         dim_(params_.head_dim),
         dim_v_(task.head_dim_v),
         padded_dim_(round_up(dim_, Vector::kWidth)),
@@ -186,7 +186,7 @@ class FewRowsForward {
       load_row(operands_.q + (task_.row_begin + row) * params_.q_stride.row, dim_, s_.q + row * padded_dim_,
                Vector::broadcast(scale_.q_factor));
       if constexpr (MaskOf::kIsBand) {
-        const RowStart start = start_of_row(params_.band, task_.head_q, scale_);
+        const RowStart start = start_of_row(params_.score_options, task_.head_q, scale_);
         states_[row] = {start.max, start.sum};
       }
     }
@@ -212,8 +212,8 @@ class FewRowsForward {
   void add_keys(int32_t rows, int32_t key, int32_t keys) {
     if constexpr (MaskOf::kIsBand) {
       const T *k[kBlockKeys], *v[kBlockKeys];
-      find_rows(operands_.k, params_.k_stride, params_.entries, key, keys, k);
-      find_rows(operands_.v, params_.v_stride, params_.entries, key, keys, v);
+      find_rows(operands_.k, params_.k_stride, params_.sequences, key, keys, k);
+      find_rows(operands_.v, params_.v_stride, params_.sequences, key, keys, v);
       if (dim_ == padded_dim_ && dim_v_ == padded_dim_v_) {
         add_band_rows<T>(rows, key, keys, k, v);
       } else {

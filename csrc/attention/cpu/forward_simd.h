@@ -350,7 +350,7 @@ class SimdForward {
         params_(*task.params),
         operands_(task),
         mask_(task),
-        score_function_(params_.band, task.head_q),
+        score_function_(params_.score_options, task.head_q),
         dim_(params_.head_dim),
         dim_v_(task.head_dim_v),
         padded_dim_(round_up(dim_, Vector::kWidth)),
@@ -361,7 +361,7 @@ class SimdForward {
 
   void run() const {
     const RowStart start =
-        MaskOf::kIsBand ? start_of_row(params_.band, task_.head_q, scale_) : RowStart{kMinusInfinity, 0.0f};
+        MaskOf::kIsBand ? start_of_row(params_.score_options, task_.head_q, scale_) : RowStart{kMinusInfinity, 0.0f};
     for (int32_t block = 0; block < row_blocks_; ++block) {
       const int32_t row = first_row(block);
       pack_row_block(operands_.q + row * params_.q_stride.row, params_.q_stride.row, height(block), dim_, padded_dim_,
@@ -394,8 +394,8 @@ class SimdForward {
     const bool read_often = row_blocks_ > 1;
     Fp32Rows k, v;
     if constexpr (MaskOf::kIsBand) {
-      k = block_rows(operands_.k, params_.k_stride, params_.entries, key, keys, dim_, padded_dim_, read_often, s_.k);
-      v = block_rows(operands_.v, params_.v_stride, params_.entries, key, keys, dim_v_, padded_dim_v_, read_often,
+      k = block_rows(operands_.k, params_.k_stride, params_.sequences, key, keys, dim_, padded_dim_, read_often, s_.k);
+      v = block_rows(operands_.v, params_.v_stride, params_.sequences, key, keys, dim_v_, padded_dim_v_, read_often,
                      s_.v);
     } else {
       k = fp32_rows(operands_.k + key * params_.k_stride.row, params_.k_stride.row, keys, dim_, padded_dim_, read_often,

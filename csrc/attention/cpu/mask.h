@@ -99,8 +99,8 @@ struct BandMask {
 
   template <class AnyTask>
   explicit BandMask(const AnyTask& task)
-      : left(task.params->band.left >= attention::kUnbounded ? kFar : task.params->band.left),
-        right(task.params->band.right >= attention::kUnbounded ? kFar : task.params->band.right),
+      : left(task.params->score_options.left >= attention::kUnbounded ? kFar : task.params->score_options.left),
+        right(task.params->score_options.right >= attention::kUnbounded ? kFar : task.params->score_options.right),
         seq_q(task.params->seq_q),
         seq_k(task.params->seq_k) {}
 

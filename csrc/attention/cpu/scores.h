@@ -1,4 +1,4 @@
-// What a band makes of scores before the softmax (attention::Band): softcap, then the mask tensor. Where the mask tensor is
+// What a band makes of scores before the softmax (attention::ScoreOptions): softcap, then the mask tensor. Where the mask tensor is
 // -inf, or false, a score is -inf whatever it was, NaN included. Include after a vector_*.h. Internal linkage.
 #pragma once
 
@@ -38,7 +38,7 @@ inline Vector::Float tanh_of(Vector::Float x) {
 template <class T>
 class ScoreFunction {
  public:
-  ScoreFunction(const attention::Band& band, int32_t head) : band_(band), head_(head) {}
+  ScoreFunction(const attention::ScoreOptions& band, int32_t head) : band_(band), head_(head) {}
 
   bool has_softcap() const { return band_.score_factor > 0.0f; }
   bool has_mask() const { return band_.mask_type != attention::MaskTensor::kNone; }
@@ -153,14 +153,15 @@ class ScoreFunction {
     }
   }
 
-  const attention::Band& band_;
+  const attention::ScoreOptions& band_;
   const int32_t head_;
 };
 
 // The factors of a band's scores. Its scale is above zero; a softcap takes the scale's place.
 template <class Params>
 inline Scale scale_of_band(const Params& params) {
-  return {1.0f, params.band.score_factor > 0.0f ? params.scale_log2 / kLog2E : params.scale, params.scale_log2};
+  return {1.0f, params.score_options.score_factor > 0.0f ? params.scale_log2 / kLog2E : params.scale,
+          params.scale_log2};
 }
 
 // What a row's running maximum and sum start from: the sink, which is one more score of no value, or no score yet.
@@ -168,7 +169,7 @@ struct RowStart {
   float max;  // as SoftmaxState's, unscaled
   float sum;
 };
-inline RowStart start_of_row(const attention::Band& band, int32_t head, Scale scale) {
+inline RowStart start_of_row(const attention::ScoreOptions& band, int32_t head, Scale scale) {
   if (band.sinks == nullptr || band.sinks[head] == kMinusInfinity) return {kMinusInfinity, 0.0f};
   return {band.sinks[head] / scale.natural, 1.0f};
 }

@@ -31,27 +31,27 @@ using mma_sync::Accumulator;
 template <typename Spec>
 struct ScoreRules {
   const ForwardParams& params;
-  const Sequence<MaskKind::kBand>& sequence;
+  const Sequence<MaskKind::kRuntime>& sequence;
   const Segment& segment;
   KeyRange seen_by_all;  // keys that no row of the tile is kept from
 
-  __device__ __forceinline__ ScoreRules(const ForwardParams& params_, const Sequence<MaskKind::kBand>& sequence_,
+  __device__ __forceinline__ ScoreRules(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
                                         const Segment& segment_)
       : params(params_), sequence(sequence_), segment(segment_) {
-    seen_by_all.begin = band_keys(params.band, sequence, segment.row + segment.rows - 1).begin;
-    seen_by_all.end = band_keys(params.band, sequence, segment.row).end;
+    seen_by_all.begin = window_keys(params.score_options, sequence, segment.row + segment.rows - 1).begin;
+    seen_by_all.end = window_keys(params.score_options, sequence, segment.row).end;
   }
 
   // Rows past the last one go by the last one's rules; nobody sees what becomes of them.
   template <bool kHasMask>
   __device__ __forceinline__ void hide(float (&S_rmem)[1][Spec::kMmaN][4], int first_key) const {
-    const Band& band = params.band;
+    const ScoreOptions& options = params.score_options;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = segment.row + min(segment.rows - 1, half * 8 + ptx::recompute(ptx::lane_index()) / 4);
-      const KeyRange seen = band_keys(band, sequence, row);
-      const int64_t mask_row =
-          segment.batch * band.mask_stride_batch + segment.head_q * band.mask_stride_head + row * band.mask_stride_row;
+      const KeyRange seen = window_keys(options, sequence, row);
+      const int64_t mask_row = segment.batch * options.mask_stride_batch + segment.head_q * options.mask_stride_head +
+                               row * options.mask_stride_row;
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
@@ -61,21 +61,21 @@ struct ScoreRules {
           if (key < seen.begin || key >= seen.end) {
             score = ptx::negative_infinity();
           } else if (kHasMask) {
-            score = masked_score<typename Spec::Element>(band, score, mask_row + key * band.mask_stride_key);
+            score = masked_score<typename Spec::Element>(options, score, mask_row + key * options.mask_stride_key);
           }
         }
     }
   }
 
   __device__ __forceinline__ void apply(float (&S_rmem)[1][Spec::kMmaN][4], int first_key) const {
-    const Band& band = params.band;
-    if (band.score_factor > 0.0f) {
+    const ScoreOptions& options = params.score_options;
+    if (options.score_factor > 0.0f) {
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) S_rmem[0][n][i] = capped_score(band, S_rmem[0][n][i]);
+        for (int i = 0; i < 4; ++i) S_rmem[0][n][i] = capped_score(options, S_rmem[0][n][i]);
     }
-    if (band.mask != nullptr) {
+    if (options.mask != nullptr) {
       hide<true>(S_rmem, first_key);
     } else if (first_key < seen_by_all.begin || first_key + kWarpKeys > seen_by_all.end) {
       hide<false>(S_rmem, first_key);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, const Segmen
                                        const WarpResults<Spec>& results) {
   constexpr int kStages = Spec::kNumStages;
   const ptx::SmemPointer ring_smem = results.block_smem + ptx::warp_index() * Spec::kRingBytes;
-  const Sequence<MaskKind::kBand> sequence = segment.sequence(params);
+  const Sequence<MaskKind::kRuntime> sequence = segment.sequence(params);
   KeyLoader<Spec, kWords> loader(params, sequence, segment, use);
   loader.find(segment.tile);
   const auto load = [&](int tile, int stage) {

@@ -114,7 +114,7 @@ struct KeyLoader {
   using Element = typename Spec::Element;
 
   const ForwardParams& params;
-  const Sequence<MaskKind::kBand>& sequence;
+  const Sequence<MaskKind::kRuntime>& sequence;
   const KeyRange visible;  // keys that some row sees: the others are zeros here, whatever the tensor holds
   const Use use;
   const ptx::CachePolicy policy;
@@ -125,7 +125,7 @@ struct KeyLoader {
 
   __device__ __forceinline__ static bool has_value() { return ptx::lane_index() >= kWarpKeys; }
 
-  __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kBand>& sequence_,
+  __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
                                        const Segment& segment, Use use_)
       : params(params_),
         sequence(sequence_),
@@ -149,11 +149,11 @@ struct KeyLoader {
     page = row = 0;
     if (key < visible.begin || key >= visible.end) return;
     row = key;
-    if (params.entries.block_table != nullptr) {
-      const uint32_t page_size = static_cast<uint32_t>(params.entries.page_size);
-      const int page_of_entry = static_cast<int>(static_cast<uint32_t>(key) / page_size);  // once a tile: not called
-      page = sequence.stated_page(page_of_entry);
-      row = key - page_of_entry * params.entries.page_size;
+    if (params.sequences.block_table != nullptr) {
+      const uint32_t page_size = static_cast<uint32_t>(params.sequences.page_size);
+      const int page_of_sequence = static_cast<int>(static_cast<uint32_t>(key) / page_size);  // once a tile: not called
+      page = sequence.stated_page(page_of_sequence);
+      row = key - page_of_sequence * params.sequences.page_size;
     }
   }
 

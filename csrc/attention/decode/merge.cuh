@@ -185,8 +185,8 @@ __device__ __forceinline__ void store_result(const ForwardParams& params, const 
                                              const PartialRow& total) {
   using Element = typename Spec::Element;
   const FinishedRow finished =
-      finish_with_sink(total.shift, total.sum, sink_log2(params.band, segment.head_q, segment.row + row));
-  const Sequence<MaskKind::kBand> sequence = segment.sequence(params);
+      finish_with_sink(total.shift, total.sum, sink_log2(params.score_options, segment.head_q, segment.row + row));
+  const Sequence<MaskKind::kRuntime> sequence = segment.sequence(params);
   if (column == 0 && params.lse != nullptr) {
     const int64_t at = sequence.result_row(sequence.template result_head<false>(segment.head_q, 0)) + segment.row + row;
     ptx::st_global_float(params.lse + at, finished.lse);

@@ -1,13 +1,13 @@
 // How the key tiles of a batch are divided over the blocks of a decoding kernel, from the lengths in device memory.
 //
-// An item is a query tile (up to kBlockM rows) of one head of one entry, with the key tiles that its entry's rows see. The tiles of all
+// An item is a query tile (up to kBlockM rows) of one head of one sequence, with the key tiles that its sequence's rows see. The tiles of all
 // items stand in one row, item by item, and every block takes an equal share of it, whatever the lengths: a block's share is the end
 // of one item, whole items, and the beginning of another one. An item that several blocks share is put together by whichever of
 // them is done last (merge.cuh). Where items are equal and enough, nothing is shared: a block takes whole items, in rounds, so that the
 // heads which share pages are read together. With num_splits == 1 that is always so, and the order of a row's sums does not depend on the
 // batch.
 //
-// All warps of a block make the same plan, each for itself; entries are looked at 32 at a time, one a lane.
+// All warps of a block make the same plan, each for itself; sequences are looked at 32 at a time, one a lane.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -23,12 +23,12 @@ namespace flashmoe {
 namespace attention {
 namespace decode {
 
-// An item's part that falls to a block. Key tiles are counted from the entry's first key.
+// An item's part that falls to a block. Key tiles are counted from the sequence's first key.
 struct Segment {
   int batch;
-  Extent query_rows;  // of the entry
-  Extent keys;        // of the entry
-  KeyRange seen;      // keys that some row of the entry sees
+  Extent query_rows;  // of the sequence
+  Extent keys;        // of the sequence
+  KeyRange seen;      // keys that some row of the sequence sees
   int head_q;
   int row;   // the item's first
   int rows;  // 1 to kBlockM
@@ -39,8 +39,8 @@ struct Segment {
   int item_end;
   int position;
 
-  __device__ __forceinline__ Sequence<MaskKind::kBand> sequence(const ForwardParams& params) const {
-    return Sequence<MaskKind::kBand>(params, batch, query_rows, keys);
+  __device__ __forceinline__ Sequence<MaskKind::kRuntime> sequence(const ForwardParams& params) const {
+    return Sequence<MaskKind::kRuntime>(params, batch, query_rows, keys);
   }
 };
 
@@ -55,14 +55,14 @@ struct Sharing {
 // Of a block that ends one item and begins another one, each has a place for its partial results.
 __device__ __forceinline__ int slot_of(int block, bool is_later) { return 2 * block + (is_later ? 1 : 0); }
 
-// The keys that some row of an entry sees.
-__device__ __forceinline__ KeyRange keys_of_entry(const Sequence<MaskKind::kBand>& sequence) {
-  const Band& band = sequence.params.band;
-  return KeyRange{band_keys(band, sequence, 0).begin, band_keys(band, sequence, sequence.rows() - 1).end};
+// The keys that some row of a sequence sees.
+__device__ __forceinline__ KeyRange keys_of_sequence(const Sequence<MaskKind::kRuntime>& sequence) {
+  const ScoreOptions& options = sequence.params.score_options;
+  return KeyRange{window_keys(options, sequence, 0).begin, window_keys(options, sequence, sequence.rows() - 1).end};
 }
 
 // How often keys and values are read, as the second-level cache should know: once, in a batch so small that without them the cache would have room
-// for what other kernels have left there; once; or by many entries.
+// for what other kernels have left there; once; or by many sequences.
 enum class Use { kOnceOfFew, kOnce, kOften };
 
 __device__ __noinline__ uint32_t divide(uint32_t a, uint32_t b) { return a / b; }
@@ -76,23 +76,23 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 
 // What a block waits for before its first keys, lengths and then pages, is asked for at once: of the page table as many lines as a warp has
-// lanes, from where the block's share would begin if all entries were as long.
+// lanes, from where the block's share would begin if all sequences were as long.
 template <typename Spec>
 __device__ __forceinline__ void prefetch_tables(const ForwardParams& params) {
   constexpr int kLine = 32;  // elements
-  const Batch& entries = params.entries;
+  const Batch& sequences = params.sequences;
   const int thread = ptx::thread_index();
   const int at = thread * kLine;
   if (at < params.batch) {
-    if (entries.seqused_k != nullptr) ptx::prefetch_global(entries.seqused_k + at);
-    if (entries.cu_seqlens_q != nullptr) ptx::prefetch_global(entries.cu_seqlens_q + at);
-    if (entries.cu_seqlens_k != nullptr) ptx::prefetch_global(entries.cu_seqlens_k + at);
+    if (sequences.seqused_k != nullptr) ptx::prefetch_global(sequences.seqused_k + at);
+    if (sequences.cu_seqlens_q != nullptr) ptx::prefetch_global(sequences.cu_seqlens_q + at);
+    if (sequences.cu_seqlens_k != nullptr) ptx::prefetch_global(sequences.cu_seqlens_k + at);
   }
-  if (entries.block_table == nullptr || thread >= 32) return;
-  const int64_t pages = params.batch * entries.block_table_stride;
+  if (sequences.block_table == nullptr || thread >= 32) return;
+  const int64_t pages = params.batch * sequences.block_table_stride;
   if (pages > (1 << 30)) return;
   const int page = ptx::block_index() * quotient<Spec>(static_cast<int>(pages), ptx::grid_size()) + at;
-  if (page < pages) ptx::prefetch_global(entries.block_table + page);
+  if (page < pages) ptx::prefetch_global(sequences.block_table + page);
 }
 
 template <typename Spec>
@@ -104,22 +104,22 @@ struct Plan {
   static constexpr int kSmall = (192 << 20) / (Spec::kNumWarps * Spec::kStageBytes);
 
   const ForwardParams& params;
-  const bool is_uniform;  // one look says what all entries ask for
+  const bool is_uniform;  // one look says what all sequences ask for
   bool is_whole;          // blocks take whole items
   Use use;
   int lead;        // of the row, in front of each item's tiles: what its start and end cost beside them
   int share;       // tiles of a block; unused for whole items
   int position;    // of the row of all tiles: where the next segment begins; of whole items, the next one
   int end;         // of the block's share; of all whole items
-  int group;       // entries group to group + 31 are in the lanes
+  int group;       // sequences group to group + 31 are in the lanes
   int group_tile;  // of the row, the group's first
-  // Of this lane's entry:
+  // Of this lane's sequence:
   Extent rows;
   Extent keys;
   KeyRange seen;
   int tiles;  // of an item
   int items;
-  int behind;  // of the row from group_tile on, where the entry ends
+  int behind;  // of the row from group_tile on, where the sequence ends
 
   // Unsigned, which makes a division a shift.
   __device__ __forceinline__ static int tile_of(int key) {
@@ -129,23 +129,23 @@ struct Plan {
     return static_cast<int>((static_cast<uint32_t>(rows) + Spec::kBlockM - 1) / Spec::kBlockM);
   }
 
-  __device__ __forceinline__ void load_entry(int entry) {
+  __device__ __forceinline__ void load_sequence(int batch) {
     rows = keys = Extent{0, 0};
     seen = KeyRange{0, 0};
     items = 0;
     tiles = 1;
-    if (entry >= params.batch) return;
-    const Sequence<MaskKind::kBand> sequence(params, entry);
+    if (batch >= params.batch) return;
+    const Sequence<MaskKind::kRuntime> sequence(params, batch);
     rows = sequence.row;
     keys = sequence.key;
     if (rows.length == 0) return;
-    seen = keys_of_entry(sequence);
+    seen = keys_of_sequence(sequence);
     // Rows that see no key have an output, too: one tile, all of it hidden.
     tiles = maximum(1, tile_of(seen.end + Spec::kTileKeys - 1) - tile_of(seen.begin));
     items = row_blocks_of(rows.length) * params.heads_q;
   }
 
-  // The lanes hold the entries from `first` on.
+  // The lanes hold the sequences from `first` on.
   __device__ __forceinline__ void set_group(int first) {
     group = first;
     behind = items * (lead + tiles);
@@ -155,8 +155,8 @@ struct Plan {
   __device__ __forceinline__ explicit Plan(const ForwardParams& params_)
       : params(params_),
         is_uniform(params_.batch == 1 ||
-                   (params_.entries.cu_seqlens_q == nullptr && params_.entries.cu_seqlens_k == nullptr &&
-                    params_.entries.seqused_k == nullptr)),
+                   (params_.sequences.cu_seqlens_q == nullptr && params_.sequences.cu_seqlens_k == nullptr &&
+                    params_.sequences.seqused_k == nullptr)),
         use(Use::kOften),
         lead(0),
         group_tile(0) {
@@ -171,7 +171,7 @@ struct Plan {
     int all_items = 0;
 #pragma unroll 1
     for (int first = is_uniform ? 0 : (params.batch - 1) / 32 * 32; first >= 0; first -= 32) {  // the first one last
-      load_entry(is_uniform ? 0 : first + ptx::lane_index());
+      load_sequence(is_uniform ? 0 : first + ptx::lane_index());
       total += items * tiles;
       most = max(most, tiles);
       all_items += items;
@@ -223,22 +223,22 @@ struct Plan {
     return items >= blocks && 64 * (quotient<Spec>(2 * blocks, 5) - last_round) <= items;
   }
 
-  // Pages of two entries, of the same key: where they are one, all entries share theirs, most likely, and read them from the second-level cache.
+  // Pages of two sequences, of the same key: where they are one, all sequences share theirs, most likely, and read them from the second-level cache.
   struct Witness {
     int first;
     int other;
   };
 
-  // Of the group in the lanes, for the key in the middle of those that its first entry and its last both see. Asked for here; the wait is
+  // Of the group in the lanes, for the key in the middle of those that its first sequence and its last both see. Asked for here; the wait is
   // where they are compared.
   __device__ __forceinline__ Witness common_page() const {
-    const Batch& entries = params.entries;
+    const Batch& sequences = params.sequences;
     const int other = min(params.batch, 32) - 1;
     const int begin = max(ptx::shuffle_index(seen.begin, 0), ptx::shuffle_index(seen.begin, other));
     const int keys_end = min(ptx::shuffle_index(seen.end, 0), ptx::shuffle_index(seen.end, other));
-    if (entries.block_table == nullptr || other == 0 || begin >= keys_end) return Witness{0, 1};
-    const int32_t* page = entries.block_table + quotient<Spec>(begin + (keys_end - begin) / 2, entries.page_size);
-    return Witness{load_length(page), load_length(page + other * entries.block_table_stride)};
+    if (sequences.block_table == nullptr || other == 0 || begin >= keys_end) return Witness{0, 1};
+    const int32_t* page = sequences.block_table + quotient<Spec>(begin + (keys_end - begin) / 2, sequences.page_size);
+    return Witness{load_length(page), load_length(page + other * sequences.block_table_stride)};
   }
 
   // Of equal items, a share up to a sixteenth longer that is whole items, or one of an item's equal parts, if there is one. Two parts of items in
@@ -255,9 +255,9 @@ struct Plan {
     return part * parts == item_tiles && part <= share + share / kLonger ? part : share;
   }
 
-  // The item `index` of the entry that `lane` holds.
-  __device__ __forceinline__ void set_item(Segment& segment, int entry, int lane, int index) const {
-    segment.batch = entry;
+  // The item `index` of the sequence that `lane` holds.
+  __device__ __forceinline__ void set_item(Segment& segment, int batch, int lane, int index) const {
+    segment.batch = batch;
     segment.query_rows = Extent{ptx::shuffle_index(rows.first, lane), ptx::shuffle_index(rows.length, lane)};
     segment.keys = Extent{ptx::shuffle_index(keys.first, lane), ptx::shuffle_index(keys.length, lane)};
     segment.seen = KeyRange{ptx::shuffle_index(seen.begin, lane), ptx::shuffle_index(seen.end, lane)};
@@ -268,15 +268,15 @@ struct Plan {
     segment.rows = min(Spec::kBlockM, segment.query_rows.length - segment.row);
   }
 
-  // The next item that the entry behind it has; false at the end.
+  // The next item that the sequence behind it has; false at the end.
   __device__ __forceinline__ bool next_whole(Segment& segment) {
     const int most_items = params.heads_q * row_blocks_of(params.seq_q);
     for (; position < end; position += ptx::grid_size()) {
-      const int entry = quotient<Spec>(position, most_items);
-      const int index = position - entry * most_items;
-      load_entry(entry);
+      const int batch = quotient<Spec>(position, most_items);
+      const int index = position - batch * most_items;
+      load_sequence(batch);
       if (index < items) {
-        set_item(segment, entry, 0, index);
+        set_item(segment, batch, 0, index);
         segment.end_tile = segment.tile + tiles;
         segment.item_tile = segment.item_end = segment.position = 0;
         position += ptx::grid_size();
@@ -290,31 +290,31 @@ struct Plan {
   __device__ __forceinline__ bool next(Segment& segment) {
     if (is_whole) return next_whole(segment);
     if (position >= end) return false;
-    int entry = 0;
-    int entry_tile;  // of the row
+    int batch = 0;
+    int sequence_tile;  // of the row
     int lane = 0;
     if (is_uniform) {
-      if (params.batch > 1) entry = quotient<Spec>(position, behind);
-      entry_tile = entry * behind;
+      if (params.batch > 1) batch = quotient<Spec>(position, behind);
+      sequence_tile = batch * behind;
     } else {
       uint32_t reached = ptx::vote_ballot(group_tile + behind > position);
       while (reached == 0) {
         group_tile += ptx::shuffle_index(behind, 31);
-        load_entry(group + 32 + ptx::lane_index());
+        load_sequence(group + 32 + ptx::lane_index());
         set_group(group + 32);
         reached = ptx::vote_ballot(group_tile + behind > position);
       }
       lane = ptx::population_count(~reached & (reached - 1));  // the first that reaches past it
-      entry = group + lane;
-      entry_tile = group_tile + ptx::shuffle_index(behind - items * (lead + tiles), lane);
+      batch = group + lane;
+      sequence_tile = group_tile + ptx::shuffle_index(behind - items * (lead + tiles), lane);
     }
     const int item_tiles = ptx::shuffle_index(tiles, lane);
-    const int index = quotient<Spec>(position - entry_tile, lead + item_tiles);
-    segment.item_tile = entry_tile + index * (lead + item_tiles) + lead;
+    const int index = quotient<Spec>(position - sequence_tile, lead + item_tiles);
+    segment.item_tile = sequence_tile + index * (lead + item_tiles) + lead;
     segment.item_end = segment.item_tile + item_tiles;
     position = max(position, segment.item_tile);
     if (position >= end) return false;
-    set_item(segment, entry, lane, index);
+    set_item(segment, batch, lane, index);
     segment.position = position;
     segment.tile += position - segment.item_tile;
     const int segment_end = min(segment.item_end, end);

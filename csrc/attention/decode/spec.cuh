@@ -28,7 +28,7 @@ struct DecodeSpec {
 
   // What the products of a warp (mma_sync/) ask for.
   static constexpr bool kQueryInRegisters = kQueryInRegisters_ != 0;
-  // Keys that many entries share come from the second-level cache so fast that a warp's instructions count: they have a loop of their
+  // Keys that many sequences share come from the second-level cache so fast that a warp's instructions count: they have a loop of their
   // own. Beyond D=64 the kernel would get so long that few sequences take 1 us to 2 us more.
   static constexpr bool kHasTwoLoops = kHeadDim <= 64;
   static constexpr int kBlockN = kWarpKeys;

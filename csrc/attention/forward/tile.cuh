@@ -17,10 +17,10 @@ struct QueryTile {
   int batch;
   int head_q;
   int head_kv;
-  int row;            // first query row
-  int rows;           // valid ones, 1 to kBlockM; of a band 0 or less where there is no tile
-  int split;          // which share of the key tiles, 0 to num_splits - 1
-  Extent entry_rows;  // of a band alone
+  int row;               // first query row
+  int rows;              // valid ones, 1 to kBlockM; kRuntime: 0 or less where there is no tile
+  int split;             // which share of the key tiles, 0 to num_splits - 1
+  Extent sequence_rows;  // of kRuntime alone
 };
 
 // K and V of a section's heads: a third of an H100's second-level cache, and less than half of an A100's.
@@ -45,17 +45,17 @@ __device__ __forceinline__ Section section_of_tile(const ForwardParams& params, 
   return section;
 }
 
-// Where no entry may have more than few row blocks, each has as many slots as the longest. Otherwise an entry has those from this
-// one on to the next entry's, as many as it has row blocks or one more: no sum over the entries before it is needed.
+// Where no sequence can have more than a few row blocks, each has as many slots as the longest. Otherwise a sequence has those from this
+// one on to the next sequence's, as many as it has row blocks or one more: no sum over the sequences before it is needed.
 template <int kBlockM>
-__device__ __forceinline__ int first_slot(const ForwardParams& params, int entry) {
-  const int row = load_length(params.entries.cu_seqlens_q + entry);
-  return max(0, min(params.entries.rows_total, row)) / kBlockM + entry;
+__device__ __forceinline__ int first_slot(const ForwardParams& params, int batch) {
+  const int row = load_length(params.sequences.cu_seqlens_q + batch);
+  return max(0, min(params.sequences.rows_total, row)) / kBlockM + batch;
 }
 
-// The last entry whose slots begin at `slot` or before. Each lane of a warp asks one in 32 of what is left.
+// The last sequence whose slots begin at `slot` or before. Each lane of a warp asks one in 32 of what is left.
 template <int kBlockM>
-__device__ __forceinline__ int entry_of_slot(const ForwardParams& params, int slot) {
+__device__ __forceinline__ int sequence_of_slot(const ForwardParams& params, int slot) {
   const int lane = ptx::lane_index();
   int first = 0;
   for (int count = params.batch; count > 1;) {
@@ -68,35 +68,35 @@ __device__ __forceinline__ int entry_of_slot(const ForwardParams& params, int sl
   return first;
 }
 
-// Of bands. Grid: heads_q blocks for every slot, which are taken from the last one on: with a right bound the later row blocks of
-// an entry are longer. The heads of a row block are neighbours. A slot past its entry's last row block has no tile.
+// Of MaskKind::kRuntime. Grid: heads_q blocks for every slot, which are taken from the last one on: with a right bound the later row blocks of
+// a sequence are longer. The heads of a row block are neighbours. A slot past its sequence's last row block has no tile.
 template <int kBlockM>
-__device__ __forceinline__ QueryTile locate_band_tile(const ForwardParams& params) {
+__device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& params) {
   const int number = ptx::grid_size() - 1 - ptx::block_index();
   const int slot = number / params.heads_q;
   const int head = params.heads_q - 1 - (number - slot * params.heads_q);
   QueryTile tile{0, head, head, 0, 0, 0, {0, 0}};
   if (params.heads_q != params.heads_kv) tile.head_kv = head / heads_per_key_head(params);
   const int blocks_of_longest = ceil_div(params.seq_q, kBlockM);
-  int block;  // of the entry
+  int block;  // of the sequence
   if (static_cast<int64_t>(blocks_of_longest) * params.batch * params.heads_q == ptx::grid_size()) {
     tile.batch = blocks_of_longest == 1 ? slot : slot / blocks_of_longest;
     block = slot - tile.batch * blocks_of_longest;
   } else {
-    tile.batch = entry_of_slot<kBlockM>(params, slot);
+    tile.batch = sequence_of_slot<kBlockM>(params, slot);
     block = slot - first_slot<kBlockM>(params, tile.batch);
   }
-  tile.entry_rows = row_extent(params, tile.batch);
+  tile.sequence_rows = row_extent(params, tile.batch);
   tile.row = block * kBlockM;
-  // Slots before the first entry's, where its rows are not the tensor's first, count backwards.
-  tile.rows = block < 0 ? 0 : min(kBlockM, tile.entry_rows.length - tile.row);
+  // Slots before the first sequence's, where its rows are not the tensor's first, count backwards.
+  tile.rows = block < 0 ? 0 : min(kBlockM, tile.sequence_rows.length - tile.row);
   return tile;
 }
 
 // Grid: ceil(seq_q / kBlockM) * heads_q * batch * num_splits blocks; the splits of a tile are neighbours.
 template <int kBlockM, int kHeadDim, MaskKind kMask, bool kIsSplit>
 __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& params) {
-  if constexpr (kMask == MaskKind::kBand) return locate_band_tile<kBlockM>(params);
+  if constexpr (kMask == MaskKind::kRuntime) return locate_varlen_tile<kBlockM>(params);
   QueryTile tile;
   int index = ptx::block_index();
   tile.split = 0;
@@ -117,11 +117,10 @@ __device__ __forceinline__ QueryTile locate_query_tile(const ForwardParams& para
   return tile;
 }
 
-// The entry of a tile.
 template <MaskKind kMask>
 __device__ __forceinline__ Sequence<kMask> sequence_of(const ForwardParams& params, const QueryTile& tile) {
-  if constexpr (kMask == MaskKind::kBand) {
-    return Sequence<kMask>(params, tile.batch, tile.entry_rows, key_extent(params, tile.batch));
+  if constexpr (kMask == MaskKind::kRuntime) {
+    return Sequence<kMask>(params, tile.batch, tile.sequence_rows, key_extent(params, tile.batch));
   } else {
     return Sequence<kMask>(params, tile.batch);
   }
@@ -129,8 +128,8 @@ __device__ __forceinline__ Sequence<kMask> sequence_of(const ForwardParams& para
 // The same for what asks for its rows alone: no length of keys is read.
 template <MaskKind kMask>
 __device__ __forceinline__ Sequence<kMask> rows_of(const ForwardParams& params, const QueryTile& tile) {
-  if constexpr (kMask == MaskKind::kBand) {
-    return Sequence<kMask>(params, tile.batch, tile.entry_rows, Extent{0, 0});
+  if constexpr (kMask == MaskKind::kRuntime) {
+    return Sequence<kMask>(params, tile.batch, tile.sequence_rows, Extent{0, 0});
   } else {
     return Sequence<kMask>(params, tile.batch);
   }

@@ -18,7 +18,7 @@ constexpr int64_t kNeedsAll = kNeedsDq | kNeedsDk | kNeedsDv;
 
 // Where no kernel of dq runs. Ragged rows: one batch entry of rows_total.
 inline RowDotParams make_row_dot_params(const BackwardParams& params, int32_t head_dim) {
-  const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
+  const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
   return {params.out,
           params.dout,
           params.lse,
@@ -28,7 +28,7 @@ inline RowDotParams make_row_dot_params(const BackwardParams& params, int32_t he
           params.dout_stride,
           is_ragged ? 1 : params.batch,
           params.heads_q,
-          is_ragged ? params.entries.rows_total : params.seq_q,
+          is_ragged ? params.sequences.rows_total : params.seq_q,
           head_dim};
 }
 

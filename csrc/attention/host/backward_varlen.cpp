@@ -69,7 +69,7 @@ int32_t rows_between_entries(const Strides& strides) {
   return strides.batch == 0 ? 0 : static_cast<int32_t>(strides.batch / strides.row);
 }
 
-EntryRows entry_rows(const BackwardParams& params) {
+SequenceRows sequence_rows(const BackwardParams& params) {
   return {rows_between_entries(params.q_stride),  rows_between_entries(params.k_stride),
           rows_between_entries(params.v_stride),  rows_between_entries(params.dout_stride),
           rows_between_entries(params.dq_stride), rows_between_entries(params.dk_stride),
@@ -125,8 +125,8 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
   const bool with_dkv = params.dk != nullptr;
   const Kernel& dq = *kernels.dq;
   const Kernel& dkv = *kernels.dkv;
-  const Batch& entries = params.entries;
-  params.entry_rows = entry_rows(params);
+  const Batch& entries = params.sequences;
+  params.sequence_rows = sequence_rows(params);
   const int64_t dq_tiles = most_blocks(entries.cu_seqlens_q != nullptr, entries.rows_total, params.seq_q, params.batch,
                                        dq.block_m, dq.is_persistent);
   const int64_t dkv_tiles = most_blocks(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch,
@@ -158,8 +158,8 @@ void run(BackwardParams params, const BackwardKernels& kernels, const host::Devi
 
 VarlenFusedQueryParams make_fused_query_params(const BackwardParams& params) {
   auto queries = fused_query_params<VarlenFusedQueryParams>(params);
-  queries.cu_seqlens_q = params.entries.cu_seqlens_q;
-  queries.rows_total = params.entries.rows_total;
+  queries.cu_seqlens_q = params.sequences.cu_seqlens_q;
+  queries.rows_total = params.sequences.rows_total;
   queries.head_dim_v = params.head_dim_v;
   return queries;
 }
@@ -179,7 +179,7 @@ void run_fused(BackwardParams params, const BackwardKernels& kernels, const host
   const host::TileCounter counter = host::tile_counter(call);
   params.tile_counter = counter.address;
   host::Workspace workspace;
-  const int64_t sums = workspace.add<float>(all_pieces * (kFusedPieceRows * fused.axes[axis::kHeadDim] + 1));
+  const int64_t sums = workspace.add<float>(all_pieces * (kDqPartialRows * fused.axes[axis::kHeadDim] + 1));
   workspace.allocate(call);
   VarlenFusedQueryParams queries = make_fused_query_params(params);
   queries.sums = workspace.address<float>(sums);
@@ -195,8 +195,8 @@ void run_fused(BackwardParams params, const BackwardKernels& kernels, const host
 }
 
 SelectorInput make_selector_input(const BackwardParams& params, const host::KernelRequest& request) {
-  const Batch& entries = params.entries;
-  const Band& band = params.band;
+  const Batch& entries = params.sequences;
+  const ScoreOptions& band = params.score_options;
   const int64_t batch = params.batch;
   const SelectorInput longest{request,
                               band.right < kUnbounded ? Mask::kCausal : Mask::kFull,

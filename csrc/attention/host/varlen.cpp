@@ -130,7 +130,7 @@ void fold_heads(ForwardParams& params) {
     stride->row = stride->head;
     stride->head *= group;
   }
-  Band& band = params.band;
+  ScoreOptions& band = params.score_options;
   band.mask_stride_row = band.mask_stride_head;
   band.mask_stride_head *= group;
   band.folded_heads = group;
@@ -139,12 +139,12 @@ void fold_heads(ForwardParams& params) {
 
 void describe_as_band(ForwardParams& params) {
   params.head_dim_v = params.head_dim;
-  params.entries = Batch{};
-  params.band = Band{};
-  params.band.left = kUnbounded;
-  params.band.right = kUnbounded;
-  params.band.mask_factor = 1.0F;
-  params.band.folded_heads = 1;
+  params.sequences = Batch{};
+  params.score_options = ScoreOptions{};
+  params.score_options.left = kUnbounded;
+  params.score_options.right = kUnbounded;
+  params.score_options.mask_factor = 1.0F;
+  params.score_options.folded_heads = 1;
 }
 
 // Partial results: two of each block, the end of one item and the beginning of another. Its counters are zero again at the end.
@@ -172,7 +172,7 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
 }
 
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m) {
-  return most_row_blocks(params.seq_q, params.batch, params.entries.rows_total, block_m);
+  return most_row_blocks(params.seq_q, params.batch, params.sequences.rows_total, block_m);
 }
 
 void forward_varlen_cuda(const VarlenArguments& arguments, const VarlenOutputs& outputs) {

@@ -11,7 +11,7 @@ namespace attention {
 // Whether every entry is known to have one row: dense rows alone say that to the host.
 bool has_one_row_each(const VarlenArguments& arguments);
 
-// One row for each entry: the query heads that share a key head become the rows of that one position (Band::folded_heads), so that
+// One row for each entry: the query heads that share a key head become the rows of that one position (ScoreOptions::folded_heads), so that
 // their keys are read once.
 void fold_heads(ForwardParams& params);
 

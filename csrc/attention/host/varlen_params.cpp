@@ -39,8 +39,8 @@ Batch make_batch(const VarlenArguments& arguments) {
   return batch;
 }
 
-Band make_band(const VarlenArguments& arguments) {
-  Band band{};
+ScoreOptions make_band(const VarlenArguments& arguments) {
+  ScoreOptions band{};
   band.left = window_side(arguments.window_left);
   band.right = window_side(arguments.window_right);
   const bool is_capped = has_softcap(arguments);
@@ -169,8 +169,8 @@ ForwardParams make_varlen_params(const VarlenArguments& arguments, const VarlenO
   params.num_splits = 1;
   params.scale = static_cast<float>(arguments.scale);
   params.scale_log2 = static_cast<float>((has_softcap(arguments) ? arguments.softcap : arguments.scale) * kLog2E);
-  params.entries = make_batch(arguments);
-  params.band = make_band(arguments);
+  params.sequences = make_batch(arguments);
+  params.score_options = make_band(arguments);
   return params;
 }
 
@@ -213,8 +213,8 @@ BackwardParams make_varlen_backward_params(const VarlenBackwardArguments& argume
   params.head_dim_v = forward.head_dim_v;
   params.scale = forward.scale;
   params.scale_log2 = forward.scale_log2;
-  params.entries = forward.entries;
-  params.band = forward.band;
+  params.sequences = forward.sequences;
+  params.score_options = forward.score_options;
   return params;
 }
 

@@ -1,4 +1,4 @@
-// What the host passes to the kernel that puts new keys and values into a cache.
+// What the host passes to the kernel that appends new keys and values to a cache.
 #pragma once
 
 #include "attention/params/forward.h"
@@ -6,8 +6,8 @@
 namespace flashmoe {
 namespace attention {
 
-// New key i of entry b becomes key cache_seqlens[b] + i of the entry's cache; dropped where the cache has no room for it, or its page is
-// none of the cache's. The cache is dense, [batch, heads_kv, room, ...], or pages as Batch says.
+// New key i of sequence b becomes key cache_seqlens[b] + i of its cache. It is dropped where the cache has no room for it, or the block
+// table names no page of the cache. The cache is dense, [batch, heads_kv, room, ...], or pages as Batch says.
 struct AppendParams {
   void* k_cache;
   void* v_cache;
@@ -18,14 +18,14 @@ struct AppendParams {
   Strides k_new_stride;
   Strides v_new_stride;
   const int32_t* cache_seqlens;  // [batch]
-  const int32_t* block_table;    // [batch, pages of an entry], rows block_table_stride apart; null: a dense cache
+  const int32_t* block_table;    // [batch, pages of a sequence], rows block_table_stride apart; null: a dense cache
   int64_t block_table_stride;
   int32_t page_size;
   int32_t num_pages;
   int32_t batch;
   int32_t heads_kv;
   int32_t new_keys;
-  int32_t room;  // keys of an entry; of pages, at most as many as its row of block_table has
+  int32_t room;  // keys of a sequence; of pages, at most as many as its row of block_table has
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t is_aligned;  // every row starts and ends at a multiple of 16 bytes

@@ -7,9 +7,9 @@
 namespace flashmoe {
 namespace attention {
 
-// Rows from an entry of a dense batch to the next one: stride.batch / stride.row. 0 where rows or keys are ragged. For kernels
-// of MaskKind::kBand that load by tensor maps.
-struct EntryRows {
+// Rows from one sequence of a dense batch to the next: stride.batch / stride.row. 0 where rows or keys are ragged. For kernels
+// of MaskKind::kRuntime that load by tensor maps.
+struct SequenceRows {
   int32_t q;
   int32_t k;
   int32_t v;
@@ -19,8 +19,8 @@ struct EntryRows {
   int32_t dv;
 };
 
-// Of grids in which every entry has as many slots as the longest: the slots of each head, in front of all others, whose blocks clear
-// what belongs to no entry.
+// Of grids in which every sequence has as many slots as the longest: the slots of each head, in front of all others, whose blocks clear
+// what belongs to no sequence.
 constexpr int32_t kClearingSlots = 4;
 
 struct BackwardParams {
@@ -53,18 +53,18 @@ struct BackwardParams {
   int32_t seq_k;
   int32_t head_dim;  // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
   float scale;       // multiplies q k^T before the softmax
-  float scale_log2;  // scale * log2(e); with a softcap, see Band
-  // Of kernels for MaskKind::kBand alone, as in ForwardParams. No pages, no folded heads; lse, dlse and row_dot are
+  float scale_log2;  // scale * log2(e); with a softcap, see ScoreOptions
+  // Of kernels for MaskKind::kRuntime alone, as in ForwardParams. No pages, no folded heads; lse, dlse and row_dot are
   // [batch, heads_q, seq_q], or [heads_q, rows_total] where rows are ragged. lse counts the sink.
   int32_t head_dim_v;  // of v, out, dout and dv
-  Batch entries;
-  Band band;
-  EntryRows entry_rows;
+  Batch sequences;
+  ScoreOptions score_options;
+  SequenceRows sequence_rows;
 };
 
 // With P = exp(scale * q k^T - lse):
 //   dv = P^T dout,   dS = P * (dout v^T - row_dot),   dq = scale * dS k,   dk = scale * dS^T q.
-// With a softcap dS is multiplied by 1 - tanh^2, which is 1 - score^2 of Band before the mask is added.
+// With a softcap dS is multiplied by 1 - tanh^2, which is 1 - score^2 of ScoreOptions before the mask is added.
 
 }  // namespace attention
 }  // namespace flashmoe

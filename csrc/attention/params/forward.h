@@ -22,20 +22,20 @@ struct Strides {
 // Which keys a query sees.
 //   kFull     all of them
 //   kCausal   aligned bottom-right: key j when j <= i + (keys - rows)
-//   kBand     what a Band says, in batches that a Batch describes: windows, softcap, sinks, masks, ragged and paged batches
-enum class MaskKind { kFull, kCausal, kBand };
+//   kRuntime  what ScoreOptions say, in a Batch of sequences: windows, softcap, sinks, masks, ragged and paged sequences
+enum class MaskKind { kFull, kCausal, kRuntime };
 
-// Where the entries of a batch lie, for kernels of MaskKind::kBand. All null: dense, as for the other kernels.
+// Where the sequences of a batch lie, for kernels of MaskKind::kRuntime. All null: dense, as for the other kernels.
 //
-// Ragged rows: q, out are [rows_total, heads_q, ...]; entry b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Ragged
+// Ragged rows: q, out are [rows_total, heads_q, ...]; sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Ragged
 // keys likewise. Paged keys: k, v are [num_pages, page_size, heads_kv, ...] (strides: batch is the page's, row the key's), and key j of
-// entry b is key j % page_size of page block_table[b, j / page_size]. What the kernels read of these arrays is device memory
-// that the host never sees: a kernel clamps rows to [0, seq_q], keys to [0, seq_k] and to what the tensors hold, and a page
-// number outside [0, num_pages) is read as page 0, so that wrong numbers cannot make it leave the tensors.
+// sequence b is key j % page_size of page block_table[b, j / page_size]. These arrays are device memory that the host never
+// reads: a kernel clamps rows to [0, seq_q], keys to [0, seq_k] and both to the tensors' bounds, and reads a page number
+// outside [0, num_pages) as page 0, so that wrong numbers cannot make it leave the tensors.
 struct Batch {
   const int32_t* cu_seqlens_q;  // [batch + 1]
   const int32_t* cu_seqlens_k;  // [batch + 1]; null where there are pages
-  const int32_t* seqused_k;     // [batch]: keys of each entry; null: all it has room for
+  const int32_t* seqused_k;     // [batch]: keys of each sequence; null: all it has room for
   const int32_t* block_table;   // [batch, pages]; rows block_table_stride apart; null: no pages
   int64_t block_table_stride;
   int32_t page_size;   // 0 without pages
@@ -46,12 +46,12 @@ struct Batch {
 
 enum class MaskTensor : int32_t { kNone, kBool, kAdditive };
 
-// What the scores of MaskKind::kBand go through. With t(x) = x without softcap, else tanh(x):
+// Which keys a row sees and what its scores go through, for kernels of MaskKind::kRuntime. With t(x) = x without softcap, else tanh(x):
 //   score = (score_factor > 0 ? t(score_factor * q k^T) : q k^T), then + mask_factor * additive mask,
 // and ForwardParams::scale_log2 * score is the exponent to base 2. Without softcap score_factor is 0, mask_factor 1 / scale and
 // scale_log2 = scale * log2(e); with it score_factor is scale / softcap, mask_factor 1 / softcap, and scale_log2 softcap * log2(e).
 // A finite mask value stays finite: its product is held to the range of float.
-struct Band {
+struct ScoreOptions {
   int32_t left;   // query i sees keys from i + (keys - rows) - left; kUnbounded: from the first
   int32_t right;  // and to i + (keys - rows) + right; kUnbounded: to the last. Causal: 0
   float score_factor;
@@ -76,7 +76,7 @@ struct ForwardParams {
   const void* v;          // [batch, heads_kv, seq_k, head_dim]
   void* out;              // [batch, heads_q,  seq_q, head_dim]
   float* lse;             // [batch, heads_q,  seq_q], contiguous, natural logarithm; -inf for a fully masked row.
-                          // CUDA kernels: null where nobody wants it
+                          // CUDA kernels: null if it is not wanted
   float* out_partial;     // [num_splits, batch, heads_q, seq_q, head_dim] fp32, contiguous; null when num_splits == 1
   float* lse_partial;     // [num_splits, batch, heads_q, seq_q] fp32, contiguous; null when num_splits == 1
   int32_t* tile_counter;  // one zeroed counter for persistent schedules; null for the others
@@ -92,12 +92,12 @@ struct ForwardParams {
   int32_t head_dim;    // the tensor's own, a multiple of 8, at most the kernel's kHeadDim; columns past it are zero
   int32_t num_splits;  // key/value blocks of a tile are divided over this many thread blocks
   float scale;         // multiplies q k^T before the softmax
-  float scale_log2;    // scale * log2(e); with a softcap, see Band
-  // Of kernels for MaskKind::kBand alone. There seq_q and seq_k are the most rows and keys of an entry, batch their number, and
+  float scale_log2;    // scale * log2(e); with a softcap, see ScoreOptions
+  // Of kernels for MaskKind::kRuntime alone. There seq_q and seq_k are the most rows and keys of a sequence, batch their number, and
   // rows of lse and of partial results are numbered as Sequence::result_row says.
   int32_t head_dim_v;  // of v and out; head_dim for the other kernels, which take it from there
-  Batch entries;
-  Band band;
+  Batch sequences;
+  ScoreOptions score_options;
 };
 
 }  // namespace attention

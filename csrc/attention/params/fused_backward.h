@@ -7,7 +7,7 @@ namespace flashmoe {
 namespace attention {
 
 constexpr int32_t kFusedTileKeys = 128;  // of the fused kernel
-constexpr int32_t kFusedPieceRows = 64;  // of dq that its sums are kept by
+constexpr int32_t kDqPartialRows = 64;   // of a partial of dq
 
 struct FusedQueryParams {
   const void* out;    // [batch, heads, rows, head_dim]
@@ -15,8 +15,9 @@ struct FusedQueryParams {
   const float* lse;   // [batch, heads, rows], contiguous
   const float* dlse;  // the same; null where there is none
   float* row_dot;     // the same
-  float* sums;  // [batch, heads, ceil(rows / 64)] pieces of 64 rows of dq, at the kernel's width; then a turn for each
-  void* dq;     // [batch, heads, rows, head_dim]
+  float*
+      sums;  // [batch, heads, ceil(rows / 64)] partials of 64 rows of dq, at the kernel's width; then a semaphore for each
+  void* dq;  // [batch, heads, rows, head_dim]
   Strides out_stride;
   Strides dout_stride;
   Strides dq_stride;
@@ -26,11 +27,11 @@ struct FusedQueryParams {
   int32_t head_dim;  // a multiple of 8
   int32_t keys;
   int32_t
-      row_keys;  // that the first row sees, one more each row after it: negative or past `keys` where a causal mask hides rows or none
+      row_keys;  // that the first row sees, one more for each row after it: negative or past `keys` where a causal mask hides rows or none
   float scale;
 };
 
-// The same of a batch that a Batch describes (attention/backward/sm90/fused_pieces.cuh says where pieces lie). Ragged rows: tensors are
+// The same of a batch that a Batch describes (attention/backward/sm90 says where partials lie). Ragged rows: tensors are
 // [rows_total, heads, head_dim], strides' batch is 0, and statistics are [heads, rows_total].
 struct VarlenFusedQueryParams {
   const void* out;   // [batch, heads, rows, head_dim_v]
@@ -38,7 +39,7 @@ struct VarlenFusedQueryParams {
   const float* lse;  // [batch, heads, rows], contiguous
   const float* dlse;
   float* row_dot;
-  float* sums;  // [heads, pieces of a head] pieces; then a turn for each
+  float* sums;  // [heads, partials of a head]; then a semaphore for each
   void* dq;     // [batch, heads, rows, head_dim]
   Strides out_stride;
   Strides dout_stride;
@@ -47,7 +48,7 @@ struct VarlenFusedQueryParams {
   int32_t rows_total;
   int32_t batch;
   int32_t heads;
-  int32_t rows;  // of an entry, at most
+  int32_t rows;  // of a sequence, at most
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t width;  // columns of the fused kernel: 64 or 128

@@ -1,4 +1,4 @@
-// What the host passes to the kernel that computes row_dot alone, where nobody needs dq. Plain C types only.
+// What the host passes to the kernel that computes row_dot alone, where dq is not needed. Plain C types only.
 #pragma once
 
 #include "attention/params/forward.h"
@@ -6,7 +6,7 @@
 namespace flashmoe {
 namespace attention {
 
-// Ragged rows are one long batch entry.
+// Ragged rows are one long sequence.
 struct RowDotParams {
   const void* out;    // [batch, heads, rows, head_dim]
   const void* dout;   // the same

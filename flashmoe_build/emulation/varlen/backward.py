@@ -34,7 +34,7 @@ from flashmoe_build.emulation.varlen.tensors import NAN, SPARE_ROWS, Tensors, _e
 from flashmoe_tools.operations import Header
 from flashmoe_tools.tables import Unit
 
-EntryRows = structure(Header("EntryRows", "attention/params/backward.h"), (CSRC,))
+SequenceRows = structure(Header("SequenceRows", "attention/params/backward.h"), (CSRC,))
 CLEARING_SLOTS = 4  # kClearingSlots of attention/params/backward.h
 FUSED = "attention_varlen_backward_fused"
 RESULTS = {
@@ -321,9 +321,9 @@ def _params(
         scale=p.scale,
         scale_log2=(p.softcap if p.softcap > 0 else p.scale) * LOG2E,
         head_dim_v=p.head_dim_v,
-        entries=entries,
-        band=_band(library, p, tensors),
-        entry_rows=EntryRows(**{name: s.batch // s.row for name, s in strides.items() if name != "out"}),
+        sequences=entries,
+        score_options=_band(library, p, tensors),
+        sequence_rows=SequenceRows(**{name: s.batch // s.row for name, s in strides.items() if name != "out"}),
     )
 
 

@@ -30,7 +30,7 @@ from flashmoe_tools.operations import Header
 from flashmoe_tools.tables import Unit
 
 Batch = structure(Header("Batch", HEADER), (CSRC,))
-Band = structure(Header("Band", HEADER), (CSRC,))
+ScoreOptions = structure(Header("ScoreOptions", HEADER), (CSRC,))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _band(library: KernelLibrary, p: VarlenProblem, tensors: Tensors) -> ctypes.
     if p.is_folded:
         head, row = head * p.group, head
     factors = (p.scale / p.softcap, 1.0 / p.softcap) if p.softcap > 0 else (0.0, 1.0 / p.scale)
-    return Band(
+    return ScoreOptions(
         left=p.left,
         right=p.right,
         score_factor=factors[0],
@@ -157,8 +157,8 @@ def parameters(library: KernelLibrary, p: VarlenProblem, tensors: Tensors, resul
         scale=p.scale,
         scale_log2=(p.softcap if p.softcap > 0 else p.scale) * LOG2E,
         head_dim_v=p.head_dim_v,
-        entries=entries,
-        band=_band(library, p, tensors),
+        sequences=entries,
+        score_options=_band(library, p, tensors),
     )
 
 

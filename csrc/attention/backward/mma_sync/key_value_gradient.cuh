@@ -38,7 +38,7 @@ template <typename Spec>
 __device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const VarlenTile& tile, int key,
                                              int first_row) {
   return key + Spec::kWarpRows <= tile.extents.keys() &&
-         visible_rows<MaskKind::kBand>(params, tile.extents, key).end >= first_row + Spec::kWarpStreamRows;
+         visible_rows<MaskKind::kRuntime>(params, tile.extents, key).end >= first_row + Spec::kWarpStreamRows;
 }
 
 template <typename Spec>
@@ -82,7 +82,8 @@ __device__ __forceinline__ void key_weights(const BackwardParams& params, Scores
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (n * 8 + i < unseen || (kMask == MaskKind::kBand && n * 8 + i >= end)) scores[m][n][2 * half + i] = 0.0f;
+          if (n * 8 + i < unseen || (kMask == MaskKind::kRuntime && n * 8 + i >= end))
+            scores[m][n][2 * half + i] = 0.0f;
     }
 }
 
@@ -146,7 +147,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const WarpCoordinates<Spec> warp(warp_of_block());
   const bool is_value = warp.role == 0;
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
       if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
       return false;
@@ -164,7 +165,8 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const GroupOperand<Spec> shared(smem, warp, is_value ? 0 : Spec::kNumOperands - 1);  // P, or dS
   const int key = tile.row + warp.first_row();
   // The first query that sees a key of the group. Varlen kernels skip no block.
-  const int group_row = kMask == MaskKind::kBand ? 0 : visible_rows<kMask>(params, lengths_of(params, tile), key).begin;
+  const int group_row =
+      kMask == MaskKind::kRuntime ? 0 : visible_rows<kMask>(params, lengths_of(params, tile), key).begin;
   constexpr int kGroupThreads = 2 * Spec::kSharers * 32;
   clear<Spec>(gradient);
   int block = range.end - 1;
@@ -228,7 +230,7 @@ __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradie
                                             int head, int block, bool is_seen) {
   stream.wait_second();
   const int block_row = block * Spec::kStreamRows;
-  if (kMask == MaskKind::kBand
+  if (kMask == MaskKind::kRuntime
           ? is_seen
           : kMask != MaskKind::kCausal ||
                 diagonal_row(Lengths{params}, key) < block_row + Spec::kStreamRows) {  // else all keys are unseen
@@ -266,7 +268,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   static_assert(Spec::kSharers == 1, "P and dS do not leave the warp");
   const WarpCoordinates<Spec> warp(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
       if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
       return false;
@@ -295,7 +297,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
       ++head;
     }
   };
-  if constexpr (kMask == MaskKind::kBand && !Spec::kHasScoreMod) {
+  if constexpr (kMask == MaskKind::kRuntime && !Spec::kHasScoreMod) {
     // Blocks without a mask have a loop of their own, as in the kernel of dq.
     const KeyRange full = full_blocks<Spec>(params, tile);
     for (; left > 0; next()) {
@@ -340,7 +342,7 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
     const WarpCoordinates<Spec> warp(ptx::recompute(ptx::warp_index()));
     ptx::warp_sync();  // Hazard: a gradient takes the place of K or V while another lane of the warp still reads it.
     // Hazard: the same, while K or V is on its way: keys that no query sees have no block, and no barrier in it.
-    if constexpr (kMask == MaskKind::kBand) ptx::barrier_sync_block();
+    if constexpr (kMask == MaskKind::kRuntime) ptx::barrier_sync_block();
     store_key_rows<Spec, kMask>(params, tile, warp, /*is_value=*/true, dV, smem + Spec::kOwnBytes);
     store_key_rows<Spec, kMask>(params, tile, warp, /*is_value=*/false, dK, smem);
   } else {

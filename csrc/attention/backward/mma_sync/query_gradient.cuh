@@ -86,7 +86,7 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
   if constexpr (kIsFull) return;
   const auto& lengths = lengths_of(params, tile);
   if (visible_keys<kMask>(params, lengths, row).end - first_key >= Spec::kWarpStreamRows &&
-      (kMask != MaskKind::kBand ||
+      (kMask != MaskKind::kRuntime ||
        visible_keys<kMask>(params, lengths, row + Spec::kWarpRows - 1).begin <= first_key)) {
     return;
   }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void query_weights(const BackwardParams& params, Scor
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           if (n * 8 + i >= end) scores[m][n][2 * half + i] = 0.0f;
-      if (kMask == MaskKind::kBand && has_left_end(params)) {
+      if (kMask == MaskKind::kRuntime && has_left_end(params)) {
 #pragma unroll
         for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
@@ -144,7 +144,7 @@ __device__ __forceinline__ void add_products(Gradient<Spec>& dQ, const Operand<S
 template <typename Spec, typename Stream, bool kIsFull>
 __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<Spec>& dQ, Stream& stream,
                                          const QueryOperand<Spec>& Q, const QueryOperand<Spec>& dO,
-                                         const RowStatistics<Spec, MaskKind::kBand>& rows, const VarlenTile& tile,
+                                         const RowStatistics<Spec, MaskKind::kRuntime>& rows, const VarlenTile& tile,
                                          const WarpCoordinates<Spec>& warp, const GroupOperand<Spec>& shared, int row,
                                          int block, bool is_seen) {
   const int block_key = block * Spec::kStreamRows;
@@ -160,11 +160,11 @@ __device__ __forceinline__ void add_keys(const BackwardParams& params, Gradient<
     if constexpr (Spec::kHasScoreMod) {
       score_mod.weigh_keys(params, scores, rows.lse_log2, tile, row, block_key);
     } else {
-      query_weights<Spec, MaskKind::kBand, kIsFull>(params, scores, rows, tile, row,
-                                                    block_key + warp.slice * Spec::kWarpStreamRows);
+      query_weights<Spec, MaskKind::kRuntime, kIsFull>(params, scores, rows, tile, row,
+                                                       block_key + warp.slice * Spec::kWarpStreamRows);
     }
     Operand<Spec> dS;
-    score_gradients<Spec, MaskKind::kBand>(dS, gradients, scores, rows);
+    score_gradients<Spec, MaskKind::kRuntime>(dS, gradients, scores, rows);
     add_products<Spec>(dQ, dS, shared, warp, stream.first());
   }
   stream.advance();
@@ -176,7 +176,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   using Element = typename Spec::Element;
   const WarpCoordinates<Spec> warp(ptx::warp_index());
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
       if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
       return false;
@@ -200,7 +200,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   const GroupOperand<Spec> shared(smem, warp, 0);
   const int row = tile.row + warp.first_row();
   clear<Spec>(dQ);
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     // Blocks without a mask have a loop of their own inside that of the others, which lie on both sides of them.
     const KeyRange full = Spec::kHasScoreMod ? KeyRange{0, 0} : full_blocks<Spec>(params, tile);
     for (int block = range.end - 1; block >= range.begin; --block) {

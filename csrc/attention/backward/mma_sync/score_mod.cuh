@@ -21,17 +21,18 @@ struct ScoreModWeights<Spec, true> {
   // own: the warp's first row, or key, in the sequence; first: of the block.
   __device__ __forceinline__ void load_mask(const BackwardParams& params, const VarlenTile& tile, int head, int own,
                                             int first) {
-    const Band& band = params.band;
+    const ScoreOptions& options = params.score_options;
     const int lane = ptx::lane_index();
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
-      backward::load_mask<Spec>(values[m], band, [&] {
+      backward::load_mask<Spec>(values[m], options, [&] {
         const int row = own + m * 16 + lane / 4;
         const int column = first + lane % 4 * 2;
-        return Spec::kHasStatistics ? MaskPointer(band, tile.batch, head, band.mask_stride_key, band.mask_stride_row,
-                                                  row, tile.extents.keys(), column, tile.extents.rows())
-                                    : MaskPointer(band, tile.batch, head, band.mask_stride_row, band.mask_stride_key,
-                                                  row, tile.extents.rows(), column, tile.extents.keys());
+        return Spec::kHasStatistics
+                   ? MaskPointer(options, tile.batch, head, options.mask_stride_key, options.mask_stride_row, row,
+                                 tile.extents.keys(), column, tile.extents.rows())
+                   : MaskPointer(options, tile.batch, head, options.mask_stride_row, options.mask_stride_key, row,
+                                 tile.extents.rows(), column, tile.extents.keys());
       });
     }
   }
@@ -40,7 +41,7 @@ struct ScoreModWeights<Spec, true> {
   __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<Spec>& scores,
                                              const float (&lse_log2)[Spec::kMmaM][2], const VarlenTile& tile, int row,
                                              int first_key) const {
-    const auto keys_of = [&](int own_row) { return visible_keys<MaskKind::kBand>(params, tile.extents, own_row); };
+    const auto keys_of = [&](int own_row) { return visible_keys<MaskKind::kRuntime>(params, tile.extents, own_row); };
     const bool sees_all =
         keys_of(row).end - first_key >= Spec::kStreamRows && keys_of(row + Spec::kWarpRows - 1).begin <= first_key;
 #pragma unroll
@@ -55,7 +56,7 @@ struct ScoreModWeights<Spec, true> {
   __device__ __forceinline__ void weigh_rows(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
                                              const float (&lse_log2)[Spec::kMmaN][2], const VarlenTile& tile, int key,
                                              int first_row) const {
-    const auto rows_of = [&](int own_key) { return visible_rows<MaskKind::kBand>(params, tile.extents, own_key); };
+    const auto rows_of = [&](int own_key) { return visible_rows<MaskKind::kRuntime>(params, tile.extents, own_key); };
     const bool sees_all = key + Spec::kWarpRows <= tile.extents.keys() &&
                           rows_of(key + Spec::kWarpRows - 1).begin <= first_row &&
                           rows_of(key).end >= first_row + Spec::kStreamRows;
@@ -79,7 +80,7 @@ struct ScoreModWeights<Spec, true> {
 #pragma unroll
     for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) of_rows[i] = scores[m][i / 4][i % 4];
     weigh_with_score_mod<Spec, kPacks>(params, of_rows, packed, values[m],
-                                       sees_all && params.band.mask_type == MaskTensor::kNone, lse_log2,
+                                       sees_all && params.score_options.mask_type == MaskTensor::kNone, lse_log2,
                                        [&](KeyRange(&visible)[2]) {
                                          const int lane = ptx::lane_index();
                                          const int column = first + lane % 4 * 2;

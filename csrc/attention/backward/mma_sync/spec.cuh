@@ -24,7 +24,7 @@ namespace mma_sync {
 //   kRoles            2: one half of the warps computes the scores and dv, the other dP and dk, each for all rows. 1: every warp
 //                     all of it for its rows
 //   kStreamsQueries   the stream is Q and dO of a group's heads, with two statistics of each row
-//   kIsVarlen           of MaskKind::kBand
+//   kIsVarlen           of MaskKind::kRuntime
 //   kHasScoreMod      varlen, with a softcap or a mask tensor
 //   kServesPlain      without them, too: the family's only varlen kernel
 //   kOwnInRegisters   a warp holds the own rows that it multiplies with in registers; else it reads them for every block

@@ -38,7 +38,7 @@ struct TileOfMask {
   using Type = OwnTile;
 };
 template <>
-struct TileOfMask<MaskKind::kBand> {
+struct TileOfMask<MaskKind::kRuntime> {
   using Type = VarlenTile;
 };
 template <MaskKind kMask>
@@ -87,13 +87,13 @@ __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params,
 
 template <MaskKind kMask>
 __device__ __forceinline__ int value_columns(const BackwardParams& params) {
-  return kMask == MaskKind::kBand ? params.head_dim_v : params.head_dim;
+  return kMask == MaskKind::kRuntime ? params.head_dim_v : params.head_dim;
 }
 
 // Keys that query `row` sees.
 template <MaskKind kMask, typename LengthsType>
 __device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
-  if constexpr (kMask == MaskKind::kBand) return band_keys(params.band, lengths, row);
+  if constexpr (kMask == MaskKind::kRuntime) return window_keys(params.score_options, lengths, row);
   if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
   return KeyRange{0, max(0, min(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
 }
@@ -101,16 +101,18 @@ __device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, c
 // Queries that see key `key`. Without a window every key is seen by the last query. Keys past the last are seen by none.
 template <MaskKind kMask, typename LengthsType>
 __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     if (key >= lengths.keys()) return KeyRange{0, 0};
-    return band_rows(params.band, lengths, key);
+    return window_rows(params.score_options, lengths, key);
   }
   if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
   return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
 // Whether a window limits the keys on the left.
-__device__ __forceinline__ bool has_left_end(const BackwardParams& params) { return params.band.left < kUnbounded; }
+__device__ __forceinline__ bool has_left_end(const BackwardParams& params) {
+  return params.score_options.left < kUnbounded;
+}
 
 __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) {
   return params.heads_q / params.heads_kv;
@@ -143,7 +145,7 @@ __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& param
 
 // As sequence_extents, but issues all loads before it waits for one.
 __device__ __forceinline__ SequenceExtents extents_at_once(const BackwardParams& params, int sequence) {
-  const Batch& lengths = params.entries;
+  const Batch& lengths = params.sequences;
   const bool is_sequence = sequence < params.batch;
   // Indices of two words of cu_seqlens: a sequence's begin and end, or the end of the last and the begin of the first.
   const int at = min(sequence, params.batch);
@@ -180,7 +182,7 @@ __device__ __forceinline__ SequenceExtents extents_at_once(const BackwardParams&
 // Varlen: as many blocks as there can be tiles; every warp finds the tile of its block, if there is one.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& params) {
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     constexpr int kFittingRows = kL2GroupBytes / (2 * Spec::kRowBytes);
     const SequenceTile found =
         tile_of_slot<Spec::kOwnRows, Spec::kStreamsQueries, kFittingRows>(params, ptx::block_index());
@@ -219,7 +221,7 @@ __device__ __forceinline__ void clear_own_rows(const BackwardParams& params, con
     clear_rows<Spec>(params.dv, params.dv_stride, tile, params.head_dim_v, rows);
   } else {
     clear_rows<Spec>(params.dq, params.dq_stride, tile, params.head_dim, rows);
-    float* row_dot = params.row_dot + static_cast<int64_t>(tile.head) * params.entries.rows_total + rows.first;
+    float* row_dot = params.row_dot + static_cast<int64_t>(tile.head) * params.sequences.rows_total + rows.first;
     constexpr int kStep = kClearingSlots * Spec::kNumThreads;
 #pragma unroll 1
     for (int row = tile.row * Spec::kNumThreads + ptx::thread_index(); row < rows.length; row += kStep) {
@@ -295,12 +297,12 @@ struct StreamRange {
 
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params, const MaskTile<kMask>& tile) {
-  const int group = kMask == MaskKind::kBand && params.heads_q == params.heads_kv ? 1 : heads_per_key_head(params);
+  const int group = kMask == MaskKind::kRuntime && params.heads_q == params.heads_kv ? 1 : heads_per_key_head(params);
   const auto& lengths = lengths_of(params, tile);
   if constexpr (Spec::kStreamsQueries) {
     const int first_head = tile.head * group;
     const int begin = visible_rows<kMask>(params, lengths, tile.row).begin / Spec::kStreamRows;
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       const int last_key = min(tile.row + Spec::kOwnRows, lengths.keys()) - 1;
       if (tile.row > last_key) return StreamRange{0, 0, first_head, first_head};
       const int end = ceil_div(visible_rows<kMask>(params, lengths, last_key).end, Spec::kStreamRows);
@@ -309,13 +311,13 @@ __device__ __forceinline__ StreamRange stream_range(const BackwardParams& params
     return StreamRange{begin, ceil_div(params.seq_q, Spec::kStreamRows), first_head, (tile.head + 1) * group};
   } else {
     const int last_row = min(tile.row + Spec::kOwnRows, lengths.rows()) - 1;
-    const int key_head = kMask == MaskKind::kBand && group == 1 ? tile.head : tile.head / group;
+    const int key_head = kMask == MaskKind::kRuntime && group == 1 ? tile.head : tile.head / group;
     const int begin =
-        kMask == MaskKind::kBand
+        kMask == MaskKind::kRuntime
             ? visible_keys<kMask>(params, lengths, min(tile.row, max(0, last_row))).begin / Spec::kStreamRows
             : 0;
     const int end = ceil_div(visible_keys<kMask>(params, lengths, last_row).end, Spec::kStreamRows);
-    return StreamRange{begin, kMask == MaskKind::kBand ? max(begin, end) : end, key_head, key_head + 1};
+    return StreamRange{begin, kMask == MaskKind::kRuntime ? max(begin, end) : end, key_head, key_head + 1};
   }
 }
 
@@ -326,8 +328,8 @@ __device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, co
   if (row >= own_rows) return KeyRange{0, 0};
   const int last_row = min(row + Spec::kWarpRows, own_rows) - 1;
   const auto visible = [&](int at) {
-    return Spec::kStreamsQueries ? visible_rows<MaskKind::kBand>(params, tile.extents, at)
-                                 : visible_keys<MaskKind::kBand>(params, tile.extents, at);
+    return Spec::kStreamsQueries ? visible_rows<MaskKind::kRuntime>(params, tile.extents, at)
+                                 : visible_keys<MaskKind::kRuntime>(params, tile.extents, at);
   };
   return KeyRange{visible(row).begin / Spec::kStreamRows, ceil_div(visible(last_row).end, Spec::kStreamRows)};
 }
@@ -336,8 +338,8 @@ __device__ __forceinline__ KeyRange seen_blocks(const BackwardParams& params, co
 template <typename Spec>
 __device__ __forceinline__ KeyRange full_blocks(const BackwardParams& params, const VarlenTile& tile) {
   const auto visible = [&](int row) {
-    return Spec::kStreamsQueries ? visible_rows<MaskKind::kBand>(params, tile.extents, row)
-                                 : visible_keys<MaskKind::kBand>(params, tile.extents, row);
+    return Spec::kStreamsQueries ? visible_rows<MaskKind::kRuntime>(params, tile.extents, row)
+                                 : visible_keys<MaskKind::kRuntime>(params, tile.extents, row);
   };
   // Keys past the last are seen by none; what rows past the last see does not matter.
   const int last_row = tile.row + Spec::kOwnRows - 1;

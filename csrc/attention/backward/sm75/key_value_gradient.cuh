@@ -17,7 +17,7 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
 
 template <typename Spec>
 __device__ __forceinline__ void varlen_key_value_gradient(const BackwardParams& params) {
-  key_value_gradient<Spec, MaskKind::kBand>(params);
+  key_value_gradient<Spec, MaskKind::kRuntime>(params);
 }
 
 }  // namespace sm75

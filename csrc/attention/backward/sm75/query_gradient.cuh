@@ -17,7 +17,7 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params) {
 
 template <typename Spec>
 __device__ __forceinline__ void varlen_query_gradient(const BackwardParams& params) {
-  query_gradient<Spec, MaskKind::kBand>(params);
+  query_gradient<Spec, MaskKind::kRuntime>(params);
 }
 
 }  // namespace sm75

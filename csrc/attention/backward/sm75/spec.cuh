@@ -38,7 +38,7 @@ struct KeyValueGradientSpec : mma_sync::TileSpec<Product<Element>, kHeadDim, kBl
   static_assert(KeyValueGradientSpec::kSharedBytes <= 65536, "a Turing multiprocessor has 64 KiB of shared memory");
 };
 
-// For MaskKind::kBand: one kernel with or without a softcap or a mask tensor.
+// For MaskKind::kRuntime: one kernel with or without a softcap or a mask tensor.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kWarpRows>
 using VarlenQueryGradientSpec =
     QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kWarpRows, true>;

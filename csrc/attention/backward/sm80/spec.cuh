@@ -35,7 +35,7 @@ struct KeyValueGradientSpec
   static_assert(kNumStages >= 2, "both tensors of a block are in use until its end: one stage would hide no load");
 };
 
-// For MaskKind::kBand: saves what the epilogue of a tile needs, one copy per warp.
+// For MaskKind::kRuntime: saves what the epilogue of a tile needs, one copy per warp.
 template <typename Base>
 struct VarlenSpec : Base {
   static constexpr int kTileBytes = 32;

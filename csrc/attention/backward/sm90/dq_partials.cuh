@@ -22,16 +22,16 @@ struct DqPartials {
 
   // Partials per head.
   __device__ __forceinline__ int count() const {
-    return is_ragged ? rows_total / kFusedPieceRows + batch + 2 : batch * ceil_div(rows, kFusedPieceRows);
+    return is_ragged ? rows_total / kDqPartialRows + batch + 2 : batch * ceil_div(rows, kDqPartialRows);
   }
   // A sequence's first among those of a head; first_row: of the sequence in a ragged tensor.
   __device__ __forceinline__ int first(int sequence, int first_row) const {
-    return is_ragged ? first_row / kFusedPieceRows + sequence + 1 : sequence * ceil_div(rows, kFusedPieceRows);
+    return is_ragged ? first_row / kDqPartialRows + sequence + 1 : sequence * ceil_div(rows, kDqPartialRows);
   }
 };
 
 __device__ __forceinline__ DqPartials dq_partials(const BackwardParams& params) {
-  return DqPartials{params.entries.cu_seqlens_q != nullptr, params.entries.rows_total, params.seq_q, params.batch};
+  return DqPartials{params.sequences.cu_seqlens_q != nullptr, params.sequences.rows_total, params.seq_q, params.batch};
 }
 
 }  // namespace sm90

@@ -129,7 +129,7 @@ struct FusedQueries {
       const int both_begin = maximum(first.begin, second.begin);
       const int num_both = maximum(0, minimum(first.end, second.end) - both_begin);
       const bool descends = is_descending<kMask>(tile);
-      const bool has_diagonal = !descends && params.band.right < kUnbounded;
+      const bool has_diagonal = !descends && params.score_options.right < kUnbounded;
       const int onwards = descends ? -1 : 1;
       int at_block = descends ? tile.end_block - 1 : tile.begin_block;
       int rank = reduction_rank<Spec, kMask>(params, tile, at_block);
@@ -163,7 +163,7 @@ struct FusedQueries {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       run_varlen();
     } else {
       run_dense();
@@ -261,13 +261,13 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
     if (warp == 0) {
-      if constexpr (kMask == MaskKind::kBand) {
+      if constexpr (kMask == MaskKind::kRuntime) {
         produce_varlen_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
       } else {
         produce_queries<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
       }
-    } else if (kMask == MaskKind::kBand && warp == Spec::kQueryBuffers + 1) {
-      if constexpr (kMask == MaskKind::kBand) produce_varlen_statistics<Spec>(params, shared, 0);
+    } else if (kMask == MaskKind::kRuntime && warp == Spec::kQueryBuffers + 1) {
+      if constexpr (kMask == MaskKind::kRuntime) produce_varlen_statistics<Spec>(params, shared, 0);
     } else if (warp <= Spec::kQueryBuffers && ptx::elect_one()) {
       add_sums(params, shared, warp - 1);
     }
@@ -288,7 +288,7 @@ __device__ __forceinline__ void varlen_fused_gradient(const BackwardParams& para
                                                       const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                       const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
                                                       const ptx::TensorMap& dv_map) {
-  fused_gradient<Spec, MaskKind::kBand>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
+  fused_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

@@ -40,7 +40,7 @@ struct FusedSpec : KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNu
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
-// For MaskKind::kBand.
+// For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps>
 using VarlenFusedSpec = FusedSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, true>;
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ SkippedBlocks skipped_blocks(const VarlenTile&, const
 
 // The number of the first partial of a tile's sequence and head.
 __device__ __forceinline__ int first_partial(const BackwardParams& params, const Tile& tile, int head) {
-  return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kFusedPieceRows);
+  return (tile.batch * params.heads_q + head) * ceil_div(params.seq_q, kDqPartialRows);
 }
 __device__ __forceinline__ int first_partial(const BackwardParams& params, const VarlenTile& tile, int head) {
   const DqPartials partials = dq_partials(params);
@@ -141,7 +141,7 @@ template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ int reduction_rank(const BackwardParams& params, const VarlenTile& tile, int block) {
   if (is_descending<kMask>(tile)) return tile.index;
   // The window of a row past the last may begin after the last key.
-  const int end_key = band_keys(params.band, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
+  const int end_key = window_keys(params.score_options, tile.extents, (block + 1) * Spec::kStreamRows - 1).end;
   return (minimum(end_key, tile.extents.keys()) - 1) / Spec::kOwnRows - tile.index;
 }
 
@@ -150,7 +150,7 @@ template <typename Spec, MaskKind kMask, bool kIsMasked>
 __device__ __forceinline__ void fused_exponentials(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
                                                    const float (&lse_log2)[Spec::kStreamRows / 4],
                                                    const BlockCoordinates& coordinates) {
-  if constexpr (kMask == MaskKind::kBand)
+  if constexpr (kMask == MaskKind::kRuntime)
     return exponentials<Spec, kMask, kIsMasked>(params, scores, lse_log2, coordinates);
   constexpr int kNever = 1 << 30;
   int begin[2] = {0, 0};
@@ -178,7 +178,7 @@ struct FusedConsumer {
   using Product = Products<Spec>;
   using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
-  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
   static constexpr int kOwn = Spec::kHeadDim / 4;  // registers per thread for 64 rows of K, or V
 
   const BackwardParams& params;
@@ -356,7 +356,7 @@ struct FusedConsumer {
         Product::clear(dv);
         const SkippedBlocks skipped = skipped_blocks(tile, range, all, heads);
         for (int left = is_descending<kMask>(tile) ? skipped.behind : skipped.before; left > 0; --left) skip_block();
-        if constexpr (kMask == MaskKind::kBand) {
+        if constexpr (kMask == MaskKind::kRuntime) {
           // As little between two blocks as in the dense kernel: nothing overlaps it.
           const int onwards = is_descending<kMask>(tile) ? -1 : 1;
           const int num_full = is_masked ? 0 : maximum(0, range.full_end - range.full_begin);
@@ -393,8 +393,8 @@ struct FusedConsumer {
           const Tile done =
               read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
           const int row = done.index * Spec::kOwnRows + consumer * 64;
-          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
-          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
+          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
+          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
           ptx::tma_store_wait_read<0>();

@@ -171,10 +171,10 @@ __device__ __forceinline__ PartialRows rows_of_partial(const VarlenFusedQueryPar
   const int head = static_cast<int>(ptx::block_index() / partials.count());
   const int partial = static_cast<int>(ptx::block_index() - head * partials.count());
   if (!partials.is_ragged) {
-    const int partials_of_sequence = ceil_div(params.rows, kFusedPieceRows);
+    const int partials_of_sequence = ceil_div(params.rows, kDqPartialRows);
     const int sequence = partial / partials_of_sequence;
-    const int row = (partial - sequence * partials_of_sequence) * kFusedPieceRows;
-    const int count = minimum(kFusedPieceRows, params.rows - row);
+    const int row = (partial - sequence * partials_of_sequence) * kDqPartialRows;
+    const int count = minimum(kDqPartialRows, params.rows - row);
     return PartialRows{head, sequence, row, count, count};
   }
   const auto boundary = [&](int index) {  // the first row of the index-th range
@@ -186,15 +186,15 @@ __device__ __forceinline__ PartialRows rows_of_partial(const VarlenFusedQueryPar
   for (int left = params.batch + 2; left > 1;) {
     const int step = ceil_div(left, 32);
     const int index = range + ptx::lane_index() * step;
-    const bool is_before = index < range + left && boundary(index) / kFusedPieceRows + index <= partial;
+    const bool is_before = index < range + left && boundary(index) / kDqPartialRows + index <= partial;
     const int before = maximum(1, ptx::population_count(ptx::vote_ballot(is_before)));
     range += (before - 1) * step;
     left = minimum(step, left - (before - 1) * step);
   }
   const int first_row = boundary(range);
   const int end_row = maximum(first_row, boundary(range + 1));
-  const int row = (partial - first_row / kFusedPieceRows - range) * kFusedPieceRows;
-  const int count = maximum(0, minimum(kFusedPieceRows, end_row - first_row - row));
+  const int row = (partial - first_row / kDqPartialRows - range) * kDqPartialRows;
+  const int count = maximum(0, minimum(kDqPartialRows, end_row - first_row - row));
   const bool is_sequence = range > 0 && range <= params.batch;
   return PartialRows{head, is_sequence ? range - 1 : -1, first_row + row, count,
                      is_sequence ? minimum(count, params.rows - row) : 0};
@@ -203,7 +203,7 @@ __device__ __forceinline__ PartialRows rows_of_partial(const VarlenFusedQueryPar
 __device__ __forceinline__ int32_t* semaphore_of_varlen_partial(const VarlenFusedQueryParams& params) {
   const DqPartials partials{params.cu_seqlens_q != nullptr, params.rows_total, params.rows, params.batch};
   const int64_t all = static_cast<int64_t>(partials.count()) * params.heads;
-  return reinterpret_cast<int32_t*>(params.sums + all * kFusedPieceRows * params.width) + ptx::block_index();
+  return reinterpret_cast<int32_t*>(params.sums + all * kDqPartialRows * params.width) + ptx::block_index();
 }
 
 template <typename Spec>
@@ -249,7 +249,7 @@ __device__ __forceinline__ void varlen_fused_convert(const VarlenFusedQueryParam
   Element* dq_gmem = static_cast<Element*>(params.dq) + batch * params.dq_stride.batch +
                      partial.head * params.dq_stride.head +
                      (partial.first_row + static_cast<int64_t>(row)) * params.dq_stride.row;
-  const float* partial_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * kFusedPieceRows * params.width;
+  const float* partial_gmem = params.sums + static_cast<int64_t>(ptx::block_index()) * kDqPartialRows * params.width;
   const int tiles = partial.sequence < 0 ? 0 : static_cast<int>(ptx::ld_global_32(semaphore_of_varlen_partial(params)));
   convert_rows<Spec>(params, dq_gmem, partial_gmem, params.width, tiles, thread, row, partial.count);
 }

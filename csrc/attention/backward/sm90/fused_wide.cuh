@@ -156,7 +156,7 @@ struct WideFusedConsumer {
     ptx::wgmma_fence_operands(dk);
     ptx::wgmma_fence_operands(dv);
     // Every dense tile has a block: the last query sees all keys.
-    if (kMask != MaskKind::kBand || used.stage != at.stage) release_used();
+    if (kMask != MaskKind::kRuntime || used.stage != at.stage) release_used();
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
@@ -183,7 +183,7 @@ struct WideFusedConsumer {
         for (int head = 0; head < heads; ++head) {
           const BlockCoordinates coordinates{shared.tile(consumer), tile.head * heads + head, first_key, block};
           step(dk, dv, p_packed, ds_packed, coordinates,
-               block < full_begin || (kMask == MaskKind::kBand && block >= all.full_end));
+               block < full_begin || (kMask == MaskKind::kRuntime && block >= all.full_end));
         }
         block += direction;
       }
@@ -198,8 +198,8 @@ struct WideFusedConsumer {
       if (ptx::thread_index() % 128 == 0) {
         const Tile done = read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
         const int row = done.index * Spec::kOwnRows + consumer * 64;
-        Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
-        Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
+        Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
+        Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
         ptx::tma_store_commit();
         // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
         ptx::tma_store_wait_read<0>();

@@ -76,7 +76,7 @@ __device__ __forceinline__ void exponentials(const BackwardParams& params, float
     if constexpr (kIsMasked) {
       const int column = 8 * (i / 4) + i % 2;
       const KeyRange& range = visible[i / 2 % 2];
-      if (column < range.begin || (kMask == MaskKind::kBand && column >= range.end)) scores[i] = 0.0f;
+      if (column < range.begin || (kMask == MaskKind::kRuntime && column >= range.end)) scores[i] = 0.0f;
     }
   }
 }
@@ -88,18 +88,18 @@ __device__ __forceinline__ void weigh_varlen(const BackwardParams& params, float
                                              const float (&lse_log2)[Spec::kStreamRows / 4],
                                              const BlockCoordinates& coordinates, bool is_plain) {
   weigh_with_score_mod<Spec, true>(
-      params, scores, packed, values, is_plain && params.band.mask_type == MaskTensor::kNone,
+      params, scores, packed, values, is_plain && params.score_options.mask_type == MaskTensor::kNone,
       [&lse_log2](int i) { return lse_log2[i / 4 * 2 + i % 2]; },
-      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kBand>(visible, params, coordinates); });
+      [&](KeyRange(&visible)[2]) { visible_columns<Spec, MaskKind::kRuntime>(visible, params, coordinates); });
 }
 
 template <typename Spec>
 __device__ __forceinline__ MaskPointer mask_pointer(const BackwardParams& params, const BlockCoordinates& coordinates) {
-  const Band& band = params.band;
-  const auto lengths = lengths_in<MaskKind::kBand>(params, coordinates.tile_smem);
+  const ScoreOptions& options = params.score_options;
+  const auto lengths = lengths_in<MaskKind::kRuntime>(params, coordinates.tile_smem);
   const int lane = ptx::lane_index();
   const auto sequence = static_cast<int>(ptx::ld_shared_32(coordinates.tile_smem + 8));
-  return MaskPointer(band, sequence, coordinates.head, band.mask_stride_key, band.mask_stride_row,
+  return MaskPointer(options, sequence, coordinates.head, options.mask_stride_key, options.mask_stride_row,
                      coordinates.first_key + ptx::warp_index() % 4 * 16 + lane / 4, lengths.keys(),
                      coordinates.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
 }
@@ -111,7 +111,7 @@ struct KeyValueGradientConsumer {
   using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
   using Coordinates = BlockCoordinates;
-  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -162,7 +162,7 @@ struct KeyValueGradientConsumer {
     ptx::wgmma_fence_operands(scores);
     if constexpr (Spec::kHasScoreMod) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, [&] { return mask_pointer<Spec>(params, coordinates); });
+      load_mask<Spec>(values, params.score_options, [&] { return mask_pointer<Spec>(params, coordinates); });
       weigh_varlen<Spec>(params, scores, p_packed, values, lse_log2, coordinates, kScores == Scores::kPlain);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
@@ -402,8 +402,8 @@ struct KeyValueGradientConsumer {
           const Tile done =
               read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
           const int row = done.index * Spec::kOwnRows + consumer * 64;
-          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.entry_rows.dv, done));
-          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.entry_rows.dk, done));
+          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
+          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
           ptx::tma_store_wait_read<0>();

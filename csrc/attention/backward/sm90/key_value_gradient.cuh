@@ -41,7 +41,7 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       if (warp == 0) {
         produce_varlen_queries<Spec>(params, shared, q_map, k_map, v_map, dout_map);
       } else if (warp <= 2) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void varlen_key_value_gradient(const BackwardParams& 
                                                           const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                           const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
                                                           const ptx::TensorMap& dv_map) {
-  key_value_gradient<Spec, MaskKind::kBand>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
+  key_value_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

@@ -36,7 +36,7 @@ struct QueryGradientConsumer {
   using Element = typename Spec::Element;
   using RowLoads = sm90::RowLoads<Spec>;
   using Tile = MaskTile<kMask>;
-  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -159,8 +159,8 @@ struct QueryGradientConsumer {
   }
 
   __device__ __forceinline__ MaskPointer mask_pointer(const Tile& tile, int block) const {
-    const Band& band = params.band;
-    return MaskPointer(band, tile.batch, tile.head, band.mask_stride_row, band.mask_stride_key,
+    const ScoreOptions& options = params.score_options;
+    return MaskPointer(options, tile.batch, tile.head, options.mask_stride_row, options.mask_stride_key,
                        first_row(tile) + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4, tile.extents.rows(),
                        block * Spec::kStreamRows + ptx::lane_index() % 4 * 2, tile.extents.keys());
   }
@@ -346,14 +346,14 @@ struct QueryGradientConsumer {
       float scores[Product::kScores];
       float gradients[Product::kScores];  // dP, then dS
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, [&] { return mask_pointer(tile, block); });
+      load_mask<Spec>(values, params.score_options, [&] { return mask_pointer(tile, block); });
       begin_scores(scores);
       begin_gradients(gradients);
       ptx::wgmma_wait<1>();  // S; and dQ of the block before
       ptx::wgmma_fence_operands(scores);
       if (block != range.end - 1) release_key();
       const bool is_plain =
-          block < range.full_end && block >= range.full_begin && params.band.mask_type == MaskTensor::kNone;
+          block < range.full_end && block >= range.full_begin && params.score_options.mask_type == MaskTensor::kNone;
       weigh_with_score_mod<Spec, false>(
           params, scores, packed, values, is_plain, [this](int i) { return lse_log2[i / 2 % 2]; },
           [&](KeyRange(&visible)[2]) { visible_columns(visible, tile, block); });
@@ -428,7 +428,7 @@ struct QueryGradientConsumer {
         if (is_storing_thread) {
           const Tile done = kIsVarlen ? read_tile<Tile>(shared.tile(consumer)) : tile;
           Product::store_global(dq_map, shared.own_first(consumer), first_row(done),
-                                rows_stored(params.entry_rows.dq, done));
+                                rows_stored(params.sequence_rows.dq, done));
           ptx::tma_store_commit();
           // Hazard: the next tile's Q overwrites dQ while the store still reads it.
           ptx::tma_store_wait_read<0>();
@@ -465,7 +465,7 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       if (warp == 0) produce_varlen_keys<Spec>(params, shared, q_map, k_map, v_map, dout_map);
     } else {
       if (warp == 0 && ptx::elect_one()) produce_keys<Spec, kMask>(params, shared, q_map, k_map, v_map, dout_map);
@@ -480,7 +480,7 @@ template <typename Spec>
 __device__ __forceinline__ void varlen_query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                       const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                       const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
-  query_gradient<Spec, MaskKind::kBand>(params, q_map, k_map, v_map, dout_map, dq_map);
+  query_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dq_map);
 }
 
 }  // namespace sm90

@@ -39,7 +39,7 @@ struct TileOfMask {
   using Type = Tile;
 };
 template <>
-struct TileOfMask<MaskKind::kBand> {
+struct TileOfMask<MaskKind::kRuntime> {
   using Type = VarlenTile;
 };
 template <MaskKind kMask>
@@ -69,7 +69,7 @@ struct VarlenLengths {
 
 template <MaskKind kMask>
 __device__ __forceinline__ auto lengths_in(const BackwardParams& params, const unsigned char* tile_smem) {
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     uint32_t words[2];
     ptx::ld_shared_64(words, tile_smem + 16);
     return VarlenLengths{static_cast<int>(words[0]), static_cast<int>(words[1])};
@@ -87,7 +87,7 @@ __device__ __forceinline__ int key_room(const BackwardParams&, const VarlenTile&
 // Keys visible to query `row`.
 template <MaskKind kMask, typename LengthsType>
 __device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
-  if constexpr (kMask == MaskKind::kBand) return band_keys(params.band, lengths, row);
+  if constexpr (kMask == MaskKind::kRuntime) return window_keys(params.score_options, lengths, row);
   if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
   return KeyRange{0, maximum(0, minimum(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
 }
@@ -109,7 +109,7 @@ __device__ __forceinline__ BlockRange key_blocks(const BackwardParams& params, c
   const KeyRange last = visible_keys<kMask>(params, lengths_of(params, tile), last_row);
   const int end = maximum(1, ceil_div(last.end, Spec::kStreamRows));
   const KeyRange first = visible_keys<kMask>(params, lengths_of(params, tile), first_row);
-  if constexpr (kMask != MaskKind::kBand) return BlockRange{0, 0, first.end / Spec::kStreamRows, end};
+  if constexpr (kMask != MaskKind::kRuntime) return BlockRange{0, 0, first.end / Spec::kStreamRows, end};
   const int begin = minimum(first.begin / Spec::kStreamRows, end - 1);
   return BlockRange{begin, ceil_div(last.begin, Spec::kStreamRows), maximum(begin, first.end / Spec::kStreamRows), end};
 }
@@ -117,9 +117,9 @@ __device__ __forceinline__ BlockRange key_blocks(const BackwardParams& params, c
 // Queries that see key `key`. Without a window every key is seen by the last query. Keys past the last are seen by none.
 template <MaskKind kMask, typename LengthsType>
 __device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     if (key >= lengths.keys()) return KeyRange{0, 0};
-    return band_rows(params.band, lengths, key);
+    return window_rows(params.score_options, lengths, key);
   }
   if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
   return KeyRange{maximum(0, diagonal_row(Lengths{params}, key)), params.seq_q};
@@ -136,7 +136,7 @@ __device__ __forceinline__ BlockRange query_blocks(const BackwardParams& params,
   const int begin = first.begin / Spec::kStreamRows;
   const int full_begin = ceil_div(last.begin, Spec::kStreamRows);
   const int end = ceil_div(last.end, Spec::kStreamRows);
-  if constexpr (kMask != MaskKind::kBand) return BlockRange{begin, full_begin, end, end};
+  if constexpr (kMask != MaskKind::kRuntime) return BlockRange{begin, full_begin, end, end};
   if (first_key >= keys) return BlockRange{0, 0, 0, 0};
   // Queries past the end need no mask: their log-sum-exp is +inf. Keys past the end that have room do: their gradient is stored.
   int full_end = first.end == lengths_of(params, tile).rows() ? end : first.end / Spec::kStreamRows;

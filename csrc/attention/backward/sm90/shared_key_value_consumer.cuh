@@ -24,7 +24,7 @@ struct SharedConsumer {
   using Element = typename Spec::Element;
   using Tile = MaskTile<kMask>;
   using Coordinates = BlockCoordinates;
-  static constexpr bool kIsVarlen = kMask == MaskKind::kBand;
+  static constexpr bool kIsVarlen = kMask == MaskKind::kRuntime;
 
   const BackwardParams& params;
   const SharedMemory<Spec> shared;
@@ -35,8 +35,8 @@ struct SharedConsumer {
   __device__ __forceinline__ SharedConsumer(const BackwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_) {}
 
-  // entry_rows: of the gradient.
-  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int entry_rows,
+  // sequence_rows: of the gradient.
+  __device__ __forceinline__ void run_tiles(const ptx::TensorMap& map, int sequence_rows,
                                             const typename Spec::OwnTile& output_tile, int consumer, float factor) {
     Derived& derived = static_cast<Derived&>(*this);
     const bool is_storing_thread = ptx::thread_index() % 128 == 0;
@@ -77,7 +77,7 @@ struct SharedConsumer {
       ptx::fence_proxy_async_shared();
       sync_consumer(consumer);
       if (is_storing_thread) {
-        Product::store_global(map, output_tile, first_key, keys_stored(entry_rows, tile));
+        Product::store_global(map, output_tile, first_key, keys_stored(sequence_rows, tile));
         ptx::tma_store_commit();
         // Hazard: the next tile's K or V overwrites the gradient while the store still reads it.
         ptx::tma_store_wait_read<0>();
@@ -121,7 +121,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
     uint32_t handed_on[Product::kPacked];
     if constexpr (Spec::kHasScoreMod) {
       MaskValues<Spec> values;
-      load_mask<Spec>(values, params.band, [&] { return mask_pointer<Spec>(params, coordinates); });
+      load_mask<Spec>(values, params.score_options, [&] { return mask_pointer<Spec>(params, coordinates); });
       weigh_varlen<Spec>(params, scores, packed, values, lse_log2, coordinates, kScores == Scores::kPlain);
     } else {
       exponentials<Spec, kMask, kScores == Scores::kMasked>(params, scores, lse_log2, coordinates);
@@ -158,7 +158,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
-    Base::run_tiles(dv_map, params.entry_rows.dv, shared.own_first(0), 0, 1.0f);
+    Base::run_tiles(dv_map, params.sequence_rows.dv, shared.own_first(0), 0, 1.0f);
     ptx::named_barrier_sync(kProbabilitiesEmpty, 256);  // the arrival that is left over
   }
 };
@@ -224,7 +224,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map) {
     ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);  // nothing to read yet
-    Base::run_tiles(dk_map, params.entry_rows.dk, shared.own_second(0), 1, params.scale);
+    Base::run_tiles(dk_map, params.sequence_rows.dk, shared.own_second(0), 1, params.scale);
   }
 };
 

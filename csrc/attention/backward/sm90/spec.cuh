@@ -27,7 +27,7 @@ namespace sm90 {
 //   kHasStatistics   the log-sum-exp and row_dot of each row of the stream are streamed too
 //   kIsPaired        the two tensors of a block share the barriers of the first: one wait and one arrival fewer per block
 //   kSharesRows      two warpgroups own the same 64 rows: one computes P and dv, the other dP and dk
-//   kIsVarlen          of MaskKind::kBand: a tile carries its sequence's extents
+//   kIsVarlen          of MaskKind::kRuntime: a tile carries its sequence's extents
 //   kHasScoreMod     varlen: a softcap or a mask tensor comes before the softmax
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
           int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, bool kHasScoreMod_>
@@ -124,7 +124,7 @@ struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNum
   static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
 };
 
-// For MaskKind::kBand. kScores 1: kHasScoreMod.
+// For MaskKind::kRuntime. kScores 1: kHasScoreMod.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
           int kLookahead, int kScores>
 using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,

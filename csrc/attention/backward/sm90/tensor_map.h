@@ -63,7 +63,7 @@ inline KeyValueGradientTensorMaps key_value_gradient_tensor_maps(const BackwardP
                                     key_map(params, params.dv, params.dv_stride, kWarpgroupRows)};
 }
 
-// Of MaskKind::kBand: ragged maps (attention/ragged_tensor_map.h). Preconditions beyond those of the others: a stride between
+// Of MaskKind::kRuntime: ragged maps (attention/ragged_tensor_map.h). Preconditions beyond those of the others: a stride between
 // sequences is a multiple of that between rows, which is below 2^34 elements.
 struct RaggedTensorMapArguments {
   void* address;

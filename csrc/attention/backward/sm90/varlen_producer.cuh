@@ -1,4 +1,4 @@
-// The producers of MaskKind::kBand: one warp, which finds its tiles by the lengths in device memory. One elected lane issues the TMA
+// The producers of MaskKind::kRuntime: one warp, which finds its tiles by the lengths in device memory. One elected lane issues the TMA
 // loads (elected, so that the compiler knows it is one lane: otherwise every load becomes a loop over lanes). What is needed once per
 // tile is kept in shared memory meanwhile, as there are few registers.
 #pragma once
@@ -40,7 +40,7 @@ struct VarlenSchedule {
     int first_head;
   };
   __device__ __forceinline__ bool is_causal() const {
-    return params.band.right < kUnbounded && params.band.left >= kUnbounded;
+    return params.score_options.right < kUnbounded && params.score_options.left >= kUnbounded;
   }
   __device__ __forceinline__ int section_heads() const {
     const int heads = params.heads_kv;
@@ -53,9 +53,9 @@ struct VarlenSchedule {
     }
     if (has_both) {
       // If all sequences had the maximum length, there would be as many.
-      const int sequences = params.entries.cu_seqlens_k == nullptr
+      const int sequences = params.sequences.cu_seqlens_k == nullptr
                                 ? params.batch
-                                : maximum(1, params.entries.keys_total / maximum(1, params.seq_k));
+                                : maximum(1, params.sequences.keys_total / maximum(1, params.seq_k));
       limit = minimum(limit, maximum(1, heads * minimum(sequences, limit) / 2));
     }
     if (limit >= 2 * heads) return limit;
@@ -107,7 +107,7 @@ struct VarlenSchedule {
 
   // False if cu_seqlens is not monotonic: overlapping sequences would share partials of dq, and disturb each other's reduction ranks.
   __device__ __forceinline__ bool has_growing_rows() const {
-    const int32_t* cu_seqlens = params.entries.cu_seqlens_q;
+    const int32_t* cu_seqlens = params.sequences.cu_seqlens_q;
     bool falls = false;
     for (int sequence = ptx::lane_index(); cu_seqlens != nullptr && sequence < params.batch; sequence += 32) {
       falls = falls || load_length(cu_seqlens + sequence + 1) < load_length(cu_seqlens + sequence);
@@ -135,7 +135,7 @@ struct VarlenSchedule {
     const int num_tiles = static_cast<int>(stored[3]);
     if (number >= num_tiles) return VarlenTile{-1, 0, 0, 0, {}, 0};
     Finder finder(params, static_cast<int>(stored[0]), static_cast<int>(stored[1]), static_cast<int>(stored[2]));
-    const bool mixes = params.band.right < kUnbounded && num_tiles <= kFewRounds * ptx::grid_size();
+    const bool mixes = params.score_options.right < kUnbounded && num_tiles <= kFewRounds * ptx::grid_size();
     const SequenceTile found = finder.template find<kSectionRows, true>(number, mixes);
     store_finder(finder, num_tiles);
     return VarlenTile{found.index, found.head, found.sequence, 0, sequence_extents(params, found.sequence), 0};
@@ -172,10 +172,10 @@ __device__ __forceinline__ void load_noted(const BackwardParams& params, const S
                                            const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
                                            int parity) {
   const VarlenTile tile = read_tile<VarlenTile>(shared.produced_tile());
-  const RaggedPlace first =
-      kOwnsKeys ? keys_read(params.entry_rows.k, tile, tile.head) : rows_read(params.entry_rows.q, tile, tile.head);
-  const RaggedPlace second =
-      kOwnsKeys ? keys_read(params.entry_rows.v, tile, tile.head) : rows_read(params.entry_rows.dout, tile, tile.head);
+  const RaggedCoordinates first = kOwnsKeys ? keys_read(params.sequence_rows.k, tile, tile.head)
+                                            : rows_read(params.sequence_rows.q, tile, tile.head);
+  const RaggedCoordinates second = kOwnsKeys ? keys_read(params.sequence_rows.v, tile, tile.head)
+                                             : rows_read(params.sequence_rows.dout, tile, tile.head);
 #pragma unroll
   for (int own = 0; own < Spec::kNumOwnTiles; ++own) {
     load_own<Spec>(shared, first_map, second_map, own, parity, tile, first, second);
@@ -198,11 +198,12 @@ __device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params
     int next_number = -1;
     if (ptx::elect_one()) {
       const int first_row = tile.index * Spec::kOwnRows;
-      const BlockRange range = key_blocks<Spec, MaskKind::kBand>(params, tile, first_row, first_row + Spec::kOwnRows);
+      const BlockRange range =
+          key_blocks<Spec, MaskKind::kRuntime>(params, tile, first_row, first_row + Spec::kOwnRows);
       schedule.note(tile, range);
       const int head = tile.head / (params.heads_q / params.heads_kv);
-      const RaggedPlace key_at = keys_read(params.entry_rows.k, tile, head);
-      const RaggedPlace value_at = keys_read(params.entry_rows.v, tile, head);
+      const RaggedCoordinates key_at = keys_read(params.sequence_rows.k, tile, head);
+      const RaggedCoordinates value_at = keys_read(params.sequence_rows.v, tile, head);
       bool own_is_loaded = false;
       for (int block = range.end - 1; block >= range.begin; --block) {
         if (next_number < 0 && block <= range.begin + kDrawAhead) {
@@ -217,7 +218,7 @@ __device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params
     }
     number = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(next_number + 1))) - 1;
   }
-  if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
+  if (ptx::elect_one()) end_work<Spec, MaskKind::kRuntime>(shared, own_parity);
 }
 
 // Of the kernel of dk and dv, in the order of produce_queries; the statistics are another warp's. Keys that no query sees have no
@@ -236,11 +237,12 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
     int next_number = -1;
     if (ptx::elect_one()) {
       const int first_key = tile.index * Spec::kOwnRows;
-      const BlockRange range = query_blocks<Spec, MaskKind::kBand>(params, tile, first_key, first_key + Spec::kOwnRows);
+      const BlockRange range =
+          query_blocks<Spec, MaskKind::kRuntime>(params, tile, first_key, first_key + Spec::kOwnRows);
       schedule.note(tile, range);
       const int group = params.heads_q / params.heads_kv;
-      RaggedPlace query_at = rows_read(params.entry_rows.q, tile, tile.head * group);
-      RaggedPlace dout_at = rows_read(params.entry_rows.dout, tile, tile.head * group);
+      RaggedCoordinates query_at = rows_read(params.sequence_rows.q, tile, tile.head * group);
+      RaggedCoordinates dout_at = rows_read(params.sequence_rows.dout, tile, tile.head * group);
       const bool is_descending = Spec::kOrdersReduction && tile.is_descending != 0;
       int block = is_descending ? range.end - 1 : range.begin;
       int heads_left = group;
@@ -274,7 +276,7 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
     }
     number = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(next_number + 1))) - 1;
   }
-  if (ptx::elect_one()) end_work<Spec, MaskKind::kBand>(shared, own_parity);
+  if (ptx::elect_one()) end_work<Spec, MaskKind::kRuntime>(shared, own_parity);
 }
 
 // As Statistics::store, with precomputed byte offsets: the store is a third of this warp's work per block.

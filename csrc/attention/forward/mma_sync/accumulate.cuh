@@ -43,7 +43,7 @@ __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::k
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           if (n * 8 + i > last_column) S_rmem[m][n][2 * half + i] = ptx::negative_infinity();
-      if constexpr (kMask == MaskKind::kBand) {
+      if constexpr (kMask == MaskKind::kRuntime) {
         const int first_column = mask.first_column(row) - lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < Spec::kMmaN; ++n)
@@ -54,23 +54,23 @@ __device__ __forceinline__ void mask_scores(float (&S_rmem)[Spec::kMmaM][Spec::k
     }
 }
 
-// A band's softcap and mask tensor, before mask_scores; first_row: the warp's, of the sequence.
+// Softcap and mask tensor of ScoreOptions, before mask_scores; first_row: the warp's, of the sequence.
 template <typename Spec>
 __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::kMmaN][4],
-                                             const Sequence<MaskKind::kBand>& sequence, int head_q, int first_row,
+                                             const Sequence<MaskKind::kRuntime>& sequence, int head_q, int first_row,
                                              int first_key) {
-  const Band& band = sequence.params.band;
-  if (band.score_factor > 0.0f) {
+  const ScoreOptions& options = sequence.params.score_options;
+  if (options.score_factor > 0.0f) {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) S_rmem[m][n][i] = capped_score(band, S_rmem[m][n][i]);
+        for (int i = 0; i < 4; ++i) S_rmem[m][n][i] = capped_score(options, S_rmem[m][n][i]);
   }
-  if (band.mask == nullptr) return;
+  if (options.mask == nullptr) return;
   const int lane = ptx::recompute(ptx::lane_index());
-  const int64_t head = sequence.batch * band.mask_stride_batch + head_q * band.mask_stride_head;
+  const int64_t head = sequence.batch * options.mask_stride_batch + head_q * options.mask_stride_head;
 #pragma unroll
   for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ void shape_scores(float (&S_rmem)[Spec::kMmaM][Spec::
           float& score = S_rmem[m][n][2 * half + i];
           if (key < sequence.keys()) {
             score = masked_score<typename Spec::Element>(
-                band, score, head + row * band.mask_stride_row + key * band.mask_stride_key);
+                options, score, head + row * options.mask_stride_row + key * options.mask_stride_key);
           }
         }
     }

@@ -93,9 +93,9 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
       const int row = warp_row + m * 16 + half * 8 + lane / 4;
       const float sum = quad_sum(rows[m][half].sum);
       FinishedRow finished{sum == 0.0f ? 0.0f : 1.0f / sum, 0.0f};
-      if constexpr (kMask == MaskKind::kBand) {
+      if constexpr (kMask == MaskKind::kRuntime) {
         finished = finish_with_sink(rows[m][half].max * params.scale_log2, sum,
-                                    sink_log2(params.band, tile.head_q, tile.row + min(row, tile.rows - 1)));
+                                    sink_log2(params.score_options, tile.head_q, tile.row + min(row, tile.rows - 1)));
       }
       const float inverse = finished.inverse;
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ void finish_tile(const ForwardParams& params, const Q
         O_rmem[m][d][2 * half + 1] *= inverse;
       }
       if (wants_lse && lane % 4 == 0 && row < tile.rows) {
-        ptx::st_global_float(lse_gmem + row, kMask == MaskKind::kBand
+        ptx::st_global_float(lse_gmem + row, kMask == MaskKind::kRuntime
                                                  ? finished.lse
                                                  : log_sum_exp(rows[m][half].max, sum, params.scale_log2));
       }

@@ -36,8 +36,8 @@ struct KeyTileWalk {
   const Element* V_gmem;
   int n;  // the current key tile
   const int
-      causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
-  const QueryTile tile;  // of a band alone
+      causal_last;  // last key that the warp's first row sees, if causal; of kRuntime, the window's key (masks.cuh)
+  const QueryTile tile;  // of kRuntime alone
 
   __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile_, int last_tile,
                                          ptx::SmemPointer KV_smem)
@@ -55,9 +55,9 @@ struct KeyTileWalk {
   __device__ __forceinline__ void fetch(StagedTile<Spec, Spec::kBlockN>& staged, const Element* head_gmem,
                                         const Strides& stride, int columns, int index) const {
     const int first_key = index * Spec::kBlockN;
-    if constexpr (kMask == MaskKind::kBand) {
-      staged.fetch_band(head_gmem, stride, columns, sequence, first_key,
-                        Mask<kMask>(sequence).keys(tile.row, tile.rows));
+    if constexpr (kMask == MaskKind::kRuntime) {
+      staged.fetch_varlen(head_gmem, stride, columns, sequence, first_key,
+                          Mask<kMask>(sequence).keys(tile.row, tile.rows));
     } else {
       staged.fetch(head_gmem + first_key * stride.row, stride.row, columns, sequence.keys() - first_key);
     }
@@ -79,7 +79,7 @@ struct KeyTileWalk {
       V_staged.store(V_smem);
     }
     ptx::barrier_sync_block();  // V of this tile is whole; all warps are done with K
-    if constexpr (kMask == MaskKind::kBand) {
+    if constexpr (kMask == MaskKind::kRuntime) {
       mma_sync::shape_scores<Spec>(S_rmem, sequence, tile.head_q, tile.row + ptx::warp_index() * Spec::kWarpRows,
                                    first_key);
     }
@@ -99,9 +99,9 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
                                        ptx::SmemPointer Q_smem, int warp_row) {
   const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
   const Sequence<kMask> sequence = sequence_of<kMask>(params, tile);
-  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
+  if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, false>(sequence, tile);
-  if (key_tiles.end == 0 || (kMask == MaskKind::kBand && key_tiles.begin >= key_tiles.end)) return;
+  if (key_tiles.end == 0 || (kMask == MaskKind::kRuntime && key_tiles.begin >= key_tiles.end)) return;
   KeyTileWalk<Spec, kMask> walk(sequence, tile, key_tiles.end - 1, Q_smem + Spec::kQueryBytes);
   {
     StagedTile<Spec, Spec::kBlockN> K_staged;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   }
   ptx::barrier_sync_block();  // Q is whole
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
-  if constexpr (kMask == MaskKind::kBand) {
+  if constexpr (kMask == MaskKind::kRuntime) {
     for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<true>(accumulator, Q, key_tiles.begin);
   } else {
     for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<true>(accumulator, Q, 0);
@@ -130,15 +130,15 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   Accumulator<Spec> accumulator;
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
   const QueryTile tile = locate_query_tile<Spec::kBlockM, Spec::kHeadDim, kMask, false>(params);
-  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
+  if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
                                      Q_smem + warp_row * Spec::kRowBytes);
 }
 
-// Ragged, paged and banded batches.
+// Ragged and paged batches, with ScoreOptions.
 template <typename Spec>
 __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
-  forward<Spec, MaskKind::kBand>(params);
+  forward<Spec, MaskKind::kRuntime>(params);
 }
 
 }  // namespace sm75

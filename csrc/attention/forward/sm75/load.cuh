@@ -45,20 +45,20 @@ struct StagedTile {
     }
   }
 
-  // The same of a band's keys from `first_key` on, row by row; zeros where a key is not `visible`.
-  __device__ __forceinline__ void fetch_band(const Element* head_gmem, const Strides& stride, int columns,
-                                             const Sequence<MaskKind::kBand>& sequence, int first_key,
-                                             KeyRange visible) {
+  // The same of a Batch's keys from `first_key` on, row by row; zeros where a key is not `visible`.
+  __device__ __forceinline__ void fetch_varlen(const Element* head_gmem, const Strides& stride, int columns,
+                                               const Sequence<MaskKind::kRuntime>& sequence, int first_key,
+                                               KeyRange visible) {
     const int thread = ptx::recompute(ptx::thread_index());
     const int thread_column = thread % kSegmentChunks * kChunkElements;
-    const bool is_paged = sequence.params.entries.block_table != nullptr;
+    const bool is_paged = sequence.params.sequences.block_table != nullptr;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int key = first_key + pass * kRowsPerPass + thread / kSegmentChunks;
       const bool row_valid = key >= visible.begin && key < visible.end;
       int64_t offset = key * stride.row;
       if (row_valid && is_paged) {
-        offset = sequence.page_of(key) * stride.batch + key % sequence.params.entries.page_size * stride.row;
+        offset = sequence.page_of(key) * stride.batch + key % sequence.params.sequences.page_size * stride.row;
       }
 #pragma unroll
       for (int segment = 0; segment < kSegments; ++segment) {

@@ -29,13 +29,13 @@ using mma_sync::QueryOperand;
 // Which of a loop's tiles need a mask. kSome decides for each tile and warp.
 enum class Masked { kNone, kSome, kAll };
 
-// What the walk of a band needs beside that of other masks.
+// What MaskKind::kRuntime needs beside the other masks.
 template <typename Spec, MaskKind kMask>
-struct BandWalk {
-  __device__ __forceinline__ BandWalk(const Sequence<kMask>&, const QueryTile&) {}
+struct VarlenWalk {
+  __device__ __forceinline__ VarlenWalk(const Sequence<kMask>&, const QueryTile&) {}
 };
 template <typename Spec>
-struct BandWalk<Spec, MaskKind::kBand> {
+struct VarlenWalk<Spec, MaskKind::kRuntime> {
   using Element = typename Spec::Element;
 
   const Element* K_gmem;  // of the head's first key, or page
@@ -44,17 +44,17 @@ struct BandWalk<Spec, MaskKind::kBand> {
   const int head_q;
   const int warp_row;  // the warp's first, of the sequence
 
-  __device__ __forceinline__ BandWalk(const Sequence<MaskKind::kBand>& sequence, const QueryTile& tile)
+  __device__ __forceinline__ VarlenWalk(const Sequence<MaskKind::kRuntime>& sequence, const QueryTile& tile)
       : K_gmem(static_cast<const Element*>(sequence.params.k) +
                sequence.key_offset(sequence.params.k_stride, tile.head_kv)),
         V_gmem(static_cast<const Element*>(sequence.params.v) +
                sequence.key_offset(sequence.params.v_stride, tile.head_kv)),
-        visible(Mask<MaskKind::kBand>(sequence).keys(tile.row, tile.rows)),
+        visible(Mask<MaskKind::kRuntime>(sequence).keys(tile.row, tile.rows)),
         head_q(tile.head_q),
         warp_row(tile.row + ptx::warp_index() * Spec::kWarpRows) {}
 };
 
-// What the end needs of a band's tile, a copy for each warp: to find it again takes short entries 3% of their time, and registers are
+// What the epilogue needs of a tile of kRuntime, a copy for each warp: to find it again takes short sequences 3% of their time, and registers are
 // scarce in the loop.
 template <typename Spec>
 struct KeptTile {
@@ -67,7 +67,7 @@ struct KeptTile {
     if (ptx::lane_index() == 0) {
       const int words[4] = {tile.batch, tile.head_q, tile.row, tile.rows};
       ptx::st_shared_128(smem, reinterpret_cast<const uint32_t (&)[4]>(words));
-      ptx::st_shared_32(smem + 16, static_cast<uint32_t>(tile.entry_rows.first));
+      ptx::st_shared_32(smem + 16, static_cast<uint32_t>(tile.sequence_rows.first));
     }
     ptx::warp_sync();  // read after write
   }
@@ -85,7 +85,7 @@ struct KeptTile {
   }
 };
 
-// The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands. kIsPlain: of a band
+// The walk of one query tile over its key tiles: shared memory, the two loaders, and where in the ring it stands. kIsPlain: of kRuntime
 // that has neither pages nor score functions, which costs what a dense kernel's walk does.
 template <typename Spec, MaskKind kMask, bool kIsPlain>
 struct KeyTileWalk {
@@ -101,8 +101,8 @@ struct KeyTileWalk {
   int n;            // the current key tile
   const int begin;  // the last one
   int stage;        // where the current tile lies
-  int causal_last;  // last key that the warp's first row sees, if causal; of a band, the key that the row stands at
-  const BandWalk<Spec, kMask> band;
+  int causal_last;  // last key that the warp's first row sees, if causal; of kRuntime, the window's key (masks.cuh)
+  const VarlenWalk<Spec, kMask> varlen;
 
   __device__ __forceinline__ KeyTileWalk(const Sequence<kMask>& sequence_, const QueryTile& tile,
                                          const KeyTiles& key_tiles, ptx::SmemPointer KV_smem_)
@@ -117,19 +117,19 @@ struct KeyTileWalk {
         begin(key_tiles.begin),
         stage(0),
         causal_last(Mask<kMask>(sequence).last_key(tile.row + ptx::warp_index() * Spec::kWarpRows)),
-        band(sequence, tile) {}
+        varlen(sequence, tile) {}
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_key(int tile, int to_stage) {
-    if constexpr (kMask == MaskKind::kBand && kIsPlain) {
+    if constexpr (kMask == MaskKind::kRuntime && kIsPlain) {
       const int first_key = tile * Spec::kBlockN;
       K_loader.template load_between<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
-                                                              params.head_dim, band.visible.begin - first_key,
-                                                              band.visible.end - first_key);
+                                                              params.head_dim, varlen.visible.begin - first_key,
+                                                              varlen.visible.end - first_key);
       return;
-    } else if constexpr (kMask == MaskKind::kBand) {
-      load_band_tile<Spec, Spec::kBlockN>(KV_smem + to_stage * Spec::kKeyBytes, band.K_gmem, params.k_stride,
-                                          params.head_dim, sequence, tile * Spec::kBlockN, band.visible);
+    } else if constexpr (kMask == MaskKind::kRuntime) {
+      load_varlen_tile<Spec, Spec::kBlockN>(KV_smem + to_stage * Spec::kKeyBytes, varlen.K_gmem, params.k_stride,
+                                            params.head_dim, sequence, tile * Spec::kBlockN, varlen.visible);
       return;
     }
     K_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + to_stage * Spec::kKeyBytes, params.k_stride.row,
@@ -138,16 +138,16 @@ struct KeyTileWalk {
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_value(int tile, int to_stage) {
-    if constexpr (kMask == MaskKind::kBand && kIsPlain) {
+    if constexpr (kMask == MaskKind::kRuntime && kIsPlain) {
       const int first_key = tile * Spec::kBlockN;
       V_loader.template load_between<Spec::kBlockN, kIsWhole>(
           KV_smem + (kStages + to_stage) * Spec::kKeyBytes, params.v_stride.row, params.head_dim_v,
-          band.visible.begin - first_key, band.visible.end - first_key);
+          varlen.visible.begin - first_key, varlen.visible.end - first_key);
       return;
-    } else if constexpr (kMask == MaskKind::kBand) {
-      load_band_tile<Spec, Spec::kBlockN>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes, band.V_gmem,
-                                          params.v_stride, params.head_dim_v, sequence, tile * Spec::kBlockN,
-                                          band.visible);
+    } else if constexpr (kMask == MaskKind::kRuntime) {
+      load_varlen_tile<Spec, Spec::kBlockN>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes, varlen.V_gmem,
+                                            params.v_stride, params.head_dim_v, sequence, tile * Spec::kBlockN,
+                                            varlen.visible);
       return;
     }
     V_loader.template load<Spec::kBlockN, kIsWhole>(KV_smem + (kStages + to_stage) * Spec::kKeyBytes,
@@ -209,7 +209,7 @@ struct KeyTileWalk {
 
   // Keys from here on are not read.
   __device__ __forceinline__ int end_of_keys() const {
-    if constexpr (kMask == MaskKind::kBand) return band.visible.end;
+    if constexpr (kMask == MaskKind::kRuntime) return varlen.visible.end;
     return sequence.keys();
   }
 
@@ -222,12 +222,12 @@ struct KeyTileWalk {
     // With a limit of its own a warp needs no register for the first masked tile.
     bool is_masked = kMasked == Masked::kAll ||
                      (kMasked == Masked::kSome && mask.template hides_some<Spec::kBlockN>(Spec::kWarpRows));
-    if constexpr (kMask == MaskKind::kBand && !kIsPlain) {
-      mma_sync::shape_scores<Spec>(S_rmem, sequence, band.head_q, band.warp_row, first_key);
+    if constexpr (kMask == MaskKind::kRuntime && !kIsPlain) {
+      mma_sync::shape_scores<Spec>(S_rmem, sequence, varlen.head_q, varlen.warp_row, first_key);
     }
     if (is_masked) mma_sync::mask_scores<Spec>(S_rmem, ptx::lane_index(), mask);
     // A mask tensor hides what it likes.
-    if constexpr (kMask == MaskKind::kBand && !kIsPlain) is_masked = true;
+    if constexpr (kMask == MaskKind::kRuntime && !kIsPlain) is_masked = true;
     mma_sync::accumulate_tile<Spec>(accumulator, S_rmem, V_smem, params.scale_log2, is_masked);
   }
 };
@@ -240,7 +240,7 @@ __device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params
 // The same behind the loop.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ QueryTile end_tile(const ForwardParams& params, ptx::SmemPointer block_smem) {
-  if constexpr (kMask == MaskKind::kBand) return KeptTile<Spec>(block_smem).load();
+  if constexpr (kMask == MaskKind::kRuntime) return KeptTile<Spec>(block_smem).load();
   return this_query_tile<Spec, kMask>(params);
 }
 
@@ -265,7 +265,7 @@ __device__ __forceinline__ void walk_keys(const Sequence<kMask>& sequence, Accum
     ptx::barrier_sync_block();  // Q is whole
   }
   const QueryOperand<Spec> Q(Q_smem + warp_row * Spec::kRowBytes);
-  if constexpr (kMask == MaskKind::kBand && kIsPlain && Spec::kHasMaskedLoop) {
+  if constexpr (kMask == MaskKind::kRuntime && kIsPlain && Spec::kHasMaskedLoop) {
     // Full tiles have a loop of their own inside that of the others, which lie on both sides of them.
     for (; walk.n >= key_tiles.begin; --walk.n) {
       for (; walk.n >= key_tiles.full_begin && walk.n < key_tiles.full_end; --walk.n) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void walk_keys(const Sequence<kMask>& sequence, Accum
       if (walk.n < key_tiles.begin) break;
       walk.template step<Masked::kSome>(accumulator, Q);
     }
-  } else if constexpr (kMask != MaskKind::kBand && Spec::kHasMaskedLoop) {
+  } else if constexpr (kMask != MaskKind::kRuntime && Spec::kHasMaskedLoop) {
     for (; walk.n >= key_tiles.full_end; --walk.n) walk.template step<Masked::kAll>(accumulator, Q);
     for (; walk.n >= key_tiles.begin; --walk.n) walk.template step<Masked::kNone>(accumulator, Q);
   } else {
@@ -289,13 +289,14 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   const QueryTile tile = this_query_tile<Spec, kMask>(params);
   // Before the branch: its loads wait with the tile's.
   const Sequence<kMask> sequence = sequence_of<kMask>(params, tile);
-  if constexpr (kMask == MaskKind::kBand) KeptTile<Spec>(Q_smem).store(tile);
-  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
+  if constexpr (kMask == MaskKind::kRuntime) KeptTile<Spec>(Q_smem).store(tile);
+  if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(sequence, tile);
   if (key_tiles.begin >= key_tiles.end) return;
   load_query<Spec, kMask>(sequence, tile, Q_smem);
-  if constexpr (kMask == MaskKind::kBand) {
-    if (params.entries.block_table != nullptr || params.band.score_factor > 0.0f || params.band.mask != nullptr) {
+  if constexpr (kMask == MaskKind::kRuntime) {
+    if (params.sequences.block_table != nullptr || params.score_options.score_factor > 0.0f ||
+        params.score_options.mask != nullptr) {
       walk_keys<Spec, kMask, false>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
       return;
     }
@@ -311,16 +312,16 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
   // Located again, or kept: five registers less through the loop, where there is none to spare.
   const QueryTile tile = end_tile<Spec, kMask>(params, Q_smem);
-  if (kMask == MaskKind::kBand && tile.rows <= 0) return;
+  if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,
                                      Q_smem + warp_row * Spec::kRowBytes);
 }
 
-// Ragged, paged and banded batches.
+// Ragged and paged batches, with ScoreOptions.
 template <typename Spec>
 __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
   static_assert(!Spec::kIsSplit, "decode/ splits");
-  forward<Spec, MaskKind::kBand>(params);
+  forward<Spec, MaskKind::kRuntime>(params);
 }
 
 }  // namespace sm80

@@ -80,19 +80,19 @@ struct TileLoader {
   }
 };
 
-// A tile of kRows keys of a band, from `first_key` on: row by row, since each page lies elsewhere. Keys outside `visible`, which may lie in
+// A tile of kRows keys of a Batch, from `first_key` on: row by row, since each page lies elsewhere. Keys outside `visible`, which may lie in
 // pages of nobody, are zeros.
 template <typename Spec, int kRows>
-__device__ __forceinline__ void load_band_tile(ptx::SmemPointer tile_smem, const typename Spec::Element* head_gmem,
-                                               const Strides& stride, int columns,
-                                               const Sequence<MaskKind::kBand>& sequence, int first_key,
-                                               KeyRange visible) {
+__device__ __forceinline__ void load_varlen_tile(ptx::SmemPointer tile_smem, const typename Spec::Element* head_gmem,
+                                                 const Strides& stride, int columns,
+                                                 const Sequence<MaskKind::kRuntime>& sequence, int first_key,
+                                                 KeyRange visible) {
   constexpr int kRowsPerPass = Spec::kNumThreads / kSegmentChunks;
   const int thread = ptx::recompute(ptx::thread_index());
   const int thread_row = thread / kSegmentChunks;
   const int thread_column = thread % kSegmentChunks * kChunkElements;
   const ptx::SmemPointer thread_smem = tile_smem + swizzled_offset<Spec::kHeadDim>(thread_row, thread % kSegmentChunks);
-  const bool is_paged = sequence.params.entries.block_table != nullptr;
+  const bool is_paged = sequence.params.sequences.block_table != nullptr;
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
     const int key = first_key + pass * kRowsPerPass + thread_row;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_band_tile(ptx::SmemPointer tile_smem, const
     int64_t offset = 0;
     if (row_valid) {
       if (is_paged) {
-        const int page_size = sequence.params.entries.page_size;
+        const int page_size = sequence.params.sequences.page_size;
         offset = sequence.page_of(key) * stride.batch + key % page_size * stride.row;
       } else {
         offset = key * stride.row;

@@ -52,7 +52,7 @@ struct ForwardSpec {
                 "eight threads load 64 columns of a row: a pass must end with the tile");
 };
 
-// For MaskKind::kBand.
+// For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps,
           int kQueryInRegisters, int kSplit, int kMaskedLoop>
 struct VarlenForwardSpec

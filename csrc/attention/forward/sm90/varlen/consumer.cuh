@@ -11,8 +11,8 @@ namespace attention {
 namespace sm90 {
 
 template <typename Spec>
-struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
-  using Base = Consumer<Spec, MaskKind::kBand>;
+struct VarlenConsumer : Consumer<Spec, MaskKind::kRuntime> {
+  using Base = Consumer<Spec, MaskKind::kRuntime>;
   using Base::consumer;
   using Base::params;
   using Base::query;
@@ -30,9 +30,10 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   __device__ __forceinline__ VarlenConsumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
                                             int consumer_)
       : Base(params_, shared_, consumer_),
-        has_functions(Spec::kHasScoreFunctions && params_.band.mask_type != MaskTensor::kNone),
+        has_functions(Spec::kHasScoreFunctions && params_.score_options.mask_type != MaskTensor::kNone),
         is_capped(Spec::kHasScoreFunctions && !has_functions),
-        scale_log2(has_functions && params_.band.mask_type == MaskTensor::kAdditive ? 1.0f : params_.scale_log2) {}
+        scale_log2(has_functions && params_.score_options.mask_type == MaskTensor::kAdditive ? 1.0f
+                                                                                             : params_.scale_log2) {}
 
   // The first of this thread's two rows; the other is 8 further on.
   __device__ __forceinline__ int thread_row(const VarlenTile& tile) const {
@@ -41,26 +42,26 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
 
   // Softcap and mask tensor. Before the band's ends, so that -inf stays -inf.
   __device__ __forceinline__ void change_scores(float (&scores)[kScores], const VarlenTile& tile, int block) const {
-    const Band& band = params.band;
-    if (band.score_factor > 0.0f) cap_scores<Spec::kBlockN>(scores, band.score_factor);
+    const ScoreOptions& options = params.score_options;
+    if (options.score_factor > 0.0f) cap_scores<Spec::kBlockN>(scores, options.score_factor);
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const MaskReader<Element> reader(band, tile, first_key, (block + 1) * Spec::kBlockN);
+    const MaskReader<Element> reader(options, tile, first_key, (block + 1) * Spec::kBlockN);
     const int row = thread_row(tile);
-    if (band.mask_type == MaskTensor::kBool) {
+    if (options.mask_type == MaskTensor::kBool) {
       reader.template hide<Spec::kBlockN>(scores, row);
     } else {
-      reader.template add<Spec::kBlockN>(scores, row, params.scale_log2, band.mask_factor * params.scale_log2);
+      reader.template add<Spec::kBlockN>(scores, row, params.scale_log2, options.mask_factor * params.scale_log2);
     }
   }
 
   __device__ __forceinline__ void mask_block(float (&scores)[kScores], const VarlenTile& tile, int block) const {
     const int row = thread_row(tile);
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const BandSequence sequence = tile.sequence(params);
+    const VarlenSequence sequence = tile.sequence(params);
     const KeyRange keys[2] = {visible_keys(sequence, row), visible_keys(sequence, row + 8)};
     const int visible[2] = {keys[0].end - first_key, keys[1].end - first_key};
     mask_scores<Spec::kBlockN>(scores, visible);
-    if (params.band.left >= kUnbounded) return;
+    if (params.score_options.left >= kUnbounded) return;
     const int hidden[2] = {keys[0].begin - first_key, keys[1].begin - first_key};
     mask_scores_before<Spec::kBlockN>(scores, hidden);
   }
@@ -69,7 +70,9 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   // it, and the band's mask where the block needs one.
   enum class Step { kPlain, kMasked, kCapped, kCappedMasked, kFunctions };
 
-  __device__ __forceinline__ Softcap softcap() const { return Softcap{params.band.score_factor, params.scale_log2}; }
+  __device__ __forceinline__ Softcap softcap() const {
+    return Softcap{params.score_options.score_factor, params.scale_log2};
+  }
 
   // As Consumer::step, whose comments hold.
   template <Step kStep>
@@ -117,7 +120,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   }
 
   // Blocks of the tile that this warpgroup's rows see, at least one of its range.
-  __device__ __forceinline__ KeyRange own_blocks(const BandSequence& sequence, int first_row,
+  __device__ __forceinline__ KeyRange own_blocks(const VarlenSequence& sequence, int first_row,
                                                  const KeyRange& range) const {
     const KeyRange seen = seen_blocks<Spec>(sequence, first_row, first_row + 64);
     const int begin = maximum(range.begin, minimum(seen.begin, range.end - 1));
@@ -128,7 +131,7 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
   __device__ __forceinline__ void attend(const VarlenTile& tile, const KeyRange& range, const KeyRange& own,
                                          int first_row, float (&output)[kOutputs], RowState& rows,
                                          float (&sink_log2)[2]) {
-    const BandSequence sequence = tile.sequence(params);
+    const VarlenSequence sequence = tile.sequence(params);
     for (int block = range.end; block > own.end; --block) this->skip_block();
 
     // Every row of the warpgroup sees all keys of the blocks from full.begin to full.end - 1.
@@ -189,11 +192,11 @@ struct VarlenConsumer : Consumer<Spec, MaskKind::kBand> {
     this->release_value();
   }
 
-  // Rows of Q past the end of a ragged entry are the next one's: they become zeros, so that no result depends on them (the maximum
+  // Rows of Q past the end of a ragged sequence are the next one's: they become zeros, so that no result depends on them (the maximum
   // moves for all rows of a warp at once).
   __device__ __forceinline__ void clear_query_tail(const VarlenTile& tile, int first_row) const {
     const int rows = tile.rows - first_row;
-    if (rows >= 64 || params.entries.cu_seqlens_q == nullptr) return;
+    if (rows >= 64 || params.sequences.cu_seqlens_q == nullptr) return;
     const auto query_rows = shared.query(query.stage, consumer);
     const uint32_t zeros[4] = {0, 0, 0, 0};
     const int thread = ptx::thread_index() % 128;

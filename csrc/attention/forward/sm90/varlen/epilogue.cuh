@@ -1,5 +1,5 @@
 // The epilogue of a consumer warpgroup where rows are ragged: whole 64-row tiles go out by the copy engine, as those of dense rows, which it
-// cuts at the tensor's end; the last rows of a ragged entry by predicated stores, since the next entry's follow.
+// cuts at the tensor's end; the last rows of a ragged sequence by predicated stores, since the next sequence's follow.
 #pragma once
 
 #include "attention/forward/sm90/epilogue.cuh"
@@ -14,18 +14,19 @@ namespace sm90 {
 __device__ __forceinline__ void load_sinks(const ForwardParams& params, const VarlenTile& tile, int row,
                                            float (&sink_log2)[2]) {
   constexpr float kLog2E = 1.4426950408889634f;
-  const int folded = params.band.folded_heads;
+  const int folded = params.score_options.folded_heads;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int head = folded > 1 ? tile.head * folded + minimum(row + 8 * r, tile.rows - 1) : tile.head;
-    sink_log2[r] = params.band.sinks == nullptr ? ptx::negative_infinity()
-                                                : ptx::ld_global_float(params.band.sinks + head) * kLog2E;
+    sink_log2[r] = params.score_options.sinks == nullptr
+                       ? ptx::negative_infinity()
+                       : ptx::ld_global_float(params.score_options.sinks + head) * kLog2E;
   }
 }
 
 __device__ __forceinline__ void finish_rows(const ForwardParams& params, const RowState& rows, float scale_log2,
                                             const float (&sink_log2)[2], float (&inverse_sum)[2], float (&lse)[2]) {
-  if (params.band.sinks == nullptr) {
+  if (params.score_options.sinks == nullptr) {
     finish_softmax(rows, inverse_sum, lse, scale_log2);
   } else {
     finish_softmax_with_sinks(rows, inverse_sum, lse, scale_log2, sink_log2);
@@ -35,7 +36,7 @@ __device__ __forceinline__ void finish_rows(const ForwardParams& params, const R
 __device__ __forceinline__ void store_varlen_lse(const ForwardParams& params, const VarlenTile& tile, int row,
                                                  const float (&lse)[2]) {
   if (ptx::lane_index() % 4 != 0 || params.lse == nullptr) return;
-  const BandSequence sequence = tile.sequence(params);
+  const VarlenSequence sequence = tile.sequence(params);
   float* lse_gmem = params.lse + sequence.result_row(sequence.template result_head<false>(tile.head, 0));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -72,7 +73,7 @@ __device__ __forceinline__ void store_varlen_tile(const ForwardParams& params, c
                                                   const float (&inverse_sum)[2]) {
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
   const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-  const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
+  const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
   const bool has_tail = is_ragged && first_row + 64 > tile.rows;
 #pragma unroll
   for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kSlabsOfPass) {

@@ -51,11 +51,11 @@ struct VarlenProducer {
     __device__ __forceinline__ int find(int block) const { return next.first_key + block * Spec::kBlockN; }
     __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
                                          int row) const {
-      load_box(smem, map, full, row, next.kv_head, params.entries.cu_seqlens_k == nullptr ? next.tile.batch : 0);
+      load_box(smem, map, full, row, next.kv_head, params.sequences.cu_seqlens_k == nullptr ? next.tile.batch : 0);
     }
   };
 
-  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the entry's last key are asked for as well.
+  // Keys in pages: a box has as many rows as page_box_rows in tensor_map.h says. Boxes past the sequence's last key are asked for as well.
   // Of a page that is not there the copy engine makes zeros: past the last key, and where the table has dropped what a window has left
   // behind. Scores there are masked, but P = 0 times NaN is NaN.
   struct Pages {
@@ -71,10 +71,10 @@ struct VarlenProducer {
     const int box_rows;
 
     __device__ __forceinline__ Pages(const ForwardParams& params_, const NextTile& next_)
-        : params(params_), next(next_), box_rows(rows_of_box(params_.entries.page_size | Spec::kBlockN)) {}
+        : params(params_), next(next_), box_rows(rows_of_box(params_.sequences.page_size | Spec::kBlockN)) {}
     static __device__ __forceinline__ int rows_of_box(int both) { return both & -both; }
 
-    // Where boxes of a block are: in page `index` of the entry, from `row` on.
+    // Where boxes of a block are: in page `index` of the sequence, from `row` on.
     struct Place {
       int key;
       int index;
@@ -94,7 +94,7 @@ struct VarlenProducer {
     }
     __device__ __forceinline__ void step(int& index, int& row) const {
       row += box_rows;
-      if (row >= params.entries.page_size) {
+      if (row >= params.sequences.page_size) {
         row = 0;
         ++index;
       }
@@ -102,8 +102,8 @@ struct VarlenProducer {
     __device__ __forceinline__ Place find(int block) const {
       Place place;
       place.key = block * Spec::kBlockN;
-      place.index = place.key / params.entries.page_size;
-      place.row = place.key - place.index * params.entries.page_size;
+      place.index = place.key / params.sequences.page_size;
+      place.row = place.key - place.index * params.sequences.page_size;
       look_up(place);
       return place;
     }
@@ -154,7 +154,7 @@ struct VarlenProducer {
   }
 
   // The tile as a consumer warpgroup sees it. Where heads share it, the rows of each are numbered from those of its first warpgroup on, as if
-  // empty ones stood in front of the entry: what a consumer does is the same. Where there are no more heads, it has no rows.
+  // empty ones stood in front of the sequence: what a consumer does is the same. Where there are no more heads, it has no rows.
   static __device__ __forceinline__ VarlenTile own_tile(int consumer, const NextTile& next) {
     VarlenTile tile = next.tile;
     const int warpgroups = Spec::kNumConsumers >= 4 && tile.rows > 64 ? 2 : 1;  // of a head
@@ -178,7 +178,7 @@ struct VarlenProducer {
       ptx::mbarrier_arrive(full);
       return;
     }
-    const bool is_ragged = params.entries.cu_seqlens_q != nullptr;
+    const bool is_ragged = params.sequences.cu_seqlens_q != nullptr;
     ptx::mbarrier_arrive_expect_tx(full, Spec::QueryTile::kBytes);
 #pragma unroll
     for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
@@ -213,7 +213,7 @@ struct VarlenProducer {
       ptx::mbarrier_wait(shared.next_tile_full(slot), parity);
       const auto next = read_tile<NextTile>(shared.next_tile(slot));
       if (next.tile.m_block < 0) break;
-      if (params.entries.block_table == nullptr) {
+      if (params.sequences.block_table == nullptr) {
         load_tile(Rows{params, next}, next, slot);
       } else {
         load_tile(Pages(params, next), next, slot);

@@ -1,4 +1,4 @@
-// Which tile of a ragged batch a block works on. Tiles are numbered entry by entry; how many an entry has, the device alone knows.
+// Which tile of a ragged batch a block works on. Tiles are numbered sequence by sequence; how many a sequence has, the device alone knows.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -14,20 +14,20 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-using BandSequence = Sequence<MaskKind::kBand>;
+using VarlenSequence = Sequence<MaskKind::kRuntime>;
 
-// As Tile, and the lengths of its entry, so that no consumer waits for them; m_block < 0 ends the work.
+// As Tile, and the lengths of its sequence, so that no consumer waits for them; m_block < 0 ends the work.
 struct VarlenTile {
   int m_block;
   int head;
   int batch;
-  int first_row;  // of the entry, among all rows
+  int first_row;  // of the sequence, among all rows
   int rows;
   int keys;
   KeyRange blocks;  // of keys: what some row of the tile sees
 
-  __device__ __forceinline__ BandSequence sequence(const ForwardParams& params) const {
-    return BandSequence(params, batch, Extent{first_row, rows}, Extent{0, keys});
+  __device__ __forceinline__ VarlenSequence sequence(const ForwardParams& params) const {
+    return VarlenSequence(params, batch, Extent{first_row, rows}, Extent{0, keys});
   }
 };
 
@@ -49,14 +49,14 @@ __device__ __forceinline__ VarlenTile read_varlen_tile(const unsigned char* slot
 
 // Key blocks that some of the rows [first_row, end_row) see, at least one: where no row sees a key, all of it is masked.
 template <typename Spec>
-__device__ __forceinline__ KeyRange seen_blocks(const BandSequence& sequence, int first_row, int end_row) {
+__device__ __forceinline__ KeyRange seen_blocks(const VarlenSequence& sequence, int first_row, int end_row) {
   const int last_row = minimum(end_row, sequence.rows()) - 1;
   const int begin = visible_keys(sequence, first_row).begin / Spec::kBlockN;
   const int end = ceil_div(visible_keys(sequence, last_row).end, Spec::kBlockN);
   return KeyRange{begin, maximum(end, begin + 1)};
 }
 
-// Short entries: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
+// Short sequences: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
 // each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
 // multiprocessors without a tile, nor close to it. A row's bits are the same either way.
 template <typename Spec>
@@ -68,35 +68,35 @@ struct SharedTiles {
     // A difference, not a product: "Registers of the plain loop" in docs/kernels/attention-varlen.md.
     return rows > 0 && rows <= Spec::kNumConsumers / 2 * 64 &&
            params.batch * params.heads_q - ptx::grid_size() > ptx::grid_size() && params.heads_q > params.heads_kv &&
-           params.band.mask == nullptr;
+           params.score_options.mask == nullptr;
   }
   __device__ __forceinline__ SharedTiles(int group, int rows)
       : count(ceil_div(group * ceil_div(rows, 64), Spec::kNumConsumers)), heads(ceil_div(group, count)) {}
 };
 
-// A warp's walk over the entries of a batch, 32 at a time, one for each lane. Tile numbers that it is asked for must not decrease.
+// A warp's walk over the sequences of a batch, 32 at a time, one for each lane. Tile numbers that it is asked for must not decrease.
 template <typename Spec>
-class EntryWalk {
+class SequenceWalk {
  public:
-  __device__ __forceinline__ explicit EntryWalk(const ForwardParams& params) : params_(params) {}
+  __device__ __forceinline__ explicit SequenceWalk(const ForwardParams& params) : params_(params) {}
 
-  // Before all else: reads the first entries.
+  // Before all else: reads the first sequences.
   __device__ __forceinline__ void start() { read_group(); }
 
   // Of the whole batch. All lanes.
   __device__ __forceinline__ int count_tiles() const {
-    int tiles = tiles_of_entry(ptx::lane_index());
+    int tiles = tiles_of_sequence(ptx::lane_index());
 #pragma unroll 4
-    for (int entry = 32 + ptx::lane_index(); entry < params_.batch; entry += 32) tiles += tiles_of_entry(entry);
+    for (int batch = 32 + ptx::lane_index(); batch < params_.batch; batch += 32) tiles += tiles_of_sequence(batch);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2)
       tiles += static_cast<int>(ptx::shuffle_xor(static_cast<uint32_t>(tiles), mask));
     return tiles;
   }
 
-  // Which entry has tile `index`, where that lies, and the index of the tile among the entry's. All lanes.
+  // Which sequence has tile `index`, where that lies, and the index of the tile among the sequence's. All lanes.
   struct Place {
-    int entry;
+    int batch;
     int index;
     Extent row;
     Extent key;
@@ -123,13 +123,13 @@ class EntryWalk {
     }
     return ceil_div(rows, Spec::kBlockM) * params_.heads_q;
   }
-  __device__ __forceinline__ int tiles_of_entry(int entry) const {
-    return entry < params_.batch ? tiles_of_rows(row_extent(params_, entry).length) : 0;
+  __device__ __forceinline__ int tiles_of_sequence(int batch) const {
+    return batch < params_.batch ? tiles_of_rows(row_extent(params_, batch).length) : 0;
   }
   __device__ __forceinline__ void read_group() {
     const int lane = ptx::lane_index();
     row_ = key_ = Extent{0, 0};
-    if (group_ + lane < params_.batch) {  // asked for at once, rather than keys when the entry is known
+    if (group_ + lane < params_.batch) {  // asked for at once, rather than keys when the sequence is known
       row_ = row_extent(params_, group_ + lane);
       key_ = key_extent(params_, group_ + lane);
     }
@@ -143,21 +143,21 @@ class EntryWalk {
 
   const ForwardParams& params_;
   int heads_ = heads_per_key_head(params_);
-  int group_ = 0;   // the entry of lane 0
-  int before_ = 0;  // tiles of the entries before it
-  Extent row_;      // of the lane's entry
+  int group_ = 0;   // the sequence of lane 0
+  int before_ = 0;  // tiles of the sequences before it
+  Extent row_;      // of the lane's sequence
   Extent key_;
-  int end_;  // tiles of the group's entries up to this lane's
+  int end_;  // tiles of the group's sequences up to this lane's
 };
 
-// Heads of an entry that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
+// Heads of a sequence that are scheduled together: as heads_per_section of the dense kernels says, for the keys that tiles read at
 // one time. With a window those are few, and all heads go together: their short tiles then come last of all, and fill the end.
 template <typename Spec>
-__device__ __forceinline__ int heads_per_section(const ForwardParams& params, const BandSequence& sequence) {
+__device__ __forceinline__ int heads_per_section(const ForwardParams& params, const VarlenSequence& sequence) {
   constexpr int kSectionKeys = (32 << 20) / (4 * Spec::kHeadDim);
-  const Band& band = params.band;
+  const ScoreOptions& options = params.score_options;
   int keys = sequence.keys();
-  if (band.left < keys / 4 && band.right < keys / 4) keys = 2 * (band.left + band.right + 1);
+  if (options.left < keys / 4 && options.right < keys / 4) keys = 2 * (options.left + options.right + 1);
   int kv_heads = params.heads_kv;
   if (sequence.keys() / 4 >= sequence.rows()) {
     kv_heads = 1;
@@ -170,17 +170,17 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params, co
 // What the loading thread needs of a tile.
 struct NextTile {
   VarlenTile tile;
-  int first_key;  // of the entry, among all keys; 0 with pages
+  int first_key;  // of the sequence, among all keys; 0 with pages
   int kv_head;
   int heads;  // that share the tile, the tile's own and those after it
   int unused;
 };
 
-// Tile `index` of the batch. Where keys end at the diagonal, an entry's longest tiles come first.
+// Tile `index` of the batch. Where keys end at the diagonal, a sequence's longest tiles come first.
 template <typename Spec>
-__device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, EntryWalk<Spec>& walk, int index) {
+__device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, SequenceWalk<Spec>& walk, int index) {
   const auto place = walk.find(index);
-  const BandSequence sequence(params, place.entry, place.row, place.key);
+  const VarlenSequence sequence(params, place.batch, place.row, place.key);
   const int m_blocks = ceil_div(sequence.rows(), Spec::kBlockM);
   const int group = heads_per_key_head(params);
   ScheduledTile scheduled{0, place.index};
@@ -192,7 +192,7 @@ __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, Ent
     scheduled.head = kv_head * group + first;
     heads = minimum(shared.heads, group - first);
   } else if (m_blocks > 1) {
-    if (params.band.right < kUnbounded) {
+    if (params.score_options.right < kUnbounded) {
       const int section_heads = heads_per_section<Spec>(params, sequence);
       const int first_head = place.index / (section_heads * m_blocks) * section_heads;
       const Section section{place.index - first_head * m_blocks, first_head,
@@ -204,7 +204,7 @@ __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, Ent
   }
   const int first_row = scheduled.m_block * Spec::kBlockM;
   const KeyRange blocks = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
-  const VarlenTile tile{scheduled.m_block, scheduled.head,  place.entry, sequence.row.first,
+  const VarlenTile tile{scheduled.m_block, scheduled.head,  place.batch, sequence.row.first,
                         sequence.rows(),   sequence.keys(), blocks};
   return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, 0};
 }

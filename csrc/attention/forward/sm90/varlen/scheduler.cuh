@@ -1,5 +1,5 @@
 // The scheduling warp of the varlen kernels: it finds the tiles that the loading thread asks for, one ahead, and clears what no row may
-// see. All lanes walk together over the entries of the batch, 32 at a time.
+// see. All lanes walk together over the sequences of the batch, 32 at a time.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -32,7 +32,7 @@ struct TileScheduler {
   const int lane;
   RingPosition<Spec::kNumStages> value;  // where the loading thread puts V of the tile's last block
   int tail_parity[2] = {0, 0};
-  EntryWalk<Spec> walk;
+  SequenceWalk<Spec> walk;
 
   __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_), lane(ptx::lane_index()), walk(params_) {}
@@ -42,7 +42,7 @@ struct TileScheduler {
   struct Tail {
     int slot;
     int stage;
-    int first_row;  // the first that is no key of the entry
+    int first_row;  // the first that is no key of the sequence
   };
   __device__ __forceinline__ void finish_tail(const Tail& tail) {
     const int parity = tail.slot == 0 ? tail_parity[0] : tail_parity[1];

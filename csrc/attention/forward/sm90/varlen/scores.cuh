@@ -32,33 +32,34 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor
 // that only one row's loads wait in registers.
 template <typename Element>
 struct MaskReader {
-  const Band& band;
+  const ScoreOptions& options;
   const VarlenTile& tile;
   const int first_key;
   const bool is_paired;  // two neighbours in one load
 
   // end_key: of the block.
-  __device__ __forceinline__ MaskReader(const Band& band_, const VarlenTile& tile_, int first_key_, int end_key)
-      : band(band_), tile(tile_), first_key(first_key_), is_paired(has_pairs(band_) && end_key <= tile_.keys) {}
+  __device__ __forceinline__ MaskReader(const ScoreOptions& options_, const VarlenTile& tile_, int first_key_, int end_key)
+      : options(options_), tile(tile_), first_key(first_key_), is_paired(has_pairs(options_) && end_key <= tile_.keys) {}
 
   // Of an additive mask.
-  static __device__ __forceinline__ bool has_pairs(const Band& band) {
-    const auto strides = static_cast<int>(band.mask_stride_batch | band.mask_stride_head | band.mask_stride_row);
-    const auto address = static_cast<int>(reinterpret_cast<uint64_t>(band.mask) >> 1);
-    return band.mask_stride_key == 1 && ((strides | address) & 1) == 0;
+  static __device__ __forceinline__ bool has_pairs(const ScoreOptions& options) {
+    const auto strides =
+        static_cast<int>(options.mask_stride_batch | options.mask_stride_head | options.mask_stride_row);
+    const auto address = static_cast<int>(reinterpret_cast<uint64_t>(options.mask) >> 1);
+    return options.mask_stride_key == 1 && ((strides | address) & 1) == 0;
   }
 
   template <int kBytes>
   __device__ __forceinline__ const unsigned char* row_of(int row) const {
-    const int64_t offset = tile.batch * band.mask_stride_batch + tile.head * band.mask_stride_head +
-                           row * band.mask_stride_row + first_key * band.mask_stride_key;
-    return static_cast<const unsigned char*>(band.mask) + ptx::recompute(offset) * kBytes;
+    const int64_t offset = tile.batch * options.mask_stride_batch + tile.head * options.mask_stride_head +
+                           row * options.mask_stride_row + first_key * options.mask_stride_key;
+    return static_cast<const unsigned char*>(options.mask) + ptx::recompute(offset) * kBytes;
   }
 
   // From a pair's first key to its second, and from there to the next pair's first.
   template <int kBytes>
   __device__ __forceinline__ const unsigned char* next_key(const unsigned char* gmem, int c) const {
-    return ptx::advance_pointer(gmem, (c == 0 ? 1 : 7) * band.mask_stride_key * kBytes);
+    return ptx::advance_pointer(gmem, (c == 0 ? 1 : 7) * options.mask_stride_key * kBytes);
   }
 
   template <int kN>

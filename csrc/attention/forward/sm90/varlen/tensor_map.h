@@ -15,17 +15,17 @@ inline int page_box_rows(int page_size, int block_n) {
   return both & -both;
 }
 
-// Ragged rows are one batch entry of all rows. The batch entries of pages are the pages.
+// Ragged rows are one sequence of all rows. The sequences of pages are the pages.
 inline ForwardTensorMaps varlen_tensor_maps(const ForwardParams& params, int block_n) {
-  const Batch& entries = params.entries;
-  const bool has_pages = entries.block_table != nullptr;
-  const bool is_ragged_q = entries.cu_seqlens_q != nullptr;
-  const bool is_ragged_k = entries.cu_seqlens_k != nullptr;
-  const int rows = is_ragged_q ? entries.rows_total : params.seq_q;
-  const int keys = has_pages ? entries.page_size : is_ragged_k ? entries.keys_total : params.seq_k;
+  const Batch& sequences = params.sequences;
+  const bool has_pages = sequences.block_table != nullptr;
+  const bool is_ragged_q = sequences.cu_seqlens_q != nullptr;
+  const bool is_ragged_k = sequences.cu_seqlens_k != nullptr;
+  const int rows = is_ragged_q ? sequences.rows_total : params.seq_q;
+  const int keys = has_pages ? sequences.page_size : is_ragged_k ? sequences.keys_total : params.seq_k;
   const int rows_batch = is_ragged_q ? 1 : params.batch;
-  const int keys_batch = has_pages ? entries.num_pages : is_ragged_k ? 1 : params.batch;
-  const int box_rows = has_pages ? page_box_rows(entries.page_size, block_n) : block_n;
+  const int keys_batch = has_pages ? sequences.num_pages : is_ragged_k ? 1 : params.batch;
+  const int box_rows = has_pages ? page_box_rows(sequences.page_size, block_n) : block_n;
   return ForwardTensorMaps{
       tensor_map_arguments(params.q, params.q_stride, params.head_dim, rows, params.heads_q, rows_batch,
                            kWarpgroupRows),
