@@ -1,4 +1,4 @@
-// A consumer warpgroup: the products of its part of each tile, each followed by an epilogue; and the frame of the kernels.
+// A consumer warpgroup: the products of its rows of each tile, each followed by an epilogue; and the frame of the kernels.
 // Of 256 rows a consumer has two blocks of 64, of which the other consumer's first lies in between: both have work in a tail.
 //
 // The sum over k is one chain of products of 16 k each, in ascending order: a row's bits depend on nothing else.
@@ -28,7 +28,7 @@ struct Mainloop {
   __device__ __forceinline__ Mainloop(const SharedMemory<Spec>& shared_, int consumer_)
       : shared(shared_), consumer(consumer_), is_first_lane(ptx::lane_index() == 0) {}
 
-  // One arrival a warp: its wgmma_wait says that its own part of the product has read the stage.
+  // One arrival per warp: its wgmma_wait ensures that its share of the product has read the stage.
   __device__ __forceinline__ void release(int stage) const {
     if (is_first_lane) ptx::mbarrier_arrive(shared.empty(stage));
   }
@@ -93,15 +93,15 @@ struct Mainloop {
   __device__ __forceinline__ void skip(int blocks) {
     for (int block = 0; block < blocks; ++block, at.advance()) {
       ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-      ptx::warp_sync();  // nobody of the warp still waits for the stage that its first lane releases
+      ptx::warp_sync();  // no lane of the warp still waits for the stage that its first lane releases
       release(at.stage);
     }
   }
 };
 
-// Where a consumer's part of a tile lies in the result.
+// A consumer's rows of a tile, in the result.
 template <typename Spec>
-struct Part {
+struct WarpgroupTile {
   int expert;
   int row;     // first
   int rows;    // that belong to the expert, at least one; 64 or more: all
@@ -109,9 +109,9 @@ struct Part {
 };
 
 template <typename Spec>
-__device__ __forceinline__ Part<Spec> part_of(const Tile& tile, int consumer) {
+__device__ __forceinline__ WarpgroupTile<Spec> warpgroup_tile(const Tile& tile, int consumer) {
   const int row = tile.first_row + consumer * 64;
-  return Part<Spec>{tile.expert, row, tile.end_row - row, tile.n_block * Spec::kOutputColumns};
+  return WarpgroupTile<Spec>{tile.expert, row, tile.end_row - row, tile.n_block * Spec::kOutputColumns};
 }
 
 template <typename Spec, Weights kWeights, typename Epilogue>
@@ -123,25 +123,25 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   while (true) {
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
-    const Part<Spec> part = part_of<Spec>(tile, consumer);
-    if (part.rows <= 0) {
+    const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, consumer);
+    if (own.rows <= 0) {
       mainloop.skip(blocks);
       continue;
     }
     float sums[Spec::kRowBlocks][Spec::kAccumulators];
-    mainloop.multiply(sums, blocks, part.rows);
+    mainloop.multiply(sums, blocks, own.rows);
 #pragma unroll
     for (int block = 0; block < Spec::kRowBlocks; ++block) {
       const int first = block * Spec::kNumConsumers * 64;
-      const Part<Spec> own{part.expert, part.row + first, part.rows - first, part.column};
-      if (own.rows > 0) epilogue.store(own, sums[block]);
+      const WarpgroupTile<Spec> block_tile{own.expert, own.row + first, own.rows - first, own.column};
+      if (block_tile.rows > 0) epilogue.store(block_tile, sums[block]);
     }
   }
   epilogue.finish();
 }
 
-// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(part, sums)
-// takes the sums of a consumer's part, finish() ends its work.
+// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(tile, sums)
+// takes the sums of a WarpgroupTile, finish() ends its work.
 template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
 __device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
                                                  const ptx::TensorMap& b_map, const Maps&... maps) {

@@ -23,7 +23,7 @@ struct SlabTarget {
   int half;
 };
 
-// The output buffers of a consumer warpgroup, used in turn. acquire, write, store.
+// The output buffers of a consumer warpgroup, used cyclically. acquire, write, store.
 template <typename Spec>
 struct OutputSlabs {
   const SharedMemory<Spec>& shared;
@@ -55,7 +55,7 @@ struct OutputSlabs {
     } else {
       store_rows(smem, to, row, rows, column);
     }
-    // One group a slab, with or without a store in it: acquire counts them.
+    // One group per slab, with or without a store in it: acquire counts them.
     if (is_storing_thread) ptx::tma_store_commit();
     slab = slab + 1 == Spec::kOutputSlabs ? 0 : slab + 1;
   }

@@ -37,23 +37,23 @@ struct Scales {
   float row[2];
   float weight[2];
 
-  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const Part<Spec>& part, int blocks,
+  __device__ __forceinline__ Scales(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own, int blocks,
                                     int first_half) {
     const GemmParams& gemm = params.gemm;
     const int thread_row = ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      is_row[r] = thread_row + 8 * r < part.rows;
-      int at = is_row[r] ? part.row + thread_row + 8 * r : part.row;
+      is_row[r] = thread_row + 8 * r < own.rows;
+      int at = is_row[r] ? own.row + thread_row + 8 * r : own.row;
       if constexpr (Spec::kGathersA) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
       row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
     }
     const int count = ceil_div(gemm.n, kScaleBlock);
     // Of a tile's last 128 columns there may be none.
     const int first =
-        Spec::kIsGated ? part.column / kScaleBlock : minimum(part.column / kScaleBlock + first_half, count - 1);
+        Spec::kIsGated ? own.column / kScaleBlock : minimum(own.column / kScaleBlock + first_half, count - 1);
     const int second = Spec::kIsGated ? first + count / 2 : minimum(first + 1, count - 1);
-    const float* of_expert = params.b_scale + static_cast<int64_t>(part.expert) * count * blocks;
+    const float* of_expert = params.b_scale + static_cast<int64_t>(own.expert) * count * blocks;
     weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
     weight_gmem[1] = of_expert + static_cast<int64_t>(second) * blocks;
   }
@@ -70,7 +70,7 @@ struct Scales {
 template <typename Spec>
 struct ScaledMainloop {
   static constexpr int kPartial = 64;  // registers of 128 columns
-  static constexpr int kTurn = 4;      // the named barriers of the consumers' turns, this and the next
+  static constexpr int kOrder = 4;     // the named barriers by which the consumers alternate, this and the next
   static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
 
   Mainloop<Spec, Weights::kNk> frame;
@@ -92,7 +92,7 @@ struct ScaledMainloop {
   }
 
   // The sums of the 64 rows of `slab`: kHalves times 128 columns, from those of `first_half` on. Two halves: the other consumer
-  // multiplies its rows of the tile, and they issue products in turn. Without turns both may wait for their products, and then both
+  // multiplies its rows of the tile, and they issue products alternately. Otherwise both may wait for their products, and then both
   // add up, while the tensor cores idle.
   template <int kHalves>
   __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], Scales<Spec>& scales, int slab,
@@ -101,7 +101,7 @@ struct ScaledMainloop {
     for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
     scales.load(0);
     if constexpr (kHalves == 2) {
-      if (slab == 1) ptx::named_barrier_arrive(kTurn, 256);  // the first turn is the other's
+      if (slab == 1) ptx::named_barrier_arrive(kOrder, 256);  // the other consumer issues first
     }
     for (int block = 0; block < blocks; ++block) {
       // [row][gate, up; or half]
@@ -111,11 +111,11 @@ struct ScaledMainloop {
       float partial[kPartial];
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        if constexpr (kHalves == 2) ptx::named_barrier_sync(kTurn + slab, 256);
+        if constexpr (kHalves == 2) ptx::named_barrier_sync(kOrder + slab, 256);
         issue(partial, slab, first_half + half);
         if constexpr (kHalves == 2) {
           const bool is_last = slab == 1 && half == 1 && block + 1 == blocks;
-          if (!is_last) ptx::named_barrier_arrive(kTurn + 1 - slab, 256);
+          if (!is_last) ptx::named_barrier_arrive(kOrder + 1 - slab, 256);
         }
         if (half == 0 && block + 1 < blocks) scales.load(block + 1);
         ptx::wgmma_wait<0>();
@@ -160,14 +160,14 @@ struct ScaledEpilogue {
       : params(params_.gemm), d_map(d_map_), slabs(shared, consumer) {}
 
   template <int kHalves>
-  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half) {
     const SlabTarget to{d_map, params.d, params.d_stride, params.n, 0};
 #pragma unroll
     for (int slab = 0; slab < 2 * kHalves; ++slab) {
-      const int column = part.column + first_half * 128 + slab * 64;
+      const int column = own.column + first_half * 128 + slab * 64;
       if (column >= params.n) break;
       write_slab<Element>(slabs.acquire(), sums + 32 * slab);
-      slabs.store(to, part.row, part.rows, column);
+      slabs.store(to, own.row, own.rows, column);
     }
   }
 
@@ -227,7 +227,7 @@ struct ScaledGatedEpilogue {
   }
 
   template <int kHalves>
-  __device__ __forceinline__ void store(const Part<Spec>& part, float (&sums)[kHalves * 64], int first_half) {
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half) {
     activate<kHalves>(sums);
     const int lane = ptx::lane_index();
     const int columns = params.gemm.n / 2;
@@ -243,20 +243,20 @@ struct ScaledGatedEpilogue {
         const float* pair = sums + j / 8 * 64 + j % 8 * 4 + 2 * r;
         return ptx::pack_e4m3(pair[0] * scale.inverse, pair[1] * scale.inverse);
       });
-      if (lane % 4 == 0 && row < part.rows && first_half == 0) {
+      if (lane % 4 == 0 && row < own.rows && first_half == 0) {
         ptx::st_global_float(
-            params.d_scale + static_cast<int64_t>(part.row + row) * (columns / kScaleBlock) + part.column / kScaleBlock,
+            params.d_scale + static_cast<int64_t>(own.row + row) * (columns / kScaleBlock) + own.column / kScaleBlock,
             scale.scale);
       }
     }
     // A box of TMA has all 128 columns: half of them is left to the threads, as if the result ended behind it.
-    const int first = (part.column + 64 * first_half) / 2;
+    const int first = (own.column + 64 * first_half) / 2;
     const SlabTarget to{d_map, params.gemm.d, params.gemm.d_stride, kHalves == 2 ? columns / 2 : first + 32, 0};
     if constexpr (kHalves == 2) {
-      slabs.store(to, part.row, part.rows, first);
+      slabs.store(to, own.row, own.rows, first);
     } else {
       slabs.sync();  // hazard: others read before all rows are written
-      slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, part.row, part.rows, first);
+      slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, own.row, own.rows, first);
       if (slabs.is_storing_thread) ptx::tma_store_commit();  // acquire counts the slabs
       slabs.slab = slabs.slab + 1 == Spec::kOutputSlabs ? 0 : slabs.slab + 1;
     }
@@ -275,17 +275,17 @@ __device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, c
     const Tile tile = take_tile<Spec>(shared, slot);
     if (tile.expert < 0) break;
     if (tile.end_row - tile.first_row <= 64) {
-      const Part<Spec> part = part_of<Spec>(tile, 0);
+      const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, 0);
       float sums[Spec::kAccumulators / 2];
-      Scales<Spec> scales(params, part, blocks, consumer);
+      Scales<Spec> scales(params, own, blocks, consumer);
       mainloop.template multiply<1>(sums, scales, 0, consumer, blocks);
-      epilogue.template store<1>(part, sums, consumer);
+      epilogue.template store<1>(own, sums, consumer);
     } else {
-      const Part<Spec> part = part_of<Spec>(tile, consumer);
+      const WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, consumer);
       float sums[Spec::kAccumulators];
-      Scales<Spec> scales(params, part, blocks, 0);
+      Scales<Spec> scales(params, own, blocks, 0);
       mainloop.template multiply<2>(sums, scales, consumer, 0, blocks);
-      epilogue.template store<2>(part, sums, 0);
+      epilogue.template store<2>(own, sums, 0);
     }
   }
   epilogue.finish();

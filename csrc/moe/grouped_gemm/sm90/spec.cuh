@@ -11,7 +11,7 @@ namespace sm90 {
 // Warpgroup 0 produces, warpgroups 1 and 2 multiply: each has 64 of the tile's 128 rows and all columns.
 //   kNumStages     blocks of 64 k of A and B in shared memory
 //   kOutputSlabs   [64 rows][64 columns] buffers of each consumer, through which results leave
-//   kIsGated       the columns are 64 of gate and the same 64 of up in turn (kKnPairs: gate and up in turn); of kBlockN
+//   kIsGated       the columns are 64 of gate and the same 64 of up interleaved (kKnPairs: single columns interleaved); of kBlockN
 //                  columns come kBlockN / 2
 //   kGathersA      the rows of A are not neighbours: the producer copies them one by one
 template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kOutputSlabs_,
@@ -39,7 +39,7 @@ struct TileSpec {
   static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 64) == 0, "columns leave in slabs of 64");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 64512, what 384 threads of 168 start with.
   static constexpr int kProducerRegisters = kGathersA ? 56 : kRowBlocks == 2 ? 24 : 40;
   static constexpr int kConsumerRegisters = kGathersA ? 224 : kRowBlocks == 2 ? 240 : 232;
 

@@ -90,7 +90,7 @@ struct Consumer {
         const int chunk = step * 2 + lane / 16;
         ptx::stmatrix_x4(smem + row * 128 + (chunk ^ (row % 8)) * 16, words);
       }
-      // Hazard: the copy engine reads before every lane's part is written and visible to it.
+      // Hazard: the copy engine reads before every lane's share is written and visible to it.
       ptx::fence_proxy_async_shared();
       ptx::warp_sync();
       if (lane == 0) {
