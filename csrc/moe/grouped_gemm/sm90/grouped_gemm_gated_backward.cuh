@@ -45,7 +45,7 @@ __device__ __forceinline__ ptx::Mbarrier* order_barrier(const SharedMemory<Spec>
 }
 
 template <typename Spec>
-__device__ __forceinline__ void init_backward_barriers(const SharedMemory<Spec>& shared) {
+__device__ __forceinline__ void init_pingpong_barriers(const SharedMemory<Spec>& shared) {
   constexpr int kConsumerWarps = 4;  // of the consumer whose tile it is
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
@@ -66,8 +66,6 @@ __device__ __forceinline__ void init_backward_barriers(const SharedMemory<Spec>&
 // Products of a tile of 128 rows by one warpgroup.
 template <typename Spec, Weights kWeights>
 struct TileProducts {
-  static constexpr bool kTransposesB = kWeights != Weights::kNk;
-
   const SharedMemory<Spec> shared;
   const int consumer;
   RingPosition<Spec::kNumStages> at;
@@ -85,19 +83,7 @@ struct TileProducts {
 
   __device__ __forceinline__ void issue(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], bool is_first) const {
     ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage), 0, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kBlockK / 16; ++step) {
-#pragma unroll
-      for (int block = 0; block < Spec::kRowBlocks; ++block) {
-        ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
-            sums[block], ptx::advance_smem_descriptor(a, block * 64 * 128 + step * 32),
-            ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
-      }
-    }
-    ptx::wgmma_commit();
+    issue_stage<Spec, kWeights, 64, Spec::kRowBlocks>(sums, shared, at.stage, 0, is_first);
   }
 
   // One arrival per warp: its wgmma_wait ensures that its share of the product has read the stage.
@@ -436,35 +422,22 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
                                                             const ptx::TensorMap& b_nk_map,
                                                             const ptx::TensorMap& b_kn_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  const ptx::TensorMap& b_map = kWeights == Weights::kNk ? b_nk_map : b_kn_map;
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    if constexpr (Spec::kIsPingpong) {
-      init_backward_barriers(shared);
-    } else {
-      init_barriers(shared);
-    }
-  }
-  ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
-  ptx::grid_dependency_wait();
-
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, kWeights>(params, shared, warp, &a_map, b_map);
-  } else {
-    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    if constexpr (Spec::kIsPingpong) {
-      consume_pingpong<Spec, kWeights>(params, shared, warpgroup - 1);
-    } else {
-      consume_cooperative<Spec, kWeights>(params, shared, warpgroup - 1);
-    }
-  }
+  run_warp_roles<Spec, kWeights>(
+      params, shared, &a_map, kWeights == Weights::kNk ? b_nk_map : b_kn_map,
+      [&] {
+        if constexpr (Spec::kIsPingpong) {
+          init_pingpong_barriers(shared);
+        } else {
+          init_barriers(shared);
+        }
+      },
+      [&](int consumer) {
+        if constexpr (Spec::kIsPingpong) {
+          consume_pingpong<Spec, kWeights>(params, shared, consumer);
+        } else {
+          consume_cooperative<Spec, kWeights>(params, shared, consumer);
+        }
+      });
 }
 
 }  // namespace sm90

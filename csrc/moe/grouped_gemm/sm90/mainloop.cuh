@@ -4,6 +4,8 @@
 // The sum over k is one chain of products of 16 k each, in ascending order: a row's bits depend on nothing else.
 #pragma once
 
+#include "device/warp_roles.cuh"
+#include "device/warpgroup_product.cuh"
 #include "moe/grouped_gemm/sm90/producer.cuh"
 #include "moe/grouped_gemm/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -16,10 +18,27 @@ namespace flashmoe {
 namespace moe {
 namespace sm90 {
 
+// The products of 64 k of a stage: of each of kBlocks blocks of 64 rows, kRowStride rows apart from `first_row` on, with all columns.
+// Asynchronous.
+template <typename Spec, Weights kWeights, int kRowStride, int kBlocks, int kAllBlocks>
+__device__ __forceinline__ void issue_stage(float (&sums)[kAllBlocks][Spec::kAccumulators],
+                                            const SharedMemory<Spec>& shared, int stage, int first_row, bool is_first) {
+  const KMajorOperand<Spec::kBlockM> a = typename Spec::ATile{shared.a(stage) + first_row * kSlabRowBytes}.k_major();
+  const auto b = shared.template b_operand<kWeights>(stage);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Spec::kBlockK / 16; ++step) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, decltype(b)::kIsTransposed>(
+          sums[block], a.k_step(step, block * kRowStride), b.k_step(step), step == 0 && is_first ? 0 : 1);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
 template <typename Spec, Weights kWeights>
 struct Mainloop {
-  static constexpr bool kTransposesB = kWeights != Weights::kNk;
-
   const SharedMemory<Spec> shared;
   const int consumer;
   const bool is_first_lane;
@@ -35,22 +54,9 @@ struct Mainloop {
 
   using Sums = float[Spec::kRowBlocks][Spec::kAccumulators];
 
-  // Four products of 16 k for each of the first kBlocks blocks of rows; asynchronous.
   template <int kBlocks>
   __device__ __forceinline__ void issue(Sums& sums, bool is_first) const {
-    const uint64_t a = ptx::make_smem_descriptor(shared.a(at.stage) + consumer * Spec::kSlabBytes, 0, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(shared.b(at.stage), kTransposesB ? Spec::kSlabBytes : 0, 1024);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Spec::kBlockK / 16; ++step) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        ptx::wgmma_ss<typename Spec::Element, Spec::kBlockN, kTransposesB>(
-            sums[block], ptx::advance_smem_descriptor(a, block * Spec::kNumConsumers * Spec::kSlabBytes + step * 32),
-            ptx::advance_smem_descriptor(b, step * (kTransposesB ? 16 * 128 : 32)), step == 0 && is_first ? 0 : 1);
-      }
-    }
-    ptx::wgmma_commit();
+    issue_stage<Spec, kWeights, 64 * Spec::kNumConsumers, kBlocks>(sums, shared, at.stage, consumer * 64, is_first);
   }
 
   __device__ __forceinline__ void wait_full() const {
@@ -140,22 +146,19 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   epilogue.finish();
 }
 
-// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(tile, sums)
-// takes the sums of a WarpgroupTile, finish() ends its work.
-template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
-__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
-                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  // The shuffle tells the compiler that the role is the same in the whole warp.
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    (ptx::prefetch_tensor_map(&maps), ...);
-    init_barriers(shared);
+// The whole kernel: init() initialises the barriers, consume(consumer) is the work of a consumer warpgroup. a_map: null where rows are
+// gathered. maps: those that the consumers use.
+template <typename Spec, Weights kWeights, typename Init, typename Consume, typename... Maps>
+__device__ __forceinline__ void run_warp_roles(const GemmParams& params, const SharedMemory<Spec>& shared,
+                                               const ptx::TensorMap* a_map, const ptx::TensorMap& b_map, Init init,
+                                               Consume consume, const Maps*... maps) {
+  int warp;
+  if constexpr (Spec::kGathersA) {
+    warp = start_warp_roles(init, &b_map, maps...);
+  } else {
+    warp = start_warp_roles(init, a_map, &b_map, maps...);
   }
+  const int warpgroup = warp / 4;
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
@@ -165,9 +168,21 @@ __device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const
     produce<Spec, kWeights>(params, shared, warp, a_map, b_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    const int consumer = warpgroup - 1;
-    consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
+    consume(warpgroup - 1);
   }
+}
+
+// Epilogue: made of (params, shared, consumer, maps...); store(tile, sums) takes the sums of a WarpgroupTile, finish() ends its work.
+template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
+__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
+                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  run_warp_roles<Spec, kWeights>(
+      params, shared, a_map, b_map, [&] { init_barriers(shared); },
+      [&](int consumer) {
+        consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
+      },
+      &maps...);
 }
 
 }  // namespace sm90

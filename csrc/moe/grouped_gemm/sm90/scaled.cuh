@@ -67,10 +67,16 @@ struct Scales {
   }
 };
 
+// Named barriers of both consumers, 256 threads, besides their own (device/named_barriers.cuh).
+enum class ScaledBarrier : int {
+  kLargest =
+      3,  // hazard: the other's largest magnitudes are read before they are written, or overwritten before they are read
+  kOrder = 4,  // and 5: the consumer, 0 or 1, that may issue products
+};
+
 template <typename Spec>
 struct ScaledMainloop {
   static constexpr int kPartial = 64;  // registers of 128 columns
-  static constexpr int kOrder = 4;     // the named barriers by which the consumers alternate, this and the next
   static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
 
   Mainloop<Spec, Weights::kNk> frame;
@@ -80,13 +86,13 @@ struct ScaledMainloop {
   // Four products of 64 rows by 128 columns by 32 k.
   __device__ __forceinline__ void issue(float (&partial)[kPartial], int slab, int half) const {
     const int stage = frame.at.stage;
-    const uint64_t a = ptx::make_smem_descriptor(frame.shared.a(stage) + slab * Spec::kSlabBytes, 0, 1024);
-    const uint64_t b = ptx::make_smem_descriptor(frame.shared.b(stage) + half * (Spec::kBBytes / 2), 0, 1024);
+    const auto a = typename Spec::ATile{frame.shared.a(stage) + slab * Spec::kSlabBytes}.k_major();
+    const auto b =
+        SharedTile<Spec::kBlockN, Spec::kBlockK>{frame.shared.b(stage) + half * (Spec::kBBytes / 2)}.k_major();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      ptx::wgmma_e4m3_n128(partial, ptx::advance_smem_descriptor(a, step * 32),
-                           ptx::advance_smem_descriptor(b, step * 32), step == 0 ? 0 : 1);
+      ptx::wgmma_e4m3_n128(partial, a.k_step(step), b.k_step(step), step == 0 ? 0 : 1);
     }
     ptx::wgmma_commit();
   }
@@ -101,7 +107,8 @@ struct ScaledMainloop {
     for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
     scales.load(0);
     if constexpr (kHalves == 2) {
-      if (slab == 1) ptx::named_barrier_arrive(kOrder, 256);  // the other consumer issues first
+      if (slab == 1)
+        ptx::named_barrier_arrive(barrier_id(ScaledBarrier::kOrder, 0), 256);  // the other consumer issues first
     }
     for (int block = 0; block < blocks; ++block) {
       // [row][gate, up; or half]
@@ -111,11 +118,11 @@ struct ScaledMainloop {
       float partial[kPartial];
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        if constexpr (kHalves == 2) ptx::named_barrier_sync(kOrder + slab, 256);
+        if constexpr (kHalves == 2) ptx::named_barrier_sync(barrier_id(ScaledBarrier::kOrder, slab), 256);
         issue(partial, slab, first_half + half);
         if constexpr (kHalves == 2) {
           const bool is_last = slab == 1 && half == 1 && block + 1 == blocks;
-          if (!is_last) ptx::named_barrier_arrive(kOrder + 1 - slab, 256);
+          if (!is_last) ptx::named_barrier_arrive(barrier_id(ScaledBarrier::kOrder, 1 - slab), 256);
         }
         if (half == 0 && block + 1 < blocks) scales.load(block + 1);
         ptx::wgmma_wait<0>();
@@ -177,8 +184,6 @@ struct ScaledEpilogue {
 // activation(z) of kHalves times 64 columns, from those of `first_half` on, as e4m3 with a scale for each row and 128 columns.
 template <typename Spec>
 struct ScaledGatedEpilogue {
-  static constexpr int kBoth = 3;  // the named barrier of both consumers
-
   const ScaledGemmParams& params;
   const ptx::TensorMap& d_map;
   OutputSlabs<Spec> slabs;
@@ -219,10 +224,10 @@ struct ScaledGatedEpilogue {
         ptx::st_shared_float(mine, largest[0]);
         ptx::st_shared_float(mine + 8, largest[1]);
       }
-      ptx::named_barrier_sync(kBoth, 256);  // hazard: the other's are not there
+      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other's are there
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], ptx::ld_shared_float(other + 8 * r));
-      ptx::named_barrier_sync(kBoth, 256);  // hazard: the next tile's overwrite what the other still reads
+      ptx::named_barrier_sync(barrier_id(ScaledBarrier::kLargest), 256);  // the other has read this one's
     }
   }
 
@@ -255,7 +260,7 @@ struct ScaledGatedEpilogue {
     if constexpr (kHalves == 2) {
       slabs.store(to, own.row, own.rows, first);
     } else {
-      slabs.sync();  // hazard: others read before all rows are written
+      sync_consumer(slabs.consumer);  // hazard: others read before all rows are written
       slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, own.row, own.rows, first);
       if (slabs.is_storing_thread) ptx::tma_store_commit();  // acquire counts the slabs
       slabs.slab = slabs.slab + 1 == Spec::kOutputSlabs ? 0 : slabs.slab + 1;
@@ -296,27 +301,10 @@ template <typename Spec, typename Epilogue>
 __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
                                            const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    ptx::prefetch_tensor_map(&d_map);
-    init_barriers(shared);
-  }
-  ptx::barrier_sync_block();
-  ptx::grid_launch_dependents();
-  ptx::grid_dependency_wait();
-
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, Weights::kNk>(params.gemm, shared, warp, a_map, b_map);
-  } else {
-    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    const int consumer = warpgroup - 1;
-    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map));
-  }
+  run_warp_roles<Spec, Weights::kNk>(
+      params.gemm, shared, a_map, b_map, [&] { init_barriers(shared); },
+      [&](int consumer) { consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map)); },
+      &d_map);
 }
 
 template <typename Spec>

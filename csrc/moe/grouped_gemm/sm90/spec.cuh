@@ -2,6 +2,8 @@
 #pragma once
 
 #include "device/ring.cuh"
+#include "device/shared_tile.cuh"
+#include "moe/grouped_gemm/weights.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace flashmoe {
@@ -43,9 +45,12 @@ struct TileSpec {
   static constexpr int kProducerRegisters = kGathersA ? 56 : kRowBlocks == 2 ? 24 : 40;
   static constexpr int kConsumerRegisters = kGathersA ? 224 : kRowBlocks == 2 ? 240 : 232;
 
-  // Bytes. Every slab starts at a multiple of 1024, the period of the 128-byte swizzle.
-  static constexpr int kSlabBytes = 64 * 128;
-  static constexpr int kABytes = kBlockM * 128;  // of one stage
+  using ATile = SharedTile<kBlockM, kBlockK>;  // of one stage
+  using Slab = SharedTile<64, 64>;
+
+  // Bytes.
+  static constexpr int kSlabBytes = Slab::kBytes;
+  static constexpr int kABytes = ATile::kBytes;
   static constexpr int kBBytes = kBlockN * 128;
   static constexpr int kAOffset = 0;
   static constexpr int kBOffset = kAOffset + kNumStages * kABytes;
@@ -74,6 +79,11 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* a(int stage) const { return base + Spec::kAOffset + stage * Spec::kABytes; }
   // nk: [kBlockN rows][64 k]; kn: [kBlockN / 64][64 k][64 columns]; swizzled.
   __device__ __forceinline__ unsigned char* b(int stage) const { return base + Spec::kBOffset + stage * Spec::kBBytes; }
+  template <Weights kWeights>
+  __device__ __forceinline__ auto b_operand(int stage) const {
+    if constexpr (kWeights == Weights::kNk) return SharedTile<Spec::kBlockN, Spec::kBlockK>{b(stage)}.k_major();
+    if constexpr (kWeights != Weights::kNk) return SharedTile<Spec::kBlockK, Spec::kBlockN>{b(stage)}.mn_major();
+  }
   // [64 rows][64 columns], swizzled.
   __device__ __forceinline__ unsigned char* output(int consumer, int slab) const {
     return base + Spec::kOutputOffset + (consumer * Spec::kOutputSlabs + slab) * Spec::kSlabBytes;
