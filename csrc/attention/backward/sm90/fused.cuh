@@ -22,6 +22,7 @@
 #include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/fused_wide.cuh"
 #include "attention/backward/sm90/producer.cuh"
+#include "device/warp_roles.cuh"
 #include "ptx/bulk_reduce.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/register_control.cuh"
@@ -229,6 +230,18 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
   }
 }
 
+template <typename Spec>
+__device__ __forceinline__ void init_fused_barriers(const FusedMemory<Spec>& shared) {
+#pragma unroll
+  for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
+    ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
+    ptx::mbarrier_init(shared.scores_empty(buffer), 4);
+    ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
+    ptx::mbarrier_init(shared.sums_empty(buffer), 1);
+  }
+  init_barriers(shared);
+}
+
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
@@ -240,20 +253,8 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
   const int warpgroup = warp / 4;
 
   if (warp == 0 && ptx::elect_one()) {
-    ptx::prefetch_tensor_map(&q_map);
-    ptx::prefetch_tensor_map(&k_map);
-    ptx::prefetch_tensor_map(&v_map);
-    ptx::prefetch_tensor_map(&dout_map);
-    ptx::prefetch_tensor_map(&dk_map);
-    ptx::prefetch_tensor_map(&dv_map);
-#pragma unroll
-    for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
-      ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
-      ptx::mbarrier_init(shared.scores_empty(buffer), 4);
-      ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
-      ptx::mbarrier_init(shared.sums_empty(buffer), 1);
-    }
-    init_barriers(shared);
+    prefetch_tensor_maps(&q_map, &k_map, &v_map, &dout_map, &dk_map, &dv_map);
+    init_fused_barriers(shared);
   }
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();  // fused_convert waits for its partial's semaphore

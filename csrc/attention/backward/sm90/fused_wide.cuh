@@ -23,8 +23,11 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Joins the 256 threads of both consumers, at a tile's end.
-__device__ __forceinline__ void sync_consumers() { ptx::named_barrier_sync(8, 256); }
+// Besides the consumers' own named barriers (device/named_barriers.cuh).
+enum class WideBarrier : int {
+  kTileEnd =
+      8,  // both consumers' 256 threads. Hazard: dK and dV take the places of K and V, which dQ's products of both still read
+};
 
 template <typename Spec, MaskKind kMask>
 struct WideFusedConsumer {
@@ -188,23 +191,9 @@ struct WideFusedConsumer {
         block += direction;
       }
       finish_products(dk, dv);
-      // Hazard: dK and dV take the places of K and V while another warp still multiplies with them; dQ's products read all of K.
-      sync_consumers();
-      Product::store_shared(shared.own_second(consumer), dv, 1.0f);
-      Product::store_shared(shared.own_first(consumer), dk, params.scale);
-      // Hazard: the copy engine reads before all 64 rows are written and visible to it.
-      ptx::fence_proxy_async_shared();
-      sync_consumer(consumer);
-      if (ptx::thread_index() % 128 == 0) {
-        const Tile done = read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
-        const int row = done.index * Spec::kOwnRows + consumer * 64;
-        Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
-        Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
-        ptx::tma_store_commit();
-        // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
-        ptx::tma_store_wait_read<0>();
-        ptx::mbarrier_arrive(shared.own_empty(consumer));
-      }
+      ptx::named_barrier_sync(barrier_id(WideBarrier::kTileEnd), 256);
+      store_key_value_gradients<Spec, kMask>(params, shared, consumer, dk, dv, dk_map, dv_map);
+      if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
     }
 #pragma unroll
     for (int i = 0; i < Spec::kQueryBuffers; ++i) {

@@ -11,9 +11,11 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-// Named barriers of both warpgroups, 256 threads: P^T is there; P^T has been read.
-constexpr int kProbabilitiesFull = 8;
-constexpr int kProbabilitiesEmpty = 9;
+// Named barriers of both warpgroups, 256 threads, besides their own (device/named_barriers.cuh).
+enum class SharedBarrier : int {
+  kProbabilitiesFull = 8,   // hazard: P^T is read before the other warpgroup has written it
+  kProbabilitiesEmpty = 9,  // hazard: P^T is overwritten while the other warpgroup still reads the last block's
+};
 
 // What both warpgroups do: the order of tiles, heads and blocks, and the way out. `Derived` computes the gradient:
 //   step<kScores>(output, packed, coordinates)   one block; may leave its last product under way
@@ -135,15 +137,14 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
       for (int i = 0; i < Product::kPacked; ++i) handed_on[i] = packed[i];
     }
 
-    // Hazard: the other warpgroup still reads the last block's P^T.
-    ptx::named_barrier_sync(kProbabilitiesEmpty, 256);
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);
     unsigned char* mine = shared.probabilities() + ptx::thread_index() % 128 * 16;
 #pragma unroll
     for (int i = 0; i < Product::kPacked / 4; ++i) {
       const uint32_t words[4] = {handed_on[4 * i], handed_on[4 * i + 1], handed_on[4 * i + 2], handed_on[4 * i + 3]};
       ptx::st_shared_128(mine + i * 2048, words);
     }
-    ptx::named_barrier_arrive(kProbabilitiesFull, 256);
+    ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesFull), 256);
 
     ptx::mbarrier_wait(shared.second_full(at.stage), at.parity);
     issue_product<Element, true>(dv, packed, shared.second(at.stage).mn_major());
@@ -159,7 +160,7 @@ struct ValueGradientConsumer : SharedConsumer<Spec, kMask, ValueGradientConsumer
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dv_map) {
     Base::run_tiles(dv_map, params.sequence_rows.dv, shared.own_first(0), 0, 1.0f);
-    ptx::named_barrier_sync(kProbabilitiesEmpty, 256);  // the arrival that is left over
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // the arrival that is left over
   }
 };
 
@@ -197,8 +198,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
     has_used = true;
     release(shared.second_empty(at.stage));
 
-    // Hazard: P^T is read before the other warpgroup has written it.
-    ptx::named_barrier_sync(kProbabilitiesFull, 256);
+    ptx::named_barrier_sync(barrier_id(SharedBarrier::kProbabilitiesFull), 256);
     const unsigned char* mine = shared.probabilities() + ptx::thread_index() % 128 * 16;
     uint32_t p[Product::kPacked / 4][4];
 #pragma unroll
@@ -210,7 +210,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
       packed[i] = pack<Element>(probability.x * (gradients[2 * i] - row_dot[column]),
                                 probability.y * (gradients[2 * i + 1] - row_dot[column + 1]));
     }
-    ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);
+    ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);
     issue_product<Element, true>(dk, packed, shared.first(at.stage).mn_major());
     at.advance();
   }
@@ -223,7 +223,7 @@ struct KeyGradientConsumer : SharedConsumer<Spec, kMask, KeyGradientConsumer<Spe
   }
 
   __device__ __forceinline__ void run(const ptx::TensorMap& dk_map) {
-    ptx::named_barrier_arrive(kProbabilitiesEmpty, 256);  // nothing to read yet
+    ptx::named_barrier_arrive(barrier_id(SharedBarrier::kProbabilitiesEmpty), 256);  // nothing to read yet
     Base::run_tiles(dk_map, params.sequence_rows.dk, shared.own_second(0), 1, params.scale);
   }
 };

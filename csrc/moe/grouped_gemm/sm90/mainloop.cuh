@@ -152,13 +152,11 @@ template <typename Spec, Weights kWeights, typename Init, typename Consume, type
 __device__ __forceinline__ void run_warp_roles(const GemmParams& params, const SharedMemory<Spec>& shared,
                                                const ptx::TensorMap* a_map, const ptx::TensorMap& b_map, Init init,
                                                Consume consume, const Maps*... maps) {
-  int warp;
-  if constexpr (Spec::kGathersA) {
-    warp = start_warp_roles(init, &b_map, maps...);
-  } else {
-    warp = start_warp_roles(init, a_map, &b_map, maps...);
-  }
-  const int warpgroup = warp / 4;
+  const auto start = [&] {
+    if constexpr (Spec::kGathersA) return start_warp_roles(init, &b_map, maps...);
+    if constexpr (!Spec::kGathersA) return start_warp_roles(init, a_map, &b_map, maps...);
+  };
+  const auto [warp, warpgroup] = start();
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();

@@ -21,7 +21,7 @@ template <typename Spec>
 __device__ __forceinline__ void weight_gradient(const GemmParams& params, const ptx::TensorMap& a_map,
                                                 const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  const int warpgroup = start_warp_roles([&] { init_barriers(shared); }, &a_map, &b_map, &d_map) / 4;
+  const int warpgroup = start_warp_roles([&] { init_barriers(shared); }, &a_map, &b_map, &d_map).warpgroup;
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   sort_experts(params, shared);
