@@ -230,19 +230,7 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
   }
 }
 
-template <typename Spec>
-__device__ __forceinline__ void init_fused_barriers(const FusedMemory<Spec>& shared) {
-#pragma unroll
-  for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
-    ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
-    ptx::mbarrier_init(shared.scores_empty(buffer), 4);
-    ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
-    ptx::mbarrier_init(shared.sums_empty(buffer), 1);
-  }
-  init_barriers(shared);
-}
-
-template <typename Spec, MaskKind kMask>
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
@@ -254,7 +242,14 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
 
   if (warp == 0 && ptx::elect_one()) {
     prefetch_tensor_maps(&q_map, &k_map, &v_map, &dout_map, &dk_map, &dv_map);
-    init_fused_barriers(shared);
+#pragma unroll
+    for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
+      ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);
+      ptx::mbarrier_init(shared.scores_empty(buffer), 4);
+      ptx::mbarrier_init(shared.sums_full(buffer), Spec::kIsWide ? 8 : 4);
+      ptx::mbarrier_init(shared.sums_empty(buffer), 1);
+    }
+    init_barriers(shared);
   }
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();  // fused_convert waits for its partial's semaphore
@@ -282,14 +277,6 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     FusedConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
   }
-}
-
-template <typename Spec>
-__device__ __forceinline__ void varlen_fused_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
-                                                      const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
-                                                      const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
-                                                      const ptx::TensorMap& dv_map) {
-  fused_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

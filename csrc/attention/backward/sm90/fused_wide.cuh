@@ -192,8 +192,21 @@ struct WideFusedConsumer {
       }
       finish_products(dk, dv);
       ptx::named_barrier_sync(barrier_id(WideBarrier::kTileEnd), 256);
-      store_key_value_gradients<Spec, kMask>(params, shared, consumer, dk, dv, dk_map, dv_map);
-      if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(shared.own_empty(consumer));
+      Product::store_shared(shared.own_second(consumer), dv, 1.0f);
+      Product::store_shared(shared.own_first(consumer), dk, params.scale);
+      // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+      ptx::fence_proxy_async_shared();
+      sync_consumer(consumer);
+      if (ptx::thread_index() % 128 == 0) {
+        const Tile done = read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
+        const int row = done.index * Spec::kOwnRows + consumer * 64;
+        Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
+        Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
+        ptx::tma_store_commit();
+        // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
+        ptx::tma_store_wait_read<0>();
+        ptx::mbarrier_arrive(shared.own_empty(consumer));
+      }
     }
 #pragma unroll
     for (int i = 0; i < Spec::kQueryBuffers; ++i) {

@@ -104,31 +104,6 @@ __device__ __forceinline__ MaskPointer mask_pointer(const BackwardParams& params
                      coordinates.block * Spec::kStreamRows + lane % 4 * 2, lengths.rows());
 }
 
-// dK and dV of a consumer's 64 keys, in the places of K and V, to global memory.
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void store_key_value_gradients(const BackwardParams& params,
-                                                          const SharedMemory<Spec>& shared, int consumer,
-                                                          const float (&dk)[Spec::kHeadDim / 2],
-                                                          const float (&dv)[Spec::kHeadDim / 2],
-                                                          const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
-  using Product = Products<Spec>;
-  using Tile = MaskTile<kMask>;
-  Product::store_shared(shared.own_second(consumer), dv, 1.0f);
-  Product::store_shared(shared.own_first(consumer), dk, params.scale);
-  // Hazard: the copy engine reads before all 64 rows are written and visible to it.
-  ptx::fence_proxy_async_shared();
-  sync_consumer(consumer);
-  if (ptx::thread_index() % 128 == 0) {
-    const Tile done = read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
-    const int row = done.index * Spec::kOwnRows + consumer * 64;
-    Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
-    Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
-    ptx::tma_store_commit();
-    // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
-    ptx::tma_store_wait_read<0>();
-  }
-}
-
 template <typename Spec, MaskKind kMask>
 struct KeyValueGradientConsumer {
   static_assert(Spec::kIsPaired, "Q, dO and their statistics have one barrier");
@@ -418,7 +393,21 @@ struct KeyValueGradientConsumer {
         finish_products(dk, dv);
         // Hazard: dK and dV take the places of K and V while another warp of the warpgroup still multiplies with them.
         sync_consumer(consumer);
-        store_key_value_gradients<Spec, kMask>(params, shared, consumer, dk, dv, dk_map, dv_map);
+        Product::store_shared(shared.own_second(consumer), dv, 1.0f);
+        Product::store_shared(shared.own_first(consumer), dk, params.scale);
+        // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+        ptx::fence_proxy_async_shared();
+        sync_consumer(consumer);
+        if (ptx::thread_index() % 128 == 0) {
+          const Tile done =
+              read_tile<Tile>(shared.tile(consumer));  // read again: no register holds it through the loop
+          const int row = done.index * Spec::kOwnRows + consumer * 64;
+          Product::store_global(dv_map, shared.own_second(consumer), row, keys_stored(params.sequence_rows.dv, done));
+          Product::store_global(dk_map, shared.own_first(consumer), row, keys_stored(params.sequence_rows.dk, done));
+          ptx::tma_store_commit();
+          // Hazard: the next tile's K and V overwrite the gradients while the store still reads them.
+          ptx::tma_store_wait_read<0>();
+        }
       } else {
         // Keys past the end: nothing to compute or to store.
         for (int head = 0; head < heads; ++head) {

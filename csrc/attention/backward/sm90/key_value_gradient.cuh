@@ -19,7 +19,7 @@ namespace attention {
 namespace backward {
 namespace sm90 {
 
-template <typename Spec, MaskKind kMask>
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                    const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                    const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
@@ -58,14 +58,6 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
       KeyValueGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dk_map, dv_map);
     }
   }
-}
-
-template <typename Spec>
-__device__ __forceinline__ void varlen_key_value_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
-                                                          const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
-                                                          const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
-                                                          const ptx::TensorMap& dv_map) {
-  key_value_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 
 }  // namespace sm90

@@ -445,7 +445,7 @@ struct QueryGradientConsumer {
   }
 };
 
-template <typename Spec, MaskKind kMask>
+template <typename Spec, MaskKind kMask = MaskKind::kRuntime>
 __device__ __forceinline__ void query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
@@ -471,13 +471,6 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     QueryGradientConsumer<Spec, kMask>(params, shared, warpgroup - 1).run(dq_map);
   }
-}
-
-template <typename Spec>
-__device__ __forceinline__ void varlen_query_gradient(const BackwardParams& params, const ptx::TensorMap& q_map,
-                                                      const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
-                                                      const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
-  query_gradient<Spec, MaskKind::kRuntime>(params, q_map, k_map, v_map, dout_map, dq_map);
 }
 
 }  // namespace sm90
