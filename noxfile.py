@@ -1,6 +1,6 @@
 """The sessions. Each prepares an environment and calls one program, which does the work.
 
-./nox                    build, symbols, smoke, emulation of what changed, baseline; ends with one table
+./nox                    emulation of what changed, build, symbols, smoke, baseline; ends with one table
 ./nox -s test            build, install the wheel, run the tests against it
 ./nox -s SESSION -- ...  arguments after -- go to the program (-- --help)
 """
@@ -33,7 +33,7 @@ REPORTS = ROOT / "build" / "reports"
 INTERRUPT_SECONDS = 20.0
 MACHINE = platform.machine()
 WHEEL_VARIABLE = "FLASHMOE_WHEEL"
-MAIN = "build,symbols,smoke,emulation,baseline"  # rungs of flashmoe_build/gate/ladder.toml
+MAIN = "emulation,build,symbols,smoke,baseline"  # steps of flashmoe_build/gate/steps.py
 
 
 def locked(session: nox.Session, name: str) -> str:
@@ -112,7 +112,7 @@ def absolute_paths(arguments: Sequence[str]) -> list[str]:
 
 @nox.session
 def main(session: nox.Session) -> None:
-    """Build, audit, smoke test, emulate what changed and time it; one table at the end."""
+    """Emulate what changed, build, audit, smoke test and time it; one table at the end."""
     program(session, locked(session, "test"), "flashmoe", "gate", "--only", MAIN, "--budget-minutes", "120")
 
 
@@ -147,9 +147,11 @@ def smoke(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time attention against torch's backends (-- --help)."""
     words: tuple[str | Path, ...] = ("bench", "--json", REPORTS / "bench.json", *session.posargs)
-    # build-cost times builds of the checkout: the package there, not the installed one.
-    if "build-cost" in words or asks_for_help(session):
+    if asks_for_help(session):
         program(session, locked(session, "test"), "flashmoe", *words)
+        return
+    if "build-cost" in words:  # of the checkout, which it builds
+        program(session, locked(session, "test"), "flashmoe_build.build_cost", *words[1:])
         return
     python = installed(session, newest_wheel(session))
     with session.chdir(outside("bench")):
@@ -172,6 +174,12 @@ def profile(session: nox.Session) -> None:
 def bisect(session: nox.Session) -> None:
     """Find the first commit that fails a gate (-- GOOD BAD --gate symbols|correctness|speed)."""
     program(session, locked(session, "test"), "flashmoe", "bisect", *session.posargs)
+
+
+@nox.session
+def history(session: nox.Session) -> None:
+    """Show what the gate found for each recorded commit, and the last known good."""
+    program(session, locked(session, "test"), "flashmoe", "history", *session.posargs)
 
 
 @nox.session
@@ -312,7 +320,7 @@ def gpu_test(session: nox.Session) -> None:
 
 @nox.session
 def workflows(session: nox.Session) -> None:
-    """Generate CI's GPU jobs from csrc/tables/arch.toml (-- --check)."""
+    """Check that CI's summary waits for every job (-- --check)."""
     program(session, locked(session, "container"), "flashmoe_build.release.workflows", *session.posargs)
 
 

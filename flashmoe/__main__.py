@@ -20,19 +20,16 @@ COMMANDS = {
     "verify": ("flashmoe_tools.verify.cli", "hold a wheel against its provenance, or against a rebuild of its commit"),
     "smem": ("flashmoe_tools.smem.cli", "what a kernel tile costs in shared memory, on which GPU it fits"),
     "bench": ("flashmoe_tools.bench.cli", "time attention and mixture of experts against torch's own"),
-    "gate": ("flashmoe_build.gate.cli", "climb from the environment to the baseline; stop where something is wrong"),
     "profile": ("flashmoe_tools.profile.cli", "where the time of a kernel goes, and the rule that says so"),
-    "history": ("flashmoe_build.gate.history", "what the gate found for each commit; the last known good"),
-    "bisect": ("flashmoe_build.gate.bisect", "find the first commit that fails a gate"),
     "completion": ("flashmoe_tools.completion", "print the completion of this command for a shell"),
 }
 
-CHECKOUT_PACKAGE = "flashmoe_build"  # not in the wheel
+CHECKOUT_ONLY = ("gate", "history", "bisect")  # flashmoe_build/commands.py has them; it is not in the wheel
 
 # What a plain install leaves out: module -> what to install for it.
 OPTIONAL = {
     **dict.fromkeys(("auditwheel", "elftools", "packaging", "shtab"), f"{DISTRIBUTION}[tools]"),
-    **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "rich", "scipy"), f"{DISTRIBUTION}[bench]"),
+    **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "scipy"), f"{DISTRIBUTION}[bench]"),
     "sigstore": f"{DISTRIBUTION}[sign]",
     "torch": "torch>=2.10",
     "tomli": "tomli>=2.0",
@@ -50,10 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         command = arguments[0] if arguments else ""
-        if module == CHECKOUT_PACKAGE:
-            there = "python -m flashmoe history" if command == "history" else f"./nox -s {command}"
-            print(f"flashmoe {command} works in a checkout of the sources only; there: {there}", file=sys.stderr)
-            return ExitCode.FAILED
         if module not in OPTIONAL:
             raise
         print(
@@ -63,12 +56,21 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.FAILED
 
 
+def all_commands() -> dict[str, tuple[str, str]]:
+    """The commands of the wheel, and in a checkout those that it registers."""
+    try:
+        from flashmoe_build.commands import COMMANDS as OF_CHECKOUT
+    except ModuleNotFoundError:
+        return COMMANDS
+    return COMMANDS | OF_CHECKOUT
+
+
 def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
     """The command line; with their options only the commands in ``complete``, whose imports are paid for here."""
     parser = argparse.ArgumentParser(prog="flashmoe", description=str(__doc__).replace("``", ""))
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module_name, summary) in COMMANDS.items():
+    for name, (module_name, summary) in all_commands().items():
         sub = commands.add_parser(name, help=summary, description=summary)
         if name in complete:
             module = import_module(module_name)
@@ -78,7 +80,12 @@ def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = make_parser(arguments[:1])
+    command = arguments[0] if arguments else ""
+    if command in CHECKOUT_ONLY and command not in all_commands():
+        step = f"./nox -s {command}"
+        print(f"flashmoe {command} works in a checkout of the sources only; there: {step}", file=sys.stderr)
+        return ExitCode.FAILED
+    parser = make_parser((command,))
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:  # with the usage of the command, which the parser above it does not know
         getattr(namespace, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")

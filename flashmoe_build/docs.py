@@ -16,7 +16,7 @@ from pathlib import Path
 from flashmoe import routing
 from flashmoe.errors import FlashmoeError, TableError
 from flashmoe_build import peers, speed, varlen
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables, load_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,10 +111,19 @@ def reasons(tables: Tables) -> str:
     return "\n".join(lines)
 
 
+KERNEL_PAGE = """# Every kernel that is built
+
+Each row of `csrc/attention/kernels.toml` and `csrc/moe/kernels.toml` is one row here. The C++ dispatch, the translation units, the audit's
+expectations and `flashmoe smem` are generated from the same files, so they cannot disagree. "Shared bytes" is the dynamic shared memory of
+one thread block, which each unit asserts. A head dim between those listed runs in the next larger kernel, with the columns beyond it
+predicated."""
+
+
 def kernel_page(tables: Tables) -> str:
+    """A page of the site, not of the tree: kernels.toml says the same to whoever has the sources."""
     operations = list(dict.fromkeys(row.operation for row in tables.kernels))
     parts = [f"## {operation}\n\n{row_table(tables, operation)}" for operation in operations]
-    return "\n\n".join([*parts, "## Why these tiles", reasons(tables)])
+    return "\n\n".join([KERNEL_PAGE, *parts, "## Why these tiles", reasons(tables)]) + "\n"
 
 
 def target_table(tables: Tables) -> str:
@@ -139,15 +148,15 @@ def sdpa_table(_: Tables) -> str:
 
 # (file, generated part, its writer)
 PARTS: tuple[tuple[str, str, Callable[[Tables], str]], ...] = (
-    ("README.md", "gpus", gpu_table),
-    ("docs/kernels/table.md", "kernels", kernel_page),
-    ("docs/kernels/table.md", "targets", target_table),
+    ("docs/install.md", "gpus", gpu_table),
+    ("docs/install.md", "targets", target_table),
     ("docs/api.md", "sdpa", sdpa_table),
 )
 # The same of parts that reports in docs/results say, which an sdist is without: header and rows, from the root.
 REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Sequence[str]]]]], ...] = (
-    ("README.md", "speed", speed.attention_rows),
-    ("README.md", "expert speed", speed.expert_rows),
+    ("README.md", "headline", speed.headline_rows),
+    ("docs/performance.md", "speed", speed.attention_rows),
+    ("docs/performance.md", "expert speed", speed.expert_rows),
     ("docs/kernels/attention-sm90.md", "forward by case", speed.prefill_rows),
     ("docs/kernels/moe.md", "memory of a step", peers.step_memory_table),
     ("docs/kernels/moe.md", "time of a step", peers.step_table),
@@ -163,13 +172,15 @@ REPORTED: tuple[tuple[str, str, Callable[[Path], tuple[Sequence[str], list[Seque
     ("docs/kernels/attention-backward.md", "fused and split", varlen.forms_table),
     ("docs/kernels/attention-varlen.md", "sm80 forced", varlen.family_table),
     ("docs/kernels/attention-varlen.md", "sm80 forced, backward", varlen.family_backward_table),
-    ("docs/kernels/attention-varlen.md", "decoding in graphs", varlen.decode_table),
-    ("docs/kernels/attention-varlen.md", "decoding from memory", varlen.flushed_table),
-    ("docs/kernels/attention-varlen.md", "decoding by copy bandwidth", varlen.copy_table),
-    ("docs/kernels/attention-varlen.md", "decoding beside others", varlen.means_table),
-    ("docs/kernels/attention-varlen.md", "decoding aims", varlen.aims_table),
-    ("docs/kernels/attention-varlen.md", "decoding shared pages", varlen.shared_table),
+    ("docs/kernels/attention-decode.md", "decoding in graphs", varlen.decode_table),
+    ("docs/kernels/attention-decode.md", "decoding from memory", varlen.flushed_table),
+    ("docs/kernels/attention-decode.md", "decoding by copy bandwidth", varlen.copy_table),
+    ("docs/kernels/attention-decode.md", "decoding beside others", varlen.means_table),
+    ("docs/kernels/attention-decode.md", "decoding aims", varlen.aims_table),
+    ("docs/kernels/attention-decode.md", "decoding shared pages", varlen.shared_table),
 )
+
+FIGURE = "docs/forward-h100.svg"
 
 
 def reported(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -197,6 +208,8 @@ def generate(root: Path, tables: Tables) -> Mapping[Path, str]:
         path = root / name
         text = texts.get(path) or path.read_text(encoding="utf-8")
         texts[path] = replace_part(text, part, body, name)
+    if (ROOT / "docs" / "results").is_dir():
+        texts[root / FIGURE] = speed.prefill_figure(ROOT)
     return texts
 
 
@@ -209,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FlashmoeError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    stale = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)}: {'stale; run `nox -s docs`' if options.check else 'written'}")
         if not options.check:

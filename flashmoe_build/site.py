@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashmoe.__main__ import COMMANDS, make_parser
+from flashmoe.__main__ import all_commands, make_parser
 from flashmoe._version import __version__
 from flashmoe.errors import BuildError, ExitCode
+from flashmoe_build.docs import kernel_page
 from flashmoe_build.links import ROOT, absolute, repository, rewrite
+from flashmoe_tools.tables import load_tables
 
 OUT = ROOT / "build" / "site"
 SOURCES = ROOT / "build" / "site-sources"
@@ -32,14 +34,15 @@ ROOT_PAGES = {
 }
 # The navigation: a caption, then its pages. A page that is missing here, or here alone, is an error of Sphinx.
 NAVIGATION: Mapping[str, Sequence[str]] = {
-    "Use": ("api", "reference", "integrations", "distributed", "examples", "command"),
+    "Use": ("install", "api", "reference", "integrations", "distributed", "examples", "commands", "command"),
     "Check and measure": ("doctor", "benchmarks", "audit", "emulation"),
     "Kernels": (
-        *("kernels/table", "kernels/attention-sm90", "kernels/attention-backward", "kernels/attention-varlen"),
-        *("kernels/moe", "kernels/cpu"),
+        *("architecture", "performance", "kernels/table", "kernels/attention-sm90", "kernels/attention-backward"),
+        *("kernels/attention-varlen", "kernels/attention-decode", "kernels/moe", "kernels/cpu"),
         "kernels/change",
     ),
     "Build and trust": ("build", "containers", "release", "security", "contributing", "changelog"),
+    "Notebook": tuple(f"notebook/{path.stem}" for path in sorted((ROOT / "docs" / "notebook").glob("*.md"))),
 }
 FUNCTIONS = {
     "Attention": (
@@ -124,7 +127,7 @@ def reference() -> str:
 def command_page() -> str:
     """What ``--help`` of every command prints."""
     parts = ["# The command", "`flashmoe COMMAND`, or `python -m flashmoe COMMAND`. What `--help` prints:"]
-    for name, (_, summary) in COMMANDS.items():
+    for name, (_, summary) in all_commands().items():
         (commands,) = (one for one in make_parser({name})._actions if isinstance(one, argparse._SubParsersAction))
         parts.append(f"## flashmoe {name}\n\n{summary}\n\n```text\n{commands.choices[name].format_help()}```")
     return "\n\n".join(parts) + "\n"
@@ -135,7 +138,8 @@ def write_sources(folder: Path) -> None:
     home, site = repository(), pages()
     texts = {name: place((ROOT / page).read_text(encoding="utf-8"), page, site, home) for page, name in site.items()}
     texts["index.md"] += "\n" + navigation()
-    texts |= {"reference.md": reference(), "command.md": command_page()}
+    tables = kernel_page(load_tables(ROOT / "csrc"))
+    texts |= {"reference.md": reference(), "command.md": command_page(), "kernels/table.md": tables}
     for name, text in texts.items():
         path = folder / PurePosixPath(name)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""The tables of README.md that say how fast: rows of this file, numbers of the newest reports under docs/results."""
+"""How fast, in README.md and docs/: rows of this file, numbers of the newest reports under docs/results."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +29,6 @@ ATTENTION = (
         "`llm-prefill`, bf16: 16384 tokens, head dim 64, 128, 256, causal and full, S 512 to 16384", "llm-prefill-bf16"
     ),
     Line("the same, fp16", "llm-prefill-f16"),
-    Line("the same, bf16, our sm80 kernels forced", "llm-prefill-bf16", "flashmoe-sm80"),
     Line("`llm-train`: the backward pass of the same cases, bf16; ours is deterministic, cuDNN's is not", "llm-train"),
     Line(
         "`ragged`: forward over sequences without padding, 16384 tokens; torch only where lengths are equal", "ragged"
@@ -39,6 +39,11 @@ ATTENTION = (
     Line("`chunked-prefill`: 512 queries, 8192 and 32768 keys; cuDNN lacks that mask", "chunked-prefill"),
     Line("`decode`: one query, 32 heads on 8", "decode"),
     Line("`serving`: the same from pages of 16 to 256, 1 to 256 sequences; torch reads dense caches", "serving"),
+)
+HEADLINE = (
+    Line("forward, 36 cases: D 64 to 256, S 512 to 16384, causal and full", "llm-prefill-bf16"),
+    Line("backward, the same cases; ours is deterministic, the others are not", "llm-train"),
+    Line("decoding from pages, 1 to 256 sequences", "serving"),
 )
 EXPERTS = (
     Line("`moe-decode`: 1 to 512 tokens", "moe-decode"),
@@ -58,12 +63,17 @@ EXPERT_BASELINES = {
 }
 
 
+def headline_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
+    names = ("sdpa-flash", "sdpa-cudnn", "flash-attn-3")
+    return _rows(root, HEADLINE, {name: ATTENTION_BASELINES[name] for name in names}, root)
+
+
 def attention_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
-    return _rows(root, ATTENTION, ATTENTION_BASELINES)
+    return _rows(root, ATTENTION, ATTENTION_BASELINES, root / "docs")
 
 
 def expert_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
-    return _rows(root, EXPERTS, EXPERT_BASELINES)
+    return _rows(root, EXPERTS, EXPERT_BASELINES, root / "docs")
 
 
 def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -93,6 +103,43 @@ def prefill_rows(root: Path) -> tuple[Sequence[str], list[Sequence[str]]]:
     return header, rows
 
 
+COLOURS = {"flashmoe": "#2f6fde", "flash-attn-3": "#e08a2e", "sdpa-cudnn": "#76b041"}
+_BAR, _HEIGHT, _BASE = 18, 200, 240  # pixels: width of a bar, height of _FULL, where bars stand
+_FULL = 800.0  # TFLOP/s
+
+
+def prefill_figure(root: Path) -> str:
+    """The figure of README.md, as SVG: causal forward attention at head dim 128 by sequence length, TFLOP/s."""
+    header, rows = prefill_rows(root)
+    columns = {"flashmoe": "TFLOP/s", "flash-attn-3": "FlashAttention-3", "sdpa-cudnn": "cuDNN"}
+    cases = [dict(zip(header, row, strict=True)) for row in rows if row[0] == "128" and row[1] == "causal"]
+    width = 72 + len(cases) * (4 * _BAR + 8)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="290" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="290" fill="white"/>',
+        '<text x="50" y="16">Causal forward, bf16, head dim 128, one H100: TFLOP/s by sequence length</text>',
+    ]
+    for mark in range(0, 801, 200):
+        y = _BASE - mark / _FULL * _HEIGHT
+        parts.append(
+            f'<path d="M48 {y:.0f}H{width}" stroke="#ddd"/><text x="42" y="{y + 4:.0f}" text-anchor="end">{mark}</text>'
+        )
+    for place, case in enumerate(cases):
+        left = 56 + place * (4 * _BAR + 8)
+        for index, (name, column) in enumerate(columns.items()):
+            height = float(case[column]) / _FULL * _HEIGHT
+            x, top = left + index * _BAR, _BASE - height
+            parts.append(
+                f'<rect x="{x}" y="{top:.1f}" width="{_BAR - 2}" height="{height:.1f}" fill="{COLOURS[name]}"/>'
+            )
+        parts.append(f'<text x="{left + 1.5 * _BAR:.0f}" y="256" text-anchor="middle">{case["S"]}</text>')
+    for index, (name, column) in enumerate(columns.items()):
+        title = "flashmoe" if name == "flashmoe" else column
+        parts.append(f'<rect x="{56 + 150 * index}" y="268" width="12" height="12" fill="{COLOURS[name]}"/>')
+        parts.append(f'<text x="{74 + 150 * index}" y="279">{title}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def aggregates(root: Path, report: str, subject: str = "flashmoe") -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The newest report of that name with that contender: its file, the whole of it, aggregates by baseline."""
     for path in sorted(root.glob(f"{REPORTS}/{report}.json"), reverse=True):
@@ -110,17 +157,20 @@ def _read(path: Path) -> dict[str, Any]:
     return whole
 
 
-def _rows(root: Path, lines: Sequence[Line], baselines: dict[str, str]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def _rows(
+    root: Path, lines: Sequence[Line], baselines: dict[str, str], folder: Path
+) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Links lead from a page in ``folder``."""
     header = ("geometric mean and worst case", "cases", *baselines.values(), "measured")
-    return header, [row_cells(root, line, list(baselines)) for line in lines]
+    return header, [row_cells(root, line, list(baselines), folder) for line in lines]
 
 
-def row_cells(root: Path, line: Line, baselines: Sequence[str]) -> Sequence[str]:
+def row_cells(root: Path, line: Line, baselines: Sequence[str], folder: Path) -> Sequence[str]:
     path, whole, found = aggregates(root, line.report, line.subject)
     ran = max(row["cells"] for name, row in found.items() if name in baselines)
     planned = whole["data"]["suite"]["cases"]
     commit = whole["environment"].get("commit", "")[:7]  # reports have one since 2026-11-22
-    day = f"[{whole['started'][:10]}]({path.relative_to(root).as_posix()})"
+    day = f"[{whole['started'][:10]}]({os.path.relpath(path, folder)})"
     return (
         line.title,
         f"{ran}" if ran == planned else f"{ran} of {planned}",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_build.speed import aggregates, ratio
-from flashmoe_tools.problems import problem_from_json
-from flashmoe_tools.problems.serving import MIXED, SHORT, ServingProblem
+from flashmoe_tools.operations import problem_from_json
+from flashmoe_tools.operations.serving.problem import MIXED, SHORT, ServingProblem
 
 Cell = dict[str, Any]
 Table = tuple[Sequence[str], list[Sequence[str]]]

@@ -7,7 +7,7 @@ flashmoe completion zsh > "${fpath[1]}/_flashmoe"
 from __future__ import annotations
 
 import argparse
-from importlib import import_module, util
+from importlib import import_module
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -20,7 +20,5 @@ def run(args: argparse.Namespace) -> int:
     import shtab
 
     command = import_module("flashmoe.__main__")
-    # The commands of a checkout are named everywhere; their options are known in a checkout alone.
-    known = {name for name, (module, _) in command.COMMANDS.items() if util.find_spec(module.partition(".")[0])}
-    print(shtab.complete(command.make_parser(known), args.shell))
+    print(shtab.complete(command.make_parser(command.all_commands()), args.shell))
     return 0

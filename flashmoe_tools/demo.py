@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe._version import __version__
 from flashmoe.errors import ExitCode
-from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from flashmoe_tools.problems import Verification
+    from flashmoe_tools.operations import Verification
 
 DEFAULT_SECONDS = 20.0
 SIDES = {"flashmoe": "ours", "sdpa": "SDPA"}  # of the benchmark's contenders
@@ -66,9 +66,9 @@ def problem_for(device: str, length: int) -> AttentionProblem:
     import torch
 
     if device == "cpu":
-        return AttentionProblem("f32", 1, 2, 2, length, length, HEAD_DIM, causal=True)
+        return AttentionProblem(length, length, HEAD_DIM, 2, 2, causal=True, dtype="f32")
     dtype = "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "f16"
-    return AttentionProblem(dtype, 1, 16, 16, length, length, HEAD_DIM, causal=True)
+    return AttentionProblem(length, length, HEAD_DIM, 16, 16, causal=True, dtype=dtype)
 
 
 def describe(device: str) -> str:

@@ -38,7 +38,8 @@ def absolute(text: str, folder: str, ref: str, home: str) -> str:
         is_file = (
             bool(PurePosixPath(path).suffix) or path.isupper()
         )  # LICENSE; not looked up: an sdist lacks some folders
-        return f"{home}/{'blob' if is_file else 'tree'}/{ref}/{path}"
+        kind = "raw" if path.endswith(".svg") else "blob" if is_file else "tree"
+        return f"{home}/{kind}/{ref}/{path}"
 
     return rewrite(text, change)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError
-from flashmoe_tools.problems import Verification
-from flashmoe_tools.problems.attention import LSE_TOLERANCE, AttentionProblem
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE, AttentionProblem
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
 from flashmoe_tools.streams import prepare_streams
 
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def problem(self) -> AttentionProblem:
-        return AttentionProblem(DTYPES[self.dtype], 1, 2, 1, self.length, self.length, HEAD_DIM, self.causal)
+        return AttentionProblem(self.length, self.length, HEAD_DIM, 2, 1, causal=self.causal, dtype=DTYPES[self.dtype])
 
 
 def cases(devices: Sequence[tuple[str, Sequence[str]]], lengths: Sequence[int]) -> Iterator[Case]:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import flashmoe
 from flashmoe.errors import TableError
+from flashmoe_tools.descriptors import Descriptor, KernelRow, read_operations, read_rows
 from flashmoe_tools.fields import Fields
-from flashmoe_tools.operations import Descriptor, KernelRow, read_operations, read_rows
 
 if sys.version_info >= (3, 11):
     import tomllib

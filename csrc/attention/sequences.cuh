@@ -41,7 +41,7 @@ struct Sequence {
     return batch * stride.batch + key_head * stride.head;
   }
 
-  // Index of `head` in [batch, heads_q], or of its part in [num_splits, batch, heads_q]; and the first of its rows among
+  // Index of `head` in [batch, heads_q], or of its split in [num_splits, batch, heads_q]; and the first of its rows among
   // all rows of the log-sum-exp or of the partial results, [..., heads_q, seq_q].
   template <bool kIsSplit>
   __device__ __forceinline__ int64_t result_head(int head, int split) const {

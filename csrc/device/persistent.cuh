@@ -1,6 +1,6 @@
 // Persistent grids: how a block gets its next tile, and how its producer hands a tile to its consumers.
 //
-// Tiles are numbered from 0; what a number means is the kernel's business. A block's first tile is block_index().
+// Tiles are numbered from 0; the kernel decides what a number means. A block's first tile is block_index().
 #pragma once
 
 #include "ptx/atomics.cuh"
@@ -11,9 +11,9 @@ namespace flashmoe {
 
 // The tile after `index` of this block; num_tiles or more ends its work.
 //
-// Without a counter, rounds of one tile a block, forth and back: a block that had the longest tile of a round gets the
+// Without a counter, rounds of one tile per block, back and forth: a block that had the longest tile of a round gets the
 // shortest of the next. With one (zero at launch), blocks draw from it. Every block draws until it gets a number past
-// the end, num_tiles draws in all, and who draws the last puts the counter back to zero for the next launch.
+// the end, num_tiles draws in all, and the one that draws the last puts the counter back to zero for the next launch.
 // (By reference: the kernel's parameter is loaded only where it is needed.)
 __device__ __forceinline__ int next_tile_index(int32_t* const& counter_gmem, int num_tiles, int index) {
   const int blocks = ptx::grid_size();
@@ -29,7 +29,7 @@ __device__ __forceinline__ int next_tile_index(int32_t* const& counter_gmem, int
 // loads would wait for the answer.
 constexpr int kDrawAhead = 3;
 
-// A tile's place, 16 bytes or a multiple, through shared memory; the barriers of `slot_smem` are the kernel's.
+// A tile's coordinates, 16 bytes or a multiple, through shared memory; the barriers of `slot_smem` are the kernel's.
 template <typename Tile>
 __device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const Tile& tile) {
   static_assert(sizeof(Tile) % 16 == 0, "a tile passes through shared memory in 16-byte stores");

@@ -113,12 +113,7 @@ def _checks(device: DeviceCode, library: Path) -> tuple[Check, ...]:
 
 
 def _data(
-    device: DeviceCode,
-    library: Path,
-    targets: list[str],
-    jobs: int,
-    device_seconds: float,
-    toolchain: Toolchain,
+    device: DeviceCode, library: Path, targets: list[str], jobs: int, device_seconds: float, toolchain: Toolchain
 ) -> dict[str, Any]:
     return {
         "targets": targets,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmoe_build.compile.elements import EITHER, SHARED
-from flashmoe_tools.operations import MAX_AXES, MAX_COSTS, Axis, Descriptor
+from flashmoe_tools.descriptors import MAX_AXES, MAX_COSTS, Axis, Descriptor
 from flashmoe_tools.tables import Entry, Tables, Unit
 
 ELEMENT_TYPES: Mapping[str, str] = {

@@ -42,12 +42,7 @@ def compile_ptx(source: str, name: str, virtual: str, *, csrc: Path, toolchain: 
         source,
         include_closure(source, [csrc]),
         csrc,
-        {
-            "options": options,
-            "nvrtc": toolchain.nvrtc_sha256,
-            "headers": toolchain.cuda_headers_version,
-            "name": name,
-        },
+        {"options": options, "nvrtc": toolchain.nvrtc_sha256, "headers": toolchain.cuda_headers_version, "name": name},
     )
     known = cache.load(key, ".ptx")
     cached = known is not None

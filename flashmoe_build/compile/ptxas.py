@@ -50,11 +50,7 @@ def _run(command: Sequence[str], folder: str) -> tuple[int, str, int]:
     """(exit status, what it printed, its peak resident bytes); a process that takes too long is killed."""
     with tempfile.TemporaryFile(dir=folder) as log:
         process = subprocess.Popen(
-            command,
-            env=device_compiler_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            command, env=device_compiler_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
         watch = threading.Timer(TIME_LIMIT, process.kill)
         watch.start()

@@ -90,7 +90,7 @@ def _limits(unit: Unit, item: Resources, tables: Tables) -> list[Finding]:
         text = f"{name} spills {item.spill_stores} bytes of stores, {item.spill_loads} of loads"
         result.append(Finding("spill", text))
     if item.stack:
-        result.append(Finding("local_memory", f"{name} keeps {item.stack} bytes a thread in local memory"))
+        result.append(Finding("local_memory", f"{name} has {item.stack} bytes per thread in local memory"))
     registers = _allocated_registers(item.registers) * unit.row.threads
     shared = item.static_shared + unit.row.smem_bytes(unit.dtype)
     needs = [("bytes of static shared memory", item.static_shared, tables.smem_static_limit, "any GPU")]
@@ -104,7 +104,7 @@ def _limits(unit: Unit, item: Resources, tables: Tables) -> list[Finding]:
 
 
 def _allocated_registers(per_thread: int) -> int:
-    """Registers are given to a warp in units of 256, that is 8 a thread (CUDA occupancy calculator, 7.5 to 12.0)."""
+    """Registers are given to a warp in units of 256, that is 8 per thread (CUDA occupancy calculator, 7.5 to 12.0)."""
     return -(-per_thread // 8) * 8
 
 

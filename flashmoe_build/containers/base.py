@@ -1,31 +1,27 @@
 """``nox -s base_image``: a base image from Debian packages, for machines without access to a registry.
 
 debootstrap checks the archive's signature against Debian's keyring and every package against the signed index. The
-installed versions are then compared with docker/base-packages.txt: any difference is an error that names the package.
+installed versions are then compared with lockfiles/debian-bookworm.pins: any difference is an error that names the package.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe_build.containers.engine import OutOfReachError, engine, run
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.errors import BuildError
+from flashmoe_build.containers.engine import engine
+from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, finish, run
+from flashmoe_tools.report import Check, Report, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
-PINS = ROOT / "docker" / "base-packages.txt"
 SUITE = "bookworm"
+PINS = ROOT / "lockfiles" / f"debian-{SUITE}.pins"
 PACKAGES = ("python3", "python3-venv", "g++", "git", "ca-certificates", "binutils")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BASE_TAG = f"flashmoe-base:{SUITE}"
@@ -49,6 +45,15 @@ def differences(pinned: Mapping[str, str], found: Mapping[str, str]) -> list[str
         if pinned.get(name) != found.get(name):
             result.append(f"{name}: pinned {pinned.get(name, 'not at all')}, found {found.get(name, 'not installed')}")
     return result
+
+
+def require_pinned(found: Mapping[str, str]) -> None:
+    """Raise BuildError unless these are the versions of lockfiles/debian-bookworm.pins."""
+    changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), found)
+    if changed:
+        listed = "\n  ".join(changed)
+        msg = f"the archive has other versions than lockfiles/debian-bookworm.pins:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
+        raise BuildError(msg)
 
 
 def judged(output: str) -> BuildError:
@@ -93,8 +98,9 @@ def installed(folder: Path) -> dict[str, str]:
 
 def make(*, update: bool) -> Report:
     """Make the base image and tag it; with ``update`` write the pins instead of checking them."""
-    started, clock = utc_now(), time.monotonic()
-    with engine(ROOT / "build" / "docker") as docker, tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
+    clock = Stopwatch()
+    docker = engine()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-base-") as temporary:
         folder = Path(temporary) / "root"
         bootstrap(folder)
         found = installed(folder)
@@ -105,16 +111,12 @@ def make(*, update: bool) -> Report:
             PINS.write_text(header + "".join(f"{n}={v}\n" for n, v in sorted(found.items())), encoding="utf-8")
             print(f"wrote    {PINS.name}, {len(found)} packages")
         else:
-            changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), found)
-            if changed:
-                listed = "\n  ".join(changed)
-                msg = f"the archive has other versions than docker/base-packages.txt:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
-                raise BuildError(msg)
+            require_pinned(found)
         digest = _import(docker, folder)
-    check = Check("base image", Verdict.PASS, f"{len(found)} packages, {digest}", "the versions of base-packages.txt")
-    spent = round(time.monotonic() - clock, 1)
-    data = {"tag": BASE_TAG, "layer": digest, "packages": len(found)}
-    return Report("base_image", (check,), data, host_environment(), tuple(sys.argv[1:]), started, spent)
+    check = Check(
+        "base image", Verdict.PASS, f"{len(found)} packages, {digest}", "the versions of lockfiles/debian-bookworm.pins"
+    )
+    return clock.report("base_image", [check], {"tag": BASE_TAG, "layer": digest, "packages": len(found)})
 
 
 def _import(docker: str, folder: Path) -> str:
@@ -124,8 +126,8 @@ def _import(docker: str, folder: Path) -> str:
     archive = folder.with_suffix(".tar")
     tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", *(f"--exclude={name}" for name in LEFT_OUT)]
     run([*tar, "-C", str(folder), "-cf", str(archive), "."], "packing the base", time_limit=TIME_LIMIT)
-    with archive.open("rb") as stream:
-        digest = "sha256:" + file_digest(stream)
+    done = subprocess.run(["sha256sum", str(archive)], capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
+    digest = f"sha256:{done.stdout.split()[0]}"
     inspect = [docker, "image", "inspect", "-f", "{{index .RootFS.Layers 0}}", BASE_TAG]
     known = subprocess.run(inspect, capture_output=True, text=True, check=False, timeout=60)
     if known.returncode == 0 and known.stdout.strip() == digest:
@@ -136,29 +138,13 @@ def _import(docker: str, folder: Path) -> str:
     return digest
 
 
-def file_digest(stream: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := stream.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.containers.base", description=__doc__)
     parser.add_argument(
-        "--update", action="store_true", help="write docker/base-packages.txt from the archive's current versions"
+        "--update", action="store_true", help="write lockfiles/debian-bookworm.pins from the archive's current versions"
     )
     options = parser.parse_args(arguments)
-    try:
-        report = make(update=options.update)
-    except OutOfReachError as error:
-        print(f"no base image was made: {error}", file=sys.stderr)
-        return ExitCode.NOTHING_CHECKED
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    write_report(ROOT / "build" / "reports" / "base_image.json", report)
-    return report.exit_code
+    return ending(lambda: finish(make(update=options.update)), "no base image was made")
 
 
 if __name__ == "__main__":

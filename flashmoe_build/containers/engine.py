@@ -1,27 +1,15 @@
-"""The Docker engine: the running one, or one started here on machines (CI) that have dockerd but no running daemon."""
+"""The Docker engine of this machine: its client, its disk, and what a build needs of this machine's network."""
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import signal
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-from flashmoe.errors import BuildError
-from flashmoe_tools.progress import Progress
+from flashmoe_build.program import OutOfReachError
 
-START_TIME_LIMIT = 60  # seconds
 CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
-
-
-class OutOfReachError(BuildError):
-    """This machine lacks what images need (an engine, root, disk, an archive): nothing was built, nothing failed."""
 
 
 def docker_program() -> str:
@@ -33,99 +21,15 @@ def docker_program() -> str:
     raise OutOfReachError(msg)
 
 
-def is_running(docker: str) -> bool:
-    done = subprocess.run(
-        [docker, "version", "--format", "{{.Server.Version}}"], capture_output=True, check=False, timeout=60
-    )
-    return done.returncode == 0
-
-
-@contextmanager
-def engine(folder: Path) -> Iterator[str]:
-    """Yields the docker client of a running daemon; a daemon started here is stopped afterwards, by its pid."""
+def engine() -> str:
+    """The docker client of a running engine. Raises OutOfReachError where none answers."""
     docker = docker_program()
-    if is_running(docker):
-        yield docker
-        return
-    if os.geteuid() != 0 or shutil.which("dockerd") is None:
+    if not _info(docker, "{{.ServerVersion}}"):
         msg = (
-            "no Docker engine answers, and none can be started here (that needs root and dockerd); "
-            "start one (systemctl start docker), or run as root with Debian's docker.io installed"
+            "no Docker engine answers; start one (systemctl start docker), or let .ci/images start and end one as root"
         )
         raise OutOfReachError(msg)
-    runtime = tempfile.mkdtemp(
-        prefix="flashmoe-dockerd-"
-    )  # short, because socket paths may have at most 107 characters
-    process, log = _start(folder, Path(runtime))
-    try:
-        _wait_until_running(docker, process, log)
-        _refuse_copying_driver(docker)
-        probe(docker)
-        yield docker
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        shutil.rmtree(runtime, ignore_errors=True)
-        release_mounts(folder)
-
-
-def mounts_below(folder: Path, mountinfo: str) -> list[str]:
-    """Mount points in ``folder`` in the order in which to unmount them, from the text of /proc/self/mountinfo."""
-    points = [line.split()[4].replace("\\040", " ") for line in mountinfo.splitlines()]
-    return sorted((point for point in points if Path(point).is_relative_to(folder)), key=len, reverse=True)
-
-
-def release_mounts(folder: Path) -> None:
-    """Unmount what a daemon left: where the root is a shared mount it mounts its own data folder, which then cannot be removed."""
-    for point in mounts_below(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8")):
-        subprocess.run(["umount", "-l", point], capture_output=True, check=False, timeout=60)
-
-
-def _start(folder: Path, runtime: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "dockerd.log"
-    with log.open("wb") as stream:
-        command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", str(runtime)]
-        command += ["--pidfile", str(runtime / "pid")]
-        return subprocess.Popen(
-            command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
-        ), log
-
-
-def _refuse_copying_driver(docker: str) -> None:
-    """vfs stores every layer as a copy of all layers below it: over 100 GB for these images."""
-    if _info(docker, "{{.Driver}}") == "vfs":
-        msg = "Docker has no overlay file system on this kernel, and its vfs driver would copy 7 GB per layer"
-        raise OutOfReachError(msg)
-
-
-def probe(docker: str) -> None:
-    """Import and run a one-program image: an engine that answers may lack the rights for either (in a container or chroot).
-
-    Raises OutOfReachError with the engine's error message.
-    """
-    program = str(Path(shutil.which("true") or "/bin/true").resolve())
-    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=False, timeout=60)
-    files = [program, *re.findall(r"(/\S+) \(0x", linked.stdout)]
-    packed = subprocess.run(
-        ["tar", "-chf", "-", "-C", "/", *(name[1:] for name in files)], capture_output=True, check=True, timeout=60
-    )
-    image = ""
-    for what, command, given in (
-        ("unpack an image", ["import", "-"], packed.stdout),
-        ("run a container", ["run", "--rm", "IMAGE", program], b""),
-    ):
-        words = [docker, *(image if word == "IMAGE" else word for word in command)]
-        done = subprocess.run(words, input=given, capture_output=True, check=False, timeout=120)
-        if done.returncode != 0:
-            reason = " ".join(done.stderr.decode(errors="replace").split())[-500:]
-            msg = f"a Docker engine was started here and cannot {what}: {reason}; run this on a host, or in a privileged container"
-            raise OutOfReachError(msg)
-        image = image or done.stdout.decode().strip()
-    subprocess.run([docker, "rmi", "-f", image], capture_output=True, check=False, timeout=60)
+    return docker
 
 
 def _info(docker: str, template: str) -> str:
@@ -146,16 +50,6 @@ def require_space(docker: str, needed: float) -> None:
         raise OutOfReachError(msg)
 
 
-def _wait_until_running(docker: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIME_LIMIT
-    while not is_running(docker):
-        if process.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-            msg = f"a Docker engine was started and did not come up:\n{tail}"
-            raise OutOfReachError(msg)
-        time.sleep(0.5)
-
-
 def ca_bundle(environment: Mapping[str, str]) -> Path | None:
     """The certificate bundle that this machine's clients use, to be passed into builds as a secret."""
     for variable in CA_VARIABLES:
@@ -163,36 +57,3 @@ def ca_bundle(environment: Mapping[str, str]) -> Path | None:
         if environment.get(variable) and path.is_file():
             return path
     return None
-
-
-def run(
-    command: Sequence[str],
-    what: str,
-    *,
-    time_limit: float,
-    cwd: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> str:
-    """Run with every output line shown as progress; returns the output. Raises BuildError with the end of it on failure."""
-    variables = {**(environment or os.environ), "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
-    lines: list[str] = []
-    started = time.monotonic()
-    with (
-        Progress(what) as progress,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-            errors="replace", env=variables, cwd=cwd,
-        ) as process,
-    ):  # fmt: skip
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            progress.note(line.strip()[:100])
-            if time.monotonic() - started > time_limit:
-                process.kill()
-                msg = f"{what}: stopped after {time_limit:.0f} s"
-                raise BuildError(msg)
-    if process.returncode != 0:
-        msg = f"{what} failed with exit status {process.returncode}:\n{''.join(lines[-40:])}"
-        raise BuildError(msg)
-    return "".join(lines)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from flashmoe.errors import ExitCode, FlashmoeError, UnsupportedGpuError
-from flashmoe_build.containers.engine import docker_program, run
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.errors import UnsupportedGpuError
+from flashmoe_build.containers.engine import docker_program
+from flashmoe_build.program import ROOT, Stopwatch, ending, finish, run
+from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.tables import Gpu, load_tables
 
-ROOT = Path(__file__).resolve().parents[2]
 BY_DIGEST = re.compile(r"[\w./:-]+@sha256:[0-9a-f]{64}")
 LIMIT = 3000  # seconds
 
@@ -49,7 +46,7 @@ def command_of(docker: str, image: str, arguments: Sequence[str]) -> list[str]:
 
 
 def gpu_test(name: str, image: str, arguments: Sequence[str]) -> Report:
-    started, clock = utc_now(), time.monotonic()
+    clock = Stopwatch()
     gpu = find_gpu(name, load_tables(ROOT / "csrc").gpus)
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -61,8 +58,8 @@ def gpu_test(name: str, image: str, arguments: Sequence[str]) -> Report:
     ran = re.search(r"GPU: ([1-9]\d*) tests ran", output)
     verdict = Verdict.PASS if ran else Verdict.FAIL
     check = Check(f"tests on {name}", verdict, ran[0] if ran else output[-500:], "GPU tests ran and passed")
-    spent = round(time.monotonic() - clock, 1)
-    return Report("gpu_test", (check,), {"gpu": name, "image": image}, host_environment(), (), started, spent)
+    print(f"{check.verdict} {check.name}: {check.found}")
+    return clock.report("gpu_test", [check], {"gpu": name, "image": image})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,14 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", required=True, help="sm80, sm90, ...: as csrc/tables/arch.toml names it")
     parser.add_argument("--image", required=True, help="the test image by digest")
     options, further = parser.parse_known_args(arguments)
-    try:
-        report = gpu_test(options.gpu, options.image, further)
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    write_report(ROOT / "build" / "reports" / "gpu_test.json", report)
-    print(f"{report.verdict} {report.checks[0].name}: {report.checks[0].found}")
-    return report.exit_code
+    return ending(lambda: finish(gpu_test(options.gpu, options.image, further)))
 
 
 if __name__ == "__main__":

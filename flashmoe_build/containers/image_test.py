@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 import zipfile
@@ -16,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.errors import BuildError
 from flashmoe_build.compile.archs import VARIABLES
-from flashmoe_build.containers.engine import OutOfReachError, engine, run
+from flashmoe_build.containers.engine import engine
 from flashmoe_build.containers.image import TARGETS, make_context
+from flashmoe_build.program import ROOT, Stopwatch, ending, finish, run
 from flashmoe_tools.progress import Progress
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.report import Check, Report, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT = 1800  # seconds of one container
 QUICK = ("--device", "cpu", "--suite", "smoke", "--quick")
 TEST = f"{TARGETS['test']}:latest"
@@ -227,8 +226,9 @@ def check_config(images: Images) -> Check:
 
 def test_images(arguments: Sequence[str], build_python: Path) -> Report:
     docker = importlib.import_module("docker")  # by name: a type checker would resolve it to the folder docker/
-    started, clock = utc_now(), time.monotonic()
-    with engine(ROOT / "build" / "docker"), tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
+    clock = Stopwatch()
+    engine()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
         images = Images(docker.from_env(timeout=RUN_LIMIT))
         require_images(images.client)
 
@@ -254,15 +254,12 @@ def test_images(arguments: Sequence[str], build_python: Path) -> Report:
             for check in found:
                 print(f"{check.verdict} {check.name}: {check.found[:200]}", flush=True)
     data = {"seconds": seconds, "pytest": list(arguments)}
-    return Report(
-        "image_test",
-        tuple(checks),
-        data,
-        host_environment(),
-        tuple(Path(word).name for word in sys.argv[1:]),
-        started,
-        time.monotonic() - clock,
-    )
+    report = clock.report("image_test", checks, data)
+    for check in checks:
+        if check.verdict is Verdict.FAIL:
+            print(f"FAIL {check.name}\n  found: {check.found}\n  expected: {check.expected}\n  {check.why}")
+    print(f"image_test {report.verdict}: {len(checks)} checks, {report.seconds:.0f} s")
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,20 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--build-python", type=Path, required=True, help="interpreter of the locked build environment")
     parser.add_argument("pytest", nargs="*", help="passed to pytest in the test image")
     options, further = parser.parse_known_args(arguments)
-    try:
-        report = test_images([*options.pytest, *further], options.build_python)
-    except OutOfReachError as error:
-        print(f"no image was run: {error}", file=sys.stderr)
-        return ExitCode.NOTHING_CHECKED
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    write_report(ROOT / "build" / "reports" / "image_test.json", report)
-    for check in report.checks:
-        if check.verdict is Verdict.FAIL:
-            print(f"FAIL {check.name}\n  found: {check.found}\n  expected: {check.expected}\n  {check.why}")
-    print(f"image_test {report.verdict}: {len(report.checks)} checks, {report.seconds:.0f} s")
-    return report.exit_code
+    return ending(lambda: finish(test_images([*options.pytest, *further], options.build_python)), "no image was run")
 
 
 if __name__ == "__main__":

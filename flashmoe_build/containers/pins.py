@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe_build.containers.engine import OutOfReachError, engine
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe.errors import BuildError
+from flashmoe_build.containers.engine import engine
+from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, finish
+from flashmoe_tools.report import Check, Report, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
 PIN = re.compile(
     r"^ARG (?P<variable>BASE_\w+)=(?P<image>[\w./-]+:[\w.-]+)@(?P<digest>sha256:[0-9a-f]{64})$", re.MULTILINE
@@ -70,25 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nox -s image_pins --", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a tag has moved on")
     options = parser.parse_args(arguments)
-    try:
-        with engine(ROOT / "build" / "docker"):
-            text, changes = rewrite(DOCKERFILE.read_text(encoding="utf-8"), registry_digest)
-    except OutOfReachError as error:
-        print(f"no digest was looked up: {error}", file=sys.stderr)
-        return ExitCode.NOTHING_CHECKED
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    if changes and not options.check:
+    return ending(lambda: finish(look_up(check=options.check)), "no digest was looked up")
+
+
+def look_up(*, check: bool) -> Report:
+    """Ask the registries; with ``check`` a tag that has moved on fails, else its new digest is written."""
+    engine()
+    text, changes = rewrite(DOCKERFILE.read_text(encoding="utf-8"), registry_digest)
+    if changes and not check:
         DOCKERFILE.write_text(text, encoding="utf-8")
-    verdict = Verdict.FAIL if changes and options.check else Verdict.PASS
+    verdict = Verdict.FAIL if changes and check else Verdict.PASS
     found = "; ".join(changes) or "every base is pinned to its tag's current digest"
-    report = Report(
-        "image_pins", (Check("digests of the bases", verdict, found),), {}, host_environment(), (), utc_now()
-    )
-    write_report(ROOT / "build" / "reports" / "image_pins.json", report)
     print(found)
-    return report.exit_code
+    return Stopwatch().report("image_pins", [Check("digests of the bases", verdict, found)])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from flashmoe_build.compile.cache import content_key, include_closure
 from flashmoe_build.compile.codegen import map_parameters, unit_source
 from flashmoe_build.compile.jobs import job_count, run_all
 from flashmoe_build.emulation.parameters import layout_checks
-from flashmoe_tools.operations import TensorMaps
+from flashmoe_tools.descriptors import TensorMaps
 from flashmoe_tools.tables import Unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -158,6 +158,7 @@ def _job(name: str, text: str, arch: str, options: Options) -> _Job:
         *COMMON_FLAGS,
         KERNEL_LEVEL,
         *KERNEL_FLAGS,
+        *([f"-fmacro-prefix-map={options.overlay}/=csrc/"] if options.overlay else []),  # call sites keep their names
         *poison_flags(),
         *traps,
         f"-D__CUDA_ARCH__={arch.removeprefix('sm')}0",

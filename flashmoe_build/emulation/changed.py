@@ -16,7 +16,7 @@ from flashmoe.errors import ArgumentError, TableError
 from flashmoe_build.compile.cache import content_key, include_closure
 from flashmoe_build.compile.codegen import unit_source
 from flashmoe_build.emulation.build import CSRC, REPOSITORY, Options, library_file
-from flashmoe_build.emulation.cases import Case, Kernel, kernels, suite
+from flashmoe_build.emulation.cases import Case, Kernel, is_huge, kernels, suite
 from flashmoe_tools.tables import Unit, load_tables
 
 ONE_IN = 2  # problems of a kernel's suite that the quick form runs
@@ -111,7 +111,7 @@ def quick_cases(chosen: Sequence[Kernel]) -> Iterator[Case]:
     """Every second problem of each kernel's suite, in turn of the two masks; the one past 2^31 is left to the whole suite."""
     tables = load_tables()
     for kernel in chosen:
-        few = [case for case in suite(tables, kernel.label) if not getattr(case.problem, "huge", False)]
+        few = [case for case in suite(tables, kernel.label) if not is_huge(case.problem)]
         yield from few[::ONE_IN]
 
 

@@ -7,15 +7,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flashmoe.errors import ExitCode, FlashmoeError
+from flashmoe.errors import ArgumentError, ExitCode, FlashmoeError
 from flashmoe_build.emulation.build import Options, compiler
-from flashmoe_build.emulation.cases import Case, kernels, matching, suite
+from flashmoe_build.emulation.cases import Case, is_causal, is_huge, kernels, matching, suite
 from flashmoe_build.emulation.changed import find_changes, quick_cases, stamp, variants
 from flashmoe_build.emulation.machine import TENSOR_CORES, AsyncPolicy
-from flashmoe_build.emulation.problem import Layout, Problem, Shape, Values
 from flashmoe_build.emulation.runs import Runs, run_cases, summarised
 from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
@@ -34,15 +33,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kernel", default="", metavar="TEXT", help="the label of a kernel, or a part of some (all)")
     made.add_argument("--list", action="store_true", help="print the labels and stop")
     made.add_argument("--mask", choices=("full", "causal"), help="one mask only")
-    made.add_argument("--shape", type=Shape.parse, help="one problem instead of the suite, as b1.h2.kv1.q65.k65.d64")
-    made.add_argument("--problem", metavar="NAME", help="one problem of a mixture-of-experts kernel's suite")
-    made.add_argument("--layout", choices=[layout.value for layout in Layout], default="bhsd", help="with --shape")
-    made.add_argument("--values", choices=[values.value for values in Values], default="normal", help="with --shape")
-    made.add_argument("--data-seed", type=int, default=0, metavar="N", help="with --shape: of the random inputs")
-    made.add_argument("--splits", type=int, help="with --shape: blocks that share a query tile's keys (split kernels)")
+    made.add_argument("--problem", metavar="NAME", help="one problem of a kernel's suite")
     made.add_argument("--huge", action="store_true", help="the last block of a problem whose offsets pass 2^31")
-    made.add_argument("--no-lse", action="store_true", help="with --shape: nobody wants the log-sum-exp")
-    made.add_argument("--no-counter", action="store_true", help="with --shape: no tile counter (persistent kernels)")
+    dense = made.add_argument_group("one problem of dense attention instead of the suite")
+    dense.add_argument("--shape", metavar="SHAPE", help="sizes, as b1.h2.kv1.q65.k65.d64")
+    dense.add_argument("--layout", choices=("bhsd", "bshd", "rows", "far"), default="bhsd", help="of the tensors")
+    dense.add_argument("--values", default="normal", metavar="NAME", help="what the tensors hold (normal)")
+    dense.add_argument("--data-seed", type=int, default=0, metavar="N", help="of the random inputs")
+    dense.add_argument("--splits", type=int, help="blocks that share a query tile's keys (split kernels)")
+    dense.add_argument("--no-lse", action="store_true", help="the log-sum-exp is not wanted")
+    dense.add_argument("--no-counter", action="store_true", help="no tile counter (persistent kernels)")
     made.add_argument("--seed", type=int, help="interleaving and timing (the suite: each case has its own)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds, from --seed on")
     made.add_argument("--async-policy", choices=list(POLICIES), default="seed", help="when work in flight takes effect")
@@ -66,17 +66,11 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
         cases = [
             case
             for case in suite(load_tables(), arguments.kernel, masks, whole=arguments.problem is not None)
-            if (case.problem.huge or not arguments.huge)
-            and (arguments.problem is None or case.problem_name == arguments.problem)
+            if (is_huge(case.problem) or not arguments.huge)
+            and (arguments.problem is None or case.problem.name == arguments.problem)
         ]
     else:
-        cases = [
-            Case(kernel, _problem(arguments, kernel.unit.dtype, causal, bool(kernel.unit.row.options.get("split"))), 0)
-            for kernel in matching(load_tables(), arguments.kernel)
-            if arguments.shape.head_dim <= kernel.unit.row.axes.get("head_dim", arguments.shape.head_dim)
-            for causal in masks
-            if ("causal" if causal else "full") in kernel.unit.row.words.get("mask", ("causal", "full"))
-        ]
+        cases = [case for case in _custom_cases(arguments) if is_causal(case.problem) in masks]
     return [
         Case(case.kernel, case.problem, (case.seed if arguments.seed is None else arguments.seed) + offset)
         for case in cases
@@ -84,19 +78,15 @@ def selected_cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _problem(arguments: argparse.Namespace, dtype: str, causal: bool, is_split: bool) -> Problem:
-    splits = arguments.splits or (2 if is_split else 1)
-    return Problem(
-        arguments.shape,
-        dtype,
-        causal,
-        Layout(arguments.layout),
-        Values(arguments.values),
-        arguments.data_seed,
-        splits,
-        wants_lse=not arguments.no_lse,
-        has_counter=not arguments.no_counter,
-    )
+def _custom_cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """What --shape and its like describe; words that describe no problem end the program as other wrong words do."""
+    for kernel in matching(load_tables(), arguments.kernel):
+        if kernel.runner is None or kernel.runner.custom is None:
+            continue
+        try:
+            yield from (Case(kernel, problem, 0) for problem in kernel.runner.custom(kernel.unit, arguments))
+        except ArgumentError as error:
+            parser().error(str(error))
 
 
 def with_sanitizer(words: str) -> None:

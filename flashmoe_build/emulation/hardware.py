@@ -24,11 +24,13 @@ from flashmoe_build.compile.nvrtc import compile_ptx
 from flashmoe_build.compile.ptxas import assemble
 from flashmoe_build.compile.toolchain import find_toolchain
 from flashmoe_build.emulation import on_gpu
-from flashmoe_build.emulation.attention import ForwardParams, Outcome, Strides, geometry, run_forward
 from flashmoe_build.emulation.build import CACHE, REPOSITORY, Options, library
-from flashmoe_build.emulation.combine import combine_geometry, make_partials, run_combine
+from flashmoe_build.emulation.cases import runners
+from flashmoe_build.emulation.compare import DTYPES
 from flashmoe_build.emulation.machine import TENSOR_CORES, Geometry, KernelLibrary, Settings
-from flashmoe_build.emulation.problem import DTYPES, Problem, Shape, Values, make_inputs
+from flashmoe_build.emulation.parameters import structure
+from flashmoe_build.emulation.runner import bind, execute, geometry
+from flashmoe_tools.operations.attention.emulation.problem import Problem, Shape, Values
 from flashmoe_tools.tables import Tables, Unit, load_tables
 
 TARGET = "sm_90a"
@@ -76,69 +78,48 @@ def unwritten(like: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), float("nan"), dtype=like.dtype).expand(like.shape)
 
 
-def _record(
-    unit: Unit, problem: Problem, outcome: Outcome, launch: Geometry, given: dict[str, torch.Tensor], cubin: str
-) -> dict[str, Any]:
-    """What on_gpu.py needs to repeat a launch; ``given`` are the inputs, the outcome's tensors what it must give."""
-    s = problem.shape
-    is_split = unit.row.operation == "attention_forward" and problem.splits > 1
-    results = ("out_partial", "lse_partial") if is_split else ("out", "lse")
-    expected = {name: getattr(outcome, name) for name in results}
-    query, key = (
-        Strides(h * r * s.head_dim, r * s.head_dim, s.head_dim)
-        for h, r in ((s.heads_q, s.seq_q), (s.heads_kv, s.seq_k))
-    )
-    params = ForwardParams(
-        **{f"{name}_stride": query if name in ("q", "out") else key for name in ("q", "k", "v", "out")},
-        **{name: getattr(s, name) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")},
-        num_splits=problem.splits,
-        scale=problem.scale,
-        scale_log2=problem.scale_log2,
-    )
-    maps = _maps(unit, problem) if unit.row.descriptor.tensor_maps is not None else []
-    tensors = {
-        **given,
-        **{name: unwritten(tensor) for name, tensor in expected.items()},
-        "tile_counter": torch.zeros(1, dtype=torch.int32),
-    }
-    if maps and is_split:  # the map of an output that the kernel does not write
-        tensors["out"] = unwritten(given["q"])
+class _Nowhere:
+    """Stands in for a library where a launch is described and not run: every address is null until on_gpu.py knows it."""
+
+    def add_buffer(self, *_: object, **__: object) -> int:
+        return 0
+
+    def expect_from_grid_in_front(self, address: int) -> int:
+        return address
+
+
+def record(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
+    """One launch, what the emulation makes of it with an H100's tensor cores, and what on_gpu.py needs to repeat it."""
+    trial = runners()[unit.row.operation].trial(unit, problem)
+    (launch,) = trial.launches
+    outcome = execute(unit, trial, Settings(core=TENSOR_CORES["h100"]), Options())
+    if not outcome.passed:
+        raise BuildError(outcome.explain())
+    kind = structure(unit.row.descriptor.params, Options().roots())
+    buffers = dict(launch.buffers())
+    results = {name: tensor for name, tensor in trial.results.items() if name in buffers}
+    tensors = {name: unwritten(b.tensor) if name in results else b.tensor for name, b in buffers.items()}
+    is_split = "out_partial" in results  # which leaves the output alone
+    if is_split:
+        tensors["out"] = unwritten(tensors["out"])
+    shape = geometry(unit, launch)
     mask = "causal" if problem.causal else "full"
-    values = problem.values.value if unit.row.operation == "attention_forward" else f"d{s.head_dim}-s{problem.splits}"
+    is_forward = unit.row.operation == "attention_forward"
+    values = problem.values.value if is_forward else f"d{problem.shape.head_dim}-s{problem.splits}"
     return {
         "name": f"{unit.name}-{mask}-{values}",
         "symbol": outcome.symbol,
         "cubin": cubin,
-        "grid": launch.grid,
-        "threads": launch.threads,
-        "shared": launch.shared_bytes,
-        "params": bytes(params),
-        "pointers": [(getattr(ForwardParams, name).offset, name) for name in tensors],
-        "maps": maps,
+        "grid": shape.grid,
+        "threads": shape.threads,
+        "shared": shape.shared_bytes,
+        "params": bytes(bind(kind, launch.values, _Nowhere())),  # type: ignore[arg-type]
+        "pointers": [(getattr(kind, name).offset, name) for name in tensors],
+        "maps": _maps(unit, problem) if unit.row.descriptor.tensor_maps is not None else [],
         "tensors": tensors,
-        "expected": expected,
+        "expected": results,
         "element": str(DTYPES[problem.dtype]).removeprefix("torch."),
     }
-
-
-def record_forward(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
-    """One launch of a forward kernel, and what the emulation makes of it with an H100's tensor cores."""
-    outcome = run_forward(unit, problem, Settings(core=TENSOR_CORES["h100"]), Options())
-    if not outcome.passed:
-        raise BuildError(outcome.explain())
-    inputs = make_inputs(problem)
-    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    return _record(unit, problem, outcome, geometry(unit, problem), given, cubin)
-
-
-def record_combine(unit: Unit, problem: Problem, cubin: str) -> dict[str, Any]:
-    """One launch of the second pass of split attention."""
-    outcome = run_combine(unit, problem, Settings(), Options())
-    if not outcome.passed:
-        raise BuildError(outcome.explain())
-    partial, lse_partial = make_partials(problem)
-    given = {"out_partial": partial, "lse_partial": lse_partial}
-    return _record(unit, problem, outcome, combine_geometry(unit, problem), given, cubin)
 
 
 class ProbeParams(ctypes.Structure):
@@ -251,11 +232,9 @@ def main(words: Sequence[str] | None = None) -> int:
         compiled = compile_unit(unit, root=REPOSITORY, toolchain=find_toolchain(), cache=cache)
         (arguments.folder / unit.binary_name).write_bytes(compiled.output)
         for problem in problems(unit):
-            record = (record_combine if unit.row.operation == "attention_combine" else record_forward)(
-                unit, problem, unit.binary_name
-            )
-            torch.save(record, arguments.folder / f"{record['name']}.pt")
-            print(record["name"], flush=True)
+            found = record(unit, problem, unit.binary_name)
+            torch.save(found, arguments.folder / f"{found['name']}.pt")
+            print(found["name"], flush=True)
     return ExitCode.OK
 
 

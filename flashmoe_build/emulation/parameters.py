@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flashmoe.errors import BuildError
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 
 SCALARS: Mapping[str, Any] = MappingProxyType(
     {

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from flashmoe_build.emulation.attention import Outcome
 from flashmoe_build.emulation.build import Options, jobs, kernel_library
-from flashmoe_build.emulation.cases import Case, run_case
+from flashmoe_build.emulation.cases import NOT_EMULATED, Case, run_case
+from flashmoe_build.emulation.runner import Outcome
 from flashmoe_tools.interpreter import runnable
 from flashmoe_tools.progress import Progress
 from flashmoe_tools.report import Check, Verdict
@@ -102,14 +102,15 @@ def run_cases(
     ``cases`` of one kernel follow each other; libraries are compiled in that order, ``jobs()`` at a time.
     """
     runs = Runs(cases)
-    units = {case.kernel.label: case.kernel.unit for case in cases}
+    units = {case.kernel.label: case.kernel.unit for case in cases if case.problem is not NOT_EMULATED}
     pool = ThreadPoolExecutor(jobs())
     with Progress("emulating", len(cases)) as progress:
         try:
             libraries = {label: pool.submit(kernel_library, unit, options) for label, unit in units.items()}
             for label, of_one in groupby(cases, key=lambda case: case.kernel.label):
-                progress.note(f"{label} compiles")
-                _wait(libraries[label], until)
+                if label in libraries:
+                    progress.note(f"{label} compiles")
+                    _wait(libraries[label], until)
                 for case in of_one:
                     if until is not None and time.monotonic() > until:
                         raise NotYet

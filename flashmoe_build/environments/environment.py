@@ -53,14 +53,19 @@ PROBE = (
     "import platform, sys, sysconfig; "
     "print(platform.python_implementation(), platform.python_version(), sysconfig.get_platform())"
 )
-MISMATCH = re.compile(
-    r"Hash mismatch for `(?P<package>[^`]+)`\s+Expected:\s+(?P<expected>(?:sha256:\S+\s+)+)Computed:\s+(?P<computed>sha256:\S+)"
+# What uv's message means for a lock: (pattern, what to do), the first that matches.
+ADVICE = (
+    (
+        re.compile(r"Hash mismatch"),
+        "Either the lock was edited (`git diff lockfiles/`) or the file is not the one that was locked: do not install it.",
+    ),
+    (re.compile(r"must have a hash|pinned with `==`|no trusted hash"), "Run `nox -s lock` to rewrite the lock."),
+    (
+        re.compile(r"No space left on device|os error 28|Disk quota exceeded"),
+        "The disk is full: a locked environment takes up to 7 GB, which UV_CACHE_DIR moves if it is on the same file system.",
+    ),
+    (re.compile(""), "If this is a network error, check the package index that pip and uv are configured for."),
 )
-NO_HASH = re.compile(r"none were provided for: (?P<package>\S+)")
-NO_PIN = re.compile(r"no trusted hash was provided for: `(?P<package>[^`]+)`")  # what a locked package needs
-FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
-ROOM = "a locked environment takes up to 7 GB, shared with uv's cache where both are on one file system"
-NOT_PINNED = re.compile(r"pinned with `==`, but found: (?P<package>\S+)")
 
 
 @dataclass(frozen=True)
@@ -157,31 +162,10 @@ def find_uv() -> str:
 
 
 def explain_failure(stderr: str, lock: str) -> str:
-    """uv's error message, explained in terms of the lock."""
-    mismatch = MISMATCH.search(stderr)
-    if mismatch:
-        expected = mismatch["expected"].split()
-        shown = expected[0] if len(expected) == 1 else f"one of {len(expected)} hashes, {expected[0]} the first"
-        return (
-            f"{mismatch['package']}: the file's hash is not the one in {lock}.\n"
-            f"  expected {shown}\n  found    {mismatch['computed']}\n"
-            "Either the lock was edited (`git diff lockfiles/`) or the file is not the one that was locked: do not install it."
-        )
-    unhashed = NO_HASH.search(stderr)
-    if unhashed:
-        return f"{unhashed['package']} has no hash in {lock}; run `nox -s lock` to rewrite it"
-    unpinned = NOT_PINNED.search(stderr)
-    if unpinned:
-        return f"{unpinned['package']} in {lock} is not pinned to one version; run `nox -s lock` to rewrite it"
-    missing = NO_PIN.search(stderr)
-    if missing:
-        return f"{missing['package']} is needed by a package of {lock}, which has no pin for it; run `nox -s lock` to rewrite it"
+    """The end of uv's message, and what to do."""
     tail = "\n".join(stderr.strip().splitlines()[-15:])
-    if FULL.search(stderr):
-        return (
-            f"installing {lock} failed, the disk is full:\n{tail}\nFree some space: {ROOM} (UV_CACHE_DIR moves that)."
-        )
-    return f"installing {lock} failed:\n{tail}\nIf this is a network error, check the package index that pip and uv are configured for."
+    advice = next(words for pattern, words in ADVICE if pattern.search(stderr))
+    return f"installing {lock} failed:\n{tail}\n{advice}"
 
 
 def uv_environment(environ: Mapping[str, str], fallback: Path = ROOT / ".nox" / "uv-cache") -> dict[str, str]:

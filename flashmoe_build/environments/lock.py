@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -57,44 +56,6 @@ class Wanted:
     @property
     def name(self) -> str:
         return canonicalize_name(self.requirement.name)
-
-
-@dataclass(frozen=True)
-class Installed:
-    """One distribution found in an environment."""
-
-    name: str  # canonical
-    version: str
-    location: str
-
-
-class DriftKind(str, Enum):
-    MISSING = "missing"
-    VERSION = "version"
-    TWICE = "twice"
-    UNLOCKED = "unlocked"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Drift:
-    """One difference between an environment and the lock."""
-
-    kind: DriftKind
-    name: str
-    found: str
-    expected: str
-
-    def __str__(self) -> str:
-        if self.kind is DriftKind.TWICE:
-            return f"{self.name} is installed more than once ({self.found}); the lock has {self.expected}"
-        if self.kind is DriftKind.MISSING:
-            return f"{self.name} is not installed; the lock has {self.expected}"
-        if self.kind is DriftKind.UNLOCKED:
-            return f"{self.name} {self.found} is installed but not in the lock"
-        return f"{self.name} is {self.found}; the lock has {self.expected}"
 
 
 def logical_lines(text: str) -> list[str]:
@@ -197,44 +158,43 @@ def check_lock(wanted: Iterable[Wanted], pins: Collection[Pin], environment: Map
             raise LockError(msg)
 
 
-def installed_distributions(path: Sequence[str] | None = None) -> tuple[Installed, ...]:
-    """Every distribution on ``path`` (default ``sys.path``), duplicates included."""
-    found = set()
-    for item in metadata.distributions(path=list(sys.path if path is None else path)):
-        name = item.metadata["Name"]
-        if name:
-            location = str(Path(str(item.locate_file(""))).resolve())
-            found.add(Installed(canonicalize_name(name), item.version, location))
-    return tuple(sorted(found, key=lambda item: (item.name, item.version, item.location)))
+def installed_distributions(path: Sequence[str] | None = None) -> dict[str, list[str]]:
+    """The versions of every distribution on ``path`` (default ``sys.path``), by name; several where it is there twice."""
+    found = {
+        (canonicalize_name(name), item.version, Path(str(item.locate_file(""))).resolve())
+        for item in metadata.distributions(path=list(sys.path if path is None else path))
+        if (name := item.metadata["Name"])
+    }
+    by_name: dict[str, list[str]] = {}
+    for name, version, _ in sorted(found):
+        by_name.setdefault(name, []).append(version)
+    return by_name
 
 
 def find_drift(
     pins: Iterable[Pin],
-    installed: Iterable[Installed],
+    installed: Mapping[str, Sequence[str]],
     environment: Mapping[str, str],
     names: Collection[str] | None = None,
-) -> tuple[Drift, ...]:
-    """How ``installed`` differs from ``pins``, for all packages or only for ``names``. Empty when it does not."""
+) -> list[str]:
+    """How ``installed`` differs from ``pins``, in words, for all packages or only for ``names``. Empty when it does not."""
     expected = {pin.name: pin.version for pin in pins if pin.applies(environment)}
     if names is not None:
         wanted = {canonicalize_name(name) for name in names}
         expected = {name: version for name, version in expected.items() if name in wanted}
-    by_name: dict[str, list[str]] = {}
-    for item in installed:
-        by_name.setdefault(item.name, []).append(item.version)
     drift = []
     for name, version in sorted(expected.items()):
-        found = by_name.get(name, [])
+        found = installed.get(name, ())
         if not found:
-            drift.append(Drift(DriftKind.MISSING, name, "", version))
+            drift.append(f"{name} is not installed; the lock has {version}")
         elif len(found) > 1:
-            drift.append(Drift(DriftKind.TWICE, name, " and ".join(found), version))
+            drift.append(f"{name} is installed more than once ({' and '.join(found)}); the lock has {version}")
         elif Version(found[0]).public != Version(version).public:
-            drift.append(Drift(DriftKind.VERSION, name, found[0], version))
+            drift.append(f"{name} is {found[0]}; the lock has {version}")
     if names is None:
-        extra = sorted(set(by_name) - set(expected) - {DISTRIBUTION})
-        drift += [Drift(DriftKind.UNLOCKED, name, by_name[name][0], "") for name in extra]
-    return tuple(drift)
+        extra = sorted(set(installed) - set(expected) - {DISTRIBUTION})
+        drift += [f"{name} {installed[name][0]} is installed but not in the lock" for name in extra]
+    return drift
 
 
 def marker_environment(python: str = "", machine: str = "x86_64") -> dict[str, str]:

@@ -15,8 +15,7 @@ import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError, LockError
@@ -49,48 +48,18 @@ COMPILE_TIMEOUT_S = 600.0
 PYTHONS = ("3.10", "3.11", "3.12")
 
 
-@dataclass(frozen=True)
-class Change:
-    """What a rewrite did to one package of one lock file; versions differ by Python, hence several."""
-
-    lock: str
-    name: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-
-    def __str__(self) -> str:
-        if not self.before:
-            return f"{self.lock}: added {self.name} {', '.join(self.after)}"
-        if not self.after:
-            return f"{self.lock}: removed {self.name} {', '.join(self.before)}"
-        if self.before == self.after:
-            return f"{self.lock}: {self.name} {', '.join(self.before)}, other markers or hashes"
-        return f"{self.lock}: {self.name} {', '.join(self.before)} -> {', '.join(self.after)}"
-
-
 def options_of(lock: str) -> tuple[str, ...]:
     return OPTIONS + (LAUNCHER_OPTIONS if lock == "launcher" else ())
 
 
-def diff(lock: str, before: Sequence[Pin], after: Sequence[Pin]) -> tuple[Change, ...]:
-    """Packages whose set of versions or hashes differs between two states of a lock."""
-    old, new = _by_name(before), _by_name(after)
-    changes = []
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            changes.append(Change(lock, name, _versions(old.get(name, ())), _versions(new.get(name, ()))))
-    return tuple(changes)
-
-
-def _by_name(pins: Sequence[Pin]) -> Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]]:
-    found: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}
-    for pin in pins:
-        found.setdefault(pin.name, []).append((pin.version, str(pin.marker or ""), tuple(sorted(pin.hashes))))
-    return {name: tuple(sorted(rows)) for name, rows in found.items()}
-
-
-def _versions(rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> tuple[str, ...]:
-    return tuple(sorted({row[0] for row in rows}))
+def changes(lock: str, before: Sequence[Pin], after: Sequence[Pin]) -> list[str]:
+    """What a rewrite did, a line per version; other markers or hashes of the same version count as a change."""
+    old, new = ({(pin.name, pin.version, str(pin.marker), pin.hashes) for pin in pins} for pins in (before, after))
+    rows = [(name, version, sign) for sign, only in (("-", old - new), ("+", new - old)) for name, version, *_ in only]
+    return [
+        f"{lock}: {sign}{name}=={version}"
+        for name, version, sign in sorted(rows, key=lambda row: (row[0], row[2] == "+"))
+    ]
 
 
 def check(folder: Path) -> list[str]:
@@ -158,20 +127,20 @@ def compile_locks(root: Path, upgrade: bool) -> dict[str, str]:
     return texts
 
 
-def rewrite(root: Path, *, upgrade: bool) -> tuple[Change, ...]:
+def rewrite(root: Path, *, upgrade: bool) -> list[str]:
     """Rewrite every lock file; returns what changed."""
     folder = root / "lockfiles"
-    changes: list[Change] = []
+    changed: list[str] = []
     texts = compile_locks(root, upgrade)
     for lock, text in texts.items():
         path = folder / f"{lock}.txt"
         before = read_lock(path) if path.is_file() else ()
-        changes += diff(f"{lock}.txt", before, parse_lock(text, path.name))
+        changed += changes(f"{lock}.txt", before, parse_lock(text, path.name))
     for lock, text in texts.items():
         temporary = folder / f".{lock}.txt.new"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(folder / f"{lock}.txt")
-    return tuple(changes)
+    return changed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,8 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if not options.check:
-            changes = rewrite(ROOT, upgrade=options.upgrade)
-            print("\n".join(map(str, changes)) or "nothing changed")
+            print("\n".join(rewrite(ROOT, upgrade=options.upgrade)) or "nothing changed")
         problems = check(ROOT / "lockfiles")
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

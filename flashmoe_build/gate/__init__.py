@@ -1,9 +1,9 @@
-"""The gate ladder: what is known good, rung by rung, and the first rung that is not.
+"""The gate: the steps from a sound environment to a measured speed, in order, stopped at the first that fails.
 
-ladder.toml, ladder   the rungs as data
-execute               one program with a time limit, judged by its report
-climb                 the rungs in order, within a budget, until one fails
-decide                the baseline's numbers against the thresholds: stop, caution, go on, next bottleneck
-history               what was recorded for each commit; the last known good
-bisect, step          git bisect over rungs of the ladder, in a worktree
+steps      the steps as data, cheapest proof first
+execute    one program with a time limit, judged by its report
+pipeline   the steps in order, within a time budget, and one report over all of them
+decide     the baseline's numbers against the thresholds: stop, caution, go on, next bottleneck
+history    what was recorded for each commit; the last known good
+bisect     git bisect over some of the steps, in a worktree; ``commit`` judges one commit
 """

@@ -1,7 +1,7 @@
-"""``python -m flashmoe bisect GOOD BAD``: git bisect over rungs of the ladder, in a worktree of its own.
+"""``nox -s bisect -- GOOD BAD``: git bisect over steps of the gate, in a worktree of its own.
 
 The person's checkout is not touched. Builds share one content cache, so a commit costs what it changed. It ends with
-the first bad commit, the reports of that commit and of its last good neighbour, and one report of the whole search.
+the first bad commit, and one report that holds those of that commit and of its last good neighbour.
 """
 
 from __future__ import annotations
@@ -13,228 +13,184 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe_build.gate.ladder import OWN_LADDER, read_ladder, select
+from flashmoe_build.gate import commit as one_commit
 from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, typed_command, utc_now, write_report
 
-GATES = ("symbols", "correctness", "speed")
-# What each gate needs below it; a commit that fails at one of these cannot be judged and is skipped.
-BELOW = {"symbols": ("build",), "correctness": ("build", "import"), "speed": ("build", "import")}
-RUNG_OF_SPEED = "baseline"
 TIME_LIMIT_SECONDS = 4 * 3600.0
+# The current folder, which holds the tree under test, leaves the path: its package is not to be taken for this one.
+JUDGE = "import sys; sys.path.remove(''); from flashmoe_build.gate.commit import main; sys.exit(main())"
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and with what."""
+    """What is searched: ``good`` and ``bad`` are full hashes."""
 
     root: Path
     good: str
     bad: str
     gate: str
-    ladder: Path
     reports: Path
     case: str = ""
     suite: str = ""
 
     @property
-    def rungs(self) -> tuple[str, ...]:
-        """Names of the rungs that a step climbs; the last one is the gate."""
-        names = [rung.name for rung in read_ladder(self.ladder)]
-        wanted = RUNG_OF_SPEED if self.gate == "speed" else self.gate
-        return tuple(name for name in names if name in BELOW.get(self.gate, ()) or name == wanted)
+    def command(self) -> list[str]:
+        """Judges the commit in the current folder."""
+        words = [sys.executable, "-c", JUDGE, "--gate", self.gate, "--reports", str(self.reports)]
+        speed = ["--good", self.good, "--bad", self.bad, "--case", self.case, "--suite", self.suite]
+        return words + (speed if self.gate == "speed" else [])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This package runs the command.
+
+        Without bytecode files: Python takes one for fresh when size and second of its source agree, and two commits that
+        are checked out within a second can have both in common.
+        """
+        folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        return {
+            **os.environ,
+            "LC_ALL": "C",
+            "PYTHONPATH": os.pathsep.join(folders),
+            "FLASHMOE_CACHE_DIR": os.environ.get("FLASHMOE_CACHE_DIR") or str(self.reports / "cache"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def words(self) -> dict[str, str]:
+        """good, bad or skip for each commit that was judged, in the order of the search."""
+        path = self.reports / one_commit.WORDS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return {row["commit"]: row["word"] for row in map(json.loads, lines)}
 
 
-@dataclass(frozen=True)
-class Found:
-    """``first_bad`` is empty when git could not tell (too many commits were skipped)."""
-
-    first_bad: str
-    last_good: str
-    tried: tuple[tuple[str, str], ...]  # (commit, good | bad | skip) in the order of the search
-    log: str
-
-
-def git(folder: Path, *words: str, check: bool = True, environment: dict[str, str] | None = None) -> str:
-    """git's output. Raises ArgumentError with git's words when it refuses."""
+def git(folder: Path, *words: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
+    """git's output. Raises ArgumentError with git's message when it refuses."""
     done = subprocess.run(
         ["git", "-C", str(folder), *words],
         capture_output=True,
         text=True,
         check=False,
         timeout=TIME_LIMIT_SECONDS,
-        env={**os.environ, "LC_ALL": "C", **(environment or {})},
+        env=environment or {**os.environ, "LC_ALL": "C"},
     )
     if check and done.returncode != 0:
         msg = f"git {words[0]}: {(done.stderr or done.stdout).strip()}"
         raise ArgumentError(msg)
-    return done.stdout + (done.stderr if not check else "")
+    return done.stdout.strip()
 
 
-def commit(root: Path, name: str) -> str:
-    done = git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", check=False).strip()
-    if not done:
+def commit_named(root: Path, name: str) -> str:
+    found = git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", check=False)
+    if not found:
         msg = f"git knows no commit {name!r} here"
         raise ArgumentError(msg)
-    return done
+    return found
 
 
-def search(task: Search) -> Found:
-    """Runs the bisection in a temporary worktree, which is removed whatever happens."""
-    good, bad = commit(task.root, task.good), commit(task.root, task.bad)
-    if not git(task.root, "rev-list", "--ancestry-path", f"{good}..{bad}").split():
-        msg = f"{task.good} is no ancestor of {task.bad}: name the last good commit first, then a bad one after it"
+def search(task: Search) -> tuple[str, str]:
+    """(first bad commit, git's log of the search); the commit is empty when too many had to be skipped."""
+    if not git(task.root, "rev-list", "--ancestry-path", f"{task.good}..{task.bad}"):
+        msg = (
+            f"{task.good[:12]} is no ancestor of {task.bad[:12]}: name the last good commit first, then a later bad one"
+        )
         raise ArgumentError(msg)
     task.reports.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="flashmoe-bisect-") as scratch:
         worktree = Path(scratch) / "tree"
-        git(task.root, "worktree", "add", "--detach", str(worktree), bad)
+        git(task.root, "worktree", "add", "--detach", str(worktree), task.bad)
         try:
-            return _bisect(task, worktree, good, bad)
+            _check_ends(task, worktree)
+            git(worktree, "bisect", "start", task.bad, task.good)
+            output = git(worktree, "bisect", "run", *task.command, check=False, environment=task.environment)
+            found, ended, _ = output.partition("is the first bad commit")
+            return (found.split()[-1] if ended else ""), git(worktree, "bisect", "log", check=False)
         finally:
             git(worktree, "bisect", "reset", check=False)
             git(task.root, "worktree", "remove", "--force", str(worktree), check=False)
 
 
-def _bisect(task: Search, worktree: Path, good: str, bad: str) -> Found:
-    _check_ends(task, worktree, good, bad)
-    git(worktree, "bisect", "start", bad, good)
-    output = git(worktree, "bisect", "run", *step_command(task), check=False, environment=step_environment(task))
-    log = git(worktree, "bisect", "log", check=False)
-    first_bad = ""
-    if "is the first bad commit" in output:
-        first_bad = output.split("is the first bad commit")[0].split()[-1]
-    tried = tuple((name, word) for name, word in _results(task.reports) if name not in (good, bad))
-    last_good = commit(worktree, f"{first_bad}^") if first_bad else ""
-    return Found(first_bad, last_good, tried, log)
-
-
-def _check_ends(task: Search, worktree: Path, good: str, bad: str) -> None:
+def _check_ends(task: Search, worktree: Path) -> None:
     """Both ends are judged first: a search between ends that do not differ finds nothing but noise."""
-    for name, label, wanted in ((good, task.good, "good"), (bad, task.bad, "bad")):
-        git(worktree, "checkout", "--detach", name)
+    for commit, wanted in ((task.good, "good"), (task.bad, "bad")):
+        git(worktree, "checkout", "--detach", commit)
         subprocess.run(
-            step_command(task),
+            task.command,
             cwd=worktree,
-            env={**os.environ, **step_environment(task)},
+            env=task.environment,
             check=False,
             timeout=TIME_LIMIT_SECONDS,
             stdout=subprocess.DEVNULL,
         )
-        found = dict(_results(task.reports)).get(name, "nothing")
+        found = task.words().get(commit, "nothing")
         if found != wanted:
-            msg = (
-                f"{label} ({name[:12]}) was called {wanted}, but the gate says {found}: see {task.reports / name}.json"
-            )
+            msg = f"{commit[:12]} was called {wanted}, but the gate says {found}: see {task.reports / commit}.json"
             raise ArgumentError(msg)
 
 
-def step_command(task: Search) -> list[str]:
-    words = [
-        sys.executable,
-        "-m",
-        "flashmoe_build.gate.step",
-        "--rungs",
-        ",".join(task.rungs),
-        "--reports",
-        str(task.reports),
-    ]
-    words += ["--ladder", str(task.ladder.resolve())]
-    if task.gate == "speed":
-        words += ["--against", str(task.reports / f"{commit(task.root, task.good)}.baseline.json"), "--case", task.case]
-        words += ["--suite", task.suite, "--bad", str(task.reports / f"{commit(task.root, task.bad)}.baseline.json")]
-    return words
-
-
-def step_environment(task: Search) -> dict[str, str]:
-    """The driver's own package runs the step; the programs of the rungs come from the worktree.
-
-    Without bytecode files: Python takes one for fresh when size and second of its source agree, and two commits that are
-    checked out within a second can have both in common.
-    """
-    return {
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        "FLASHMOE_CACHE_DIR": os.environ.get("FLASHMOE_CACHE_DIR") or str(task.reports / "cache"),
-        "FLASHMOE_STEP_PATH": os.environ.get("PYTHONPATH", ""),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-
-
-def _results(reports: Path) -> list[tuple[str, str]]:
-    path = reports / "steps.jsonl"
-    if not path.is_file():
-        return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [(row["commit"], row["word"]) for row in rows]
-
-
-def report_of(task: Search, found: Found, started: str, seconds: float) -> Report:
-    tried = ", ".join(f"{name[:10]} {word}" for name, word in found.tried)
-    if found.first_bad:
-        subject = git(task.root, "log", "-1", "--format=%s", found.first_bad).strip()
-        check = Check(
-            "first bad commit",
-            Verdict.PASS,
-            f"{found.first_bad} {subject}",
-            why=f"{len(found.tried)} commits between {task.good} and {task.bad} were tried: {tried or 'none was needed'}",
-            next_step=f"git show {found.first_bad}",
-        )
+def report_of(task: Search, first_bad: str, log: str, started: str, seconds: float) -> Report:
+    tried = {name: word for name, word in task.words().items() if name not in (task.good, task.bad)}
+    listed = ", ".join(f"{name[:10]} {word}" for name, word in tried.items()) or "none was needed"
+    why = f"{len(tried)} commits in between were judged: {listed}"
+    last_good = commit_named(task.root, f"{first_bad}^") if first_bad else ""
+    if first_bad:
+        subject = git(task.root, "log", "-1", "--format=%s", first_bad)
+        step = f"git show {first_bad}"
+        check = Check("first bad commit", Verdict.PASS, f"{first_bad} {subject}", why=why, next_step=step)
     else:
-        check = Check("first bad commit", Verdict.FAIL, "not found: too many commits could not be judged", why=tried)
+        check = Check("first bad commit", Verdict.FAIL, "not found: too many commits could not be judged", why=why)
     data: dict[str, Any] = {
         "schema": "flashmoe.bisect/1",
         "gate": task.gate,
         "good": task.good,
         "bad": task.bad,
-        "first_bad": found.first_bad,
-        "last_good": found.last_good,
-        "tried": [{"commit": name, "word": word} for name, word in found.tried],
-        "log": found.log,
+        "first_bad": first_bad,
+        "last_good": last_good,
+        "tried": [{"commit": name, "word": word} for name, word in tried.items()],
+        "log": log,
         "neighbours": {
             name: json.loads((task.reports / f"{name}.json").read_text(encoding="utf-8"))
-            for name in (found.last_good, found.first_bad)
-            if name and (task.reports / f"{name}.json").is_file()
+            for name in (last_good, first_bad)
+            if (task.reports / f"{name}.json").is_file()
         },
     }
-    command = typed_command()
-    return Report("bisect", (check,), data, host_environment(), command, started, seconds)
+    return Report("bisect", (check,), data, host_environment(), typed_command(), started, seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("good", help="a commit that passes the gate")
-    parser.add_argument("bad", help="a later commit that does not")
-    parser.add_argument("--gate", default="correctness", help=f"{', '.join(GATES)}, or another rung of the ladder")
-    parser.add_argument("--case", default="", metavar="KEY", help="with --gate speed: the case that became slower")
-    parser.add_argument(
-        "--suite", default="cpu", metavar="NAME", help="with --gate speed: the suite that holds the case"
-    )
-    parser.add_argument("--ladder", type=Path, default=OWN_LADDER, metavar="FILE.toml")
-    parser.add_argument("--root", type=Path, default=Path(), metavar="DIR", help="the repository (default: here)")
-    parser.add_argument("--reports", type=Path, metavar="DIR", help="default: build/reports/bisect")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add = parser.add_argument
+    add("good", help="a commit that passes the gate")
+    add("bad", help="a later commit that does not")
+    add("--gate", default="correctness", help=f"{', '.join(one_commit.GATES)}, or another step of the gate")
+    add("--case", default="", metavar="KEY", help="with --gate speed: the case that became slower")
+    add("--suite", default="cpu", metavar="NAME", help="with --gate speed: the suite that holds the case")
+    add("--root", type=Path, default=Path(), metavar="DIR", help="the repository (default: here)")
+    add("--reports", type=Path, metavar="DIR", help="default: build/reports/bisect")
+    add("--json", type=Path, metavar="FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.gate == "speed" and not args.case:
-        msg = "--gate speed needs --case KEY: one case, so that a step takes seconds; a bench report names its cases"
+        msg = "--gate speed needs --case KEY: one case, so that a commit takes seconds; a bench report names its cases"
         raise ArgumentError(msg)
-    if args.gate != "speed":
-        select(read_ladder(args.ladder), [args.gate])
+    one_commit.steps_of(args.gate)
     root = args.root.resolve()
+    good, bad = commit_named(root, args.good), commit_named(root, args.bad)
     reports = (args.reports or root / "build" / "reports" / "bisect").resolve()
-    for old in (reports / "steps.jsonl", *reports.glob("*.baseline.json")):
+    for old in (reports / one_commit.WORDS, *reports.glob("*.baseline.json")):
         old.unlink(missing_ok=True)
-    task = Search(root, args.good, args.bad, args.gate, args.ladder, reports, args.case, args.suite)
+    task = Search(root, good, bad, args.gate, reports, args.case, args.suite)
     started, clock = utc_now(), time.monotonic()
     with stop_signals():
-        found = search(task)
-    report = report_of(task, found, started, time.monotonic() - clock)
+        first_bad, log = search(task)
+    report = report_of(task, first_bad, log, started, time.monotonic() - clock)
     write_report(args.json or reports / "bisect.json", report)
     for check in report.checks:
         print(f"{check.verdict} {check.name}: {check.found}\n{check.why}\n{check.next_step}".rstrip())
-    return int(report.exit_code if found.first_bad else ExitCode.FAILED)
+    return int(report.exit_code if first_bad else ExitCode.FAILED)

@@ -1,4 +1,4 @@
-"""``python -m flashmoe gate``: climb the ladder; one table and one report."""
+"""``nox -s gate``: runs the steps in order; one table and one report."""
 
 from __future__ import annotations
 
@@ -6,29 +6,23 @@ import argparse
 from pathlib import Path
 
 from flashmoe.errors import ArgumentError, ExitCode
-from flashmoe_build.gate.climb import Budget, Climb, find_places
 from flashmoe_build.gate.history import append_record, record_of
-from flashmoe_build.gate.ladder import OWN_LADDER, read_ladder, select
+from flashmoe_build.gate.pipeline import Pipeline, find_paths
+from flashmoe_build.gate.steps import select
 from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.interpreter import runnable
-from flashmoe_tools.report import Report, Verdict, typed_command, write_report
+from flashmoe_tools.report import Report, Verdict, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--budget-minutes", type=float, default=15.0, metavar="M", help="stop after this long (default: 15)"
-    )
-    parser.add_argument(
-        "--rate", type=float, default=0.0, metavar="PER_HOUR", help="what an hour of this machine costs"
-    )
-    parser.add_argument("--only", metavar="A,B", help="these rungs alone")
-    parser.add_argument("--ladder", type=Path, default=OWN_LADDER, metavar="FILE.toml", help="another ladder")
-    parser.add_argument(
-        "--root", type=Path, default=Path(), metavar="DIR", help="the checkout to look at (default: here)"
-    )
-    parser.add_argument("--library", type=Path, metavar="FILE.so", help="built elsewhere: the build rung is skipped")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/reports/gate.json")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="add the outcome to the history kept there")
+    add = parser.add_argument
+    add("--budget-minutes", type=float, default=15.0, metavar="M", help="stop after this long (default: 15)")
+    add("--rate", type=float, default=0.0, metavar="PER_HOUR", help="what an hour of this machine costs")
+    add("--only", metavar="A,B", help="these steps alone")
+    add("--root", type=Path, default=Path(), metavar="DIR", help="the checkout to look at (default: here)")
+    add("--library", type=Path, metavar="FILE.so", help="built elsewhere: the build step is skipped")
+    add("--json", type=Path, metavar="FILE", help="default: build/reports/gate.json")
+    add("--record", type=Path, metavar="FOLDER", help="add the outcome to the history in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,39 +30,30 @@ def run(args: argparse.Namespace) -> int:
         msg = f"--budget-minutes {args.budget_minutes:g} --rate {args.rate:g}: a positive time and a rate of at least 0"
         raise ArgumentError(msg)
     root = args.root.resolve()
-    ladder = read_ladder(args.ladder)
-    rungs = select(ladder, args.only.split(",") if args.only else ())
-    path = args.json or root / "build" / "reports" / "gate.json"
-    library = args.library.resolve() if args.library else None
-    places = find_places(root, library, None)
-    climb = Climb(
-        rungs,
-        places,
-        Budget(60.0 * args.budget_minutes, args.rate),
-        command=typed_command(),
-        ladder=ladder,
-    )
+    steps = select(args.only.split(",") if args.only else ())
+    paths = find_paths(root, args.library.resolve() if args.library else None)
+    pipeline = Pipeline(steps, paths, 60.0 * args.budget_minutes, args.rate)
     with stop_signals():
-        report = climb.run()
-    write_report(path, report)
+        report = pipeline.run()
+    write_report(args.json or root / "build" / "reports" / "gate.json", report)
     if args.record:
-        append_record(args.record, record_of(report, root, places.library))
+        append_record(args.record, record_of(report, root, paths.library))
     print(render(report))
-    return int(ExitCode.INTERRUPTED if climb.interrupted else report.exit_code)
+    return int(ExitCode.INTERRUPTED if pipeline.interrupted else report.exit_code)
 
 
 def render(report: Report) -> str:
-    """One line for each rung: verdict, time, cost, what its checks found; then where it ended and what to do."""
+    """One line per step: verdict, time, cost, what its checks found; then where it ended and what to do."""
     data = report.data
     priced = data["rate_per_hour"] > 0.0
-    width = max(len("stage"), *(len(row["name"]) for row in data["rungs"]))
+    width = max(len("stage"), *(len(row["name"]) for row in data["steps"]))
     lines = [f"{'stage':<{width}}  verdict  seconds{'     cost' if priced else ''}  checks"]
-    for row in data["rungs"]:
+    for row in data["steps"]:
         cost = f"  {row['cost']:7.4f}" if priced else ""
         lines.append(f"{row['name']:<{width}}  {row['verdict']:<7}  {row['seconds']:7.1f}{cost}  {row['found'][:160]}")
     total = f", cost {data['cost']:.4f}" if priced else ""
     lines.append(f"gate {report.verdict}: {report.seconds:.0f} of {data['budget_seconds']:.0f} s{total}")
-    missing = f" (without a PASS of {', '.join(data['unproven'])} nothing is)" if data["unproven"] else ""
+    missing = f" (nothing is without a PASS of {', '.join(data['unproven'])})" if data["unproven"] else ""
     lines.append(f"known good: {', '.join(data['known_good']) or 'nothing'}{missing}")
     lines += [f"not checked: {words}" for words in data["not_checked"]]
     for check in report.checks:

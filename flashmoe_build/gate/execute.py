@@ -1,4 +1,4 @@
-"""One program with a time limit; what its report says, or why there is none."""
+"""One program with a time limit: what its report says, or why there is none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TAIL = 600
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program: a verdict with words, and its report when there was one."""
+    """The verdict on a program with the reason, and its report if it wrote one."""
 
     verdict: Verdict
     found: str
@@ -96,7 +96,8 @@ def _run(
             raise
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - TAIL))
-        return code, output.read().decode(errors="replace").strip()
+        text = output.read().decode(errors="replace")
+        return code, text.partition(" ")[2].strip() if len(text) >= TAIL and " " in text else text.strip()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,6 @@
-"""``python -m flashmoe history``: what the gate found for each commit, and the last known good of each architecture.
+"""``nox -s history``: what the gate found for each commit, and the last known good of each architecture.
 
-One JSON line a climb in ``docs/results/history/<architecture>.jsonl``; ``gate --record`` appends, nothing rewrites.
+One JSON line per run of the gate in ``docs/results/history/<architecture>.jsonl``; ``gate --record`` appends, nothing rewrites.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ FOLDER = Path("docs") / "results" / "history"
 
 def record_of(report: Report, root: Path, library: Path | None = None) -> dict[str, Any]:
     """What a gate report leaves in the history. Outside of git the commit is the one that ``library`` was built from."""
-    decision = report.data.get("decision") or {}
     gpu = report.data.get("gpu")
     return {
         "schema": SCHEMA,
         "commit": commit_of(root) or (built_commit(library) if library else ""),
         "started": report.started,
         "architecture": "sm" + gpu["capability"].replace(".", "") if gpu else "cpu",
-        "device": gpu["name"] if gpu else decision.get("environment", {}).get("processor", ""),
+        "device": gpu["name"] if gpu else report.environment.get("processor", ""),
         "verdict": report.verdict.value,
         "stopped_at": report.data["stopped_at"],
         "known_good": report.data["known_good"],
@@ -36,7 +35,7 @@ def record_of(report: Report, root: Path, library: Path | None = None) -> dict[s
         "cost": round(report.data["cost"], 4),
         "ratios": {
             f"{row['subject']} / {row['baseline']}": round(row["geometric_mean"], 4)
-            for row in decision.get("aggregates", [])
+            for row in report.data["aggregates"]
         },
     }
 
@@ -83,7 +82,7 @@ def last_known_good(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] |
 
 
 def why_not_good(record: Mapping[str, Any]) -> str:
-    """Why this climb makes no commit known good; empty when it does."""
+    """Why this run makes no commit known good; empty when it does."""
     if record["verdict"] not in (Verdict.PASS.value, Verdict.WARN.value):
         return f"stopped at {record['stopped_at']}" if record["stopped_at"] else "failed"
     if not record["known_good"]:
@@ -120,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     history = read_history(args.folder)
     if not history:
-        print(f"no history in {args.folder}; `python -m flashmoe gate --record {args.folder}` begins one")
+        print(f"no history in {args.folder}; `./nox -s gate -- --record {args.folder}` begins one")
         return ExitCode.NOTHING_CHECKED
     print(render(history, args.last))
     return ExitCode.OK

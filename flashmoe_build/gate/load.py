@@ -1,13 +1,15 @@
-"""``python -m flashmoe_build.gate.load``: whether the extension loads, as a report. A process of its own: a crash stays in it."""
+"""``python -m flashmoe_build.gate.load``: whether the extension loads, and the GPU here, as a report.
+
+A process of its own, because a library that crashes takes its process with it.
+"""
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from flashmoe.errors import FlashmoeError
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.report import Check, Report, Verdict, host_environment, typed_command, utc_now, write_report
 
 
 def load_check() -> Check:
@@ -20,18 +22,13 @@ def load_check() -> Check:
 
         operator = torch.ops.flashmoe.flash_attention_forward.default
     except (FlashmoeError, AttributeError, OSError, RuntimeError) as error:
-        return Check(
-            "load",
-            Verdict.FAIL,
-            f"{type(error).__name__}: {error}",
-            "the operator",
-            next_step="python -m flashmoe doctor",
-        )
+        found = f"{type(error).__name__}: {error}"
+        return Check("load", Verdict.FAIL, found, "the operator", next_step="python -m flashmoe doctor")
     return Check("load", Verdict.PASS, f"{operator._schema} under torch {torch.__version__}")
 
 
 def gpu_facts() -> dict[str, str] | None:
-    """Name and capability of the GPU that torch uses: what this climb's outcome is about. None without one."""
+    """Name and compute capability of the GPU that torch uses; None without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -43,14 +40,11 @@ def gpu_facts() -> dict[str, str] | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    arguments = parser.parse_args()
-    started, clock = utc_now(), time.monotonic()
+    path, started = parser.parse_args().json, utc_now()
     check = load_check()
     data = {"gpu": gpu_facts()} if check.verdict is Verdict.PASS else {}
-    report = Report(
-        "load", (check,), data, host_environment(), ("flashmoe_build.gate.load",), started, time.monotonic() - clock
-    )
-    write_report(arguments.json, report)
+    report = Report("load", (check,), data, host_environment(), typed_command("flashmoe_build.gate.load"), started)
+    write_report(path, report)
     print(f"{check.verdict} {check.found}")
     return int(report.exit_code)
 

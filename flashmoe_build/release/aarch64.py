@@ -13,16 +13,14 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.errors import BuildError
 from flashmoe_build.containers.base import bootstrap
-from flashmoe_build.containers.engine import OutOfReachError
 from flashmoe_build.environments.environment import Interpreter, find_python, install_wheel, prepare
+from flashmoe_build.program import ROOT, OutOfReachError, ending
 
-ROOT = Path(__file__).resolve().parents[2]
 MACHINE = "aarch64"
 FOLDER = ROOT / "build" / MACHINE
 PYTHON = (3, 11)  # what the base's distribution has
@@ -99,14 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="a third of it, eleven minutes of an idle core under emulation"
     )
     options, rest = parser.parse_known_args(arguments)
-    try:
-        return test([*rest, *(str(ROOT / name) for name in QUICK if options.quick)])
-    except OutOfReachError as error:
-        print(f"no test ran: {error}", file=sys.stderr)
-        return ExitCode.NOTHING_CHECKED
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
+    files = [*rest, *(str(ROOT / name) for name in QUICK if options.quick)]
+    return ending(lambda: test(files), "no test ran")
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from flashmoe.errors import ExitCode, FlashmoeError, LockError
+from flashmoe.errors import LockError
 from flashmoe_build.environments.environment import find_uv, probe_python, python_candidates
+from flashmoe_build.program import ROOT, Stopwatch, ending, finish
 from flashmoe_tools.progress import Progress
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.report import Check, Report, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 FLOOR = Version("2.10")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TOOLS = ("pytest", "pytest-timeout", "pytest-cov", "hypothesis", "numpy")
@@ -255,7 +255,7 @@ def compat(
     wheel: Path, scratch: Path, *, quick: bool, full: bool, only: Sequence[str], transformers: Sequence[str] = ()
 ) -> Report:
     """Runs the cells in order; the lowest and newest torch run the whole operator suite, the others its core."""
-    started, clock = utc_now(), time.monotonic()
+    clock = Stopwatch()
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()  # now: a build beside this takes the file away
     versions, below = discover()
     chosen = [version for version in versions if version in only] if only else versions
@@ -284,16 +284,11 @@ def compat(
         print(f"{cells[-1].verdict} torch {below}: {cells[-1].found}", flush=True)
     shutil.rmtree(scratch, ignore_errors=True)
     checks = tuple(Check(cell.label, cell.verdict, cell.found) for cell in cells)
-    data = {
-        "wheel": wheel.name,
-        "wheel_sha256": digest,
-        "threads": THREADS,
-        "cells": [asdict(cell) for cell in cells],
-    }
-    command = tuple(
-        Path(word).name if word.endswith(".whl") else word for word in sys.argv[1:]
-    )  # no path of this machine
-    return Report("compat", checks, data, host_environment(), command, started, round(time.monotonic() - clock, 1))
+    data = {"wheel": wheel.name, "wheel_sha256": digest, "threads": THREADS, "cells": [asdict(cell) for cell in cells]}
+    report = clock.report("compat", checks, data)
+    tried = sum(check.verdict is not Verdict.SKIP for check in checks)
+    print(f"compat {report.verdict}: {tried} environments, wheel sha256 {digest}")
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,22 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="this version only, under the lowest torch (may be repeated)",
     )
     options = parser.parse_args(arguments)
-    try:
-        report = compat(
-            options.wheel.resolve(),
-            ROOT / "build" / "compat",
-            quick=options.quick,
-            full=options.full,
-            only=options.torch,
-            transformers=options.transformers,
-        )
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    write_report(ROOT / "build" / "reports" / "compat.json", report)
-    tried = [check for check in report.checks if check.verdict is not Verdict.SKIP]
-    print(f"compat {report.verdict}: {len(tried)} environments, wheel sha256 {report.data['wheel_sha256']}")
-    return report.exit_code
+    given = options.wheel.resolve()
+    kinds = {"quick": options.quick, "full": options.full, "only": options.torch, "transformers": options.transformers}
+    return ending(lambda: finish(compat(given, ROOT / "build" / "compat", **kinds)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -24,7 +23,8 @@ from typing import Any
 from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import BuildError
 from flashmoe_build.links import ROOT, repository
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_build.program import Stopwatch, ending
+from flashmoe_tools.report import Check, Verdict, write_report
 
 OUT = ROOT / "build" / "hub"
 NAME = "flashmoe"
@@ -179,7 +179,7 @@ def check_load(out: Path, backend: str) -> Check:
         return Check(name, Verdict.PASS, done.stdout.strip(), expected)
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return Check(
-        name, Verdict.FAIL, last, expected, "nobody could use it from the Hub", "the same by hand, in build/hub"
+        name, Verdict.FAIL, last, expected, "no user could load it from the Hub", "the same by hand, in build/hub"
     )
 
 
@@ -194,21 +194,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    started, clock = utc_now(), time.monotonic()
+    return ending(lambda: lay_out(options.wheel, options.out, options.json))
+
+
+def lay_out(wheel: Path, out: Path, path: Path | None) -> int:
+    """Write the repository, check it, and write the report to ``path``."""
+    clock = Stopwatch()
     try:
-        folders = write(options.wheel, options.out)
-    except (BuildError, OSError, zipfile.BadZipFile) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    checks = check(options.out, folders)
-    for one in checks:
+        folders = write(wheel, out)
+    except (OSError, zipfile.BadZipFile) as error:
+        msg = f"{wheel.name} cannot be laid out: {error}"
+        raise BuildError(msg) from error
+    report = clock.report("hub", check(out, folders), {"wheel": wheel.name})
+    for one in report.checks:
         print(f"{one.verdict!s:4}  {one.name}: {one.found}")
-    seconds = round(time.monotonic() - clock, 1)
-    report = Report("hub", checks, {"wheel": options.wheel.name}, host_environment(), ("hub",), started, seconds)
-    if options.json:
-        write_report(options.json, report)
-    print(f"{options.out}: {len(folders)} variants, {report.verdict}")
-    return int(report.exit_code)
+    if path:
+        write_report(path, report)
+    print(f"{out}: {len(folders)} variants, {report.verdict}")
+    return report.exit_code
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ another user builds the wheel's commit in another path, under another file syste
 
 - ``trixie``, another distribution with another g++. Device code is compiled from nothing. What cannot depend on the host's
   compiler (every device binary, every file but the library and what states its hash) must have the same bytes.
-- ``bookworm``, the versions of docker/base-packages.txt, whose g++ is the one that releases are built with. The whole wheel must
+- ``bookworm``, the versions of lockfiles/debian-bookworm.pins, whose g++ is the one that releases are built with. The whole wheel must
   have the same bytes. Device code comes from the first system's cache.
 
 From this machine come the locked packages, checked by hash when they were installed, and the Python that runs them (the lock has none
@@ -19,22 +19,22 @@ import os
 import platform
 import pwd
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flashmoe._version import WHEEL_PREFIX
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
-from flashmoe_build.containers.base import PINS, bootstrap, differences, installed, parse_pins
-from flashmoe_build.containers.engine import OutOfReachError, run
-from flashmoe_build.release.reproduce import OTHER_USER, ROOT, World, check_out
+from flashmoe.errors import BuildError
+from flashmoe_build.containers.base import bootstrap, installed, require_pinned
+from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, finish, run
 from flashmoe_build.release.version import base_version, find_commit
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe_tools.verify.content import LIBRARY, RECORD, Content, read_wheel
+from flashmoe_build.release.worlds import OTHER_USER, World, check_out
+from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.verify.content import Content, read_wheel
+from flashmoe_tools.verify.rebuild import compare
 from flashmoe_tools.versions import version_of
 
 OTHER_SUITE, PINNED_SUITE = "trixie", "bookworm"
@@ -73,11 +73,8 @@ def prepare(suite: str, folder: Path) -> dict[str, str]:
         shutil.rmtree(folder, ignore_errors=True)
         bootstrap(folder, suite=suite)
     packages = installed(folder)
-    changed = differences(parse_pins(PINS.read_text(encoding="utf-8")), packages) if suite == PINNED_SUITE else []
-    if changed:
-        listed = "\n  ".join(changed)
-        msg = f"the archive has other versions than docker/base-packages.txt:\n  {listed}\nreview them, then run `nox -s base_image -- --update`"
-        raise BuildError(msg)
+    if suite == PINNED_SUITE:
+        require_pinned(packages)
     return packages
 
 
@@ -110,46 +107,16 @@ def build_in(suite: str, system: Path, targets: str, jobs: int, cache: Path | No
     return wheel
 
 
-def host_part(names: Mapping[str, str]) -> set[str]:
-    """Members that depend on the host's compiler: the library, and what states its hash."""
-    return {LIBRARY, RECORD} | {name for name in names if name.endswith((".dist-info/RECORD", ".cdx.json"))}
-
-
 def judge(suite: str, given: Content, rebuilt: Content) -> list[Check]:
-    """What must be the same is; and whether the host part is."""
-    names = {**given.members, **rebuilt.members}
-    differing = sorted(name for name in names if given.members.get(name) != rebuilt.members.get(name))
-    apart = [
-        label
-        for label in sorted({*given.cubins, *rebuilt.cubins})
-        if given.cubins.get(label) != rebuilt.cubins.get(label)
-    ]
-    others = sorted(set(differing) - host_part(names))
-    count = len(names) - len(host_part(names))
-    checks = [
-        _verdict(f"{suite}: device binaries", apart, f"{len(given.cubins)} of {len(given.cubins)} have the same bytes"),
-        _verdict(f"{suite}: files", others, f"{count} of {count} have the same bytes"),
-        _verdict(
-            f"{suite}: provenance", _stated_apart(given, rebuilt), "the same but for the host compiler and its library"
-        ),
-    ]
-    name, theirs, ours = f"{suite}: host part", given.stated.cxx, rebuilt.stated.cxx
-    if given.sha256 == rebuilt.sha256:
-        return [*checks, Check(name, Verdict.PASS, f"the whole wheel, byte for byte, by {ours}: sha256 {given.sha256}")]
-    found = f"{', '.join(differing) or 'the archive around its members'}: compiled by {ours}, the wheel by {theirs}"
-    if ours != theirs and differing:
-        return [*checks, Check(name, Verdict.SKIP, found, "the same compiler; the other system judges this part")]
-    step = "unpack both wheels and run diffoscope on them (-- --keep DIR)"
-    return [*checks, Check(name, Verdict.FAIL, found, "the same bytes by the same compiler", next_step=step)]
-
-
-def _verdict(name: str, wrong: list[str], right: str) -> Check:
-    if wrong:
-        shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-        return Check(
-            name, Verdict.FAIL, f"differs: {shown}", right, next_step="run diffoscope on both wheels (-- --keep DIR)"
-        )
-    return Check(name, Verdict.PASS, right)
+    """`verify --rebuild`'s comparison. Where another host compiler explains all that differs, the other system judges that part."""
+    apart = _stated_apart(given, rebuilt)
+    same = "the same but for the host compiler and its library"
+    stated = Check(
+        "provenance", Verdict.FAIL if apart else Verdict.PASS, f"differs: {', '.join(apart)}" if apart else same, same
+    )
+    checks = [*compare(given, rebuilt), stated]
+    skipped = [replace(one, verdict=Verdict.SKIP) if one.verdict is Verdict.UNPROVED else one for one in checks]
+    return [replace(one, name=f"{suite}: {one.name}") for one in skipped]
 
 
 def _stated_apart(given: Content, rebuilt: Content) -> list[str]:
@@ -164,7 +131,7 @@ def _stated_apart(given: Content, rebuilt: Content) -> list[str]:
 
 def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | None) -> Report:
     """Build the wheel's commit in both systems and judge each."""
-    started, clock = utc_now(), time.monotonic()
+    clock = Stopwatch()
     given, commit = read_wheel(wheel, scratch / "given"), find_commit(ROOT)
     if given.stated.dirty or given.stated.commit != commit.commit or given.machine != platform.machine():
         found = f"{given.stated.commit[:12]}{' with changes' * given.stated.dirty} for {given.machine}"
@@ -201,8 +168,7 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
                 next_step=step,
             )
         )
-    spent = round(time.monotonic() - clock, 1)
-    return Report("independent", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, spent)
+    return clock.report("independent", checks, data)
 
 
 def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
@@ -222,27 +188,22 @@ def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
 
 
 def main(wheel: Path | None, archs: str, jobs: int, bases: Path | None, keep: Path | None) -> int:
-    try:
-        python_folder()  # before anything is built
-        chosen = wheel or wheel_of_head(ROOT / "dist", archs, jobs)
-        with tempfile.TemporaryDirectory(prefix="flashmoe-independent-") as temporary:
-            scratch = Path(temporary)
-            scratch.chmod(0o755)
-            systems = (bases or scratch / "systems").resolve()
-            systems.mkdir(parents=True, exist_ok=True)
-            report = rebuild(chosen, jobs, systems, scratch, keep)
-    except OutOfReachError as error:
-        print(f"nothing was rebuilt: {error}", file=sys.stderr)
-        return ExitCode.NOTHING_CHECKED
-    except (FlashmoeError, subprocess.SubprocessError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    write_report(ROOT / "build" / "reports" / "independent.json", report)
+    return ending(lambda: _rebuild_and_show(wheel, archs, jobs, bases, keep), "nothing was rebuilt")
+
+
+def _rebuild_and_show(wheel: Path | None, archs: str, jobs: int, bases: Path | None, keep: Path | None) -> int:
+    python_folder()  # before anything is built
+    chosen = wheel or wheel_of_head(ROOT / "dist", archs, jobs)
+    with tempfile.TemporaryDirectory(prefix="flashmoe-independent-") as temporary:
+        scratch = Path(temporary)
+        scratch.chmod(0o755)
+        systems = (bases or scratch / "systems").resolve()
+        systems.mkdir(parents=True, exist_ok=True)
+        report = rebuild(chosen, jobs, systems, scratch, keep)
     for check in report.checks:
         print(f"{check.verdict} {check.name}: {check.found}")
         if check.next_step:
             print(f"     next: {check.next_step}")
-    print(
-        f"independent {report.verdict}: {chosen.name}, host part by {report.data['host_compiler']}, {report.seconds:.0f} s"
-    )
-    return report.exit_code
+    host = f"host part by {report.data['host_compiler']}"
+    print(f"independent {report.verdict}: {chosen.name}, {host}, {report.seconds:.0f} s")
+    return finish(report)

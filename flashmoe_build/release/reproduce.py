@@ -23,31 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.errors import ExitCode
 from flashmoe_build.compile.archs import VARIABLES
+from flashmoe_build.program import ROOT, Stopwatch, ending, finish, run
+from flashmoe_build.release import independent
 from flashmoe_build.release.version import find_commit
+from flashmoe_build.release.worlds import OTHER_USER, World, check_out
 from flashmoe_tools.bench.stopping import stop_signals
-from flashmoe_tools.progress import Progress
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
+from flashmoe_tools.report import Check, Report, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 3600  # seconds of one build
-OTHER_USER = "nobody"
 INTERRUPTED = "interrupted"
 MEMORY_NEEDED = 1e9  # bytes of a build folder with every target, and room
-
-
-@dataclass(frozen=True)
-class World:
-    """The conditions of one build."""
-
-    name: str
-    folder: Path
-    umask: int
-    variables: Mapping[str, str]
-    reverse: bool = False  # files are created in reverse order, with other times
-    prefix: tuple[str, ...] = ()  # wraps the build command
-    user: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,51 +95,21 @@ def plan(jobs: int, machine: Machine, scratch: Path, strange: Path) -> tuple[tup
     return (first, second, World("cached", scratch / "cached one", 0o077, cached, reverse=True)), checks
 
 
-def check_out(world: World, root: Path) -> None:
-    """A clone of HEAD with this world's file order and times."""
-    folder = world.folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    clone = ["git", "-c", "safe.directory=*", "clone", "-q", "--no-hardlinks", "--no-checkout", str(root), str(folder)]
-    _run(clone, cwd=folder.parent)
-    listed = _run(["git", "ls-tree", "-rz", "--name-only", "HEAD"], cwd=folder)
-    ordered = sorted(filter(None, listed.split("\0")), reverse=world.reverse)
-    for start in range(0, len(ordered), 50):
-        _run(["git", "checkout", "-q", "HEAD", "--", *ordered[start : start + 50]], cwd=folder)
-    if world.reverse:
-        for name in ordered:
-            os.utime(folder / name, (1_500_000_000, 1_500_000_000), follow_symlinks=False)
-        _run(["git", "update-index", "-q", "--refresh"], cwd=folder)
-    if world.user:
-        account = pwd.getpwnam(world.user)
-        for path in (folder, *folder.rglob("*")):
-            os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
-
-
 def build_in(world: World, archs: str) -> Path:
     """The wheel that this world builds."""
     dropped = {*VARIABLES, "SOURCE_DATE_EPOCH", "FLASHMOE_CACHE_DIR"}
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     own = {"FLASHMOE_ARCHS": archs, "HOME": str(world.folder), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [*world.prefix, sys.executable, "-m", "flashmoe_build"]
-    lines: list[str] = []
-    with (
-        Progress(f"world {world.name}") as progress,
-        subprocess.Popen(
-            command, cwd=world.folder, env={**kept, **own, **world.variables}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=world.umask,
-        ) as process,
-    ):  # fmt: skip
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                lines.append(line)
-                progress.note(line.strip())
-        except KeyboardInterrupt:
-            process.terminate()
-            raise
-    if process.returncode != 0:
-        msg = f"world {world.name}: the build failed with exit status {process.returncode}:\n{''.join(lines[-20:])}"
-        raise BuildError(msg)
+    variables = {**kept, **own, **world.variables}
+    run(
+        command,
+        f"world {world.name}",
+        time_limit=TIME_LIMIT,
+        cwd=world.folder,
+        environment=variables,
+        umask=world.umask,
+    )
     (wheel,) = (world.folder / "dist").glob("*.whl")
     return wheel
 
@@ -191,18 +148,9 @@ def _explain(left: Path, right: Path) -> str:
     return done.stdout[:4000]
 
 
-def _run(command: Sequence[str], cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
-    if done.returncode != 0:
-        msg = f"{' '.join(command[:3])}: {done.stderr.strip()[-1000:]}"
-        raise BuildError(msg)
-    return done.stdout
-
-
 def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: Path | None = None) -> Report:
     """Build in every world and compare each with the first. Ctrl-C leaves what was compared until then."""
-    started, clock = utc_now(), time.monotonic()
-    commit, machine = find_commit(root), look_around()
+    clock, commit, machine = Stopwatch(), find_commit(root), look_around()
     scratch.chmod(0o755)
     strange = Path(tempfile.mkdtemp(prefix="flashmoe-reproduce-", dir=machine.memory_folder or scratch))
     strange.chmod(0o755)
@@ -236,8 +184,7 @@ def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: 
             checks.append(Check(INTERRUPTED, Verdict.FAIL, built, "all of them, compared with the first"))
     finally:
         shutil.rmtree(strange, ignore_errors=True)
-    spent = round(time.monotonic() - clock, 1)
-    return Report("reproduce", tuple(checks), data, host_environment(), tuple(sys.argv[1:]), started, spent)
+    return clock.report("reproduce", checks, data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -262,26 +209,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--wheel and --bases go with --independent")
     archs = options.archs or "all"
     if options.independent:
-        from flashmoe_build.release import independent
-
         return independent.main(options.wheel, archs, options.jobs, options.bases, options.keep)
-    try:
+
+    def build_and_compare() -> int:
         with stop_signals(), tempfile.TemporaryDirectory(prefix="flashmoe-reproduce-") as scratch:
             report = reproduce(archs, options.jobs, Path(scratch), keep=options.keep)
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    write_report(ROOT / "build" / "reports" / "reproduce.json", report)
+        finish(report)
+        show(report)
+        interrupted = any(check.name == INTERRUPTED for check in report.checks)
+        return ExitCode.INTERRUPTED if interrupted else report.exit_code
+
+    return ending(build_and_compare)
+
+
+def show(report: Report) -> None:
+    """What differs, what could not be varied, and one line over all."""
     for check in report.checks:
         if check.verdict is not Verdict.PASS or not check.name.startswith("same bytes"):
             print(f"{check.verdict} {check.name} {check.found}".rstrip())
     for pair, text in report.data["explanations"].items():
         print(f"{pair}:\n{text}")
     same = sum(check.name.startswith("same bytes") and check.verdict is Verdict.PASS for check in report.checks)
-    print(
-        f"reproduce {report.verdict}: {same} comparisons of files and device binaries identical, {report.seconds:.0f} s"
-    )
-    return ExitCode.INTERRUPTED if any(check.name == INTERRUPTED for check in report.checks) else report.exit_code
+    found = f"{same} comparisons of files and device binaries identical"
+    print(f"reproduce {report.verdict}: {found}, {report.seconds:.0f} s")
 
 
 if __name__ == "__main__":

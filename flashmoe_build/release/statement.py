@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.errors import BuildError, ExitCode
 from flashmoe_build.compile.toolchain import PLATFORMS
 from flashmoe_build.environments.lock import Pin, read_lock
+from flashmoe_build.program import ROOT, ending
 from flashmoe_tools.report import write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 NAME = "provenance.intoto.json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"  # names that the formats fix; nothing is fetched from them
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
@@ -108,15 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of what is published (default: dist)")
     options = parser.parse_args(arguments)
-    try:
+
+    def write() -> int:
         print(f"statement  {write_statement(options.dist, ROOT / 'build').name}")
         for other in PLATFORMS:  # what was built for another machine has a record of its own
             if any((options.dist / other).glob("*.whl")):
                 print(f"statement  {other}/{write_statement(options.dist / other, ROOT / 'build' / other).name}")
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    return ExitCode.OK
+        return ExitCode.OK
+
+    return ending(write)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flashmoe.errors import BuildError, ExitCode, FlashmoeError
+from flashmoe.errors import BuildError, ExitCode
+from flashmoe_build.program import ROOT, ending
 from flashmoe_tools.versions import release_tag, stated_version, version_of
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMIT_FILE = "COMMIT.json"  # in an sdist, which has no repository
 UNKNOWN_EPOCH = 315532800  # 1980-01-01, the earliest time that a zip can hold
 VERSION_FILE = Path("flashmoe") / "_version.py"
@@ -104,12 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tag", help="the release's tag: exit 1 unless it is the version")
     options = parser.parse_args(arguments)
-    try:
+
+    def show() -> int:
         print(check_release(options.tag) if options.tag else project_version())
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    return ExitCode.OK
+        return ExitCode.OK
+
+    return ending(show)
 
 
 if __name__ == "__main__":

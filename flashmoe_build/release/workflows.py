@@ -1,11 +1,10 @@
-"""CI's jobs for GPUs, generated from csrc/tables/arch.toml, and the verdict over all of CI's jobs.
+"""The verdict over all of CI's jobs, for its one required job, and the check that it covers every job.
 
-    nox -s workflows                  # write the generated jobs into .github/workflows (-- --check: compare only)
-    nox -s ci_summary                 # the one required job: reads the results of all others from NEEDS
+    nox -s ci_summary                 # reads the results of the other jobs from NEEDS
+    nox -s workflows                  # every job of ci.yml is among those that the summary waits for
 
-One job per GPU architecture, on a runner labelled with its name. The repository variable GPU_RUNNERS, a JSON list such as
-["sm80", "sm90"], says which architectures have a runner: the job of any other is skipped by the platform, shown as skipped
-and listed here as NOT RUN. A job that did nothing never counts as passed.
+The repository variable GPU_RUNNERS, a JSON list such as ["sm80", "sm90"], says which GPU architectures have a runner labelled
+with their name. Those without one are listed as NOT RUN: a job that did nothing never counts as passed.
 """
 
 from __future__ import annotations
@@ -13,104 +12,42 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flashmoe.errors import ExitCode, FlashmoeError, ReportError
-from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now, write_report
-from flashmoe_tools.tables import Gpu, load_tables
+from flashmoe.errors import ExitCode, ReportError
+from flashmoe_build.program import ROOT, Stopwatch, ending, finish
+from flashmoe_tools.report import Check, Report, Verdict
+from flashmoe_tools.tables import load_tables
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / ".github" / "workflows"
-BEGIN = "  # generated from csrc/tables/arch.toml by `nox -s workflows`: begin\n"
-END = "  # generated: end\n"
-GPU_PREFIX = "gpu-"
+CI = ROOT / ".github" / "workflows" / "ci.yml"
+GPU = "gpu"
+PUSHED = "push-image"  # on pushes only: nothing else may write to the registry, and GPUs test what was pushed
 # Jobs of ci.yml that must have succeeded; those of GPUs may be skipped.
 REQUIRED = ("lint", "build", "test", "reproduce", "compat", "image")
-PUSHED = "push-image"  # on pushes only: nothing else may write to the registry, and GPUs test what was pushed
-
-GPU_JOB = """\
-  gpu-{name}:
-    name: {name} ({products})
-    if: github.event_name == 'push' && contains(fromJSON(vars.GPU_RUNNERS || '[]'), '{name}')
-    needs: push-image
-    permissions:
-      contents: read
-      packages: read
-    uses: ./.github/workflows/gpu.yml
-    with:
-      gpu: {name}
-      image: ${{{{ needs.push-image.outputs.reference }}}}
-"""
-RATCHET_JOB = """\
-  gpu-{name}:
-    name: ratchet {name} ({products})
-    if: contains(fromJSON(vars.GPU_RUNNERS || '[]'), '{name}')
-    permissions:
-      contents: read
-    uses: ./.github/workflows/ratchet.yml
-    with:
-      gpu: {name}
-"""
-SUMMARY_JOB = """\
-  ci:
-    name: ci
-    if: always()
-    needs: [{needs}]
-    permissions:
-      contents: read
-    runs-on: ubuntu-24.04
-    timeout-minutes: 10
-    steps:
-      - uses: {checkout}
-        with:
-          persist-credentials: false
-      - run: ./nox -s ci_summary
-        env:
-          NEEDS: ${{{{ toJSON(needs) }}}}
-"""
-CHECKOUT = "actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd # v6.0.2"
+SUMMARY = "ci"
 
 
-def generated(name: str, gpus: Sequence[Gpu]) -> str:
-    """The generated part of one workflow."""
-    template = GPU_JOB if name == "ci.yml" else RATCHET_JOB
-    jobs = [template.format(name=gpu.name, products=gpu.products) for gpu in gpus]
-    if name == "ci.yml":
-        needs = ", ".join([*REQUIRED, PUSHED, *(GPU_PREFIX + gpu.name for gpu in gpus)])
-        jobs.append(SUMMARY_JOB.format(needs=needs, checkout=CHECKOUT))
-    return "\n".join(jobs)
-
-
-def renewed(name: str, text: str, gpus: Sequence[Gpu]) -> str:
-    """A workflow's text with its generated part replaced. Raises ReportError if the markers are missing."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        msg = f"{name} must hold the lines {BEGIN.strip()!r} and {END.strip()!r} once each"
-        raise ReportError(msg)
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + generated(name, gpus) + END + rest.split(END)[1]
-
-
-def judge(needs: Mapping[str, Mapping[str, object]]) -> Report:
-    """The verdict over a workflow's jobs, from the platform's `needs` context."""
+def judge(needs: Mapping[str, Mapping[str, object]], runners: Sequence[str] = ()) -> Report:
+    """The verdict over a workflow's jobs, from the platform's `needs` context. ``runners``: architectures that have one."""
     checks = []
     for job, state in needs.items():
         result = str(state.get("result"))
         if result == "success":
             checks.append(Check(job, Verdict.PASS, result))
-        elif result == "skipped" and job == PUSHED:
-            checks.append(Check(job, Verdict.SKIP, "NOT RUN: only a push to main pushes the image"))
-        elif result == "skipped" and job.startswith(GPU_PREFIX):
-            found = "NOT RUN: no runner for this architecture (GPU_RUNNERS), or no push to main"
-            checks.append(
-                Check(job, Verdict.SKIP, found, next_step="label a self-hosted runner and add it to GPU_RUNNERS")
-            )
+        elif result == "skipped" and job in (PUSHED, GPU):
+            found = "NOT RUN: only a push to main pushes the image and tests it on GPUs, and only those of GPU_RUNNERS"
+            checks.append(Check(job, Verdict.SKIP, found))
         else:
             checks.append(Check(job, Verdict.FAIL, result, "success"))
+    step = "label a self-hosted runner and add it to GPU_RUNNERS"
+    lacking = [gpu.name for gpu in load_tables(ROOT / "csrc").gpus if gpu.name not in runners]
+    checks += [Check(f"{GPU} {name}", Verdict.SKIP, "NOT RUN: no runner", next_step=step) for name in lacking]
     missing = [job for job in REQUIRED if job not in needs]
     checks += [Check(job, Verdict.FAIL, "not among the jobs", "success") for job in missing]
-    return Report("ci", tuple(checks), {}, host_environment(), ("ci_summary",), utc_now())
+    return Stopwatch().report("ci", checks)
 
 
 def markdown(report: Report) -> str:
@@ -121,48 +58,44 @@ def markdown(report: Report) -> str:
 def summary(environment: Mapping[str, str]) -> int:
     """Print and record the verdict; the table also goes to the platform's summary page."""
     try:
-        needs = json.loads(environment.get("NEEDS", ""))
+        needs, runners = json.loads(environment.get("NEEDS", "")), json.loads(environment.get("GPU_RUNNERS") or "[]")
     except ValueError as error:
-        msg = "NEEDS must hold the results of CI's jobs as JSON; this session is for CI's last job"
+        msg = "NEEDS must hold the results of CI's jobs as JSON, GPU_RUNNERS a list; this session is for CI's last job"
         raise ReportError(msg) from error
-    report = judge(needs)
-    write_report(ROOT / "build" / "reports" / "ci.json", report)
+    report = judge(needs, runners)
+    code = finish(report)
     print(markdown(report))
     if environment.get("GITHUB_STEP_SUMMARY"):
         with Path(environment["GITHUB_STEP_SUMMARY"]).open("a", encoding="utf-8") as stream:
             stream.write(markdown(report))
-    return report.exit_code
+    return code
 
 
-def update(folder: Path, *, check: bool) -> int:
-    """Write the generated parts, or compare them."""
-    gpus = tuple(load_tables(ROOT / "csrc").gpus)
-    stale = []
-    for name in ("ci.yml", "nightly.yml"):
-        path = folder / name
-        text = path.read_text(encoding="utf-8")
-        new = renewed(name, text, gpus)
-        if new != text:
-            stale.append(name)
-            if not check:
-                path.write_text(new, encoding="utf-8")
-    if stale and check:
-        print(f"{', '.join(stale)}: does not match csrc/tables/arch.toml; run `nox -s workflows`", file=sys.stderr)
+def jobs_of(text: str) -> dict[str, str]:
+    """{job: its text} of a workflow; jobs are the keys that are indented by two below ``jobs:``."""
+    body = text.split("\njobs:\n", 1)[1]
+    parts = re.split(r"^  ([a-z][\w-]*):.*\n", body, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def check(text: str) -> int:
+    """Whether the summary waits for every other job of ci.yml."""
+    jobs = jobs_of(text)
+    waits = re.search(r"needs: \[(.*)\]", jobs.pop(SUMMARY, ""))
+    left = set(jobs) ^ set(waits[1].split(", ") if waits else ())
+    if left:
+        print(f"ci.yml: job {SUMMARY} must need every job and no other: {', '.join(sorted(left))}", file=sys.stderr)
         return ExitCode.FAILED
-    print(f"wrote {', '.join(stale)}" if stale else "the workflows match csrc/tables/arch.toml")
+    print(f"ci.yml: job {SUMMARY} needs all of {len(jobs)} jobs")
     return ExitCode.OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashmoe_build.release.workflows", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="the default: look at ci.yml")
     parser.add_argument("--summary", action="store_true", help="judge the jobs in NEEDS")
     options = parser.parse_args(arguments)
-    try:
-        return summary(os.environ) if options.summary else update(FOLDER, check=options.check)
-    except FlashmoeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.FAILED
+    return ending(lambda: summary(os.environ) if options.summary else check(CI.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

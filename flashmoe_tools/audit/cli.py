@@ -26,11 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="the torch whose shims may be used (ours: 2.10.0; foreign: the installed one)",
     )
-    parser.add_argument(
-        "--no-load",
-        action="store_true",
-        help="do not ask this machine's loader (which maps and relocates a library in a sandbox, and runs none of it)",
-    )
+    parser.add_argument("--no-load", action="store_true", help=argparse.SUPPRESS)  # once needed; nothing is loaded
     parser.add_argument("--foreign", action="store_true", help="judge it as a foreign extension, even if it is ours")
     parser.add_argument("--objects", type=Path, metavar="DIR", help="object files to search for duplicate definitions")
     parser.add_argument(
@@ -69,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         msg = f"--torch-version {args.torch_version!r} is not a version; write it as 2.10.0"
         raise ArgumentError(msg)
     targets = given_targets(args.targets)
-    options = Options(args.torch_version, args.foreign, args.objects, args.source, targets, load=not args.no_load)
+    options = Options(args.torch_version, args.foreign, args.objects, args.source, targets)
     with Progress(f"audit of {printable(args.path.name)}", quiet_for=QUIET_S):
         found = audit(args.path, options)
     report = replace(found, command=tuple(Path(word).name for word in sys.argv))

@@ -1,7 +1,4 @@
-"""The audit itself: a path in, one report out. Nothing of what is under audit is imported or executed.
-
-With ``Options.load`` the last rung maps each library in a child that may only read (loader.py); no code of it runs.
-"""
+"""The audit itself: a path in, one report out. Nothing of what is under audit is imported, loaded or executed."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from flashmoe_tools.audit.guard import guarded
 from flashmoe_tools.audit.inputs import OUR_LIBRARY, Wheel, collect, unpack
 from flashmoe_tools.audit.kernels import KernelAudit, audit_kernels
 from flashmoe_tools.audit.launch import Launch
-from flashmoe_tools.audit.loader import check_loader
 from flashmoe_tools.audit.loading import check_loading
 from flashmoe_tools.audit.package import check_loads
 from flashmoe_tools.audit.policy import load_policy
@@ -47,7 +43,6 @@ class Options:
     objects: Path | None = None
     source: Path | None = None
     targets: tuple[str, ...] | None = None
-    load: bool = False  # the last rung: ask this machine's loader, in a child that may only read
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,6 @@ def audit_library(
         *guarded("symbols", lambda: check_symbols(context)),
         *guarded("constants", lambda: check_run_time_names(context, read_only_strings(path))),
         *guarded("dynamic section", lambda: check_loading(context)),
-        *(guarded("the loader's answer", lambda: check_loader(context)) if options.load else ()),
     ]
     if not ours:
         return Subject(label, ours, tuple(checks), facts)

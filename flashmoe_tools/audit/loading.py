@@ -12,12 +12,7 @@ _EXECUTE = 1  # PF_X
 
 
 def check_loading(context: Context) -> list[Check]:
-    return [
-        *check_needed(context),
-        *check_versions(context),
-        *check_run_paths(context),
-        *check_protection(context),
-    ]
+    return [*check_needed(context), *check_versions(context), *check_run_paths(context), *check_protection(context)]
 
 
 def check_needed(context: Context) -> list[Check]:
@@ -77,7 +72,7 @@ def _above_floor(context: Context) -> Iterator[tuple[str, str, str]]:
 
 
 def check_versions(context: Context) -> list[Check]:
-    """Against the floor of policy.toml; a foreign wheel is held to the floor that its own tag promises, by its own checks."""
+    """Against the floor of policy.toml; a foreign wheel is compared with the floor that its own tag promises, by its own checks."""
     name = "version floor"
     if not context.ours and "manylinux" in context.wheel_name:
         return [skipped(name, "judged by the wheel's own tag")]

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from flashmoe_tools.audit.context import failed, limited, listing, passed, warned
 from flashmoe_tools.audit.elf import ElfFacts
-from flashmoe_tools.audit.imports import Imports, Request
 from flashmoe_tools.audit.inputs import OUR_LIBRARY, Wheel
 from flashmoe_tools.report import Check
 
 NAME = "the package loads this file"
+# A private module of the package at the top level of a source, or a shared object given to a loader.
+_ASKED = re.compile(
+    r"""^(?:from\s+\.\s+import\s+|from\s+\.|import\s+(?:\w+\.)*|from\s+\w+\s+import\s+)(_[A-Za-z]\w*)\b"""
+    r"""|(?:load_library|CDLL|dlopen)\([^\n]*["'](?:[^"'\n]*/)?([\w.+-]+\.so[\w.]*)["']""",
+    re.MULTILINE,
+)
 
 
 def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """Every extension is loaded under its own file name, and nothing that is not there is loaded."""
-    imports = Imports(wheel)
-    used = _mentioned(wheel, imports) | {n for f in facts.values() for n in f.needed}
+    """Every extension is loaded under its own file name, and none that is not there."""
+    used = _mentioned(wheel) | {n for f in facts.values() for n in f.needed}
     idle = [e for e in wheel.extensions if e not in used and PurePosixPath(e).name not in used]
-    lost = _lost_modules(imports, idle)
-    modules = [e for e in idle if e in facts and any(s.name.startswith("PyInit_") for s in facts[e].exported)]
     checks = [
-        *limited([_lost_check(load, modules, is_module=True) for load in lost]),
-        *limited([_lost_check(load, idle, is_module=False) for load in _lost_files(wheel, imports)]),
-        *_unread_checks(imports),
+        *limited([_lost_check(source, line, what, idle) for source, line, what in _lost(wheel, idle)]),
         *_init_checks(wheel, facts),
+        *_our_checks(wheel),
     ]
-    checks += _our_checks(wheel)
     if checks:
         return checks
     unnamed = [e for e in idle if not _is_module_of_users(e)]
@@ -42,14 +42,10 @@ def check_loads(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 "import the package once to be sure",
             )
         ]
-    elsewhere = imports.lost_elsewhere()
-    if elsewhere:  # another platform's modules, or a build without an option
-        rows = listing(f"{lost.source}:{lost.line} asks for {lost.what}" for lost in elsewhere)
-        why = "Nothing imports these modules with the package, so a user meets the ImportError later."
-        return [warned(NAME, rows, "every module of the wheel importable", why, "import them once, or leave them out")]
-    if idle:
-        return [passed(NAME, f"{listing(wheel.extensions, 4)}: modules that are imported by their own names")]
-    return [passed(NAME, f"{listing(wheel.extensions, 4)}: named in the sources, or needed by another library")]
+    how = (
+        "modules that are imported by their own names" if idle else "named in the sources, or needed by another library"
+    )
+    return [passed(NAME, f"{listing(wheel.extensions, 4)}: {how}")]
 
 
 def _is_module_of_users(extension: str) -> bool:
@@ -58,70 +54,50 @@ def _is_module_of_users(extension: str) -> bool:
     return len(path.parts) == 1 and not path.name.startswith(("_", "lib"))
 
 
-def _mentioned(wheel: Wheel, imports: Imports) -> set[str]:
+def _mentioned(wheel: Wheel) -> set[str]:
     """Extensions whose module or file name stands in some source, wherever it stands."""
-    words = {member: name.rpartition(".")[2] for name, member in imports.modules.items()}
-    left = {member: {PurePosixPath(member).name, words.get(member, member)} for member in wheel.extensions}
-    found: set[str] = set()
-    for text in filter(None, wheel.sources.values()):
-        found |= {member for member, names in left.items() if any(name in text for name in names)}
-        left = {member: names for member, names in left.items() if member not in found}
-    return found
+    names = {member: PurePosixPath(member).name for member in wheel.extensions}
+    words = {member: (name, name.split(".", 1)[0]) for member, name in names.items()}
+    texts = [text for text in wheel.sources.values() if text]
+    return {member for member in words if any(word in text for word in words[member] for text in texts)}
 
 
-def _lost_modules(imports: Imports, idle: list[str]) -> list[Request]:
-    """Modules of the wheel's own packages that are not there; where an extension is idle, also private top-level ones."""
-    lost: dict[str, Request] = {}
-    for request in imports.requests:
-        name = request.what
-        is_private = idle and "." not in name and name.startswith("_") and name not in imports.modules
-        if name not in lost and (imports.is_lost(name) or (is_private and not _is_installed(name))):
-            lost[name] = request
+def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
+    """(source, line, name) where a source asks for a private module or a file that the wheel lacks, while an extension is idle."""
+    if not idle:
+        return []
+    held = {
+        part
+        for name in wheel.names
+        for path in [PurePosixPath(name)]
+        for part in (*path.parts, path.name.split(".", 1)[0])
+    }
+    text_of = "\n".join(filter(None, wheel.sources.values()))
+    lost: dict[str, tuple[str, int, str]] = {}
+    for source, text in wheel.sources.items():
+        for match in _ASKED.finditer(text or ""):
+            what = next(filter(None, match.groups()))
+            defined = re.search(rf"\b(?:def|class) {re.escape(what)}\b|\b{re.escape(what)}\s*(?::[^=\n]+)?=", text_of)
+            if what not in held and not defined:
+                lost.setdefault(what, (source, (text or "").count("\n", 0, match.start()) + 1, what))
     return list(lost.values())
 
 
-def _is_installed(module: str) -> bool:
-    """Whether a top-level module is in this environment; nothing of it is imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # loaded, but by something that left no specification
-        return True
-
-
-def _lost_files(wheel: Wheel, imports: Imports) -> list[Request]:
-    held = {PurePosixPath(e).name for e in wheel.extensions}
-    return [request for asked in imports.asked for request in asked.files if request.what not in held]
-
-
-def _lost_check(load: Request, idle: list[str], *, is_module: bool) -> Check:
-    """``idle``: extensions of that kind which nothing loads; a single one is most likely the one that is meant."""
-    kind = "module" if is_module else "file"
-    what = load.what.rpartition(".")[2] if is_module else load.what
-    if len(idle) == 1 and (not is_module or what.startswith("_")):
+def _lost_check(source: str, line: int, what: str, idle: Sequence[str]) -> Check:
+    """``idle``: extensions that nothing loads; a single one is most likely the one that is meant."""
+    kind = "file" if ".so" in what else "module"
+    if len(idle) == 1:
         cause = f"built as `{PurePosixPath(idle[0]).name}`, loaded as `{what}`"
     else:
         cause = f"nothing in the wheel is called `{what}`; it was left out, or is a generated file that was not written"
     return failed(
         f"{NAME}: {what}",
-        found=f"{load.source}:{load.line} loads {kind} `{what}`; the wheel holds {listing(idle, 4) or 'no such file'}",
+        found=f"{source}:{line} loads {kind} `{what}`; the wheel holds {listing(idle, 4)}",
         expected=f"a {kind} named `{what}`",
         why="It runs at `import`, which fails although the build succeeded.",
         cause=cause,
         next_step="use one name in the build and in the import",
     )
-
-
-def _unread_checks(imports: Imports) -> Iterator[Check]:
-    """Sources that run at import and cannot be parsed: what they load is unknown."""
-    for unread in imports.unread:
-        name, expected = f"unreadable source: {unread.source}", "Python that this interpreter can parse"
-        why = "It runs at `import`, and what it loads could not be followed."
-        if unread.is_syntax:
-            yield warned(name, unread.reason, expected, why, "audit with the Python that the wheel is for")
-        else:
-            cause = "no program writes such a source"
-            step = "look at the file before you install the wheel"
-            yield failed(name, found=unread.reason, expected=expected, why=why, cause=cause, next_step=step)
 
 
 def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:

@@ -1,20 +1,16 @@
-"""The audit's report for people: coloured tables on a terminal, plain lines in a log."""
+"""The audit's report for people: lines, with colour on a terminal."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from flashmoe_tools.report import Check, Report, Verdict
 
-_COLOURS = {
-    Verdict.PASS: "green",
-    Verdict.WARN: "yellow",
-    Verdict.UNPROVED: "yellow",
-    Verdict.FAIL: "red",
-    Verdict.SKIP: "cyan",
-}
+_COLOURS = {Verdict.PASS: 32, Verdict.WARN: 33, Verdict.UNPROVED: 33, Verdict.FAIL: 31, Verdict.SKIP: 36}
 LEGEND = (
     "each target: registers per thread, then blocks per multiprocessor on each GPU that it covers, in arch.toml's order"
 )
@@ -85,40 +81,11 @@ def summary(report: Report) -> str:
 
 
 def show(report: Report, stream: TextIO | None = None) -> None:
-    """Print the report; rich tables only on a terminal, and only where rich is installed."""
+    """Print the report; on a terminal with the verdict at the start of a line in colour."""
     out = stream if stream is not None else sys.stdout
-    if out.isatty():
-        try:
-            _show_rich(report, out)
-        except ImportError:
-            pass
-        else:
-            return
     text = "\n".join(plain(report)) + "\n"
+    if out.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR"):
+        for verdict, colour in _COLOURS.items():
+            text = re.sub(rf"^{verdict}(?=  )", f"\x1b[{colour}m{verdict}\x1b[0m", text, flags=re.MULTILINE)
     encoding = getattr(out, "encoding", None) or "utf-8"  # an ASCII log still gets every line
     out.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _show_rich(report: Report, out: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=out)
-    table = Table(title=Text(f"audit of {printable(str(report.data.get('path', '')))}"), show_lines=False)
-    for column in ("verdict", "check", "result"):
-        table.add_column(column, overflow="fold")
-    for check in report.checks:
-        rows = (f"{word}: {t}" for word, t in details(check))
-        text = printable(check.found) if check.verdict is Verdict.PASS else "\n".join(rows)
-        table.add_row(Text(str(check.verdict), style=_COLOURS[check.verdict]), Text(printable(check.name)), Text(text))
-    console.print(table)
-    launchable = kernel_table(report.data)
-    if launchable:
-        kernels = Table(title="launchability", caption=LEGEND)
-        for column in launchable[0]:
-            kernels.add_column(column, overflow="fold")
-        for row in launchable[1:]:
-            kernels.add_row(*(Text(cell) for cell in row))
-        console.print(kernels)
-    console.print(Text(summary(report), style=_COLOURS[report.verdict]))

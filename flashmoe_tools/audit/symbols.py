@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from flashmoe_tools.audit.binutils import compare, demangle
+from flashmoe_tools.audit.binutils import demangle
 from flashmoe_tools.audit.context import Context, failed, limited, listing, passed, warned
 from flashmoe_tools.audit.elf import ElfFacts, Symbol, provided
-from flashmoe_tools.audit.errors import ToolMissingError
 from flashmoe_tools.audit.lookup import Lookup, built_for, here, look_up
 from flashmoe_tools.audit.names import explain, qualified_name
 from flashmoe_tools.audit.sources import find_mentions
@@ -21,43 +20,11 @@ _LINKER_NAMES = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start"})
 def check_symbols(context: Context) -> list[Check]:
     """Every check on names, in the order of the report."""
     return [
-        *check_readers(context),
         *check_symbol_table(context),
         *check_undefined(context),
         *check_torch_symbols(context),
         *check_shims(context),
         *check_exports(context),
-    ]
-
-
-def check_readers(context: Context) -> list[Check]:
-    name = "two readers agree"
-    why = "A symbol that one reader does not see is a symbol that was not checked."
-    try:
-        differences = compare(context.facts)
-    except ToolMissingError as error:
-        return [
-            failed(
-                name,
-                found=str(error),
-                expected="nm and pyelftools both read the file",
-                why=why,
-                next_step=error.next_step,
-            )
-        ]
-    if not differences:
-        count = len(context.facts.dynamic) + len(context.facts.static or ())
-        return [passed(name, f"nm and pyelftools see the same {count} symbols")]
-    return [
-        failed(
-            f"{name}: {d.table}",
-            found=f"only nm: {listing(d.only_nm) or '-'}; only pyelftools: {listing(d.only_elf) or '-'}",
-            expected="the same names and kinds from both",
-            why=why,
-            cause="the table is damaged, or was edited by a program that left it inconsistent",
-            next_step="link the file again; if the difference stays, compare `readelf -Ws` with `nm` and report it",
-        )
-        for d in differences
     ]
 
 
@@ -97,7 +64,7 @@ def _said(context: Context, looked: Lookup) -> str:
         (looked.found, "found by name and version in the libraries that it needs"),
         (len(looked.python), f"exported by Python {here()}"),
         (looked.torch, "of torch, judged by its own checks"),
-        (len(looked.floor), f"newer than this machine's libraries, so only held to the floor: {listing(newer)}"),
+        (len(looked.floor), f"newer than this machine's libraries, so only compared with the floor: {listing(newer)}"),
         (looked.open, "weak, and may stay open"),
     )
     judged = "; ".join(f"{count} {words}" for count, words in counts if count)

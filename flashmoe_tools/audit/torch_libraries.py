@@ -22,7 +22,7 @@ from flashmoe_tools.audit.policy import DATA, version_key
 
 SHIM = re.compile(r"(?:aoti_torch|torch)_[a-z0-9_A-Z]+")
 SHIM_LIBRARIES = ("libtorch_cpu.so", "libtorch_cuda.so")
-SCHEMA = "flashmoe.shims/1"
+SCHEMA = "flashmoe.shims/2"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def shim_data(version: str) -> Shims:
     if payload.get("schema") != SCHEMA:
         msg = f"{files[usable[-1]].name} has schema {payload.get('schema')!r}, this audit reads {SCHEMA!r}"
         raise ShimDataError(msg, "rewrite the file with this version's --write command")
-    return Shims(payload["torch"], {name: library for library, names in payload["shims"].items() for name in names})
+    return Shims(
+        payload["torch"], {name: library for library, names in payload["shims"].items() for name in names.split()}
+    )
 
 
 def shims_for(version: str) -> Shims:
@@ -105,7 +107,7 @@ def write_data(folder: Path) -> Path:
         msg = "torch is not installed here, so there is nothing to read shims from"
         raise ShimDataError(msg, "run this in an environment that has the torch whose shims you want")
     shims = _read_shims(torch).library
-    by_library = {name: sorted(s for s, where in shims.items() if where == name) for name in SHIM_LIBRARIES}
+    by_library = {name: " ".join(sorted(s for s, where in shims.items() if where == name)) for name in SHIM_LIBRARIES}
     path = folder / f"torch_shims_{release(torch.version)}.json"
     payload = {"schema": SCHEMA, "torch": release(torch.version), "shims": by_library}
     path.write_text(json.dumps(payload, indent=1) + "\n", encoding="utf-8")

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from flashmoe_tools.audit.binutils import demangle
 from flashmoe_tools.audit.context import Context, failed, limited, listing, may_stay_open, passed, skipped, warned
-from flashmoe_tools.audit.elf import exported_names
 from flashmoe_tools.audit.errors import ShimDataError
-from flashmoe_tools.audit.names import explain, is_torch, qualified_name, root
+from flashmoe_tools.audit.names import is_torch, root
 from flashmoe_tools.audit.torch_libraries import SHIM, release, shims_for
 from flashmoe_tools.report import Check
 
@@ -58,46 +57,19 @@ def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
     if not lost:
         return [passed(name, f"all {len(wanted)} are exported by torch {torch.version}: it imports with this one")]
     names = demangle(lost)
-    checks = []
-    for mangled in lost:
-        cause, next_step = _why_lost(context, torch.version, mangled, names[mangled])
-        checks.append(
+    return limited(
+        [
             failed(
                 f"not in torch {torch.version}: {names[mangled]}",
                 found=f"{names[mangled]} is undefined [{mangled}]",
                 expected=f"exported by a library of torch {torch.version} that the file brings in",
                 why="The loader stops at it: `undefined symbol` at import.",
-                cause=cause,
-                next_step=next_step,
+                cause=f"built against another torch than {torch.version}, or not linked with the library that has it",
+                next_step="build it again with this torch, install the torch it was built for, or move it to the stable ABI",
             )
-        )
-    return limited(checks)
-
-
-def _why_lost(context: Context, version: str, mangled: str, demangled: str) -> tuple[str, str]:
-    """Why a C++ name of torch is not found, and what to do. Another signature is only the cause where nothing else is."""
-    library = context.resolver.elsewhere(mangled, context.closure)
-    if library is not None:
-        return f"{library} exports it, but nothing that is needed brings that library in", f"link with {library}"
-    if context.closure.absent:
-        absent = listing(context.closure.absent)
-        return f"not on this machine: {absent}", "install the packages that provide these libraries"
-    remedy = "build it again with this torch, install the torch it was built for, or move it to the stable ABI"
-    near = explain(demangled, _torch_candidates(context, demangled))
-    if near is not None:
-        return f"built against another torch than {version}: here {near.cause}", remedy
-    return f"built against another torch than {version}, which has no symbol of that name", remedy
-
-
-def _torch_candidates(context: Context, demangled: str) -> tuple[str, ...]:
-    last = qualified_name(demangled).rsplit("::", 1)[-1]
-    part = f"{len(last)}{last}"
-    names = (
-        {n for path in context.torch.libraries.values() for n in exported_names(path) if part in n}
-        if context.torch
-        else set()
+            for mangled in lost
+        ]
     )
-    return tuple(demangle(names).values())
 
 
 def check_shims(context: Context) -> list[Check]:

@@ -18,7 +18,6 @@ from flashmoe_tools.audit.embedded import Binary
 from flashmoe_tools.audit.errors import AuditError
 from flashmoe_tools.audit.guard import guarded, parse_json
 from flashmoe_tools.audit.inputs import Wheel
-from flashmoe_tools.audit.policy import version_key
 from flashmoe_tools.fields import Fields
 from flashmoe_tools.report import Check
 from flashmoe_tools.tables import Tables, load_tables, table_directory, table_files
@@ -40,42 +39,9 @@ _PYTHON_API = re.compile(r"_?Py[A-Z_]\w*")
 def check_wheel(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
     """The checks that need nothing but the wheel; ``facts`` by member name."""
     return [
-        *guarded("METADATA", lambda: check_name(wheel)),
         *guarded("WHEEL", lambda: check_tag(wheel, facts)),
         *check_auditwheel(wheel, facts),
         *guarded("RECORD", lambda: check_record(wheel)),
-    ]
-
-
-def check_name(wheel: Wheel) -> list[Check]:
-    """The distribution and version in the file name, in METADATA and in the name of .dist-info."""
-    from packaging.utils import canonicalize_name, canonicalize_version
-
-    stated = Parser().parsestr(wheel.metadata["METADATA"])
-    folder = next(n for n in wheel.names if n.endswith(".dist-info/METADATA") and n.count("/") == 1)
-    places = {
-        "file name": wheel.path.name.split("-")[:2],
-        "METADATA": [str(stated.get("Name", "")), str(stated.get("Version", ""))],
-        ".dist-info": folder.rsplit(".dist-info", 1)[0].split("-"),
-    }
-    meant = {
-        place: (canonicalize_name(n), canonicalize_version(v))
-        for place, (n, v, *_) in places.items()
-        if len(places[place]) > 1
-    }
-    if len(meant) == len(places) and len(set(meant.values())) == 1:
-        return [
-            passed("wheel name", f"{places['METADATA'][0]} {places['METADATA'][1]}, the same in file name and metadata")
-        ]
-    return [
-        failed(
-            "wheel name",
-            found="; ".join(f"{place}: {' '.join(words)}" for place, words in places.items()),
-            expected="the same distribution and version in all three",
-            why="pip refuses it, or installs one distribution in the place of another.",
-            cause="the file was renamed, or its metadata was edited",
-            next_step="give it back the name that its builder wrote",
-        )
     ]
 
 
@@ -150,7 +116,6 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
                 next_step="tag it cp3XX (or abi3), or drop the Python C API",
             )
         )
-    checks += _check_floor(platforms, facts)
     return checks or [
         passed(name, listing(sorted(in_name)), "the same in file name and metadata, and they match the content")
     ]
@@ -159,36 +124,6 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
 def _expand(line: str) -> list[str]:
     python, abi, platform = [*line.strip().split("-"), "", ""][:3]
     return [f"{p}-{a}-{x}" for p in python.split(".") for a in abi.split(".") for x in platform.split(".")]
-
-
-def _check_floor(platforms: Sequence[str], facts: Mapping[str, ElfFacts]) -> list[Check]:
-    """glibc in the platform tag against the symbol versions that the content requires."""
-    checks = []
-    for platform in platforms:
-        floor = _glibc(platform)
-        if floor is None:
-            continue
-        above = sorted(
-            {
-                f"{v} ({member})"
-                for member, f in facts.items()
-                for versions in f.versions.values()
-                for v in versions
-                if v.startswith("GLIBC_") and v[6:7].isdigit() and version_key(v[6:]) > floor
-            }
-        )
-        if above:
-            checks.append(
-                failed(
-                    f"wheel tag: {platform}",
-                    found=listing(above),
-                    expected=f"at most GLIBC_{floor[0]}.{floor[1]}",
-                    why="pip installs it on systems where it cannot be loaded.",
-                    cause="built on a newer system than the tag promises",
-                    next_step="build in the pinned image, or give it the tag that `auditwheel show` names",
-                )
-            )
-    return checks
 
 
 def _glibc(platform: str) -> tuple[int, int] | None:

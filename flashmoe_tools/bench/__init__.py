@@ -7,7 +7,7 @@ sampling, plan      one slot of samples; how many samples fit the time
 runner, session     one cell; one whole run, with a partial report when it is stopped
 statistics, verdict intervals, ratios and what may be said about them
 summary             raw samples to the report's numbers
-keep                a report without its samples, and back
-markdown, page, figure  what people read
+summaries           a report without its samples, and back
+markdown, page, index  what people read
 compare, ratchet    two reports; a report against the marks kept per GPU architecture
 """

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from flashmoe_tools.bench.sampling import make_sampler
-from flashmoe_tools.problems.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1536}  # of the largest; half of it is tried too, with B as it is and transposed
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
@@ -55,12 +55,12 @@ def measure_ceilings(device: str, dtypes: Iterable[str]) -> Ceilings:
     wanted = sorted(set(dtypes))
     samples: dict[str, list[int]] = {}
     best: dict[str, tuple[float, str]] = {}  # by the dtype of a kernel
-    for dtype in sorted({one for kernel in wanted for one in stand_ins(device, kernel)}):
+    for dtype in sorted({one for kernel in wanted for one in product_dtypes(device, kernel)}):
         for product, times in _products(device, dtype):
             samples[f"matmul {product.title}"] = times
             rate = product.flops / min(times) / 1e3
             for kernel in wanted:
-                if dtype in stand_ins(device, kernel):
+                if dtype in product_dtypes(device, kernel):
                     best[kernel] = max(best.get(kernel, (0.0, "")), (rate, product.title))
     samples["copy"] = _copy(device)
     copy = 2 * COPY_BYTES[device] / min(samples["copy"])
@@ -68,7 +68,7 @@ def measure_ceilings(device: str, dtypes: Iterable[str]) -> Ceilings:
     return Ceilings(rates, copy, samples, {dtype: title for dtype, (_, title) in best.items()})
 
 
-def stand_ins(device: str, dtype: str) -> tuple[str, ...]:
+def product_dtypes(device: str, dtype: str) -> tuple[str, ...]:
     """Dtypes of products that bound a kernel of ``dtype``: on a CPU one of 16 bits may compute in another format."""
     return ("bf16", "f16", "f32") if device == "cpu" and dtype != "f32" else (dtype,)
 

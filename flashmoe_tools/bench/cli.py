@@ -64,8 +64,6 @@ def _measure(args: argparse.Namespace) -> int:
 
     suites = [load_suite(name) for name in args.suite or [default_suite(args.device)]]
     device = resolve_device(args.device, suites)
-    if any(suite.kind == "build" for suite in suites):
-        return _measure_build(args, suites)
     if any(suite.kind == "distributed" for suite in suites):
         return _measure_distributed(args, suites, device)
     suite = fit_suite(merge(suites), args, device)
@@ -186,26 +184,6 @@ def only_cases(suite: Suite, keys: list[str]) -> Suite:
     return replace(suite, cases=tuple(known[key] for key in keys), quick_only=())
 
 
-def _measure_build(args: argparse.Namespace, suites: list[Suite]) -> int:
-    if len(suites) > 1:
-        msg = "a build suite runs alone"
-        raise ArgumentError(msg)
-    try:
-        from flashmoe_build.build_cost import measure_builds
-    except ModuleNotFoundError as error:
-        msg = (
-            f"the {suites[0].name} suite needs a checkout: flashmoe_build/ is not part of an installed wheel; in a checkout: "
-            f"./nox -s bench -- --suite {suites[0].name}"
-        )
-        raise ArgumentError(msg) from error
-    report = measure_builds(suites[0], typed_command())
-    if args.json:
-        write_report(args.json, report)
-    for check in report.checks:
-        print(f"{check.verdict} {check.name}: {check.found}")
-    return report.exit_code
-
-
 def _measure_distributed(args: argparse.Namespace, suites: list[Suite], device: str) -> int:
     from flashmoe_tools.bench.distributed.session import as_text, measure_distributed
 
@@ -273,7 +251,7 @@ def _write(report: Report, args: argparse.Namespace) -> None:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(render_page(report), encoding="utf-8")
     if args.summary:
-        from flashmoe_tools.bench.keep import summarise_bench
+        from flashmoe_tools.bench.summaries import summarise_bench
 
         write_summary(args.summary, summarise_bench(report).to_json())
 

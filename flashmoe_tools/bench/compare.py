@@ -19,9 +19,9 @@ import numpy as np
 from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 
 from flashmoe.errors import ReportError
-from flashmoe_tools.bench.keep import SUMMARY_SCHEMA, expand
 from flashmoe_tools.bench.record import DATA_SCHEMA, QUIET
 from flashmoe_tools.bench.statistics import Array, Interval, log_ratios, seeded, trimmed_mean
+from flashmoe_tools.bench.summaries import SUMMARY_SCHEMA, expand
 from flashmoe_tools.bench.thresholds import CompareThresholds, StatisticsSettings, load_thresholds
 from flashmoe_tools.bench.verdict import ADVICE, Decision, Reason, Speed
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, read_report, utc_now

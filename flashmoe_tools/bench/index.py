@@ -2,63 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from flashmoe.errors import ReportError
 from flashmoe_tools.bench.compare import read_bench
-from flashmoe_tools.bench.page import device_of, render_page, template
-from flashmoe_tools.report import Report, read_report
+from flashmoe_tools.bench.page import device_of, render_page
+from flashmoe_tools.report import read_report
 
 INDEX = "index.html"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One report: what it is about, its outcome in words, and its page relative to the folder (empty: it has none)."""
-
-    path: str
-    report: Report
-    title: str
-    device: str
-    outcome: str
-    page: str = ""
-
-
 def write_index(folder: Path) -> tuple[Path, int]:
     """Writes the pages and the index; returns its path and how many reports it lists. ReportError when there is none."""
-    rows = [row for path in sorted(folder.rglob("*.json")) if (row := _row(folder, path)) is not None]
+    rows = sorted((row for path in folder.rglob("*.json") if (row := _row(folder, path)) is not None), reverse=True)
     if not rows:
         msg = f"there is no report in {folder}; `bench --json {folder}/bench.json` writes one"
         raise ReportError(msg)
-    rows.sort(key=lambda row: row.report.started, reverse=True)
-    path = folder / INDEX
-    path.write_text(template("index.html.j2").render(rows=rows), encoding="utf-8")
-    return path, len(rows)
+    items = "\n".join(item for _, item in rows)
+    title = "<title>flashmoe reports</title>"
+    (folder / INDEX).write_text(
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{title}</head>\n'
+        f"<body><h1>Reports, newest first</h1>\n<ul>\n{items}\n</ul></body></html>\n",
+        encoding="utf-8",
+    )
+    return folder / INDEX, len(rows)
 
 
-def _row(folder: Path, path: Path) -> Row | None:
-    """None for a file that holds no report."""
+def _row(folder: Path, path: Path) -> tuple[str, str] | None:
+    """(time, list item) of a report, whose page is written if it is a benchmark's; None for a file that holds no report."""
     name = path.relative_to(folder).as_posix()
     try:
         report = read_report(path)
     except ReportError:
         return None
-    first = next((f"{check.verdict} {check.name}: {check.found}" for check in report.checks if check.found), "")
-    plain = Row(name, report, report.kind, device_of(report), first[:120])
-    if report.kind != "bench":
-        return plain
-    try:
-        bench = read_bench(path)
-    except ReportError:  # of a suite of builds, which has no cells
-        return plain
-    data = bench.data
-    page = path.with_suffix(".html")
-    page.write_text(render_page(bench), encoding="utf-8")
-    ratios = [
-        f"{row['subject']} {row['geometric_mean']:.2f} times as fast as {row['baseline']}"
-        for row in data["aggregates"]
-        if row["baseline"] == data["baseline"]
-    ]
-    outcome = f"partial: {data['partial']}" if data.get("partial") else "; ".join(ratios[:1])
-    return Row(name, report, data["suite"]["title"], device_of(report), outcome, page.relative_to(folder).as_posix())
+    found = next((f"{check.verdict} {check.name}: {check.found}" for check in report.checks if check.found), "")[:120]
+    what = escape(report.kind)
+    if report.kind == "bench":
+        try:
+            bench = read_bench(path)
+        except ReportError:
+            pass  # of a suite of builds, which has no cells
+        else:
+            page = path.with_suffix(".html")
+            page.write_text(render_page(bench), encoding="utf-8")
+            what = f'<a href="{quote(page.relative_to(folder).as_posix())}">{escape(bench.data["suite"]["title"])}</a>'
+    words = escape(f"{report.verdict} on {device_of(report)}, {report.started}, {name}. {found}")
+    return report.started, f"<li>{what}: {words}</li>"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashmoe_tools.bench.call_cost import TIMING
-from flashmoe_tools.problems import problem_from_json
+from flashmoe_tools.operations import problem_from_json
 from flashmoe_tools.report import Report, Verdict, count
 
 MARKS = {"FASTER": "+", "SLOWER": "-", "SAME": "=", "AMBIGUOUS": "?"}
@@ -49,7 +49,7 @@ def _cells(data: Mapping[str, Any]) -> list[str]:
                 [
                     cell["case"]["key"],
                     *(_time(cell, name, factor) for name in names),
-                    *(_ratio(found.get(pair)) for pair in pairs),
+                    *(ratio_text(found.get(pair)) for pair in pairs),
                 ]
             )
         )
@@ -83,7 +83,8 @@ def _time(cell: Mapping[str, Any], name: str, factor: float | None) -> str:
     return "-"
 
 
-def _ratio(row: Mapping[str, Any] | None) -> str:
+def ratio_text(row: Mapping[str, Any] | None) -> str:
+    """As 1.234 [1.200, 1.260] +, the mark that of the verdict."""
     if row is None:
         return "-"
     low, high = row["interval"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashmoe_tools.bench.suites import Suite
-from flashmoe_tools.problems import Problem
-from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.operations import Problem
+from flashmoe_tools.operations.fields import SuiteError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,7 +16,7 @@ from flashmoe_tools.bench.plan import block_orders, plan_samples
 from flashmoe_tools.bench.sampling import Sampler, call_time_ns, make_sampler, peak_bytes, warm_up
 from flashmoe_tools.bench.telemetry import Reading, Telemetry
 from flashmoe_tools.bench.verify import verify
-from flashmoe_tools.problems import Inputs, Problem, Reference, Verification
+from flashmoe_tools.operations import Inputs, Problem, Reference, Verification
 
 WARM_UP_SECONDS = {"cuda": 0.05, "cpu": 0.02}
 # Checking a large case can cost more than its samples; they still get this much of the cell's share of the budget.

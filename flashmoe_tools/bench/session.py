@@ -25,7 +25,7 @@ from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.bench.suites import Suite
 from flashmoe_tools.bench.summary import CeilingRates, aggregate
 from flashmoe_tools.bench.telemetry import Telemetry, cpu_busy
-from flashmoe_tools.problems import problem_type
+from flashmoe_tools.operations import problem_type
 from flashmoe_tools.progress import Progress
 from flashmoe_tools.report import Check, Report, Verdict, built_commit, host_environment, utc_now
 

@@ -1,6 +1,6 @@
 """Suites: what a benchmark run times, read from TOML and checked field by field.
 
-``operation`` (attention by default) names the type of problem (flashmoe_tools.problems), which reads the ``[[cases]]`` tables.
+``operation`` (attention by default) names the type of problem (flashmoe_tools.operations), which reads the tables of ``cases``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_tools.bench.distributed.parts import Part, parse_parts
-from flashmoe_tools.problems import DEFAULT_OPERATION, Problem, fields, operations, problem_type
-from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.operations import DEFAULT_OPERATION, Problem, fields, operations, problem_type, rooms
+from flashmoe_tools.operations.fields import SuiteError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,10 +21,11 @@ else:
     import tomli as tomllib
 
 SCHEMA = 1
-SUITE_FOLDER = Path(__file__).resolve().parent / "suites"
+SUITE_FOLDER = Path(__file__).resolve().parent / "suites"  # of no single operation
 DEVICES = ("cpu", "cuda")
 TIMINGS = ("events", "graph", "wall", "call")
-KINDS = ("operation", "build", "distributed")
+KINDS = ("operation", "distributed")
+BUILD_COST = "build-cost"  # of a checkout
 MAX_CASES = 4096
 _SUITE_FIELDS = {
     "schema",
@@ -36,28 +37,9 @@ _SUITE_FIELDS = {
     "baseline",
     "quick",
     "cases",
-    "builds",
     "parts",
 }
 _SUITE_FIELDS |= {"operation", "repeats", "block", "timing", "flush_l2"}
-
-
-@dataclass(frozen=True)
-class BuildCase:
-    """One build to time: the targets, and a file to touch first (empty: build from nothing).
-
-    ``replace`` is what the touch does: (old, new) text, the old text standing in the file once. Without it a comment is added.
-    """
-
-    archs: str
-    touch: str = ""
-    replace: tuple[str, str] | None = None
-
-    @property
-    def key(self) -> str:
-        if not self.touch:
-            return f"build-{self.archs}-cold"
-        return f"build-{self.archs}-{'edit' if self.replace else 'touch'}-{Path(self.touch).stem}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,6 @@ class Suite:
     quick_budget: float = 25.0
     quick_keys: frozenset[str] = field(default_factory=frozenset)
     quick_only: tuple[Problem, ...] = ()
-    builds: tuple[BuildCase, ...] = ()
     parts: tuple[Part, ...] = ()
 
     def quick(self) -> Suite:
@@ -92,14 +73,22 @@ class Suite:
         )
 
 
+def suite_files() -> Mapping[str, Path]:
+    """The suites of every operation's room and of bench itself, by name."""
+    folders = (SUITE_FOLDER, *(room / "suites" for room in rooms().values()))
+    return {path.stem: path for path in sorted(path for folder in folders for path in folder.glob("*.toml"))}
+
+
 def suite_names() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in SUITE_FOLDER.glob("*.toml")))
+    return tuple(sorted(suite_files()))
 
 
 def load_suite(name_or_path: str) -> Suite:
     """A suite of ours by its name, or a person's own file by its path. Raises SuiteError with file and field."""
-    own = SUITE_FOLDER / f"{name_or_path}.toml"
-    path = own if name_or_path in suite_names() else Path(name_or_path)
+    if name_or_path == BUILD_COST:
+        msg = f"the {BUILD_COST} suite needs a checkout, which it builds; there: ./nox -s bench -- --suite {BUILD_COST}"
+        raise SuiteError(msg)
+    path = suite_files().get(name_or_path, Path(name_or_path))
     if not path.is_file():
         msg = f"no suite {name_or_path!r}: known suites are {', '.join(suite_names())}; or give the path of a TOML file"
         raise SuiteError(msg)
@@ -149,7 +138,6 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
         quick_budget=float(fields.count(quick.get("time_budget", 25), source, "quick.time_budget")),
         quick_keys=frozenset(cases.quick) | quick_parts,
         quick_only=tuple(cases.only.values()),
-        builds=_builds(table.get("builds", []), source) if kind == "build" else (),
         parts=parts,
     )
 
@@ -165,7 +153,7 @@ class _Cases:
 
 def _cases(rows: Any, source: str, problem: type[Problem]) -> _Cases:
     if not isinstance(rows, list) or not rows:
-        fields.fail(source, "cases", rows, "at least one [[cases]] table")
+        fields.fail(source, "cases", rows, "at least one table of cases")
     found = _Cases()
     for number, row in enumerate(rows, start=1):
         where = f"{source}: cases[{number}]"
@@ -180,29 +168,3 @@ def _cases(rows: Any, source: str, problem: type[Problem]) -> _Cases:
         if len(target) > MAX_CASES:
             fields.fail(where, "cases", len(target), f"at most {MAX_CASES} cases in a suite")
     return found
-
-
-def _builds(rows: Any, source: str) -> tuple[BuildCase, ...]:
-    if not isinstance(rows, list) or not rows:
-        fields.fail(source, "builds", rows, "at least one [[builds]] table")
-    found = []
-    for number, row in enumerate(rows, start=1):
-        table = fields.table(row, source, f"builds[{number}]")
-        where = f"{source}: builds[{number}]"
-        fields.known(table, {"archs", "touch", "replace"}, where)
-        found.append(
-            BuildCase(
-                fields.text(table.get("archs"), source, "archs"),
-                str(table.get("touch", "")),
-                _replacement(table.get("replace"), where),
-            )
-        )
-    return tuple(found)
-
-
-def _replacement(value: Any, where: str) -> tuple[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) and text for text in value):
-        fields.fail(where, "replace", value, "two texts, the old and the new one")
-    return value[0], value[1]

@@ -14,7 +14,7 @@ from typing import Any
 from flashmoe_tools.bench.statistics import Interval, Ratio, geometric_mean, lag_one, locate, log_ratios, paired_ratio
 from flashmoe_tools.bench.thresholds import Thresholds, load_thresholds
 from flashmoe_tools.bench.verdict import decide
-from flashmoe_tools.problems import Problem
+from flashmoe_tools.operations import Problem
 
 Blocks = list[list[int]]
 
@@ -29,20 +29,20 @@ class CeilingRates:
 
 def timing_summary(case: Problem, blocks: Blocks, ceilings: CeilingRates | None) -> dict[str, Any]:
     """Median with interval (us), tails, TFLOP/s, GB/s and the shares of the measured ceilings."""
-    place = locate(blocks, confidence=load_thresholds().verdict.confidence)
-    interval = (place.interval.low, place.interval.high) if place.interval.low > 0 and place.blocks > 1 else None
+    found = locate(blocks, confidence=load_thresholds().verdict.confidence)
+    interval = (found.interval.low, found.interval.high) if found.interval.low > 0 and found.blocks > 1 else None
     return {
-        "median_us": place.median / 1e3,
-        "interval_us": [place.interval.low / 1e3, place.interval.high / 1e3],
-        "interval_method": place.interval.method,
-        "mean_us": place.mean / 1e3,
-        "p95_us": place.p95 / 1e3,
-        "p99_us": place.p99 / 1e3,
-        "min_us": place.minimum / 1e3,
-        "spread": place.spread,
-        "samples": place.samples,
-        "blocks": place.blocks,
-        **rates(case, place.median, interval, ceilings),
+        "median_us": found.median / 1e3,
+        "interval_us": [found.interval.low / 1e3, found.interval.high / 1e3],
+        "interval_method": found.interval.method,
+        "mean_us": found.mean / 1e3,
+        "p95_us": found.p95 / 1e3,
+        "p99_us": found.p99 / 1e3,
+        "min_us": found.minimum / 1e3,
+        "spread": found.spread,
+        "samples": found.samples,
+        "blocks": found.blocks,
+        **rates(case, found.median, interval, ceilings),
     }
 
 

@@ -1,9 +1,9 @@
-"""The correctness rule that a contender must pass before it is timed: its problem's own (flashmoe_tools.problems)."""
+"""The correctness rule that a contender must pass before it is timed: its problem's own (flashmoe_tools.operations)."""
 
 from __future__ import annotations
 
 from flashmoe_tools.bench.contenders import Prepared
-from flashmoe_tools.problems import Inputs, Reference, Verification
+from flashmoe_tools.operations import Inputs, Reference, Verification
 
 
 def verify(prepared: Prepared, inputs: Inputs, reference: Reference) -> Verification:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmoe._extension import CPU_ISA_VARIABLE, CPU_ISAS
@@ -24,6 +25,26 @@ DRIVER_FLOOR = 12000  # CUDA 12.x drivers load the machine code of any 12.y comp
 DRIVER_OF_COMPILER = 12080  # PTX of CUDA 12.8, and Blackwell's machine code, need this
 REINSTALL = f"pip install --force-reinstall {DISTRIBUTION}"
 NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
+
+
+@dataclass(frozen=True)
+class Topic:
+    """What is looked at, and what is expected of it."""
+
+    name: str
+    expected: str
+
+    def passed(self, found: str) -> Check:
+        return Check(self.name, Verdict.PASS, found, self.expected)
+
+    def skipped(self, found: str, why: str = "", fix: str = "") -> Check:
+        return Check(self.name, Verdict.SKIP, found, self.expected, why, fix)
+
+    def warned(self, found: str, why: str, fix: str) -> Check:
+        return Check(self.name, Verdict.WARN, found, self.expected, why, fix)
+
+    def failed(self, found: str, why: str, fix: str) -> Check:
+        return Check(self.name, Verdict.FAIL, found, self.expected, why, fix)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -55,70 +76,57 @@ def judge(facts: Facts, tables: Tables | str) -> tuple[Check, ...]:
 def python(facts: Facts) -> Check:
     have = facts.python
     found = f"{have.implementation} {'.'.join(map(str, have.version))}, {have.system} {have.machine}, glibc {have.glibc or 'none'}"
-    expected = "CPython 3.10 or newer, Linux x86_64 or aarch64, glibc 2.28 or newer"
+    topic = Topic("python", "CPython 3.10 or newer, Linux x86_64 or aarch64, glibc 2.28 or newer")
     if have.system != "Linux" or have.machine not in ("x86_64", "aarch64"):
         why = "the wheels hold Linux code for x86-64 and AArch64"
-        return Check("python", Verdict.FAIL, found, expected, why, "use another machine")
+        return topic.failed(found, why, "use another machine")
     if numbers(have.glibc) < GLIBC_FLOOR:
         why = "the extension uses symbols that this C library lacks (manylinux_2_28 is torch's own floor)"
-        return Check("python", Verdict.FAIL, found, expected, why, "a distribution of 2019 or later, glibc based")
+        return topic.failed(found, why, "a distribution of 2019 or later, glibc based")
     if have.implementation != "cpython" or have.version < (3, 10):
-        return Check("python", Verdict.FAIL, found, expected, "torch has no wheels for it", "install CPython 3.12")
+        return topic.failed(found, "torch has no wheels for it", "install CPython 3.12")
     if facts.lock.checkout and have.version[:2] not in LOCKED_PYTHONS:
         why = "the locked environments need 3.10 to 3.12 (numpy<2); the wheel itself runs here"
-        return Check(
-            "python", Verdict.WARN, found, expected, why, "FLASHMOE_PYTHON=3.12 ./nox, for building and testing"
-        )
-    return Check("python", Verdict.PASS, found, expected)
+        return topic.warned(found, why, "FLASHMOE_PYTHON=3.12 ./nox, for building and testing")
+    return topic.passed(found)
 
 
 def package(tables: Tables | str) -> Check:
     """Whether flashmoe itself is complete: its tables, and on Python 3.10 the module that reads them."""
-    expected = "the GPU and kernel tables"
+    topic = Topic("package", "the GPU and kernel tables")
     if isinstance(tables, str):
         fix = "pip install tomli" if "tomli" in tables else REINSTALL
-        return Check(
-            "package", Verdict.FAIL, tables, expected, "it was installed without its dependencies, or is damaged", fix
-        )
-    return Check("package", Verdict.PASS, f"{len(tables.gpus)} GPUs, {len(tables.kernels)} kernel rows", expected)
+        return topic.failed(tables, "it was installed without its dependencies, or is damaged", fix)
+    return topic.passed(f"{len(tables.gpus)} GPUs, {len(tables.kernels)} kernel rows")
 
 
 def torch(facts: Facts) -> Check:
-    expected = "torch >= 2.10, once"
+    topic = Topic("torch", "torch >= 2.10, once")
     have = facts.torch
     if facts.probe.ran and not facts.probe.torch_version:
         why = "it is there but cannot be imported" + (": it took too long or hangs" if facts.probe.timed_out else "")
         fix = f"python -c 'import torch' shows the same; pip install --force-reinstall torch=={have.version or '2.10'}"
-        return Check("torch", Verdict.FAIL, f"{have.version} {facts.probe.problem}".strip(), expected, why, fix)
+        return topic.failed(f"{have.version} {facts.probe.problem}".strip(), why, fix)
     if not have.versions:
-        return Check("torch", Verdict.FAIL, "not installed", expected, "", "pip install 'torch>=2.10'")
+        return topic.failed("not installed", "", "pip install 'torch>=2.10'")
     if len(have.versions) > 1:
         found = " and ".join(have.versions)
-        return Check(
-            "torch",
-            Verdict.FAIL,
-            found,
-            expected,
-            "two copies shadow each other",
-            "pip uninstall torch, twice, and install one",
-        )
+        return topic.failed(found, "two copies shadow each other", "pip uninstall torch, twice, and install one")
     if numbers(have.version)[:2] < TORCH_FLOOR:
         why = "the extension uses torch's stable C ABI, versioned since 2.10; an older torch lacks its functions"
-        return Check("torch", Verdict.FAIL, have.version, expected, why, "pip install 'torch>=2.10'")
+        return topic.failed(have.version, why, "pip install 'torch>=2.10'")
     imported = facts.probe.torch_version
     if imported and imported.partition("+")[0] != have.version.partition("+")[0]:
         found = f"{imported} is imported, {have.version or 'none'} is installed"
         why = "another torch stands before the installed one on the path (PYTHONPATH, a folder of that name)"
-        return Check(
-            "torch", Verdict.FAIL, found, expected, why, "python -c 'import torch; print(torch.__file__)'; remove it"
-        )
+        return topic.failed(found, why, "python -c 'import torch; print(torch.__file__)'; remove it")
     found = f"{have.version}, built for {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'the CPU only'}"
     if facts.driver.gpus and not facts.torch_cuda:
         why = "this torch cannot use CUDA, so the GPU here stays unused"
         return Check(
             "torch", Verdict.WARN, found, "a CUDA build on a machine with a GPU", why, "install torch's CUDA build"
         )
-    return Check("torch", Verdict.PASS, found, expected)
+    return topic.passed(found)
 
 
 def numpy(facts: Facts) -> Check:
@@ -149,34 +157,20 @@ def numpy(facts: Facts) -> Check:
 def driver(facts: Facts) -> Check:
     have = facts.driver
     shown = f"CUDA {have.version // 1000}.{have.version % 1000 // 10}"
-    expected = "CUDA 12.8 or newer for every kernel, 12.0 for machine code up to compute capability 9.0"
+    topic = Topic("driver", "CUDA 12.8 or newer for every kernel, 12.0 for machine code up to compute capability 9.0")
     if have.version == 0 and not have.error:
-        return Check("driver", Verdict.SKIP, "no libcuda.so.1", expected, "without a driver the CPU backend runs")
+        return topic.skipped("no libcuda.so.1", "without a driver the CPU backend runs")
     if have.error == NO_DEVICE:
-        return Check("driver", Verdict.SKIP, f"{shown}, no GPU", expected, "the CPU backend runs")
+        return topic.skipped(f"{shown}, no GPU", "the CPU backend runs")
     if have.error:
         why = "the driver library is there but does not work; a container may lack the device files"
-        return Check(
-            "driver",
-            Verdict.FAIL,
-            f"{shown}: {have.error}",
-            expected,
-            why,
-            "nvidia-smi, then reboot or reinstall the driver",
-        )
+        return topic.failed(f"{shown}: {have.error}", why, "nvidia-smi, then reboot or reinstall the driver")
     if have.version < DRIVER_FLOOR:
-        return Check(
-            "driver",
-            Verdict.FAIL,
-            shown,
-            expected,
-            "kernels built by CUDA 12.8 do not load on it",
-            "install driver 525 or newer",
-        )
+        return topic.failed(shown, "kernels built by CUDA 12.8 do not load on it", "install driver 525 or newer")
     if have.version < DRIVER_OF_COMPILER:
         why = "it cannot load PTX of CUDA 12.8 or Blackwell's machine code"
-        return Check("driver", Verdict.WARN, shown, expected, why, "install driver 570 or newer")
-    return Check("driver", Verdict.PASS, shown, expected)
+        return topic.warned(shown, why, "install driver 570 or newer")
+    return topic.passed(shown)
 
 
 def serving_target(capability: tuple[int, int], targets: Iterable[Target]) -> Target | None:
@@ -205,17 +199,17 @@ def gpus(facts: Facts, tables: Tables | str) -> Check:
             "gpus", Verdict.SKIP, found, "", "there is no extension whose kernels could be compared", "nox -s build"
         )
     built = [target for target in tables.targets if target.name in names]
-    expected = f"kernels for each; this build holds {', '.join(names)}"
+    topic = Topic("gpus", f"kernels for each; this build holds {', '.join(names)}")
     lost = [gpu for gpu in facts.driver.gpus if serving_target(gpu.compute_capability, built) is None]
     if lost:
-        return Check("gpus", Verdict.FAIL, found, expected, f"none of them runs on {_listed(lost)}", _rebuild(lost))
+        return topic.failed(found, f"none of them runs on {_listed(lost)}", _rebuild(lost))
     by_ptx = [
         gpu for gpu in facts.driver.gpus if (target := serving_target(gpu.compute_capability, built)) and target.is_ptx
     ]
     if by_ptx:
         why = f"{_listed(by_ptx)} runs PTX that the driver compiles at the first call: slower to start, not tuned"
-        return Check("gpus", Verdict.WARN, found, expected, why, _rebuild(by_ptx))
-    return Check("gpus", Verdict.PASS, found, expected)
+        return topic.warned(found, why, _rebuild(by_ptx))
+    return topic.passed(found)
 
 
 def _rebuild(gpus: Sequence[Gpu]) -> str:
@@ -233,22 +227,19 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 def compiler(facts: Facts) -> Check:
     have = facts.compiler
-    expected = f"g++ {GXX_FLOOR} or newer, for building"
+    topic = Topic("g++", f"g++ {GXX_FLOOR} or newer, for building")
     if not facts.lock.checkout:
-        return Check("g++", Verdict.SKIP, have.version or "none", expected, "an installed wheel needs no compiler")
+        return topic.skipped(have.version or "none", "an installed wheel needs no compiler")
     if not have.version:
-        return Check(
-            "g++",
-            Verdict.FAIL,
+        return topic.failed(
             f"no {have.command}, or none that reports its version",
-            expected,
             "",
             "Debian, Ubuntu: apt-get install g++; or set CXX",
         )
     if numbers(have.version)[0] < GXX_FLOOR:
         why = "torch's headers need a complete C++17"
-        return Check("g++", Verdict.FAIL, have.version, expected, why, "install a newer one, or set CXX=g++-12")
-    return Check("g++", Verdict.PASS, f"{have.command} {have.version}", expected)
+        return topic.failed(have.version, why, "install a newer one, or set CXX=g++-12")
+    return topic.passed(f"{have.command} {have.version}")
 
 
 def lock(facts: Facts) -> Check:
@@ -257,24 +248,14 @@ def lock(facts: Facts) -> Check:
         return Check("lock", Verdict.SKIP, "not in a checkout", "", "an installed wheel has no lock")
     if not have.name:
         return Check(
-            "lock",
-            Verdict.SKIP,
-            "this Python is not in a locked environment",
-            "",
-            "",
-            "./nox -s doctor runs in one",
+            "lock", Verdict.SKIP, "this Python is not in a locked environment", "", "", "./nox -s doctor runs in one"
         )
-    expected = f"the packages of lockfiles/{have.name}.txt, each once"
+    topic = Topic("lock", f"the packages of lockfiles/{have.name}.txt, each once")
     if have.problem:
-        return Check(
-            "lock",
-            Verdict.FAIL,
-            have.problem,
-            expected,
-            "results from another environment prove nothing",
-            f"rm -rf .nox/env/{have.name}-*",
+        return topic.failed(
+            have.problem, "results from another environment prove nothing", f"rm -rf .nox/env/{have.name}-*"
         )
-    return Check("lock", Verdict.PASS, f"matches lockfiles/{have.name}.txt", expected)
+    return topic.passed(f"matches lockfiles/{have.name}.txt")
 
 
 def allowed_values(tables: Tables | str) -> dict[str, tuple[str, ...]]:
@@ -301,97 +282,59 @@ def variables(facts: Facts, tables: Tables | str) -> Check:
     own.pop("FLASHMOE_FALLBACK", None)  # says what a call that goes to torch does, and replaces nothing
     nvcc = "nvcc on PATH" if facts.nvcc else "no nvcc on PATH"
     found = f"{', '.join(foreign) or 'no CUDA_HOME, no LD_LIBRARY_PATH'}; {nvcc}"
-    expected = "none is required: no CUDA toolkit, CUDA_HOME, LD_LIBRARY_PATH or python3-dev"
+    topic = Topic("variables", "none is required: no CUDA toolkit, CUDA_HOME, LD_LIBRARY_PATH or python3-dev")
     if own:
         text = ", ".join(f"{name}={value}" for name, value in sorted(own.items()))
-        return Check(
-            "variables",
-            Verdict.WARN,
-            f"{text}; {found}",
-            expected,
-            "they replace the default kernel or library",
-            f"unset {' '.join(sorted(own))}",
+        return topic.warned(
+            f"{text}; {found}", "they replace the default kernel or library", f"unset {' '.join(sorted(own))}"
         )
     if "LD_PRELOAD" in foreign:
         why = "a preloaded library can replace functions that torch and flashmoe call"
-        return Check("variables", Verdict.WARN, found, expected, why, "unset LD_PRELOAD, if something fails")
-    return Check("variables", Verdict.PASS, found, expected)
+        return topic.warned(found, why, "unset LD_PRELOAD, if something fails")
+    return topic.passed(found)
 
 
 def extension(facts: Facts) -> Check:
     have = facts.extension
-    expected = "libflashmoe.so beside the package, with its provenance"
+    topic = Topic("extension", "libflashmoe.so beside the package, with its provenance")
     if not have.found and facts.lock.checkout:
-        return Check(
-            "extension", Verdict.SKIP, have.shown or "not built", expected, "a fresh clone has none", "./nox -s build"
-        )
+        return topic.skipped(have.shown or "not built", "a fresh clone has none", "./nox -s build")
     if not have.found:
-        return Check(
-            "extension",
-            Verdict.FAIL,
-            have.shown or "not there",
-            expected,
-            "the wheel is damaged, or this was not installed from a wheel",
-            REINSTALL,
+        return topic.failed(
+            have.shown or "not there", "the wheel is damaged, or this was not installed from a wheel", REINSTALL
         )
     if have.damaged:
         fix = "./nox -s build" if facts.lock.checkout else REINSTALL
         why = "a truncated download, a Git LFS pointer, or another file of this name"
-        return Check("extension", Verdict.FAIL, f"{have.shown}; it is not an ELF file", expected, why, fix)
+        return topic.failed(f"{have.shown}; it is not an ELF file", why, fix)
     if have.error:
-        return Check(
-            "extension",
-            Verdict.WARN,
-            f"{have.shown}; {have.error}",
-            expected,
-            "its origin is unknown",
-            "reinstall the wheel",
-        )
-    return Check("extension", Verdict.PASS, f"{have.shown}: {', '.join(have.targets) or 'CPU backend only'}", expected)
+        return topic.warned(f"{have.shown}; {have.error}", "its origin is unknown", "reinstall the wheel")
+    return topic.passed(f"{have.shown}: {', '.join(have.targets) or 'CPU backend only'}")
 
 
 def loads(facts: Facts) -> Check:
     have = facts.probe
-    expected = "torch imports it and registers its operator"
+    topic = Topic("loads", "torch imports it and registers its operator")
     if not have.ran or (have.torch_version and not facts.extension.found):
-        return Check("loads", Verdict.SKIP, "not tried", expected, "torch or the extension is missing, see above")
+        return topic.skipped("not tried", "torch or the extension is missing, see above")
     if not have.torch_version:
-        return Check("loads", Verdict.SKIP, "not tried", expected, "torch cannot be imported, see above")
+        return topic.skipped("not tried", "torch cannot be imported, see above")
     if not have.loaded:
         why = "it took too long or hangs" if have.timed_out else ""
-        return Check(
-            "loads",
-            Verdict.FAIL,
-            have.load_error,
-            expected,
-            why,
-            "python -m flashmoe audit libflashmoe.so names the cause",
-        )
-    return Check(
-        "loads",
-        Verdict.PASS,
-        f"under torch {have.torch_version}, {have.seconds:.1f} s including the smoke test",
-        expected,
-    )
+        return topic.failed(have.load_error, why, "python -m flashmoe audit libflashmoe.so names the cause")
+    return topic.passed(f"under torch {have.torch_version}, {have.seconds:.1f} s including the smoke test")
 
 
 def smoke(facts: Facts) -> Check:
     have = facts.probe
-    expected = "the same attention as plain PyTorch"
+    topic = Topic("smoke", "the same attention as plain PyTorch")
     if not have.loaded:
-        return Check("smoke", Verdict.SKIP, "not tried", expected, "the extension was not loaded")
+        return topic.skipped("not tried", "the extension was not loaded")
     if not have.smoke_ok and have.smoke_raised:
         why = "the call was refused or failed; no number was wrong"
         fix = "the message says what to change; FLASHMOE_ variables are listed above"
-        return Check("smoke", Verdict.FAIL, have.smoke, expected, why, fix)
+        return topic.failed(have.smoke, why, fix)
     if not have.smoke_ok:
         why = "the installed extension computes wrong results, or crashes, on this machine"
-        return Check(
-            "smoke",
-            Verdict.FAIL,
-            have.smoke or "no answer",
-            expected,
-            why,
-            "python -m flashmoe_tools.smoke, then report it",
-        )
-    return Check("smoke", Verdict.PASS, have.smoke, expected)
+        return topic.failed(have.smoke or "no answer", why, "python -m flashmoe_tools.smoke, then report it")
+    return topic.passed(have.smoke)

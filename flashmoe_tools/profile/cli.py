@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmoe.errors import DriverError, ExitCode, ReportError
 from flashmoe_tools.interpreter import runnable
-from flashmoe_tools.problems import Problem, problem_from_key
+from flashmoe_tools.operations import Problem, problem_from_key
 from flashmoe_tools.profile.collect import collect, find_ncu
 from flashmoe_tools.profile.diagnose import Finding, diagnose
 from flashmoe_tools.profile.difference import render as render_difference

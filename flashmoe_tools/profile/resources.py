@@ -5,25 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flashmoe.errors import ReportError
-from flashmoe_tools.problems import Problem, problem_from_json
+from flashmoe_tools.operations import Problem, problem_from_json
 from flashmoe_tools.report import read_report
 
 OURS = "flashmoe"
-# Of an operation's kernels the one that takes most of its time, by operation of problems.
-HEAVIEST: Mapping[str, str] = MappingProxyType(
-    {
-        "attention": "attention_forward",
-        "attention_backward": "attention_backward_dkv",
-        "attention_training": "attention_backward_dkv",
-        "moe": "grouped_gemm_gated",
-        "moe_backward": "grouped_gemm_weight_gradient",
-        "moe_scaled": "grouped_gemm_gated_scaled",
-    }
-)
 SYMBOL = re.compile(r"flashmoe_(?P<operation>\w+?)_(?P<family>sm\d+)_(?P<dtype>f16|bf16)(?P<rest>(_\w+)?)")
 
 
@@ -87,7 +75,7 @@ def build_facts(build: Mapping[str, Any], case: Problem, target: str = "") -> tu
 def _serves(symbol: str, case: Problem) -> int | None:
     """The head dim of a kernel that may run the case (0: it has none); None for every other kernel."""
     parts = SYMBOL.fullmatch(symbol)
-    if parts is None or parts["operation"] != HEAVIEST.get(case.operation):
+    if parts is None or parts["operation"] != getattr(case, "heaviest_kernel", ""):
         return None
     if parts["dtype"] != {"f32": "f16", "e4m3": "bf16"}.get(case.dtype, case.dtype):
         return None

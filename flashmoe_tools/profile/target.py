@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flashmoe.errors import DeviceError
-from flashmoe_tools.problems import problem_from_key
+from flashmoe_tools.operations import problem_from_key
 
 WARM_UP_CALLS = 3
 

@@ -3,6 +3,7 @@
 python -m flashmoe smem --head-dim 128                                 # every GPU, its own tile
 python -m flashmoe smem --arch sm89 --head-dim 128                     # one GPU, itemised
 python -m flashmoe smem --arch sm89 --head-dim 128 --tile 128x64 --stages 2
+python -m flashmoe smem --operation grouped_gemm --arch sm90           # any operation whose formula the tables state
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode, TableError
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.smem.occupancy import (
+    ATTENTION,
     Layout,
     base_rows,
     check_dtype,
     families,
+    has_head_dim,
     largest_tile,
     layout,
+    operations,
     pick_family,
     tile_problem,
     with_head_dim,
@@ -39,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch", metavar="GPU", help="sm75 ... sm120 (also 89, 8.9, sm_89); without it, all side by side"
     )
-    parser.add_argument("--head-dim", type=int, required=True, metavar="D", help=f"1 to {MAX_HEAD_DIM}")
-    parser.add_argument("--family", help="kernel family (default: the GPU's best in csrc/attention/kernels.toml)")
+    parser.add_argument("--operation", default=ATTENTION, metavar="NAME", help=f"of the tables (default: {ATTENTION})")
+    parser.add_argument("--head-dim", type=int, metavar="D", help=f"1 to {MAX_HEAD_DIM}; of operations that have one")
+    parser.add_argument("--family", help="kernel family (default: the GPU's best in the operation's kernels.toml)")
     parser.add_argument("--tile", metavar="MxN", help="rows of Q x rows of K and V (default: the table's)")
     parser.add_argument("--stages", type=int, metavar="N", help="K and V tiles in flight (default: the table's)")
     parser.add_argument("--warps", type=int, metavar="N", help="warps per block (default: the table's)")
@@ -53,26 +58,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     tables = load_tables()
-    check_arguments(args)
+    check_arguments(args, tables)
     if args.arch is None:
-        gpus = tuple(gpu for gpu in tables.gpus if args.family is None or args.family in gpu.families)
+        wanted = families(tables, args.operation) if args.family is None else (args.family,)
+        gpus = tuple(gpu for gpu in tables.gpus if set(wanted) & set(gpu.families))
     else:
         gpus = (named_gpu(tables, args.arch),)
     if not gpus:
-        msg = f"no GPU runs a kernel family {args.family!r}; known: {', '.join(families(tables))}"
+        msg = f"no GPU runs a kernel family {args.family!r}; known: {', '.join(families(tables, args.operation))}"
         raise ArgumentError(msg)
     layouts = [item for gpu in gpus for item in plan(tables, gpu, args)]
     if args.json:
         print(json.dumps([to_json(item) for item in layouts], indent=1))
     elif args.arch is None:
-        print(side_by_side(layouts, args.head_dim))
+        print(side_by_side(layouts, args.operation, args.head_dim))
     else:
         print("\n\n".join(itemised(item, args.head_dim) for item in layouts))
     return ExitCode.OK if all(item.fits for item in layouts) else ExitCode.FAILED
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ArgumentError for a number outside its range."""
+def check_arguments(args: argparse.Namespace, tables: Tables) -> None:
+    """Raise ArgumentError for an operation that is not known, a head dim that is missing and a number outside its range."""
+    if args.operation not in operations(tables):
+        msg = f"--operation {args.operation!r} has no formula of shared memory; known: {', '.join(operations(tables))}"
+        raise ArgumentError(msg)
+    if (args.head_dim is not None) != has_head_dim(tables, args.operation):
+        is_needed = args.head_dim is None
+        msg = f"{args.operation} has {'a' if is_needed else 'no'} head dim: {'add' if is_needed else 'drop'} --head-dim"
+        raise ArgumentError(msg)
     ranges = (
         ("head-dim", args.head_dim, MAX_HEAD_DIM),
         ("stages", args.stages, 64),
@@ -109,25 +122,31 @@ def parse_tile(text: str) -> tuple[int, int]:
 
 def plan(tables: Tables, gpu: Gpu, args: argparse.Namespace) -> list[Layout]:
     """The layouts that the arguments ask for on one GPU: the table's own rows, or one with the values given."""
-    dtype = args.dtype or ("bf16" if gpu.bf16 else "f16")
+    dtype = args.dtype or default_dtype(tables, gpu, args.operation)
     if dtype == "bf16" and not gpu.bf16 and args.arch is None:
         dtype = "f16"  # side by side, the oldest GPU is shown with the type that it has
     try:
         check_dtype(gpu, dtype)
     except DtypeError as error:
         raise ArgumentError(str(error)) from error
-    family = pick_family(tables, gpu, args.family)
-    rows = base_rows(tables, gpu, family, dtype, args.head_dim)
+    family = pick_family(tables, gpu, args.family, args.operation)
+    rows = base_rows(tables, gpu, family, dtype, args.head_dim or 0, args.operation)
     if not rows:
-        msg = f"csrc/attention/kernels.toml has no {family} row to start from; known: {', '.join(sorted({r.family for r in tables.kernels}))}"
+        msg = f"kernels.toml has no {family} row of {args.operation} to start from; known: {', '.join(families(tables, args.operation))}"
         raise ArgumentError(msg)
     changed = {name: value for name, value in (("stages", args.stages), ("warps", args.warps)) if value is not None}
     if args.tile is not None:
         changed["block_m"], changed["block_n"] = parse_tile(args.tile)
-        rows = tuple(with_head_dim(row, args.head_dim) for row in rows)
+        rows = tuple(with_head_dim(row, args.head_dim) if args.head_dim else row for row in rows)
     if not changed:
         return [layout(gpu, row, dtype, args.registers or built_registers(gpu, row, dtype)) for row in rows]
     return [layout(gpu, replace(rows[0], **changed), dtype, args.registers)]
+
+
+def default_dtype(tables: Tables, gpu: Gpu, operation: str) -> str:
+    """The first of DTYPES that the GPU has and a row of the operation states."""
+    stated = {dtype for row in tables.kernels if row.operation == operation for dtype in row.dtypes}
+    return next(dtype for dtype in DTYPES if dtype in stated and (gpu.bf16 or dtype != "bf16"))
 
 
 def built_registers(gpu: Gpu, row: KernelRow, dtype: str) -> int | None:
@@ -148,16 +167,24 @@ def built_registers(gpu: Gpu, row: KernelRow, dtype: str) -> int | None:
 
 
 def describe(row: KernelRow, dtype: str) -> str:
-    masks = f", {row.words['mask'][0]} only" if len(row.words["mask"]) == 1 else ""
+    words = "".join(
+        f", {' and '.join(row.words[axis.name])} only"
+        for axis in row.descriptor.word_axes
+        if len(row.words[axis.name]) < len(axis.words)
+    )
+    numbers = "".join(f" {axis.prefix}{row.axes[axis.name]}" for axis in row.descriptor.numbers)
     variant = f" {row.variant}" if row.variant else ""
-    return f"{row.family}{variant} {dtype} d{row.axes['head_dim']} tile {row.block_m}x{row.block_n}, {row.stages} stages, {row.warps} warps{masks}"
+    named = row.descriptor.tile
+    tile = f" tile {'x'.join(str(getattr(row, name)) for name in named if name != 'stages')}," if named else ""
+    tile += f" {row.stages} stages," if "stages" in named else ""
+    return f"{row.family}{variant} {dtype}{numbers}{tile} {row.warps} warps{words}"
 
 
-def itemised(item: Layout, head_dim: int) -> str:
+def itemised(item: Layout, head_dim: int | None) -> str:
     """One layout, one line per part."""
     gpu = item.gpu
     lines = [f"{gpu.name} ({gpu.products})", f"  {describe(item.row, item.dtype)}"]
-    if item.row.axes["head_dim"] != head_dim:
+    if item.row.axes.get("head_dim") != head_dim:
         lines.append(
             f"  head dim {head_dim} runs in the kernel for {item.row.axes['head_dim']}, columns beyond it predicated"
         )
@@ -180,7 +207,8 @@ def itemised(item: Layout, head_dim: int) -> str:
     problem = tile_problem(item.row)
     if problem:
         lines.append(f"  no kernel has this tile: {problem}")
-    lines.append(f"  {largest_text(item)}")
+    if item.row.operation == ATTENTION:
+        lines.append(f"  {largest_text(item)}")
     return "\n".join(lines)
 
 
@@ -192,13 +220,15 @@ def largest_text(item: Layout) -> str:
     return f"largest tile that fits {with_these}: {best.row.block_m}x{best.row.block_n}, {best.total:,} bytes (registers may allow less)"
 
 
-def side_by_side(layouts: Sequence[Layout], head_dim: int) -> str:
-    """One line per GPU."""
-    header = ("GPU", "kernel", "bytes", "limit", "left", "blocks/SM", "largest that fits")
+def side_by_side(layouts: Sequence[Layout], operation: str, head_dim: int | None) -> str:
+    """One line per GPU and row of its table."""
+    header: tuple[str, ...] = ("GPU", "kernel", "bytes", "limit", "left", "blocks/SM")
+    if operation == ATTENTION:
+        header = (*header, "largest that fits")
     rows = [header]
     for item in layouts:
         best = largest_tile(item.gpu, item.row, item.dtype)
-        largest = f"{best.row.block_m}x{best.row.block_n}" if best else "none"
+        largest = (f"{best.row.block_m}x{best.row.block_n}" if best else "none",) if operation == ATTENTION else ()
         blocks = str(item.blocks_per_sm) if item.fits else "does not fit"
         rows.append(
             (
@@ -208,11 +238,12 @@ def side_by_side(layouts: Sequence[Layout], head_dim: int) -> str:
                 f"{item.limit:,}",
                 f"{item.left:,}",
                 blocks,
-                largest,
+                *largest,
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [f"shared memory of attention, head dim {head_dim}"]
+    what = "attention" if operation == ATTENTION else operation
+    lines = [f"shared memory of {what}{f', head dim {head_dim}' if head_dim else ''}"]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
 
@@ -221,9 +252,10 @@ def to_json(item: Layout) -> dict[str, Any]:
     best = largest_tile(item.gpu, item.row, item.dtype)
     return {
         "gpu": item.gpu.name,
+        "operation": item.row.operation,
         "family": item.row.family,
         "dtype": item.dtype,
-        "head_dim": item.row.axes["head_dim"],
+        "head_dim": item.row.axes.get("head_dim"),
         "tile": [item.row.block_m, item.row.block_n],
         "stages": item.row.stages,
         "warps": item.row.warps,

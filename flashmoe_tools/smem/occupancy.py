@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from flashmoe.errors import ArgumentError, DtypeError
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.tables import Gpu, Tables
 
-OPERATION = "attention_forward"
+ATTENTION = "attention_forward"  # the operation whose tiles are known to the end: see tiles()
 WARP = 32
 SCHEDULERS = 4  # of a multiprocessor
 REGISTER_UNIT = 256  # registers are allocated to a warp in units of 256
@@ -96,49 +96,63 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def families(tables: Tables) -> tuple[str, ...]:
-    """The kernel families that attention has."""
-    return tuple(kind.family for kind in tables.descriptors if kind.operation == OPERATION)
+def operations(tables: Tables) -> tuple[str, ...]:
+    """Those that state a formula of their shared memory."""
+    return tuple(dict.fromkeys(kind.operation for kind in tables.descriptors if kind.shared_memory))
+
+
+def families(tables: Tables, operation: str = ATTENTION) -> tuple[str, ...]:
+    """The kernel families that the operation has."""
+    return tuple(kind.family for kind in tables.descriptors if kind.operation == operation)
+
+
+def has_head_dim(tables: Tables, operation: str) -> bool:
+    return any(
+        axis.name == "head_dim" for kind in tables.descriptors if kind.operation == operation for axis in kind.axes
+    )
 
 
 def with_head_dim(row: KernelRow, head_dim: int) -> KernelRow:
     return replace(row, axes=MappingProxyType({**row.axes, "head_dim": head_dim}))
 
 
-def rows_on(tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int) -> tuple[KernelRow, ...]:
-    """The table's rows that run on ``gpu`` for a head dim: those of the smallest kernel head dim that holds it."""
+def rows_on(
+    tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int, operation: str = ATTENTION
+) -> tuple[KernelRow, ...]:
+    """The table's rows that run on ``gpu``; where they have a head dim, those of the smallest that holds ``head_dim``."""
     usable = [
         (unit.target, unit.row)
         for unit in tables.units()
-        if unit.row.operation == OPERATION
+        if unit.row.operation == operation
         and unit.row.family == family
         and unit.dtype == dtype
         and gpu.name in unit.target.gpus
-        and unit.row.axes["head_dim"] >= head_dim
+        and unit.row.axes.get("head_dim", head_dim) >= head_dim
     ]
     if not usable:
         return ()
-    width = min(row.axes["head_dim"] for _, row in usable)
-    usable = [(target, row) for target, row in usable if row.axes["head_dim"] == width]
+    width = min(row.axes.get("head_dim", 0) for _, row in usable)
+    usable = [(target, row) for target, row in usable if row.axes.get("head_dim", 0) == width]
     best = max((target for target, _ in usable), key=lambda target: (not target.is_ptx, target.capability))
     return tuple(row for target, row in usable if target == best)
 
 
-def pick_family(tables: Tables, gpu: Gpu, wanted: str | None) -> str:
-    """``wanted``, or the first of the GPU's families that has a kernel."""
+def pick_family(tables: Tables, gpu: Gpu, wanted: str | None, operation: str = ATTENTION) -> str:
+    """``wanted``, or the first of the GPU's families that has a kernel of the operation."""
+    known = families(tables, operation)
     if wanted is not None:
-        if wanted not in families(tables):
-            msg = f"no kernel family {wanted!r}; known: {', '.join(families(tables))}"
+        if wanted not in known:
+            msg = f"no kernel family {wanted!r}; known: {', '.join(known)}"
             raise ArgumentError(msg)
         if wanted not in gpu.families:
             msg = f"{gpu.name} runs the families {', '.join(gpu.families)}; {wanted} uses instructions that it lacks"
             raise ArgumentError(msg)
         return wanted
-    built = {row.family for row in tables.kernels if row.operation == OPERATION}
+    built = {row.family for row in tables.kernels if row.operation == operation}
     for family in gpu.families:
         if family in built:
             return family
-    msg = f"no kernel family of {gpu.name} ({', '.join(gpu.families)}) has an attention kernel; name one with --family"
+    msg = f"no kernel family of {gpu.name} ({', '.join(gpu.families)}) has a kernel of {operation}; name one with --family"
     raise ArgumentError(msg)
 
 
@@ -149,14 +163,16 @@ def check_dtype(gpu: Gpu, dtype: str) -> None:
         raise DtypeError(msg)
 
 
-def base_rows(tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int) -> tuple[KernelRow, ...]:
+def base_rows(
+    tables: Tables, gpu: Gpu, family: str, dtype: str, head_dim: int, operation: str = ATTENTION
+) -> tuple[KernelRow, ...]:
     """Rows to start from: the table's for this GPU, else any of the family's, so that its options are known."""
-    found = rows_on(tables, gpu, family, dtype, head_dim)
+    found = rows_on(tables, gpu, family, dtype, head_dim, operation)
     if found:
         return found
-    others = [row for row in tables.kernels if row.operation == OPERATION and row.family == family]
-    if not others:
-        return ()
+    others = [row for row in tables.kernels if row.operation == operation and row.family == family]
+    if not others or "head_dim" not in others[0].axes:
+        return tuple(others)
     nearest = min(others, key=lambda row: (abs(row.axes["head_dim"] - head_dim), row.block_m * row.block_n))
     return (with_head_dim(nearest, head_dim),)
 
@@ -187,7 +203,9 @@ def key_step(row: KernelRow) -> int:
 
 
 def tile_problem(row: KernelRow) -> str:
-    """Why no kernel of the family can use this tile, even if it fits; empty when one can."""
+    """Why no kernel of the family can use this tile, even if it fits; empty when one can, or for want of knowledge."""
+    if row.operation != ATTENTION:
+        return ""
     if row.family == "sm90":
         if row.warps < 8 or row.warps % 4:
             return f"sm90 needs whole warpgroups of 4 warps, one that loads and one or more that compute; not {row.warps} warps"
@@ -204,6 +222,11 @@ def tile_problem(row: KernelRow) -> str:
 
 
 def largest_tile(gpu: Gpu, row: KernelRow, dtype: str) -> Layout | None:
-    """The tile with the most scores (rows of Q x rows of K) that shared memory allows; registers may allow less."""
+    """The tile with the most scores (rows of Q x rows of K) that shared memory allows; registers may allow less.
+
+    None when none fits, and of an operation other than attention, whose static assertions are not restated here.
+    """
+    if row.operation != ATTENTION:
+        return None
     fitting = [item for tile in tiles(row) if (item := layout(gpu, tile, dtype)).fits]
     return max(fitting, key=lambda item: (item.row.block_m * item.row.block_n, item.row.block_m), default=None)

@@ -31,7 +31,7 @@ _NEUTRAL = {
 
 
 def neutral_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with nobody's configuration of git in it."""
+    """``environ`` without anyone's configuration of git."""
     return {**{name: value for name, value in environ.items() if not name.startswith("GIT_")}, **_NEUTRAL}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe import _extension
+from flashmoe_tools.operations.attention.reference import weigh
 
 from .reference import Problem, plain_attention, reference_dtype, tolerance
 
@@ -41,15 +42,7 @@ def autograd_gradients(
 
 
 def plain_function(problem: Problem, scale: float | None = None) -> Function:
-    """plain_attention without its NaN: rows without a key are left out, as their results are constant."""
-    hidden = max(0, problem.seq_q - problem.seq_k) if problem.causal else 0
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = plain_attention(q[:, :, hidden:], k, v, problem.causal, scale)
-        padding = torch.zeros_like(q[:, :, :hidden])
-        return torch.cat((padding, out), 2), torch.cat((padding[..., 0], lse), 2)
-
-    return function
+    return lambda q, k, v: plain_attention(q, k, v, problem.causal, scale)
 
 
 def ours(
@@ -97,12 +90,7 @@ def rounded_output_terms(
     factor = abs(problem.head_dim**-0.5 if scale is None else scale)
     q, k, v = (tensor.to(work) for tensor in tensors)
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
-    scores = q @ k.mT * (problem.head_dim**-0.5 if scale is None else scale)
-    if problem.causal:
-        rows, keys = scores.shape[-2:]
-        visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(-1).nan_to_num(0.0)
+    weights, _ = weigh(q @ k.mT * (problem.head_dim**-0.5 if scale is None else scale), causal=problem.causal)
     row_error = torch.finfo(dtype).eps / 2 * (grad_out.to(work) * (weights @ v)).abs().sum(-1, keepdim=True)
     score_error = factor * weights * row_error
     groups = score_error.mT @ q.abs()

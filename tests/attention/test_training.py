@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashmoe
-from flashmoe_tools.problems.dtypes import TORCH_DTYPES
-from flashmoe_tools.problems.train_step import TrainStepProblem
-from flashmoe_tools.problems.train_step.tensors import Attention, Decoder
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.train_step.problem import TrainStepProblem
+from flashmoe_tools.operations.train_step.reference import Attention, Decoder
 
 STEPS = {"cpu": 80, "cuda": 400}
 LAST = 20  # steps whose mean loss is compared

@@ -1,4 +1,4 @@
-"""Ragged, paged and banded problems, and attention by definition in float64: sequence by sequence, one formula."""
+"""Ragged and paged problems with windows, softcaps and sinks, held against the room's definition, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -10,57 +10,25 @@ import torch
 from torch import Tensor
 
 import flashmoe
+from flashmoe_tools.operations.attention.reference import ScoreOptions, attend
 
 from .reference import LSE_TOLERANCE, assert_ran_here, tolerance
 
 
 @dataclass(frozen=True)
-class Band:
-    """What stands between the scores and the softmax."""
-
-    causal: bool = False
-    window: tuple[int, int] | None = None
-    softcap: float = 0.0
-    scale: float | None = None
+class Band(ScoreOptions):
+    """As keywords of our functions."""
 
     @property
     def options(self) -> dict[str, Any]:
         return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
 
-    def visible(self, rows: int, keys: int, device: str | torch.device) -> Tensor:
-        left, right = self.window or (-1, -1)
-        right = 0 if self.causal else right
-        distance = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1) - (keys - rows)
-        shown = torch.ones(rows, keys, dtype=torch.bool, device=device)
-        shown &= (distance >= -left) if left >= 0 else shown
-        return shown & (distance <= right) if right >= 0 else shown
-
 
 def by_definition(
     q: Tensor, k: Tensor, v: Tensor, band: Band, sinks: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of [..., Hq, Sq, D] by torch operations in the dtype of q; differentiable. Hidden keys may hold anything."""
-    group = q.shape[-3] // k.shape[-3]
-    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if band.scale is None else band.scale)
-    if band.softcap:
-        scores = band.softcap * torch.tanh(scores / band.softcap)
-    shown = band.visible(q.shape[-2], k.shape[-2], q.device).expand(scores.shape)
-    if mask is not None:
-        shown = shown & (mask if mask.dtype is torch.bool else mask > -math.inf)
-        scores = scores if mask.dtype is torch.bool else scores + mask.to(scores.dtype)
-    scores = scores.masked_fill(~shown, -math.inf)
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, sink), -1)
-    largest = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros((*scores.shape[:-1], 1))
-    largest = largest.masked_fill(largest == -math.inf, 0.0)
-    weights = (scores - largest).exp()
-    total = weights.sum(-1, keepdim=True)
-    seen = total > 0
-    lse = torch.where(seen, largest + total.masked_fill(~seen, 1.0).log(), -math.inf).squeeze(-1)
-    weights = weights[..., : k.shape[-2]] / total.masked_fill(~seen, 1.0)
-    return weights @ v, lse
+    """(out, lse) of [..., Hq, Sq, D]: the room's definition, in the dtype of q."""
+    return attend(q, k, v, band, sinks=sinks, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -187,14 +155,14 @@ def to_pages(
     k_pages = torch.full((*shape, k.shape[3]), math.nan, dtype=k.dtype, device=device)
     v_pages = torch.full((*shape, v.shape[3]), math.nan, dtype=v.dtype, device=device)
     table = torch.full((len(lengths), per_sequence), -1, dtype=torch.int32)
-    for entry, length in enumerate(lengths):
+    for sequence, length in enumerate(lengths):
         for index in range(-(-(length + room) // page_size)):
-            is_shared = entry > 0 and index < shared
-            page = int(table[0, index]) if is_shared else numbers[entry * per_sequence + index]
-            table[entry, index] = page
+            is_shared = sequence > 0 and index < shared
+            page = int(table[0, index]) if is_shared else numbers[sequence * per_sequence + index]
+            table[sequence, index] = page
             keys = slice(index * page_size, min(length, (index + 1) * page_size))
             if is_shared or keys.stop <= keys.start:
                 continue
-            k_pages[page, : keys.stop - keys.start] = k[entry, :, keys].transpose(0, 1)
-            v_pages[page, : keys.stop - keys.start] = v[entry, :, keys].transpose(0, 1)
+            k_pages[page, : keys.stop - keys.start] = k[sequence, :, keys].transpose(0, 1)
+            v_pages[page, : keys.stop - keys.start] = v[sequence, :, keys].transpose(0, 1)
     return Pages(k_pages, v_pages, table.to(device))

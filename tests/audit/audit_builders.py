@@ -25,18 +25,10 @@ SITE = Path(sysconfig.get_path("purelib"))
 REAL_TABLES, ROWS = ("tables/arch.toml", "attention/operations.toml"), "attention/kernels.toml"
 KERNELS_TOML = """
 schema = 1
-[[kernel]]
-operation = "attention_forward"
-family = "sm80"
-dtypes = ["f16", "bf16"]
+[[attention_forward.sm80]]
 head_dim = 64
+tile = { block_m = 64, block_n = 64, stages = 1, warps = 4 }
 targets = ["sm_80", "sm_90a", "compute_80"]
-block_m = 64
-block_n = 64
-stages = 1
-warps = 4
-min_blocks = 1
-schedule = "grid"
 why = "a small row for the tests of the audit"
 options = { masked_loop = 1 }
 """

@@ -95,15 +95,16 @@ def test_an_unknown_option_shows_the_usage_of_its_command(sound: Path) -> None:
     assert "unrecognized arguments: --sorce x" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "verdict"), [((), "PASS  the loader"), (("--no-load",), "")], ids=["default", "no load"]
-)
-def test_the_loader_is_asked_unless_told_not_to(workshop: Workshop, words: tuple[str, ...], verdict: str) -> None:
-    path = workshop.extension({"bind.cpp": 'extern "C" int PyInit__C() { return 1; }'})
-    done = command(str(path), *words)
-    assert done.returncode == ExitCode.OK
-    assert ("the loader" in done.stdout) == bool(verdict)
-    assert verdict in done.stdout
+def test_nothing_of_a_hostile_file_runs(workshop: Workshop) -> None:
+    """Its constructor would print when it is loaded; `--no-load` of older versions is still taken."""
+    loud = '#include <stdio.h>\n__attribute__((constructor)) static void start() { puts("ran"); fflush(stdout); }\n'
+    path = workshop.extension({"bind.cpp": loud + 'extern "C" int PyInit__C() { return 1; }'})
+    words = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(path)]
+    assert b"ran" in subprocess.run(words, capture_output=True, check=False).stdout, "it would"
+    for more in ((), ("--no-load",)):
+        done = command(str(path), *more)
+        assert done.returncode == ExitCode.OK
+        assert "ran" not in done.stdout.split()
 
 
 def test_an_ascii_terminal_gets_every_line(workshop: Workshop, tmp_path: Path) -> None:
@@ -195,12 +196,16 @@ def test_table_shows_where_nothing_fits() -> None:
     assert kernel_table({"subjects": [{"launchability": rows}]})[1] == ("k", "128", "0", "122880", "168: 1 0")
 
 
-def test_terminal_output_names_every_check(sound: Path, tables: Tables) -> None:
+def test_a_terminal_shows_verdicts_in_colour(sound: Path, tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    report, stream = audit(sound, tables=tables), Terminal()
-    show(report, stream)
-    assert "launchability" in stream.getvalue()
-    assert "PASS" in stream.getvalue()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    report, coloured, plain_one = audit(sound, tables=tables), Terminal(), Terminal()
+    show(report, coloured)
+    assert "\n\x1b[32mPASS\x1b[0m  launchability" in coloured.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(report, plain_one)
+    assert plain_one.getvalue() == "\n".join(plain(report)) + "\n"

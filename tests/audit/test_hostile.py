@@ -53,32 +53,6 @@ def test_large_data_is_read_in_pieces(
     assert not [c for c in failures(audit(path)) if "record" in c.name or "input" in c.name]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["other-1.0-cp311-cp311-linux_x86_64.whl", "science-2.0-cp311-cp311-linux_x86_64.whl"],
-    ids=["distribution", "version"],
-)
-def test_a_renamed_wheel(workshop: Workshop, files: dict[str, bytes | str], name: str) -> None:
-    path = workshop.wheel(files, name=NAME)
-    assert not failures(audit(path))
-    renamed = path.rename(path.with_name(name))
-    assert "METADATA: science 1.0" in named(audit(renamed), "wheel name").found
-
-
-@pytest.mark.parametrize(
-    ("spelled", "file"), [("Science.Tools", "science_tools"), ("science-tools", "Science_Tools")], ids=["dot", "case"]
-)
-def test_names_are_compared_as_pip_does(
-    workshop: Workshop, files: dict[str, bytes | str], spelled: str, file: str
-) -> None:
-    info = f"{file}-1.0.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {spelled}\nVersion: 1.0.0\n"
-    header = "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
-    written = {**files, f"{info}/METADATA": metadata, f"{info}/WHEEL": header, f"{info}/RECORD": ""}
-    path = workshop.wheel(written, name=f"{file}-1.0-cp311-cp311-linux_x86_64.whl", metadata=False)
-    assert not [c for c in failures(audit(path)) if "wheel name" in c.name]
-
-
 def test_two_metadata_folders(workshop: Workshop, files: dict[str, bytes | str]) -> None:
     path = workshop.wheel({**files, "other-1.0.dist-info/METADATA": "Name: other\n"}, name=NAME)
     assert "several .dist-info folders" in named(audit(path), "input: damaged wheel").found
@@ -131,7 +105,7 @@ def test_a_provenance_of_other_types(
     assert named(audit(path, tables=tables), "provenance").found == "no readable provenance.json"
 
 
-@pytest.mark.parametrize("member", ["WHEEL", "METADATA", "RECORD"])
+@pytest.mark.parametrize("member", ["WHEEL", "RECORD"])
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe\0", b"\0" * 100, b"Tag: \n\n", b'"'], ids=["bytes", "NUL", "empty", "quote"]
 )

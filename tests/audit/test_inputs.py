@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,16 +29,22 @@ def refused(path: Path, kind: str) -> Check:
     return complete(found[0])
 
 
-def test_text_file_named_so(tmp_path: Path) -> None:
-    path = tmp_path / "_C.so"
-    path.write_text("this is no library\n" * 20)
-    assert "it is text" in refused(path, "not an ELF file").found
+UNREADABLE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "text": (lambda path: path.write_text("this is no library\n" * 20), "not an ELF file", "it is text"),
+    "a short first line": (lambda path: path.write_text("hello\nworld\n"), "not an ELF file", "it is text"),
+    "empty": (lambda path: path.touch(), "not an ELF file", "it is empty (0 bytes"),
+    "a link to nothing": (lambda path: path.symlink_to("gone.so"), "unreadable", "is a broken symbolic link"),
+    "a FIFO": (os.mkfifo, "unreadable", "is not a regular file"),
+    "missing": (lambda path: None, "unreadable", "does not exist"),
+}
 
 
-def test_a_short_first_line_is_text_too(tmp_path: Path) -> None:
-    path = tmp_path / "_C.so"
-    path.write_text("hello\nworld\n")
-    assert "it is text" in refused(path, "not an ELF file").found
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_is_no_library_says_what_it_is(tmp_path: Path, case: str) -> None:
+    make, kind, words = UNREADABLE[case]
+    make(tmp_path / "_C.so")
+    assert words in refused(tmp_path / "_C.so", kind).found
+    assert exit_is_empty(audit(tmp_path / "_C.so")) == (kind == "unreadable")
 
 
 def test_a_huge_file_is_refused_unread(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,31 +62,9 @@ def test_a_huge_file_is_refused_unread(sound: Path, tmp_path: Path, monkeypatch:
             assert str(64 << 30) in refused(path, kind).found
 
 
-def test_a_link_to_nothing_says_so(tmp_path: Path) -> None:
-    (tmp_path / "_C.so").symlink_to(tmp_path / "gone.so")
-    assert "is a broken symbolic link" in refused(tmp_path / "_C.so", "unreadable").found
-
-
 def test_a_folder_by_its_dot_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert audit(Path()).data["path"] == tmp_path.name
-
-
-def test_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "_C.so"
-    path.touch()
-    assert "it is empty (0 bytes" in refused(path, "not an ELF file").found
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    report = audit(tmp_path / "_C.so")
-    assert "does not exist" in refused(tmp_path / "_C.so", "unreadable").found
-    assert exit_is_empty(report)
-
-
-def test_fifo_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "_C.so")
-    assert "is not a regular file" in refused(tmp_path / "_C.so", "unreadable").found
 
 
 def test_unreadable_file(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 
 import pytest
@@ -129,7 +128,7 @@ def test_a_weak_reference_may_stay_open(workshop: Workshop, rows: tuple[Row, ...
     )
     path = workshop.extension({"bind.cpp": hook + 'extern "C" void* PyInit__C() { return where(); }'})
     ctypes.CDLL(str(path))
-    assert audit(path, Options(load=True)).verdict is Verdict.PASS
+    assert audit(path).verdict is Verdict.PASS
     library = workshop.library(rows, host=HOST + hook)
     assert (
         "trace::begin(int)" in only_failure(audit(library, tables=tables), "undefined symbol: trace::begin(int)").found
@@ -142,8 +141,6 @@ def test_f12_built_for_another_torch(workshop: Workshop) -> None:
     refused, lost = named(report, "torch C++ symbols"), named(report, "not in torch")
     assert refused.found == "1 wanted: c10::cuda::ExchangeDevice(char)"
     assert "c10::cuda::ExchangeDevice(char)" in lost.name
-    assert "`c10::cuda::ExchangeDevice` is defined with another signature" in lost.why
-    assert "ExchangeDevice(signed char)" in lost.why
     assert "built against another torch" in lost.why
 
 
@@ -255,29 +252,9 @@ def test_stripped_foreign_says_what_needs_the_table(workshop: Workshop) -> None:
     assert "nearly matches an undefined one" in next(c.why for c in report.checks if c.name == "symbol table")
 
 
-def test_nm_missing_is_a_failure_with_the_fix(
-    sound: Path, tables: Tables, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    check = only_failure(audit(sound, tables=tables), "two readers agree")
-    assert "nm (binutils) is not on PATH" in check.found
-    assert "apt-get install binutils" in check.next_step
-
-
 def test_names_stay_mangled_without_cxxfilt(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = workshop.extension({"bind.cpp": CALLER % (C10_HALF, "c10::Half")})
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "(mangled: c++filt is not installed)" in named(audit(path), "undefined symbol").name
-
-
-def test_nm_that_disagrees_is_a_failure(
-    sound: Path, tables: Tables, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    real, filter_ = (run(["sh", "-c", f"command -v {name}"]).strip() for name in ("nm", "grep"))
-    (tmp_path / "nm").write_text(f'#!/bin/sh\n{real} "$@" | {filter_} -v flashmoe_last_kernel\n')
-    (tmp_path / "nm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    report = audit(sound, tables=tables)
-    assert "only pyelftools: defined flashmoe_last_kernel" in named(report, "two readers agree: .dynsym").found

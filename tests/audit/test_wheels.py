@@ -74,13 +74,6 @@ def test_a_public_module_outside_of_a_package_is_imported_by_its_name(workshop: 
     assert "imported by their own names" in check.found
 
 
-def test_import_of_a_file_that_is_not_there(workshop: Workshop) -> None:
-    path = foreign_wheel(workshop, "flash_science/_C.so", "_C", "from . import _C, _version\n")
-    assert (
-        "nothing in the wheel is called `_version`" in named(audit(path), "the package loads this file: _version").why
-    )
-
-
 def test_name_put_together_at_run_time_is_a_warning(workshop: Workshop) -> None:
     path = foreign_wheel(
         workshop,
@@ -124,7 +117,6 @@ def test_tag_below_the_content(workshop: Workshop, rows: tuple[Row, ...], tables
 def test_glibc_bump_makes_the_tag_false(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
     host = HOST + 'extern "C" int stat_new();\n__asm__(".symver stat_new, stat@GLIBC_2.33");\nint keep = stat_new();\n'
     report = audit(workshop.wheel(package_files(workshop.library(rows, host=host))), tables=tables)
-    assert "GLIBC_2.33 (flashmoe/libflashmoe.so)" in named(report, "wheel tag: manylinux_2_28_x86_64").found
     assert "manylinux_2_3" in named(report, "auditwheel").found
     assert named(report, "version floor: GLIBC_2.33")
 
@@ -249,7 +241,7 @@ def test_carried_libraries_are_used_but_not_judged(workshop: Workshop) -> None:
     [
         (("stages = 1", "stages = 2"), "other tables: 2 kernel rows differ"),
         (("schema = 1", "schema = 7"), "kernels.toml has schema 7"),
-        (("[[kernel]]", "[[kernel"), "kernels.toml is not TOML"),
+        (("[[attention_forward.sm80]]", "[[attention_forward.sm80"), "kernels.toml is not TOML"),
     ],
 )
 def test_wheel_with_other_tables(

@@ -12,8 +12,8 @@ from flashmoe_tools.bench.runner import Cell, Timing
 from flashmoe_tools.bench.suites import Suite, load_suite
 from flashmoe_tools.bench.summary import CeilingRates, aggregate
 from flashmoe_tools.bench.telemetry import Reading
-from flashmoe_tools.problems import Verification
-from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 from flashmoe_tools.report import Check, Report, Verdict
 
 CEILINGS = {"matmul_tflops": {"bf16": 790.0, "f16": 790.0}, "copy_gbps": 2900.0, "samples": {"copy": [1, 2, 3]}}

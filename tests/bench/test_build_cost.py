@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, ExitCode
 from flashmoe_build import build_cost
-from flashmoe_tools.bench.suites import load_suite, parse_suite
-from flashmoe_tools.report import Verdict
+from flashmoe_build.build_cost import BuildCase
+from flashmoe_tools.report import Verdict, read_report
 
 BUILDER = """
 import argparse, hashlib, os, sys
@@ -50,13 +49,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def suite(*builds: dict[str, str]) -> object:
-    return parse_suite({"schema": 1, "name": "mine", "kind": "build", "builds": list(builds)}, "mine.toml")
-
-
 def test_a_cold_build_and_one_after_a_touch(checkout: Path) -> None:
-    again = {"archs": "all", "touch": "csrc/kernel.cuh"}
-    report = build_cost.measure_builds(suite({"archs": "all"}, {"archs": "75"}, again), ("bench",))  # type: ignore[arg-type]
+    cases = [BuildCase("all"), BuildCase("75"), BuildCase("all", "csrc/kernel.cuh")]
+    report = build_cost.measure_builds(cases, ("bench",))
     assert [row["compiled"] for row in report.data["builds"]] == [1, 0, 1]
     assert report.verdict is Verdict.PASS
     assert [row.get("wheel_bytes") for row in report.data["builds"]] == [1234567, 1234567, None]
@@ -65,19 +60,19 @@ def test_a_cold_build_and_one_after_a_touch(checkout: Path) -> None:
 
 
 def test_a_failing_build_fails_with_its_words(checkout: Path) -> None:
-    report = build_cost.measure_builds(suite({"archs": "broken"}), ("bench",))  # type: ignore[arg-type]
+    report = build_cost.measure_builds([BuildCase("broken")], ("bench",))
     assert report.verdict is Verdict.FAIL
     assert "no such target" in report.checks[0].found
 
 
 def test_a_missing_file_to_touch_is_named(checkout: Path) -> None:
     with pytest.raises(ArgumentError, match=r"csrc/gone\.cuh"):
-        build_cost.measure_builds(suite({"archs": "all", "touch": "csrc/gone.cuh"}), ())  # type: ignore[arg-type]
+        build_cost.measure_builds([BuildCase("all", "csrc/gone.cuh")], ())
 
 
 def test_a_replacement_is_made_once(checkout: Path) -> None:
-    edit = {"archs": "all", "touch": "csrc/kernel.cuh", "replace": ["int a;", "int b;"]}
-    report = build_cost.measure_builds(suite({"archs": "all"}, edit, edit | {"replace": ["b;", "c;"]}), ("bench",))  # type: ignore[arg-type,dict-item]
+    edits = [BuildCase("all", "csrc/kernel.cuh", change) for change in (("int a;", "int b;"), ("b;", "c;"))]
+    report = build_cost.measure_builds([BuildCase("all"), *edits], ("bench",))
     assert [(row["key"], row["new_ptx"]) for row in report.data["builds"]] == [
         ("build-all-cold", 1),
         ("build-all-edit-kernel", 1),
@@ -88,23 +83,28 @@ def test_a_replacement_is_made_once(checkout: Path) -> None:
 @pytest.mark.parametrize(("old", "times"), [("gone", 0), ("int ", 2)])
 def test_a_replacement_that_is_not_unique_is_refused(checkout: Path, old: str, times: int) -> None:
     (checkout / "csrc" / "kernel.cuh").write_text("int a; int b;\n")
-    edit = {"archs": "all", "touch": "csrc/kernel.cuh", "replace": [old, "new"]}
     with pytest.raises(ArgumentError, match=f"stands {times} times in csrc/kernel.cuh"):
-        build_cost.measure_builds(suite(edit), ())  # type: ignore[arg-type,dict-item]
+        build_cost.measure_builds([BuildCase("all", "csrc/kernel.cuh", (old, "new"))], ())
 
 
 def test_our_own_suite_edits_what_exists() -> None:
     root = Path(__file__).resolve().parents[2]
-    cases = load_suite("build-cost").builds
+    cases = build_cost.CASES
     assert [bool(case.touch) + bool(case.replace) for case in cases] == [0, 1, 2]
     for case in cases:
         text = (root / case.touch).read_text() if case.touch else ""
         assert case.replace is None or text.count(case.replace[0]) == 1
 
 
-def test_a_wheel_has_no_builder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(
-        sys.modules, "flashmoe_build.build_cost", None
-    )  # its import fails, as where it is not installed
+def test_the_command_writes_its_report(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build_cost.main(["--suite", "build-cost", "--json", str(checkout / "out.json")]) == ExitCode.USAGE
+    assert f"touches {build_cost.INCLUDED}, which does not exist" in capsys.readouterr().err
+    (checkout / build_cost.INCLUDED).parent.mkdir(parents=True)
+    (checkout / build_cost.INCLUDED).write_text("walk.start();")
+    assert build_cost.main(["--suite", "build-cost", "--json", str(checkout / "out.json")]) == ExitCode.OK
+    assert len(read_report(checkout / "out.json").data["builds"]) == 3
+
+
+def test_a_wheel_has_no_builder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", "build-cost", "--device", "cpu"]) == ExitCode.USAGE
     assert "the build-cost suite needs a checkout" in capsys.readouterr().err

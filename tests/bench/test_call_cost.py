@@ -20,7 +20,7 @@ from flashmoe_tools.bench.sampling import CALL_CALLS, CallSampler, WallSampler, 
 from flashmoe_tools.bench.session import Options, Session
 from flashmoe_tools.bench.suites import Suite, load_suite
 from flashmoe_tools.bench.thresholds import load_thresholds
-from flashmoe_tools.problems.attention.tensors import Inputs
+from flashmoe_tools.operations.attention.reference import Inputs
 from flashmoe_tools.report import Verdict, read_report
 
 BUSY_SECONDS = 50e-6

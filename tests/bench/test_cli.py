@@ -98,7 +98,3 @@ def test_comparisons_leave_their_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*words, "--fail-on", "slower"]) == ExitCode.FAILED
     assert "SLOWER" in (tmp_path / "c.md").read_text()
     assert "SLOWER" in capsys.readouterr().out
-
-
-def test_a_build_suite_runs_alone() -> None:
-    assert main(["bench", "--suite", "build-cost", "--suite", "smoke", "--device", "cpu"]) == ExitCode.USAGE

@@ -12,11 +12,11 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode, ReportError
 from flashmoe_tools.bench.compare import compare_files, compare_markdown, compare_reports, decide_change, read_bench
-from flashmoe_tools.bench.keep import expand, summarise_bench
 from flashmoe_tools.bench.markdown import bench_markdown
 from flashmoe_tools.bench.page import render_page
 from flashmoe_tools.bench.ratchet import Mark, architecture, check_ratchet, evaluate, read_marks, write_marks
 from flashmoe_tools.bench.statistics import Interval
+from flashmoe_tools.bench.summaries import expand, summarise_bench
 from flashmoe_tools.bench.thresholds import load_thresholds
 from flashmoe_tools.report import Check, Report, Verdict, write_report
 from tests.bench.synthetic import synthetic_report

@@ -15,7 +15,7 @@ from flashmoe_tools.bench.sampling import EventSampler, GraphSampler, call_time_
 from flashmoe_tools.bench.session import Options, Session
 from flashmoe_tools.bench.suites import Suite, parse_suite
 from flashmoe_tools.bench.verify import verify
-from flashmoe_tools.problems.attention.tensors import Inputs, make_inputs, make_reference
+from flashmoe_tools.operations.attention.reference import Inputs, make_inputs, make_reference
 from flashmoe_tools.report import Verdict, read_report
 
 pytestmark = pytest.mark.gpu

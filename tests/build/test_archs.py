@@ -73,8 +73,7 @@ def test_native_serves_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "targets"),
-    [((8, 7), ["sm_80", "sm_86"]), ((10, 3), ["compute_80"]), ((13, 0), ["compute_80"])],
+    ("capability", "targets"), [((8, 7), ["sm_80", "sm_86"]), ((10, 3), ["compute_80"]), ((13, 0), ["compute_80"])]
 )
 def test_native_on_a_gpu_that_the_table_lacks(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], targets: list[str]

@@ -12,18 +12,11 @@ from flashmoe_tools.tables import load_tables
 ROWS, DESCRIPTORS = "attention/kernels.toml", "attention/operations.toml"
 GOOD_ROW = """
 schema = 1
-[[kernel]]
-operation = "attention_forward"
-family = "sm80"
+[[attention_forward.sm80]]
 dtypes = ["f16"]
 head_dim = 64
 targets = ["sm_80"]
-block_m = 128
-block_n = 64
-stages = 2
-warps = 4
-min_blocks = 2
-schedule = "grid"
+tile = { block_m = 128, block_n = 64, stages = 2, warps = 4, min_blocks = 2 }
 options = { masked_loop = 1 }
 why = "a test"
 """
@@ -103,9 +96,9 @@ def test_the_same_kernel_twice(folder: Path) -> None:
     [
         ('dtypes = ["f16"]', 'dtypes = ["f8"]', "dtypes 'f8': known: f16, bf16, f32"),
         ('targets = ["sm_80"]', 'targets = ["sm_81"]', "no target 'sm_81'"),
-        ('schedule = "grid"', 'schedule = "stream"', "schedule 'stream'"),
-        ("stages = 2", "", "stages"),
-        ("stages = 2", "stages = 2\nflavour = 3", r"row 1 \(attention_forward sm80 d64\): unknown key 'flavour'"),
+        ("stages = 2, ", "", "stages is missing"),
+        ("stages = 2", "stages = 2, flavour = 3", r"row 1 \(attention_forward sm80 d64\), tile: unknown key 'flavour'"),
+        ("head_dim = 64", "head_dim = 64\nflavour = 3", r"row 1 \(attention_forward sm80 d64\): unknown key 'flavour'"),
         ("stages = 2", 'stages = "2"', r"attention/kernels\.toml, row 1 .*: stages '2': int is needed"),
         ("head_dim = 64", "", "head_dim is missing"),
         (
@@ -114,18 +107,18 @@ def test_the_same_kernel_twice(folder: Path) -> None:
             r"head_dim 96: known: 64, 128, 192, 256; tiles are swizzled .* 64 columns; others run",
         ),
         ("head_dim = 64", 'head_dim = 64\nmask = ["sliding"]', "mask 'sliding': known: causal, full"),
-        ('schedule = "grid"', 'schedule = "persistent"', "schedule 'persistent': known: grid"),
-        ('family = "sm80"', 'family = "sm70"', "family 'sm70': known: sm75, sm80, sm90"),
-        ('operation = "attention_forward"', 'operation = "moe"', "operation 'moe': known: attention_forward"),
+        ("forward.sm80", "forward.sm70", "family 'sm70': known: sm75, sm80, sm90"),
+        ("attention_forward", "moe", "operation 'moe': known: attention_forward"),
         (
             "masked_loop = 1",
             "masked_lop = 1",
             r"sm80 d64\), options: unknown key 'masked_lop'; known: masked_loop, query_in",
         ),
         ("masked_loop = 1", "masked_loop = true", "masked_loop True: int is needed"),
-        ("warps = 4", "warps = 4\ncost = { key = 1.0 }", r"sm80 d64\), cost: ends is missing"),
+        ("head_dim = 64", "head_dim = 64\ncost = { key = 1.0 }", r"sm80 d64\), cost: ends is missing"),
         ("schema = 1", "schema = 7", "schema 7"),
-        ("[[kernel]]", "[[colonel]]", r"no \[\[kernel\]\] row"),
+        (GOOD_ROW[11:], "", r"no \[\[OPERATION\.FAMILY\]\] row"),
+        ("[[attention_forward.sm80]]", "[[kernel]]", "a table is needed"),
         ("warps = 4", "warps = = 4", "not TOML"),
     ],
 )
@@ -138,8 +131,9 @@ def test_damaged_rows(folder: Path, old: str, new: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ('schedule = "grid"', 'schedule = "stream"', "schedule 'stream': known: grid, persistent"),
         ('entry = "flashmoe', 'enter = "flashmoe', "attention_forward, family, sm75: entry is missing"),
-        ('schedules = ["grid"]', 'schedules = ["grid"]\nstages = 2', "unknown key 'stages'"),
+        ('schedule = "grid"', 'schedule = "grid"\nstages = 2', "unknown key 'stages'"),
         ("block_m * head_dim", "block_m * dim", "no value 'dim'; known: head_dim, block_m"),
         ("block_m * head_dim", "block_m ** head_dim", "'block_m [*][*] head_dim' is not allowed"),
         ("block_m * head_dim", "block_m * * head_dim", "is no arithmetic"),
@@ -151,7 +145,7 @@ def test_damaged_rows(folder: Path, old: str, new: str, message: str) -> None:
     ],
 )
 def test_damaged_descriptors(folder: Path, old: str, new: str, message: str) -> None:
-    edit(folder, 'family = "sm80"', 'family = "sm75"')
+    edit(folder, "forward.sm80", "forward.sm75")
     edit(folder, 'targets = ["sm_80"]', 'targets = ["sm_75"]')
     edit(folder, "options = { masked_loop = 1 }", "")
     edit(folder, old, new, DESCRIPTORS)

@@ -14,7 +14,7 @@ from flashmoe_tools.bench.distributed.overlap import measure_overlap, merged
 from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart, parse_parts
 from flashmoe_tools.bench.distributed.session import as_text, measure_distributed
 from flashmoe_tools.bench.suites import load_suite
-from flashmoe_tools.problems.fields import SuiteError
+from flashmoe_tools.operations.fields import SuiteError
 from flashmoe_tools.report import Check, Report, Verdict, read_report
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "2026-11-22-h100-x2" / "distributed.json"

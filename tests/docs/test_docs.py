@@ -33,7 +33,6 @@ def test_speeds_in_prose_are_those_of_the_reports() -> None:
     """The tables are generated; a sentence that quotes a report is held against it here."""
     if not (ROOT / "docs" / "results").is_dir():
         pytest.skip("an sdist is without reports")
-    prefill = speed.aggregates(ROOT, "llm-prefill-bf16")[2]
     train = speed.aggregates(ROOT, "llm-train")[2]
 
     def mean(row: dict[str, Any]) -> str:
@@ -44,9 +43,7 @@ def test_speeds_in_prose_are_those_of_the_reports() -> None:
         f"{mean(train['flash-attn-3'])} of FlashAttention-3's fastest mode"
     )
     said = {
-        "README.md": [
-            f"at {mean(prefill['sdpa-cudnn'])} times the speed of cuDNN and {mean(prefill['sdpa-flash'])} times that",
-            f"and at {mean(prefill['flash-attn-3'])} times that of FlashAttention-3 ([measured]",
+        "docs/performance.md": [
             f"has {mean(train['flash-attn-3'])} times the speed of its fastest mode (worst {train['flash-attn-3']['worst']:.2f}:",
             f"{mean(train['flash-attn-3-deterministic'])} times that of its deterministic one",
         ],
@@ -65,7 +62,7 @@ def test_the_newest_report_of_a_name_counts(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         report = {"data": data, "environment": {"commit": "0123456789"}, "started": f"{day}T00:00:00"}
         path.write_text(json.dumps(report), encoding="utf-8")
-    cells = speed.row_cells(tmp_path, speed.Line("x", "x"), ["sdpa-flash", "sdpa-cudnn"])
+    cells = speed.row_cells(tmp_path, speed.Line("x", "x"), ["sdpa-flash", "sdpa-cudnn"], tmp_path)
     link = "[2026-01-02](docs/results/2026-01-02-h100/bench/x.json), 0123456"
     assert cells == ("x", "3 of 4", "1.50, worst 1.25", "", link)
     with pytest.raises(ReportError, match=r"no x\.json .* has flashmoe-sm80"):
@@ -90,7 +87,7 @@ def test_a_changed_table_makes_it_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables = [path.relative_to(ROOT) for path in table_files(ROOT / "csrc")]
-    for name in {*(Path(name) for name, *_ in (*docs.PARTS, *docs.REPORTED)), *tables}:
+    for name in {*(Path(name) for name, *_ in (*docs.PARTS, *docs.REPORTED)), Path(docs.FIGURE), *tables}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     if (ROOT / "docs" / "results").is_dir():
@@ -102,9 +99,9 @@ def test_a_changed_table_makes_it_stale(
     arch.write_text(text.replace("A100, A30", "A100, A30, A800"), encoding="utf-8")
     load_tables.cache_clear()
     assert docs.main(["--check"]) == 1
-    assert "README.md: stale; run `nox -s docs`" in capsys.readouterr().out
+    assert "docs/install.md: stale; run `nox -s docs`" in capsys.readouterr().out
     assert docs.main([]) == 0
-    assert "A100, A30, A800" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "A100, A30, A800" in (tmp_path / "docs" / "install.md").read_text(encoding="utf-8")
     assert docs.main(["--check"]) == 0
     load_tables.cache_clear()
 
@@ -156,7 +153,7 @@ def test_the_repository_has_one_address() -> None:
 
 def test_the_results_are_summaries_small_enough_to_review() -> None:
     files = [path for path in (ROOT / "docs" / "results").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 1_200_000
+    assert sum(path.stat().st_size for path in files) <= 1_000_000
     assert all("samples_ns" not in path.read_text(encoding="utf-8") for path in files)
     assert {path.suffix for path in files} <= {".json", ".jsonl", ".toml", ".txt", ".md"}
 

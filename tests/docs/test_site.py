@@ -21,8 +21,9 @@ def test_the_long_description_has_no_relative_link_and_names_the_distribution() 
     assert targets
     assert all(target.startswith(("https://", "#")) for target in targets)
     assert f"{HOME}/blob/v1/docs/api.md" in targets
-    assert f"{HOME}/tree/v1/docs" in targets
-    assert f"pip install {DISTRIBUTION}" in text
+    assert f"{HOME}/tree/v1/docs/notebook" in targets
+    assert f"{HOME}/raw/v1/docs/forward-h100.svg" in targets
+    assert f"**{DISTRIBUTION}**" in text
 
 
 def test_a_link_leads_to_a_page_of_the_site_or_into_the_repository() -> None:
@@ -37,7 +38,7 @@ def test_a_link_leads_to_a_page_of_the_site_or_into_the_repository() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    made = {"reference", "command"}
+    made = {"reference", "command", "kernels/table"}
     named = {name for names in site.NAVIGATION.values() for name in names}
     assert named | {"index"} == {name.removesuffix(".md") for name in site.pages().values()} | made
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashmoe import smoke
-from flashmoe_tools.problems import Verification
-from flashmoe_tools.problems.attention.tensors import attend
+from flashmoe_tools import smoke
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention.reference import ScoreOptions, attend
 from flashmoe_tools.report import Verdict
 
 CASE = smoke.Case("cpu", "float16", 65, causal=True)
@@ -45,7 +45,7 @@ def test_the_rule_refuses_a_wrong_result(
     problem = CASE.problem
     inputs = problem.make_inputs("cpu", seed=0)
     reference = problem.make_reference(inputs)
-    out, lse = attend(inputs.q.double(), inputs.k.double(), inputs.v.double(), inputs.scale, causal=True)
+    out, lse = attend(inputs.q.double(), inputs.k.double(), inputs.v.double(), ScoreOptions(causal=True))
     assert reference.judge(out.half(), lse).passed
     assert not reference.judge(spoil_out(out.half()), spoil_lse(lse)).passed
 
@@ -53,7 +53,7 @@ def test_the_rule_refuses_a_wrong_result(
 @pytest.mark.parametrize("rows", [4, 7, 9])
 def test_the_reference_agrees_with_torch(rows: int) -> None:
     q, k, v = (torch.randn(1, 2, length, 16, dtype=torch.float64) for length in (rows, 7, 7))
-    out, lse = attend(q, k, v, 0.25, causal=True)
+    out, lse = attend(q, k, v, ScoreOptions(causal=True, scale=0.25))
     mask = torch.ones(rows, 7, dtype=torch.bool).tril(7 - rows)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).nan_to_num(0.0)
     torch.testing.assert_close(out, expected)
@@ -68,7 +68,7 @@ def test_a_planted_index_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     def attention(q, k, v, *, causal, return_lse):  # type: ignore[no-untyped-def]
         wrong = q[:, :, torch.arange(q.shape[2]) % 64]
-        return attend(wrong, k, v, k.shape[-1] ** -0.5, causal=causal)
+        return attend(wrong, k, v, ScoreOptions(causal))
 
     monkeypatch.setattr(flashmoe, "attention", attention, raising=False)
     monkeypatch.setattr(_extension, "last_kernel", lambda: "cpu:avx2")

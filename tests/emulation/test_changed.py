@@ -13,7 +13,7 @@ from flashmoe_build.emulation import cli
 from flashmoe_build.emulation.build import CSRC, Options
 from flashmoe_build.emulation.cases import kernels, matching
 from flashmoe_build.emulation.changed import Changes, find_changes, quick_cases, variants
-from flashmoe_build.emulation.mutants import load_mutants, overlay
+from flashmoe_build.emulation.mutation.planted import Mutant, overlay
 from flashmoe_tools.report import Verdict, read_report
 from flashmoe_tools.tables import load_tables
 
@@ -39,7 +39,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def no_barrier() -> Options:
     """The forward kernel of sm80 without the barrier between the wait for a tile and the products on it."""
-    (mutant,) = (one for one in load_mutants() if one.name == "ring-no-barrier")
+    file, comment = "attention/forward/sm80/forward.cuh", "// this tile is whole;"
+    mutant = Mutant("no-barrier", "", file, f"ptx::barrier_sync_block();  {comment}", comment, ())
     return Options(overlay=overlay(mutant))
 
 
@@ -61,7 +62,7 @@ def test_a_header_without_its_barrier_changes_its_family_alone(clone: Path) -> N
 def test_a_row_changes_its_kernel_and_a_table_of_another_schema_all(clone: Path) -> None:
     rows = clone / "csrc" / "attention" / "kernels.toml"
     text = rows.read_text(encoding="utf-8")
-    start = text.index('[[kernel]]\noperation = "attention_combine"')
+    start = text.index("[[attention_combine.sm80]]")
     rows.write_text(text[:start] + text[start:].replace("warps = 4", "warps = 8", 1), encoding="utf-8")
     git(clone, "commit", "-qam", "another row")
     here = find_changes("HEAD", root=clone)

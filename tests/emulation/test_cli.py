@@ -16,7 +16,7 @@ from flashmoe.errors import ExitCode
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.cases import Case, suite
 from flashmoe_build.emulation.cli import main, parser, selected_cases
-from flashmoe_build.emulation.mutants import load_mutants, overlay
+from flashmoe_build.emulation.mutation.planted import load_mutants, overlay
 from flashmoe_build.emulation.runs import Runs, kind_of, run_cases, summarised
 from flashmoe_tools.interpreter import interpreter, runnable
 from flashmoe_tools.report import Check, Verdict
@@ -33,7 +33,7 @@ def test_the_command_names_the_case(case: Case) -> None:
 
 
 def test_a_planted_bug_is_found_and_its_command_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    mutant = next(mutant for mutant in load_mutants() if mutant.name == "ring-wait-late")
+    mutant = next(mutant for mutant in load_mutants() if mutant.name == "ring-tail-commit")
     options = Options(overlay=overlay(mutant))
     cases = [case for case in suite(load_tables(), mutant.kernels[0]) if not case.problem.huge][:3]
     runs = run_cases(cases, options, {})

@@ -9,9 +9,10 @@ import torch
 
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import Settings
-from flashmoe_build.emulation.varlen import decode
-from flashmoe_build.emulation.varlen.problem import Keys, VarlenProblem
-from flashmoe_build.emulation.varlen.tensors import build
+from flashmoe_build.emulation.runner import execute
+from flashmoe_tools.operations.serving.emulation import decode
+from flashmoe_tools.operations.serving.emulation.problem import Keys, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.tensors import build
 from flashmoe_tools.tables import Unit, load_tables
 
 NAME = "attention_decode_sm80_f16_d64"
@@ -24,28 +25,30 @@ def kernel() -> tuple[Unit, dict[str, VarlenProblem]]:
 
 def test_whichever_block_is_last_adds_up_the_same() -> None:
     unit, problems = kernel()
-    outcomes = [decode.run(unit, problems["ragged"], Settings(seed=seed), Options()) for seed in (1, 2, 3)]
+    outcomes = [
+        execute(unit, decode.trial(unit, problems["ragged"]), Settings(seed=seed), Options()) for seed in (1, 2, 3)
+    ]
     for outcome in outcomes:
         assert outcome.passed, outcome.explain()
-        assert torch.equal(outcome.out.nan_to_num(7.0), outcomes[0].out.nan_to_num(7.0))
+        assert torch.equal(outcome.results["out"].nan_to_num(7.0), outcomes[0].results["out"].nan_to_num(7.0))
 
 
 def test_unshared_results_do_not_depend_on_the_batch() -> None:
-    """num_splits=1: entries behind an entry change neither its output nor its log-sum-exp."""
+    """num_splits=1: sequences behind a sequence change neither its output nor its log-sum-exp."""
     unit, problems = kernel()
     problem = replace(problems["one split"], data_seed=3)
     tensors = build(problem)
-    whole = decode.run_on(unit, problem, tensors, Settings(), Options())
-    first = whole.out[:2].clone()
+    execute(unit, decode.trial_on(unit, problem, tensors), Settings(), Options())
+    first = tensors.out[:2].clone()
     assert tensors.seqused_k is not None
     tensors.seqused_k[2:] = torch.tensor([0, 1, 2])
     tensors.out.fill_(float("nan"))
-    decode.run_on(unit, problem, tensors, Settings(), Options())
+    execute(unit, decode.trial_on(unit, problem, tensors), Settings(), Options())
     assert torch.equal(tensors.out[:2], first)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_equal_entries_are_whole_unless_they_share_pages(is_shared: bool) -> None:
+def test_equal_sequences_are_whole_unless_they_share_pages(is_shared: bool) -> None:
     unit, problems = kernel()
     equal = problems["equal"]
     equal = replace(equal, keys=tuple(2 * keys for keys in equal.keys), keys_layout=Keys.PAGED, page_size=16)
@@ -56,11 +59,11 @@ def test_equal_entries_are_whole_unless_they_share_pages(is_shared: bool) -> Non
         if is_shared:
             assert tensors.block_table is not None
             tensors.block_table[1:] = tensors.block_table[0].clone()
-            _, k, v = tensors.entries[0]
-            tensors = replace(tensors, entries=tuple((q, k, v) for q, _, _ in tensors.entries))
-        outcome = decode.run_on(unit, problem, tensors, Settings(), Options())
+            _, k, v = tensors.sequences[0]
+            tensors = replace(tensors, sequences=tuple((q, k, v) for q, _, _ in tensors.sequences))
+        outcome = execute(unit, decode.trial_on(unit, problem, tensors), Settings(), Options())
         assert outcome.passed, outcome.explain()
-        results.append(outcome.out)
+        results.append(outcome.results["out"])
     assert results[0].equal(results[1]) == (not is_shared)
 
 
@@ -70,5 +73,6 @@ def test_lengths_that_lie_stay_inside_the_tensors() -> None:
         tensors = build(problems["decode"])
         assert tensors.seqused_k is not None
         tensors.seqused_k.copy_(torch.tensor(wrong))
-        report = decode.run_on(unit, problems["decode"], tensors, Settings(), Options()).report
+        lying = replace(decode.trial_on(unit, problems["decode"], tensors), check=list)
+        report = execute(unit, lying, Settings(), Options()).report
         assert report.failure is None, str(report.failure)

@@ -7,17 +7,10 @@ import io
 import pytest
 import torch
 
-from flashmoe_build.emulation.attention import ForwardParams
-from flashmoe_build.emulation.hardware import (
-    OPERATIONS,
-    TARGET,
-    gpu_units,
-    problems,
-    record_combine,
-    record_forward,
-    unwritten,
-)
+from flashmoe_build.emulation.build import Options
+from flashmoe_build.emulation.hardware import OPERATIONS, TARGET, gpu_units, problems, record, unwritten
 from flashmoe_build.emulation.on_gpu import totals, ulps
+from flashmoe_build.emulation.parameters import structure
 from flashmoe_tools.tables import Unit, load_tables
 
 UNITS = {unit.name: unit for unit in gpu_units(load_tables(), "")}
@@ -42,17 +35,17 @@ def test_every_kernel_of_the_target_is_recorded() -> None:
 def test_a_record_holds_the_launch(name: str, written: set[str]) -> None:
     unit: Unit = UNITS[name]
     problem = problems(unit)[0]
-    record_one = record_combine if unit.row.operation == "attention_combine" else record_forward
-    record = record_one(unit, problem, "x.cubin")
-    assert set(record["expected"]) == written
+    found = record(unit, problem, "x.cubin")
+    assert set(found["expected"]) == written
     for key in written:
-        assert record["tensors"][key].shape == record["expected"][key].shape
-        assert torch.isnan(record["tensors"][key]).all()
-        assert not torch.isnan(record["expected"][key]).any()
-    assert {pointer for _, pointer in record["pointers"]} == set(record["tensors"])
-    params = ForwardParams.from_buffer_copy(record["params"])
+        assert found["tensors"][key].shape == found["expected"][key].shape
+        assert torch.isnan(found["tensors"][key]).all()
+        assert not torch.isnan(found["expected"][key]).any()
+    assert {pointer for _, pointer in found["pointers"]} == set(found["tensors"])
+    params = structure(unit.row.descriptor.params, Options().roots()).from_buffer_copy(found["params"])
     assert params.num_splits == problem.splits
-    assert record["symbol"].startswith(f"flashmoe_{name}".removesuffix("_full").removesuffix("_causal"))
+    assert params.q_stride.row == (0 if unit.row.operation == "attention_combine" else problem.shape.head_dim)
+    assert found["symbol"].startswith(f"flashmoe_{name}".removesuffix("_full").removesuffix("_causal"))
 
 
 def test_what_a_launch_must_write_takes_no_room_in_a_file() -> None:

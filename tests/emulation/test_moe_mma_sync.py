@@ -7,7 +7,9 @@ import torch
 
 from flashmoe_build.emulation.build import Options
 from flashmoe_build.emulation.machine import TENSOR_CORES, Settings
-from flashmoe_build.emulation.moe.mma_sync import Problem, run
+from flashmoe_build.emulation.runner import execute
+from flashmoe_tools.operations.moe.emulation import by_rows
+from flashmoe_tools.operations.moe.emulation.product import Product
 from flashmoe_tools.tables import Unit, load_tables
 
 SETTINGS = Settings(core=TENSOR_CORES["t4"])
@@ -18,13 +20,13 @@ def unit(operation: str, variant: str = "") -> Unit:
     return next(u for u in found if u.row.variant == variant)
 
 
-def bits(kernel: Unit, problem: Problem) -> torch.Tensor:
-    outcome = run(kernel, problem, SETTINGS, Options())
+def bits(kernel: Unit, problem: Product) -> torch.Tensor:
+    outcome = execute(kernel, by_rows.trial(kernel, problem), SETTINGS, Options())
     assert outcome.passed, outcome.explain()
-    return outcome.out[: problem.rows].view(torch.int16)
+    return outcome.results["d"][: problem.rows].view(torch.int16)
 
 
 @pytest.mark.parametrize("operation", ["grouped_gemm", "grouped_gemm_gated"])
 def test_tile_does_not_change_a_bit(operation: str) -> None:
-    problem = Problem(operation, "nk", "f16", counts=(40, 0, 33), n=144, k=72, top_k=1)
+    problem = Product(operation, "f16", (40, 0, 33), 144, 72, "nk", "swiglu", gathers=True)
     assert bits(unit(operation), problem).equal(bits(unit(operation, "m32"), problem))

@@ -1,30 +1,56 @@
-"""The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants`` (docs/results/2026-11-23-cpu/mutations.json)."""
+"""The suite finds planted bugs. All of them: ``python -m flashmoe_build.emulation.mutants`` (docs/results/*/mutations.json)."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from flashmoe.errors import TableError
 from flashmoe_build.emulation import mutants
-from flashmoe_build.emulation.mutants import Kill, Mutant, anchor_pattern, hunt, load_mutants, markdown, patched
+from flashmoe_build.emulation.mutation import generate, hunt, record
+from flashmoe_build.emulation.mutation.hunt import NOT_COMPILED, SAME_CODE, Kill
+from flashmoe_build.emulation.mutation.operators import edits
+from flashmoe_build.emulation.mutation.planted import Mutant, anchor_pattern, load_mutants, patched
+from flashmoe_build.emulation.mutation.source import Source
+from flashmoe_tools.report import Verdict, write_report
 from flashmoe_tools.tables import load_tables
 
-MUTANTS = load_mutants()
-FAST = [mutant for mutant in MUTANTS if mutant.fast]
+BY_HAND = load_mutants()
+FAST = [*(mutant for mutant in BY_HAND if mutant.fast), *generate.fast()]
+SOURCE = """
+namespace flashmoe {
+template <typename Spec>
+struct Loader {
+  __device__ __forceinline__ void load(const Params& params, int64_t row) const {
+    if (row >= params.rows && row < kLimit) return;
+#pragma unroll
+    for (int i = 0; i < Spec::kSteps; ++i) {
+      copy<Spec>(smem + i * 16, gmem + row * params.pitch, row < params.rows - 1 ? 16 : 0);
+    }
+    ptx::cp_async_wait<Spec::kStages - 2>();
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(full);
+  }
+};
+}  // namespace flashmoe
+"""
 
 
-def test_there_are_enough_and_every_family_has_some() -> None:
-    assert len(MUTANTS) >= 150
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+def test_there_are_enough_by_hand_and_every_family_has_some() -> None:
+    assert len(BY_HAND) >= 150
+    assert len({mutant.name for mutant in BY_HAND}) == len(BY_HAND)
     units = {unit.name: unit.row.family for unit in load_tables().units()}
-    assert {units[name] for mutant in MUTANTS for name in mutant.kernels} == set(units.values())
+    assert {units[name] for mutant in BY_HAND for name in mutant.kernels} == set(units.values())
+    assert {name.split("_sm")[0] for mutant in FAST for name in mutant.kernels} >= {
+        *("attention_forward", "attention_varlen_forward", "attention_combine", "attention_backward_dq"),
+        *("attention_backward_dkv", "moe_route", "moe_sort", "grouped_gemm", "grouped_gemm_gated_backward"),
+    }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", BY_HAND, ids=lambda mutant: mutant.name)
 def test_anchor_stands_exactly_once(mutant: Mutant) -> None:
     assert patched(mutant).count(mutant.replacement) >= 1
     known = {unit.name for unit in load_tables().units()}
@@ -42,9 +68,65 @@ def test_a_stale_anchor_is_an_error() -> None:
         patched(stale)
 
 
+def test_rules_make_what_they_say() -> None:
+    source = Source(SOURCE)
+    (function,) = source.functions
+    assert function.name == "Loader.load"
+    made = {(edit.operator, SOURCE[edit.start : edit.end], edit.replacement) for edit in edits(source, function)}
+    assert made >= {
+        ("remove-exit", "if (row >= params.rows && row < kLimit) return;", ""),
+        ("drop-predicate", "row >= params.rows && row < kLimit", "row < kLimit"),
+        ("boundary", "row >= params.rows", "row > params.rows"),
+        ("boundary", "row < params.rows - 1", "row <= params.rows - 1"),
+        ("drop-operand", "params.rows - 1", "params.rows"),
+        ("one-more", "params.rows - 1", "params.rows - 2"),
+        (
+            "narrow",
+            "row * params.pitch",
+            "static_cast<int>(static_cast<unsigned>(row) * static_cast<unsigned>(params.pitch))",
+        ),
+        ("choose-second", "row < params.rows - 1 ? 16 : 0", "0"),
+        ("wait-late", "Spec::kStages - 2", "Spec::kStages - 1"),
+        ("remove-call", "ptx::cp_async_wait<Spec::kStages - 2>();", ""),
+        ("remove-call", "if (ptx::lane_index() == 0) ptx::mbarrier_arrive(full);", ""),
+        ("condition-true", "ptx::lane_index() == 0", "true"),
+    }
+    assert not any(
+        edit[0] == "boundary" and "kSteps" in edit[1] for edit in made
+    )  # loops over registers keep their end
+
+
+def test_generated_names_are_unique_and_every_one_applies() -> None:
+    every, chosen = generate.generated(every=True), generate.generated()
+    names = {mutant.name for mutant in every}
+    assert len(names) == len(every)
+    assert {mutant.name for mutant in chosen} <= names
+    assert 600 <= len(chosen) <= 2000
+    assert {mutant.file for mutant in chosen} == {mutant.file for mutant in every}
+    for mutant in chosen:
+        assert patched(mutant)
+        assert mutant.kernels
+
+
+def test_equivalent_ones_exist_and_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    equivalent = generate.equivalents()
+    monkeypatch.setattr(generate, "equivalents", dict)
+    generate.generated.cache_clear()
+    names = {mutant.name for mutant in generate.generated(every=True)}
+    generate.generated.cache_clear()
+    assert set(equivalent) <= names
+    assert all(len(reason.split()) > 3 for reason in equivalent.values())
+
+
+def test_a_hunt_that_ends_early_has_been_in_every_file() -> None:
+    chosen = generate.generated()
+    files = {mutant.file for mutant in chosen}
+    assert {mutant.file for mutant in mutants.in_turn(chosen)[: len(files)]} == files
+
+
 @pytest.mark.parametrize("mutant", FAST, ids=lambda mutant: mutant.name)
 def test_bug_is_found(mutant: Mutant) -> None:
-    kill = hunt(mutant)
+    kill = hunt.hunt(mutant)
     assert kill.killed, f"{mutant.what}: survived {kill.runs} runs; {kill.by} {kill.detail}"
 
 
@@ -58,14 +140,28 @@ def test_a_case_that_hangs_is_a_kill_and_a_long_suite_is_none(
             time.sleep(seconds)
         return Kill(mutant.name, "", "", "", 3, 3 * seconds)
 
-    monkeypatch.setattr(mutants, "CONTEXT", multiprocessing.get_context("fork"))
-    monkeypatch.setattr(mutants, "CASE_SECONDS", 1.5)
-    monkeypatch.setattr(mutants, "hunt", slow)
-    kill = mutants.hunt_in_process(FAST[0])
+    monkeypatch.setattr(hunt, "CONTEXT", multiprocessing.get_context("fork"))
+    monkeypatch.setattr(hunt, "CASE_SECONDS", 1.5)
+    monkeypatch.setattr(hunt, "hunt", slow)
+    kill = hunt.hunt_in_process(FAST[0])
     assert (kill.by, kill.runs) == (by, 1 if by else 3)
 
 
 def test_a_survivor_is_not_called_killed() -> None:
-    assert not Kill("a", "", "", "", 9, 1.0).killed
-    assert not Kill("a", "does not compile", "", "", 1, 1.0).killed
-    assert "**survived**" in markdown([FAST[0]], [Kill(FAST[0].name, "", "", "", 9, 1.0)])
+    for by in ("", NOT_COMPILED, SAME_CODE):
+        assert not Kill("a", by, "", "", 9, 1.0).killed
+    hand, rule = FAST[0], generate.generated()[0]
+    survived = {mutant.name: Kill(mutant.name, "", "", "", 9, 1.0) for mutant in (hand, rule)}
+    assert "**survived**" in record.markdown([hand], survived)
+    assert record.report([hand, rule], survived, "", 1.0).verdict is Verdict.FAIL
+    same = {rule.name: Kill(rule.name, SAME_CODE, "", "", 0, 1.0)}
+    assert record.report([rule], same, "", 1.0).checks[0].verdict is Verdict.SKIP
+
+
+def test_a_hunt_goes_on_from_its_report_where_the_patch_is_the_same(tmp_path: Path) -> None:
+    first, second, *_ = generate.generated()
+    kills = {mutant.name: Kill(mutant.name, "race", "", "case", 1, 1.0) for mutant in (first, second)}
+    write_report(tmp_path / "hunt.json", record.report([first, second], kills, "", 2.0))
+    changed = Mutant(second.name, second.what, second.file, second.anchor, "other", second.kernels, at=second.at)
+    assert set(record.read(tmp_path / "hunt.json", [first, changed])) == {first.name}
+    assert record.read(tmp_path / "none.json", [first]) == {}

@@ -10,7 +10,7 @@ import pytest
 from flashmoe.errors import BuildError
 from flashmoe_build.emulation.build import Options, library
 from flashmoe_build.emulation.parameters import layout_checks, structure
-from flashmoe_tools.operations import Header
+from flashmoe_tools.descriptors import Header
 
 GOOD = """
 struct Inner { int64_t row; };  // elements

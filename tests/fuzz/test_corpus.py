@@ -19,7 +19,7 @@ def test_what_was_found_stays_found(entry: dict) -> None:  # type: ignore[type-a
     TARGETS[entry["target"]].check(value)
 
 
-@pytest.mark.parametrize("name", ["elf", "index", "sources"])
+@pytest.mark.parametrize("name", ["elf", "index"])
 def test_a_run_ends_in_time_with_a_count(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seconds", "0", "--only", name]) == 0
     assert f"{name}: " in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,43 +10,33 @@ from pathlib import Path
 import pytest
 
 from flashmoe.__main__ import main
-from flashmoe.errors import ExitCode, ExtensionError
-from flashmoe_build.gate.step import speed_word
-from flashmoe_tools.report import read_report
+from flashmoe.errors import ExitCode
+from flashmoe_build.gate.commit import speed_word
+from flashmoe_tools.report import read_report, write_report
 from tests.bench.synthetic import synthetic_report
 
-CHECK = """
-import json, sys
-import product
-ok = product.answer() == 42
-check = {"name": "answer", "verdict": "PASS" if ok else "FAIL", "found": str(product.answer()), "expected": "42",
-         "why": "", "next_step": ""}
-report = {"schema": "flashmoe.report/1", "kind": "t", "checks": [check], "data": {}, "environment": {}, "command": [],
-          "started": "", "seconds": 0.0}
-json.dump(report, open(sys.argv[1], "w"))
-sys.exit(0 if ok else 1)
+REPORT = """
+import json, os, sys
+def write(path, ok, found=""):
+    check = {"name": "it", "verdict": "PASS" if ok else "FAIL", "found": found, "expected": "", "why": "", "next_step": ""}
+    report = {"schema": "flashmoe.report/1", "kind": "t", "checks": [check], "data": {}, "environment": {}, "command": [],
+              "started": "", "seconds": 0.0}
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    json.dump(report, open(path, "w"))
 """
-COMPILE = """
-import json, sys
-import product
-check = {"name": "compiles", "verdict": "PASS", "found": "", "expected": "", "why": "", "next_step": ""}
-json.dump({"schema": "flashmoe.report/1", "kind": "t", "checks": [check], "data": {}, "environment": {}, "command": [],
-           "started": "", "seconds": 0.0}, open(sys.argv[1], "w"))
-"""
-PASSED = [
-    "check = {'name': 'built', 'verdict': 'PASS', 'found': '', 'expected': '', 'why': '', 'next_step': ''}",
-    "report = {'schema': 'flashmoe.report/1', 'kind': 't', 'checks': [check], 'data': {}, 'environment': {}}",
-    "json.dump({**report, 'command': [], 'started': '', 'seconds': 0.0}, open(sys.argv[2], 'w'))",
-]
-LADDER = """
-schema = 1
-[[rung]]
-name = "build"
-command = ["{python}", "{root}/compile.py", "{report}"]
-[[rung]]
-name = "correctness"
-command = ["{python}", "{root}/check.py", "{report}"]
-"""
+# The programs that the gate's steps start, as the small repository has them.
+PROGRAMS = {
+    "toy.py": REPORT,
+    "flashmoe_build/__main__.py": "import product, toy\ntoy.write('build/reports/build.json', True)\n",
+    "flashmoe_build/gate/load.py": "import sys, toy\ntoy.write(sys.argv[2], True)\n",
+    "tests/attention/test_correctness.py": (
+        "import os, product, toy\n"
+        "def test_it():\n"
+        "    toy.write(os.environ['FLASHMOE_TEST_REPORT'], product.answer() == 42)\n"
+        "    assert product.answer() == 42\n"
+    ),
+    ".gitignore": "build/\n__pycache__/\n",
+}
 
 
 class Repository:
@@ -57,8 +46,9 @@ class Repository:
         self.root = root
         root.mkdir()
         self.git("init", "-q", "-b", "main")
-        (root / "check.py").write_text(CHECK)
-        (root / "compile.py").write_text(COMPILE)
+        for name, text in PROGRAMS.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
         self.commits: list[str] = []
 
     def git(self, *words: str) -> str:
@@ -83,7 +73,6 @@ def repository(tmp_path: Path) -> Repository:
     made = Repository(tmp_path / "toy")
     for number, text in enumerate([RIGHT, RIGHT, RIGHT, BROKEN, RIGHT, RIGHT, WRONG, WRONG, WRONG]):
         made.commit(text, f"change {number}")
-    (tmp_path / "ladder.toml").write_text(LADDER)
     return made
 
 
@@ -99,14 +88,7 @@ class Done:
 @pytest.fixture
 def bisect(repository: Repository, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     folder = repository.root.parent
-    options = [
-        "--root",
-        str(repository.root),
-        "--ladder",
-        str(folder / "ladder.toml"),
-        "--reports",
-        str(folder / "out"),
-    ]
+    options = ["--root", str(repository.root), "--reports", str(folder / "out")]
 
     def run(*words: str) -> Done:
         code = main(["bisect", *words, *options])
@@ -159,9 +141,9 @@ def test_ends_that_are_not_as_named_are_refused(
     assert repository.git("worktree", "list").count("\n") == 0
 
 
-def test_a_speed_gate_needs_its_case_and_a_rung_must_exist(repository: Repository, bisect: Callable[..., Done]) -> None:
+def test_a_speed_gate_needs_its_case_and_a_step_must_exist(repository: Repository, bisect: Callable[..., Done]) -> None:
     assert "--case KEY" in bisect("main~1", "main", "--gate", "speed").err
-    assert "no rung 'taste'" in bisect("main~1", "main", "--gate", "taste").err
+    assert "no step 'taste'" in bisect("main~1", "main", "--gate", "taste").err
     assert "nothing-here" in bisect("nothing-here", "main").err
 
 
@@ -179,57 +161,19 @@ def test_the_speed_gate_compares_one_case_with_the_good_commit(speed: float, wor
     assert speed_word(wrong, good, case) in ("bad", "skip")
 
 
-SPEED_LADDER = """
-schema = 1
-[[rung]]
-name = "build"
-command = ["{python}", "{root}/build.py", "{build}", "{report}"]
-[[rung]]
-name = "baseline"
-command = ["{python}", "-m", "flashmoe", "bench", "--json", "{report}"]
-"""
-SPEED_CASE = "f32-d64-full-b1-h8-s128"
-
-
-def test_a_planted_slowdown_is_bisected_with_the_real_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The package itself, committed four times; from the third on the CPU contender does its work four times.
-
-    Four times is far beyond what a busy machine is believed to hide, so the test holds beside other work (about 30 s).
-    """
-    import flashmoe
-    from flashmoe import _extension
-
-    try:
-        library = _extension.library_path()
-    except ExtensionError as error:
-        pytest.skip(f"no extension to time: {error}")
+def test_a_slowdown_is_bisected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The benchmark of each commit is one of two reports, by what the commit's product answers."""
     made = Repository(tmp_path / "toy")
-    package = made.root / "flashmoe"
-    shutil.copytree(Path(flashmoe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    tables = Path(flashmoe.__file__).parents[1] / "csrc"
-    for table in tables.glob("*/*.toml"):  # a checkout keeps them here, a wheel inside the package
-        folder = made.root / "csrc" / table.parent.name
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(table, folder)
-    copy = f"shutil.copy({str(library)!r}, folder)"
-    lines = ["import json, shutil, sys", "from pathlib import Path", "folder = Path(sys.argv[1]) / 'lib'"]
-    (made.root / "build.py").write_text("\n".join([*lines, "folder.mkdir(parents=True, exist_ok=True)", copy, *PASSED]))
-    (made.root / ".gitignore").write_text("build/\n__pycache__/\n")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    contender = package / "tools" / "bench" / "contenders" / "attention.py"
-    for number in range(4):
-        if number == 2:
-            text = contender.read_text()
-            call = "result: torch.Tensor = attention(inputs.q, inputs.k, inputs.v, causal=problem.causal, scale=inputs.scale)"
-            assert call in text
-            contender.write_text(text.replace(call, f"for _ in range(4):\n            {call}"))
-        made.commit(RIGHT, f"change {number}")
-    path = tmp_path / "ladder.toml"
-    path.write_text(SPEED_LADDER)
-    words = ["--gate", "speed", "--suite", "cpu", "--case", SPEED_CASE, "--root", str(made.root)]
-    code = main(["bisect", made.commits[0], "main", *words, "--ladder", str(path), "--reports", str(tmp_path / "out")])
+    for name, speed in (("42", 0.8), ("41", 0.5)):
+        report = synthetic_report(speeds={"flashmoe": speed, "sdpa-flash": 0.5}, seed=int(name))
+        write_report(made.root / f"{name}.json", report)
+    (made.root / "flashmoe").mkdir()
+    bench = "import shutil, sys, product\nshutil.copy(f'{product.answer()}.json', sys.argv[-1])\n"
+    (made.root / "flashmoe" / "__main__.py").write_text(bench)
+    for number, text in enumerate([RIGHT, RIGHT, WRONG, WRONG]):
+        made.commit(text, f"change {number}")
+    words = ["--gate", "speed", "--case", report.data["cells"][11]["case"]["key"], "--root", str(made.root)]
+    code = main(["bisect", made.commits[0], "main", *words, "--reports", str(tmp_path / "out")])
     printed = capsys.readouterr()
     assert code == 0, printed.out + printed.err
     assert read_report(tmp_path / "out" / "bisect.json").data["first_bad"] == made.commits[2]

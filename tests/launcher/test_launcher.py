@@ -1,4 +1,4 @@
-"""./nox itself, with a stand-in for the nox package in a local folder: no network."""
+"""./nox itself, with a fake nox package in a local folder: no network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.lock.wheels import make_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = """
+FAKE_NOX = """
 import json, os, sys
 if __name__ == "__main__":
     print(json.dumps({"version": VERSION, "argv": sys.argv[1:], "prefix": sys.prefix, "cwd": os.getcwd()}))
@@ -23,7 +23,7 @@ TOOLS = ("sh", "cksum", "tr", "cat", "mkdir", "rm", "sleep", "env", "uname")
 
 
 class Checkout:
-    """A folder with the launcher, a lock of the stand-in, and an environment without the caller's index settings."""
+    """A folder with the launcher, a lock of the fake package, and an environment without the caller's index settings."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -36,7 +36,7 @@ class Checkout:
         self.pin("1.0")
 
     def pin(self, version: str, digest: str = "") -> None:
-        known = make_wheel(self.wheels, "nox", version, STAND_IN)
+        known = make_wheel(self.wheels, "nox", version, FAKE_NOX)
         lock = f"nox=={version} --hash=sha256:{digest or known}\n"
         (self.root / "lockfiles" / "launcher.txt").write_text(lock, encoding="utf-8")
 

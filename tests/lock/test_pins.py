@@ -10,8 +10,6 @@ import pytest
 
 from flashmoe.errors import LockError
 from flashmoe_build.environments.lock import (
-    DriftKind,
-    Installed,
     check_lock,
     find_drift,
     installed_distributions,
@@ -89,29 +87,25 @@ def test_a_requirement_for_another_python_needs_no_pin(tmp_path: Path) -> None:
 
 def test_drift_of_every_kind() -> None:
     pins = parse_lock(lock_text("numpy==1.26.4", "torch==2.10.0", "rich==15.0", "gone==1"), "a.txt")
-    installed = [
-        Installed("numpy", "1.26.4", "/a"),
-        Installed("numpy", "2.1.0", "/a"),
-        Installed("torch", "2.10.0+cu128", "/a"),
-        Installed("rich", "14.0", "/a"),
-        Installed("stray", "3", "/a"),
-        Installed("flashmoe-kernels", "0.1.0", "/a"),
+    installed = {
+        "numpy": ["1.26.4", "2.1.0"],
+        "torch": ["2.10.0+cu128"],
+        "rich": ["14.0"],
+        "stray": ["3"],
+        "flashmoe-kernels": ["0.1.0"],
+    }
+    assert find_drift(pins, installed, ENVIRONMENT) == [
+        "gone is not installed; the lock has 1",
+        "numpy is installed more than once (1.26.4 and 2.1.0); the lock has 1.26.4",
+        "rich is 14.0; the lock has 15.0",
+        "stray 3 is installed but not in the lock",
     ]
-    drift = find_drift(pins, installed, ENVIRONMENT)
-    assert [(item.kind, item.name) for item in drift] == [
-        (DriftKind.MISSING, "gone"),
-        (DriftKind.TWICE, "numpy"),
-        (DriftKind.VERSION, "rich"),
-        (DriftKind.UNLOCKED, "stray"),
-    ]
-    assert str(drift[1]) == "numpy is installed more than once (1.26.4 and 2.1.0); the lock has 1.26.4"
-    assert str(drift[2]) == "rich is 14.0; the lock has 15.0"
 
 
 def test_only_named_packages_are_looked_at_on_request() -> None:
     pins = parse_lock(lock_text("numpy==1.26.4", "rich==15.0"), "a.txt")
-    installed = [Installed("numpy", "1.26.4", "/a"), Installed("stray", "3", "/a")]
-    assert find_drift(pins, installed, ENVIRONMENT, names=["NumPy"]) == ()
+    installed = {"numpy": ["1.26.4"], "stray": ["3"]}
+    assert find_drift(pins, installed, ENVIRONMENT, names=["NumPy"]) == []
 
 
 def unpack(folder: Path, name: str, version: str) -> None:
@@ -127,7 +121,7 @@ def test_a_second_numpy_in_site_packages_stops_the_check(tmp_path: Path) -> None
     write(tmp_path, "a.in", "numpy<2\n")
     verify_environment(lock, path=[str(site)])
     unpack(site, "numpy", "2.1.0")
-    assert len(installed_distributions([str(site), str(site)])) == 2
+    assert installed_distributions([str(site), str(site)]) == {"numpy": ["1.26.4", "2.1.0"]}
     with pytest.raises(LockError, match=r"numpy is installed more than once \(1\.26\.4 and 2\.1\.0\)"):
         verify_environment(lock, path=[str(site)])
 
@@ -137,7 +131,7 @@ def test_a_second_numpy_on_another_path_is_found_too(tmp_path: Path) -> None:
     unpack(tmp_path / "two", "numpy", "1.26.4")
     pins = parse_lock(lock_text("numpy==1.26.4"), "a.txt")
     found = installed_distributions([str(tmp_path / "one"), str(tmp_path / "two")])
-    assert [item.kind for item in find_drift(pins, found, ENVIRONMENT)] == [DriftKind.TWICE]
+    assert "installed more than once" in find_drift(pins, found, ENVIRONMENT)[0]
 
 
 def test_a_missing_lock_says_where_to_get_it(tmp_path: Path) -> None:

@@ -1,25 +1,26 @@
-"""The reference: the layer as a loop over experts in plain PyTorch, in any dtype, differentiated by autograd.
+"""Layers and batches of every kind, and the room's reference of the operation for them.
 
-In float64 it is what a result is held against; in the inputs' own dtype it says what error is natural. The rule: the largest
-error is at most twice that of the composition in the inputs' dtype, plus two units in the last place of the largest value. In
-float32 four times: with so few roundings two orders of summing differ by luck. Of a small batch the composition may be exact by
-luck where a sum cancels; there the natural error is at least what half a unit in the last place of every input makes of it.
+In float64 it is what a result is held against; in the inputs' own dtype it says what error is natural. Of a small batch the
+composition may be exact by luck where a sum cancels; there the natural error is at least what half a unit in the last place of every
+input makes of it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from flashmoe_tools.operations.moe import reference as room
+from flashmoe_tools.operations.moe.reference import activate, allowed
+
+__all__ = ["activate", "allowed"]
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
 LAYOUTS = ("concat", "interleaved")
 ROUTINGS = ("uniform", "zipf", "hot", "one")
-CLAMP, STEEPNESS = 7.0, 1.702
 SMALL = 1 << 13  # elements of x up to which a result may be exact by luck
 # Gradients, in the order of the operator's bits.
 NAMES = ("x", "w13", "w2", "topk_weights", "b13", "b2")
@@ -84,17 +85,11 @@ class Inputs:
 
 
 def choose_experts(case: Case, experts: int, generator: torch.Generator) -> Tensor:
-    """[T, k] distinct ids. uniform; zipf: expert e as 1 / (e + 1); hot: all tokens to the same k; one: the same, the last."""
+    """[T, k] distinct ids; hot: all tokens to the same k; one: the same, the last."""
+    routing = "hot" if case.routing == "one" else case.routing
     device = generator.device
-    logits = torch.zeros(case.tokens, experts, device=device)
-    if case.routing == "zipf":
-        logits = logits - torch.arange(1.0, experts + 1, device=device).log()
-    elif case.routing == "hot":
-        logits = logits + 100.0 * torch.randn(experts, generator=generator, device=device)
-    elif case.routing == "one":
-        logits = logits + 100.0 * torch.arange(experts, device=device)
-    noise = torch.rand(case.tokens, experts, generator=generator, device=device).clamp_min(1e-20)
-    return (logits - (-noise.log()).log()).topk(case.top_k, dim=1).indices
+    ids = room.choose_experts(case.tokens, experts, case.top_k, routing, device, generator)[1]
+    return torch.randperm(experts, generator=generator, device=device)[ids] if case.routing == "hot" else ids
 
 
 def make_inputs(case: Case, seed: int = 0, kind: str = "normal", device: str = "cpu") -> Inputs:
@@ -143,21 +138,6 @@ def make_inputs(case: Case, seed: int = 0, kind: str = "normal", device: str = "
     )
 
 
-def activate(z: Tensor, activation: str, layout: str) -> Tensor:
-    """[rows, I] of the preactivation [rows, 2I]."""
-    gate, up = (z[:, ::2], z[:, 1::2]) if layout == "interleaved" else z.chunk(2, dim=1)
-    if activation == "swiglu":
-        return F.silu(gate) * up
-    if activation == "geglu":
-        return F.gelu(gate) * up
-    if activation == "geglu_tanh":
-        return F.gelu(gate, approximate="tanh") * up
-    if activation == "reglu":
-        return F.relu(gate) * up
-    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
-    return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)
-
-
 def local_experts(case: Case, inputs: Inputs) -> Tensor:
     """[T, k]: the expert of this layer, or -1."""
     ids = inputs.topk_ids.long()
@@ -169,27 +149,16 @@ def local_experts(case: Case, inputs: Inputs) -> Tensor:
 
 
 def compose(case: Case, inputs: Inputs) -> Tensor:
-    """The layer, in the inputs' dtype; only rows that chose an expert meet its weights."""
-    out = torch.zeros_like(inputs.x) if inputs.shared is None else inputs.shared.clone()
-    flat = local_experts(case, inputs).flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat + 1, minlength=case.experts + 1).tolist()  # the first: of no expert
-    tokens = order[counts[0] :] // inputs.topk_ids.shape[1]
-    if not len(tokens):
-        return out
-    xs = inputs.x[tokens].split(counts[1:])
-    # unbind, not indexing: the gradient of an index is as large as all experts' weights, for every expert.
-    w13, w2 = inputs.w13.unbind(), inputs.w2.unbind()
-    b13, b2 = (None if bias is None else bias.unbind() for bias in (inputs.b13, inputs.b2))
-    ys = []
-    for expert, x in enumerate(xs):
-        if not len(x):
-            continue
-        up, down = (w13[expert].mT, w2[expert].mT) if case.transposed else (w13[expert], w2[expert])
-        h = F.linear(x, up, None if b13 is None else b13[expert])
-        ys.append(F.linear(activate(h, case.activation, case.layout), down, None if b2 is None else b2[expert]))
-    weights = inputs.topk_weights.flatten()[order[counts[0] :], None]
-    return out.index_add(0, tokens, (torch.cat(ys) * weights).to(out.dtype))
+    """The layer, in the inputs' dtype, as the room defines it."""
+    return room.compose(
+        *(inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, local_experts(case, inputs), inputs.x.dtype),
+        b13=inputs.b13,
+        b2=inputs.b2,
+        shared=inputs.shared,
+        activation=case.activation,
+        layout=case.layout,
+        transposed=case.transposed,
+    )
 
 
 @dataclass(frozen=True)
@@ -243,17 +212,6 @@ def nudged(inputs: Inputs, dtype: torch.dtype, seed: int) -> Inputs:
         signs = torch.randint(0, 2, leaf.shape, generator=generator, device=leaf.device) * 2 - 1
         leaf.mul_(1 + signs * (torch.finfo(dtype).eps / 2))
     return moved
-
-
-def allowed(exact: Tensor, own: Tensor | Sequence[Tensor], dtype: torch.dtype) -> float:
-    """The module's rule; ``own``: the results whose errors are natural."""
-    if exact.numel() == 0:
-        return 0.0
-    largest = exact.abs().max().item()
-    ulp = math.ldexp(torch.finfo(dtype).eps, math.frexp(largest)[1] - 1) if largest else 0.0
-    factor = 4 if dtype == torch.float32 else 2
-    natural = max((one.double() - exact).abs().max().item() for one in ([own] if isinstance(own, Tensor) else own))
-    return factor * natural + 2 * ulp
 
 
 def compare(name: str, found: Tensor, exact: Tensor, tolerance: float) -> None:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 import flashmoe
 from flashmoe.errors import ArgumentError, DifferentiationError, DtypeError, FlashmoeError, ShapeError
-
-from .reference import activate
+from flashmoe_tools.operations.moe_scaled import formats
+from flashmoe_tools.operations.moe_scaled.reference import compose, rounded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
 ]
-E4M3, NAN = torch.float8_e4m3fn, 0x7F
+E4M3, NAN, BLOCK = torch.float8_e4m3fn, formats.NAN, formats.BLOCK
 
 
 @dataclass(frozen=True)
@@ -82,36 +82,11 @@ def make(
     return Layer(x, w13, w2, weights, ids, s13, s2)
 
 
-def stands_for(values: Tensor, scales: Tensor, block_rows: int) -> Tensor:
-    wide = scales.double().repeat_interleave(block_rows, -2).repeat_interleave(128, -1)
-    numbers: Tensor = values.double() * wide[..., : values.shape[-2], : values.shape[-1]]
-    return numbers
-
-
-def rounded(rows: Tensor) -> Tensor:
-    """fp64 of what rows stand for once they are quantised: each 128 by a scale, their largest magnitude / 448, in float32."""
-    padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
-    scales = padded.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) * (1 / 448)
-    values = (padded * (1 / scales)).clamp(-448, 448).to(E4M3)
-    numbers: Tensor = (values.double() * scales.double()).flatten(1)[:, : rows.shape[1]]
-    return numbers
-
-
 def expected(layer: Layer) -> Tensor:
     """fp64, but for the two quantisations. Ids are those of the layer."""
-    x = rounded(layer.x.double()) if layer.x_scale is None else stands_for(layer.x, layer.x_scale, 1)
-    out = torch.zeros(layer.x.shape, dtype=torch.float64, device=x.device)
-    if layer.shared is not None:
-        out += layer.shared.double()
-    for expert in range(layer.w13.shape[0]):
-        token, choice = (layer.topk_ids == expert).nonzero(as_tuple=True)
-        if not len(token):
-            continue
-        both = x[token] @ stands_for(layer.w13[expert], layer.w13_scale[expert], 128).mT
-        active = rounded(activate(both, layer.activation, "concat"))
-        rows = active @ stands_for(layer.w2[expert], layer.w2_scale[expert], 128).mT
-        out.index_add_(0, token, rows * layer.topk_weights[token, choice, None].double())
-    return out
+    x = rounded(layer.x.double()) if layer.x_scale is None else formats.dequantize(layer.x, layer.x_scale)
+    weights = (layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, layer.topk_weights.double(), layer.topk_ids)
+    return compose(x, *weights, torch.float64, shared=layer.shared, activation=layer.activation)
 
 
 def assert_close(out: Tensor, reference: Tensor) -> None:
@@ -163,11 +138,9 @@ def test_float16_shared_and_expert_map(device: str) -> None:
 
 
 def test_x_that_comes_quantised_gives_the_same_bits(device: str) -> None:
-    from flashmoe.operators.moe.quantize import quantize
-
     layer = make(device)
-    values, scales = quantize(layer.x)
-    out = layer(x=values, x_scale=scales)
+    values, scales = formats.quantize(layer.x)
+    out = layer(x=values.view(E4M3), x_scale=scales)
     assert out.dtype is torch.bfloat16
     assert torch.equal(out, layer())
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 import flashmoe
-from flashmoe_tools.problems.dtypes import TORCH_DTYPES
-from flashmoe_tools.problems.train_step import TrainStepProblem
-from flashmoe_tools.problems.train_step.tensors import Decoder, Layer
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.train_step.problem import TrainStepProblem
+from flashmoe_tools.operations.train_step.reference import Decoder, Layer
 from tests.moe.composed import ComposedMoE
 
 STEPS = {"cpu": 100, "cuda": 250}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flashmoe_build import lint
-from flashmoe_build.gate.ladder import read_ladder, select
+from flashmoe_build.gate.steps import select
 from flashmoe_tools.report import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,9 +67,9 @@ def test_help_needs_no_wheel(session: str) -> None:
     assert "--help" in said[0]
 
 
-def test_main_climbs_rungs_of_the_ladder() -> None:
+def test_main_runs_steps_of_the_gate() -> None:
     (words,) = re.findall(r'^MAIN = "(.*)"', NOXFILE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert [rung.name for rung in select(read_ladder(), words.split(","))] == words.split(",")
+    assert [step.name for step in select(words.split(","))] == words.split(",")
 
 
 def test_every_checker_runs_even_when_one_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,38 +1,47 @@
-"""A new operation is a folder: with the tables, a kernel and its parameters in it, an operation is built, audited, launched and
-emulated, and not one shared source file is touched."""
+"""A new operation is two folders: csrc/NAME with its tables, a kernel and its parameters, and its room. With these it is built,
+audited, launched, emulated, calculated by smem, timed and in the docs, and not one shared source file is touched."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from flashmoe.__main__ import main  # noqa: E402
+from flashmoe.errors import ArgumentError, ExitCode  # noqa: E402
 from flashmoe_build import docs  # noqa: E402
 from flashmoe_build.compile.cache import Cache  # noqa: E402
 from flashmoe_build.compile.codegen import embed_source, index_json, kernel_table_source  # noqa: E402
 from flashmoe_build.compile.device import compile_units  # noqa: E402
 from flashmoe_build.compile.host import place  # noqa: E402
 from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
-from flashmoe_build.emulation.build import Options, kernel_library  # noqa: E402
-from flashmoe_build.emulation.machine import Geometry, KernelLibrary, Settings  # noqa: E402
-from flashmoe_build.emulation.parameters import structure  # noqa: E402
+from flashmoe_build.emulation import cases  # noqa: E402
+from flashmoe_build.emulation.build import Options  # noqa: E402
+from flashmoe_tools import operations  # noqa: E402
 from flashmoe_tools.audit.embedded import read_embedded  # noqa: E402
 from flashmoe_tools.audit.kernels import audit_kernels  # noqa: E402
-from flashmoe_tools.report import Verdict  # noqa: E402
+from flashmoe_tools.bench import ceilings  # noqa: E402
+from flashmoe_tools.bench.cli import merge  # noqa: E402
+from flashmoe_tools.bench.markdown import bench_markdown, describe_case  # noqa: E402
+from flashmoe_tools.bench.suites import load_suite  # noqa: E402
+from flashmoe_tools.report import Verdict, read_report  # noqa: E402
+from flashmoe_tools.smem import cli as smem  # noqa: E402
 from flashmoe_tools.tables import Tables, Unit, load_tables  # noqa: E402
 
 HERE = Path(__file__).parent
+TOY = HERE / "toy"
 PLAIN, RELU = "flashmoe_toy_scale_sm80_f32_v4_plain", "flashmoe_toy_scale_sm80_f32_v4_relu"
 
 
@@ -41,8 +50,19 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout's csrc with one folder more."""
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "csrc", folder / "csrc")
-    shutil.copytree(HERE / "toy", folder / "csrc" / "toy")
+    shutil.copytree(TOY / "csrc" / "toy", folder / "csrc" / "toy")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room() -> Iterator[None]:
+    """A checkout's rooms with one more."""
+    before = list(operations.__path__)
+    operations.__path__.append(str(TOY / "operations"))
+    yield
+    operations.__path__[:] = before
+    for name in [name for name in sys.modules if name.startswith(f"{operations.__name__}.toy")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +119,50 @@ def test_the_host_finds_loads_and_launches_it(built: Path, capability: int, kind
     assert (status, answer.value.decode().splitlines()) == (0, [PLAIN, RELU, *launches])
 
 
-@pytest.mark.parametrize("symbol", [PLAIN, RELU])
-def test_it_is_emulated(tree: Path, units: tuple[Unit, ...], symbol: str) -> None:
-    options = Options(overlay=tree / "csrc")
-    library = KernelLibrary(kernel_library(units[0], options))
-    given = torch.randn(1200, generator=torch.Generator().manual_seed(1))
-    out = torch.full_like(given, float("nan"))
-    params = structure(units[0].row.descriptor.params, options.roots())(
-        x=library.add_buffer(given.data_ptr(), 4800, writable=False, initialised=True, name="x"),
-        out=library.add_buffer(out.data_ptr(), 4800, writable=True, initialised=False, name="out"),
-        count=1200,
-        scale=-2.0,
-    )
-    launch = Geometry(3, units[0].row.threads, units[0].row.smem_bytes("f32"), 64)
-    report = library.launch(symbol, (ctypes.addressof(params),), launch, Settings())
-    assert report.failure is None, str(report.failure)
-    assert torch.equal(out, (given * -2.0).clamp(min=0.0) if symbol == RELU else given * -2.0)
+def test_it_is_emulated_and_a_planted_bug_is_found(tree: Path, tables: Tables, tmp_path: Path) -> None:
+    found = [case for case in cases.suite(tables, "toy_scale") if case.kernel.unit.target.name == "sm_80"]
+    assert [case.identity for case in found] == [
+        "toy_scale_sm80_f32_v4-plain-seed0",
+        "toy_scale_sm80_f32_v4-relu-seed1",
+    ]
+    for case in found:
+        outcome = cases.run_case(case, Options(overlay=tree / "csrc"))
+        assert outcome.passed, outcome.explain()
+    wrong = Path(shutil.copytree(tree / "csrc" / "toy", tmp_path / "toy")) / "scale.cuh"
+    wrong.write_text(wrong.read_text().replace("value < 0.0f", "value > 0.0f"))
+    outcome = cases.run_case(found[1], Options(overlay=tmp_path))
+    assert "out is wrong at" in outcome.explain()
+
+
+def test_its_shared_memory_is_calculated(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smem, "load_tables", lambda: tables)
+    assert main(["smem", "--operation", "toy_scale", "--arch", "sm89"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "sm80 f32 v4 tile 512, 4 warps" in text
+    assert re.search(r"staged elements +2,048 bytes", text)
+
+
+def test_its_suite_is_timed_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 64})
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(ceilings, "SECONDS", {"cpu": 0.01})
+    monkeypatch.setattr("flashmoe_tools.bench.session.quiet_check", lambda *_: None)
+    assert main(["bench", "--suite", "toy", "--json", str(tmp_path / "toy.json")]) == ExitCode.OK
+    report = read_report(tmp_path / "toy.json")
+    assert [cell["case"]["key"] for cell in report.data["cells"]] == ["toy-64", "toy-128"]
+    assert all(cell["verification"]["ours"]["passed"] for cell in report.data["cells"])
+    assert report.verdict in (Verdict.PASS, Verdict.WARN)
+    assert "toy-128" in bench_markdown(report)
+    assert describe_case(report.data["cells"][0]["case"]) == "64 numbers, scaled"
+
+
+def test_suites_of_two_operations_are_not_merged() -> None:
+    with pytest.raises(ArgumentError, match="suites toy and smoke are of toy and attention"):
+        merge([load_suite("toy"), load_suite("smoke")])
+
+
+def test_an_operation_without_a_room_is_named() -> None:
+    with pytest.raises(ArgumentError, match="no operation 'other'; known: attention"):
+        operations.problem_type("other")

@@ -13,8 +13,8 @@ import pytest
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DriverError, ReportError
 from flashmoe_tools.bench.suites import load_suite, suite_names
-from flashmoe_tools.problems import problem_from_key
-from flashmoe_tools.problems.attention import AttentionProblem
+from flashmoe_tools.operations import problem_from_key
+from flashmoe_tools.operations.attention.problem import AttentionProblem
 from flashmoe_tools.profile.collect import collect, find_ncu, last_call, ncu_command
 from flashmoe_tools.profile.diagnose import diagnose, load_rules, parse_rules
 from flashmoe_tools.profile.difference import render
@@ -154,7 +154,7 @@ def test_every_rule_speaks_of_numbers_that_exist_and_can_fire() -> None:
 
 @pytest.fixture
 def fake_ncu(tmp_path: Path) -> Callable[[str], str]:
-    """A program that stands in for ncu: it checks how it is called, then prints what it is told to."""
+    """A fake ncu: it checks how it is called, then prints what it is told to."""
 
     def make(body: str) -> str:
         path, program = tmp_path / "ncu", tmp_path / "ncu.py"

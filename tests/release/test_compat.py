@@ -71,7 +71,7 @@ def test_a_version_of_transformers_runs_under_the_highest_python_that_takes_it(
 
 
 def program(tmp_path: Path, body: str) -> Path:
-    """An interpreter's stand-in."""
+    """A fake interpreter."""
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)

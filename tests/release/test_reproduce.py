@@ -126,7 +126,7 @@ def test_an_interruption_leaves_what_was_compared(
 
     monkeypatch.setattr(program, "build_in", build)
     monkeypatch.setattr(program, "reproduce", functools.partial(reproduce, root=root))
-    monkeypatch.setattr(program, "ROOT", root)
+    monkeypatch.setattr("flashmoe_build.program.REPORTS", root / "build" / "reports")
     assert program.main(["--archs", "80"]) == ExitCode.INTERRUPTED
     printed = capsys.readouterr().out
     assert "FAIL interrupted 2 of 3 builds were done" in printed

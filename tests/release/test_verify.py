@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from release_builders import (
-    README,
-    VERSION,
-    Row,
-    Workshop,
-    git,
-    package_of,
-    provenance_of,
-    version_here,
-    write_sources,
-)
+from release_builders import README, VERSION, Row, Workshop, git, package_of, provenance_of, version_here, write_sources
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ExitCode
@@ -476,7 +466,7 @@ def test_rebuild_takes_the_wheels_commit_and_leaves_the_clone_as_it_was(
 
 @dataclass
 class FakeSigstore:
-    """Stands in for the library: what it was asked, and what it answers."""
+    """A fake of the library: what it was asked, and what it answers."""
 
     statement: bytes = b""
     error: str = ""

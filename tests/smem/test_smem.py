@@ -12,14 +12,16 @@ import pytest
 
 from flashmoe.__main__ import main
 from flashmoe.errors import ArgumentError, DtypeError, ExitCode
-from flashmoe_tools.operations import KernelRow
+from flashmoe_tools.descriptors import KernelRow
 from flashmoe_tools.smem import cli as smem
 from flashmoe_tools.smem.occupancy import (
     Layout,
     check_dtype,
     families,
+    has_head_dim,
     largest_tile,
     layout,
+    operations,
     pick_family,
     rows_on,
     tile_problem,
@@ -135,6 +137,9 @@ def test_longer_spellings(text: str, name: str) -> None:
     ("arguments", "says"),
     [
         (["--arch", "sm99", "--head-dim", "64"], "no GPU architecture 'sm99'; known: sm75"),
+        (["--arch", "sm80"], "attention_forward has a head dim: add --head-dim"),
+        (["--operation", "grouped_gemm", "--head-dim", "64"], "grouped_gemm has no head dim: drop --head-dim"),
+        (["--operation", "moe_combine"], "'moe_combine' has no formula of shared memory; known: attention_forward, "),
         (["--arch", "sm80", "--head-dim", "0"], "--head-dim 0 is not in 1 to 256"),
         (["--arch", "sm80", "--head-dim", "64", "--tile", "128"], "--tile '128' is not a tile"),
         (["--arch", "sm80", "--head-dim", "64", "--tile", "0x64"], "is not a tile"),
@@ -153,26 +158,8 @@ def test_the_program_refuses_with_the_reason(
 
 
 def test_the_program_itemises(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "smem",
-                "--arch",
-                "8.9",
-                "--head-dim",
-                "128",
-                "--family",
-                "sm80",
-                "--tile",
-                "128x64",
-                "--stages",
-                "2",
-                "--warps",
-                "4",
-            ]
-        )
-        == 0
-    )
+    tile = ["--tile", "128x64", "--stages", "2", "--warps", "4"]
+    assert main(["smem", "--arch", "8.9", "--head-dim", "128", "--family", "sm80", *tile]) == 0
     text = capsys.readouterr().out
     for part in (
         "Q tile",
@@ -224,6 +211,20 @@ def test_all_gpus_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert {item["total"] for item in found} == {64 * 64 * 2 * 3}
     assert main(["smem", "--head-dim", "64", "--family", "sm80", "--tile", "64x64"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(able)
+
+
+@pytest.mark.parametrize("operation", [one for one in operations(TABLES) if one != "attention_forward"])
+def test_every_operation_with_a_formula_is_calculated(operation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--head-dim", "64"] if has_head_dim(TABLES, operation) else []
+    assert main(["smem", "--operation", operation, *words, "--json"]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    ran = {gpu.name for gpu in TABLES.gpus if set(families(TABLES, operation)) & set(gpu.families)}
+    assert {item["gpu"] for item in found} == ran
+    assert all(item["fits"] and item["total"] == sum(one["bytes"] for one in item["items"]) > 0 for item in found)
+    assert main(["smem", "--operation", operation, *words]) == ExitCode.OK
+    assert capsys.readouterr().out.startswith(f"shared memory of {operation}")
+    assert main(["smem", "--operation", operation, *words, "--arch", found[-1]["gpu"]]) == ExitCode.OK
+    assert "dynamic shared memory" in capsys.readouterr().out
 
 
 def test_registers_of_the_last_build_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ namespace flashmoe {
 namespace attention {
 namespace sm80 {
 
-// kBlockM rows a block, kBlockN the most splits.
+// kBlockM rows per block, kBlockN the most splits.
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_>
 struct CombineSpec {
   using Element = Element_;
@@ -30,7 +30,7 @@ struct CombineSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kSharedBytes = 0;
-  static_assert(kBlockM == kNumWarps, "one warp a row");
+  static_assert(kBlockM == kNumWarps, "one warp per row");
   static_assert(kBlockN_ == 32, "one lane a split");
   static_assert(kNumStages_ == 1, "nothing is staged");
 };

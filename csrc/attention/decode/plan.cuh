@@ -7,7 +7,7 @@
 // heads which share pages are read together. With num_splits == 1 that is always so, and the order of a row's sums does not depend on the
 // batch.
 //
-// All warps of a block make the same plan, each for itself; sequences are looked at 32 at a time, one a lane.
+// All warps of a block make the same plan, each for itself; sequences are looked at 32 at a time, one per lane.
 #pragma once
 
 #include "attention/masks.cuh"
@@ -23,7 +23,7 @@ namespace flashmoe {
 namespace attention {
 namespace decode {
 
-// An item's part that falls to a block. Key tiles are counted from the sequence's first key.
+// The share of an item that falls to a block. Key tiles are counted from the sequence's first key.
 struct Segment {
   int batch;
   Extent query_rows;  // of the sequence
@@ -52,7 +52,7 @@ struct Sharing {
   int slot;          // of this block's partial results: see slot_of
 };
 
-// Of a block that ends one item and begins another one, each has a place for its partial results.
+// Of a block that ends one item and begins another one, each has room for its partial results.
 __device__ __forceinline__ int slot_of(int block, bool is_later) { return 2 * block + (is_later ? 1 : 0); }
 
 // The keys that some row of a sequence sees.
@@ -211,7 +211,7 @@ struct Plan {
     end = params.batch * params.heads_q * row_blocks_of(params.seq_q);
   }
 
-  // Equal items in rounds of one a block: all blocks have one, and in the last round two fifths of them, which read as fast as all, or what
+  // Equal items in rounds of one per block: all blocks have one, and in the last round two fifths of them, which read as fast as all, or what
   // is missing is less than a 64th of the work. (Fewer items than blocks: 3% slower, for the blocks that have one are not one a
   // multiprocessor.)
   __device__ __forceinline__ static bool fills_rounds(int items) {
@@ -286,7 +286,7 @@ struct Plan {
     return false;
   }
 
-  // The next part of the block's share; false at its end.
+  // The next segment of the block's share; false at its end.
   __device__ __forceinline__ bool next(Segment& segment) {
     if (is_whole) return next_whole(segment);
     if (position >= end) return false;

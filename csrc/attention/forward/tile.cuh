@@ -1,4 +1,4 @@
-// Which part of the problem a thread block computes, one block a query tile: (batch, head, row block) and its key tiles.
+// Which part of the problem a thread block computes, one block per query tile: (batch, head, row block) and its key tiles.
 #pragma once
 
 #include "attention/masks.cuh"

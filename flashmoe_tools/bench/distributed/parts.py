@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_tools.problems import fields
+from flashmoe_tools.operations import fields
 
 ELEMENT = 2  # bytes of bfloat16
 

@@ -22,7 +22,6 @@
 #include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/fused_wide.cuh"
 #include "attention/backward/sm90/producer.cuh"
-#include "device/warp_roles.cuh"
 #include "ptx/bulk_reduce.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/register_control.cuh"
@@ -241,7 +240,12 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
   const int warpgroup = warp / 4;
 
   if (warp == 0 && ptx::elect_one()) {
-    prefetch_tensor_maps(&q_map, &k_map, &v_map, &dout_map, &dk_map, &dv_map);
+    ptx::prefetch_tensor_map(&q_map);
+    ptx::prefetch_tensor_map(&k_map);
+    ptx::prefetch_tensor_map(&v_map);
+    ptx::prefetch_tensor_map(&dout_map);
+    ptx::prefetch_tensor_map(&dk_map);
+    ptx::prefetch_tensor_map(&dv_map);
 #pragma unroll
     for (int buffer = 0; buffer < Spec::kQueryBuffers; ++buffer) {
       ptx::mbarrier_init(shared.scores_full(buffer), 4 * Spec::kNumConsumers);

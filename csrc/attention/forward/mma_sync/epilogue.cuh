@@ -1,4 +1,4 @@
-// A warp's part of the output tile: normalise, round, store; and the log-sum-exp of its rows.
+// A warp's rows of the output tile: normalise, round, store; and the log-sum-exp of its rows.
 #pragma once
 
 #include "attention/forward/mma_sync/softmax.cuh"

@@ -12,7 +12,7 @@ constexpr float kLn2 = 0.693147180559945309f;
 namespace attention {
 namespace mma_sync {
 
-// Running state of one row: the maximum of the unscaled scores so far (equal in the quad) and this thread's part of
+// Running state of one row: the maximum of the unscaled scores so far (equal in the quad) and this thread's share of
 // the sum of exponentials (added over the quad once, at the end).
 struct RowState {
   float max;

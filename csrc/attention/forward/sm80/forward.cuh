@@ -57,10 +57,10 @@ struct VarlenWalk<Spec, MaskKind::kRuntime> {
 // What the epilogue needs of a tile of kRuntime, a copy for each warp: to find it again takes short sequences 3% of their time, and registers are
 // scarce in the loop.
 template <typename Spec>
-struct KeptTile {
+struct SavedTile {
   const ptx::SmemPointer smem;
 
-  __device__ __forceinline__ explicit KeptTile(ptx::SmemPointer block_smem)
+  __device__ __forceinline__ explicit SavedTile(ptx::SmemPointer block_smem)
       : smem(block_smem + Spec::kTileOffset + ptx::recompute(ptx::warp_index()) * Spec::kTileBytes) {}
 
   __device__ __forceinline__ void store(const QueryTile& tile) const {
@@ -240,7 +240,7 @@ __device__ __forceinline__ QueryTile this_query_tile(const ForwardParams& params
 // The same behind the loop.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ QueryTile end_tile(const ForwardParams& params, ptx::SmemPointer block_smem) {
-  if constexpr (kMask == MaskKind::kRuntime) return KeptTile<Spec>(block_smem).load();
+  if constexpr (kMask == MaskKind::kRuntime) return SavedTile<Spec>(block_smem).load();
   return this_query_tile<Spec, kMask>(params);
 }
 
@@ -289,7 +289,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   const QueryTile tile = this_query_tile<Spec, kMask>(params);
   // Before the branch: its loads wait with the tile's.
   const Sequence<kMask> sequence = sequence_of<kMask>(params, tile);
-  if constexpr (kMask == MaskKind::kRuntime) KeptTile<Spec>(Q_smem).store(tile);
+  if constexpr (kMask == MaskKind::kRuntime) SavedTile<Spec>(Q_smem).store(tile);
   if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   const KeyTiles key_tiles = key_tiles_of<Spec::kBlockN, kMask, Spec::kIsSplit>(sequence, tile);
   if (key_tiles.begin >= key_tiles.end) return;
@@ -310,7 +310,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int warp_row = ptx::warp_index() * Spec::kWarpRows;
   Accumulator<Spec> accumulator;
   attend<Spec, kMask>(params, accumulator, Q_smem, warp_row);
-  // Located again, or kept: five registers less through the loop, where there is none to spare.
+  // Located again, or saved: five registers less through the loop, where there is none to spare.
   const QueryTile tile = end_tile<Spec, kMask>(params, Q_smem);
   if (kMask == MaskKind::kRuntime && tile.rows <= 0) return;
   mma_sync::finish_tile<Spec, kMask>(params, tile, warp_row, ptx::lane_index(), accumulator.rows, accumulator.O_rmem,

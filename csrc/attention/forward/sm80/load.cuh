@@ -1,4 +1,4 @@
-// Global to shared memory by cp.async: 16 bytes a thread, eight neighbouring threads to 64 columns of a row.
+// Global to shared memory by cp.async: 16 bytes per thread, eight neighbouring threads to 64 columns of a row.
 #pragma once
 
 #include "attention/masks.cuh"

@@ -1,13 +1,18 @@
 // A consumer warpgroup: S = Q K^T, softmax, O += P V for 64 rows of Q, over the key blocks of its tile from the last to
-// the first (the masked ones are the last, so that the loop over full blocks ends the tile).
+// the first (under a causal mask the masked ones are the last, so that the loop over full blocks ends the tile).
 //
 // S of the next key block and O += P V of the current one are issued together; the softmax of the next block then runs
 // while the tensor cores do P V, and while they work for the other warpgroups. Nothing makes the warpgroups take turns:
 // named barriers for that (FlashAttention-3's ping-pong) gained nothing here.
+//
+// Dense and ragged batches share all of it. What differs is a policy: the Tile (schedule.cuh, varlen/schedule.cuh) says where rows and keys lie,
+// and what turns a block's scores into P is an argument of the step.
 #pragma once
 
 #include "attention/forward/sm90/epilogue.cuh"
 #include "attention/forward/sm90/schedule.cuh"
+#include "attention/forward/sm90/score_mod.cuh"
+#include "attention/forward/sm90/softcap.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/spec.cuh"
 #include "attention/masks.cuh"
@@ -26,13 +31,14 @@ namespace sm90 {
 template <typename Spec, MaskKind kMask>
 struct Consumer {
   using Element = typename Spec::Element;
-  static constexpr int kScores = Spec::kBlockN / 2;         // accumulators a thread
-  static constexpr int kProbabilities = Spec::kBlockN / 4;  // packed pairs a thread
+  static constexpr int kScores = Spec::kBlockN / 2;         // accumulators per thread
+  static constexpr int kProbabilities = Spec::kBlockN / 4;  // packed pairs per thread
   static constexpr int kOutputs = Spec::kHeadDim / 2;
   // Wait for K and V before either product, or for V while the tensor cores work on S. With four products in S (head
   // dim 64) and three warpgroups the wait in between starves the tensor cores: 5% slower. With more products, or a fourth
   // warpgroup, it costs nothing and what it delays is hidden: 1% faster.
   static constexpr bool kWaitsForBoth = Spec::kHeadDim == 64 && Spec::kNumConsumers < 4;
+  static constexpr bool kIsRuntime = kMask == MaskKind::kRuntime;
 
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
@@ -41,11 +47,22 @@ struct Consumer {
   RingPosition<Spec::kNumStages> key;
   RingPosition<Spec::kNumStages> value;
   RingPosition<Spec::kNumQueryStages> query;
+  const bool has_mask_tensor;
+  const bool is_capped;     // a softcap alone, which is the softmax's
+  bool has_output = false;  // a tile went before this one (release_output)
+  const float scale_log2;   // of what the softmax gets: with an additive mask the scores have it already
 
   __device__ __forceinline__ Consumer(const ForwardParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
-      : params(params_), shared(shared_), consumer(consumer_), is_first_lane(ptx::lane_index() == 0) {}
+      : params(params_),
+        shared(shared_),
+        consumer(consumer_),
+        is_first_lane(ptx::lane_index() == 0),
+        has_mask_tensor(Spec::kHasScoreMod && params_.score_options.mask_type != MaskTensor::kNone),
+        is_capped(Spec::kHasScoreMod && !has_mask_tensor),
+        scale_log2(has_mask_tensor && params_.score_options.mask_type == MaskTensor::kAdditive ? 1.0f
+                                                                                               : params_.scale_log2) {}
 
-  // One arrival a warp: its wgmma_wait says that its own part of the product has read the buffer.
+  // One arrival per warp: its wgmma_wait says that its own share of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
@@ -62,10 +79,17 @@ struct Consumer {
     release(shared.value_empty(value.stage));
     value.advance();
   }
-
   __device__ __forceinline__ void release_query() {
     release(shared.query_empty(query.stage, consumer));
     query.advance();
+  }
+  // The buffer of the tile before, where the output overwrote Q: once its store has read it.
+  __device__ __forceinline__ void release_output() {
+    if constexpr (Spec::kHasOutputInQuery) {
+      if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait_read<0>();
+      if (has_output) release(shared.query_empty(query.stage ^ 1, consumer));
+      has_output = true;
+    }
   }
 
   // scores[64 x kBlockN] = Q[64 x kHeadDim] K[kBlockN x kHeadDim]^T; asynchronous.
@@ -80,19 +104,82 @@ struct Consumer {
     issue_product<Element, true>(output, probabilities, shared.value(value.stage).mn_major());
   }
 
-  __device__ __forceinline__ void mask_block(float (&scores)[kScores], const Tile& tile, int block) const {
-    const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
-    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
-    const Sequence<kMask> sequence(params, tile.batch);
-    const int visible[2] = {visible_keys<kMask>(sequence, row).end - first_key,
-                            visible_keys<kMask>(sequence, row + 8).end - first_key};
-    mask_scores<Spec::kBlockN>(scores, visible);
+  // The first of a thread's two rows of the tile's sequence; the other is 8 further on.
+  __device__ __forceinline__ int thread_row(const Tile<kMask>& tile) const {
+    return tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
   }
 
-  // In: P of key block `block` + 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
+  // Keys that a row does not see. After the score modification, so that -inf stays -inf.
+  __device__ __forceinline__ void mask_block(float (&scores)[kScores], const Tile<kMask>& tile, int block) const {
+    const int row = thread_row(tile);
+    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+    const Sequence<kMask> sequence = tile.sequence(params);
+    if constexpr (!kIsRuntime) {
+      const int visible[2] = {visible_keys<kMask>(sequence, row).end - first_key,
+                              visible_keys<kMask>(sequence, row + 8).end - first_key};
+      mask_scores<Spec::kBlockN>(scores, visible);
+    } else {
+      const KeyRange keys[2] = {visible_keys(sequence, row), visible_keys(sequence, row + 8)};
+      const int visible[2] = {keys[0].end - first_key, keys[1].end - first_key};
+      mask_scores<Spec::kBlockN>(scores, visible);
+      if (params.score_options.left >= kUnbounded) return;
+      const int hidden[2] = {keys[0].begin - first_key, keys[1].begin - first_key};
+      mask_scores_before<Spec::kBlockN>(scores, hidden);
+    }
+  }
+
+  // A mask tensor, and the softcap before it.
+  __device__ __forceinline__ void apply_mask_tensor(float (&scores)[kScores], const Tile<kMask>& tile,
+                                                    int block) const {
+    const ScoreOptions& options = params.score_options;
+    if (options.score_factor > 0.0f) cap_scores<Spec::kBlockN>(scores, options.score_factor);
+    const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
+    const MaskReader<Element> reader(options, tile, first_key, (block + 1) * Spec::kBlockN);
+    const int row = thread_row(tile);
+    if (options.mask_type == MaskTensor::kBool) {
+      reader.template hide<Spec::kBlockN>(scores, row);
+    } else {
+      reader.template add<Spec::kBlockN>(scores, row, params.scale_log2, options.mask_factor * params.scale_log2);
+    }
+  }
+
+  __device__ __forceinline__ Softcap softcap() const {
+    return Softcap{params.score_options.score_factor, params.scale_log2};
+  }
+
+  // Policies of a step: what a block's scores go through to become P. They return whether the maximum moved; the output must then be
+  // multiplied by `rescale`. is_masked: some row does not see all of the block.
   template <bool kIsMasked>
+  struct Plain {
+    static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
+                                                 float (&rescale)[2], const Tile<kMask>& tile, int block, bool) {
+      if constexpr (kIsMasked) to.mask_block(scores, tile, block);
+      return online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale,
+                                                      kIsRuntime ? to.scale_log2 : to.params.scale_log2);
+    }
+  };
+  template <bool kIsMasked>
+  struct Softcapped {
+    static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
+                                                 float (&rescale)[2], const Tile<kMask>& tile, int block, bool) {
+      if constexpr (kIsMasked) to.mask_block(scores, tile, block);
+      return capped_softmax<Element, Spec::kBlockN, kIsMasked>(scores, rows, rescale, to.softcap());
+    }
+  };
+  struct WithMaskTensor {
+    static __device__ __forceinline__ bool apply(const Consumer& to, float (&scores)[kScores], RowState& rows,
+                                                 float (&rescale)[2], const Tile<kMask>& tile, int block,
+                                                 bool is_masked) {
+      to.apply_mask_tensor(scores, tile, block);
+      if (is_masked) to.mask_block(scores, tile, block);
+      return online_softmax<Spec::kBlockN, true>(scores, rows, rescale, to.scale_log2);
+    }
+  };
+
+  // In: P of key block `block` + 1. Issues S of `block` and O += P V of the block before; out: P of `block`.
+  template <typename Policy>
   __device__ __forceinline__ void step(float (&output)[kOutputs], uint32_t (&probabilities)[kProbabilities],
-                                       RowState& rows, const Tile& tile, int block) {
+                                       RowState& rows, const Tile<kMask>& tile, int block, bool is_masked = true) {
     float scores[kScores];
     wait_key();
     if constexpr (kWaitsForBoth) wait_value();
@@ -103,9 +190,8 @@ struct Consumer {
     ptx::wgmma_wait<1>();
     ptx::wgmma_fence_operands(scores);
     release_key();
-    if constexpr (kIsMasked) mask_block(scores, tile, block);
     float rescale[2];
-    const bool moved = online_softmax<Spec::kBlockN, kIsMasked>(scores, rows, rescale, params.scale_log2);
+    const bool moved = Policy::apply(*this, scores, rows, rescale, tile, block, is_masked);
 
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
@@ -129,16 +215,32 @@ struct Consumer {
     release_value();
   }
 
-  // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin, of which this warpgroup sees those
-  // before own_end, at least one.
-  __device__ __forceinline__ void attend(const Tile& tile, const KeyRange& range, int own_end,
-                                         float (&output)[kOutputs], RowState& rows) {
-    for (int block = range.end; block > own_end; --block) skip_block();
+  // Blocks of the tile that this warpgroup's rows see: at least one of its range, but for splits.
+  __device__ __forceinline__ KeyRange own_blocks(const Sequence<kMask>& sequence, int first_row,
+                                                 const KeyRange& range) const {
+    const KeyRange seen = seen_blocks<Spec, kMask>(sequence, first_row, first_row + 64);
+    if constexpr (!kIsRuntime) return KeyRange{range.begin, Spec::kIsSplit ? minimum(seen.end, range.end) : seen.end};
+    const int begin = maximum(range.begin, minimum(seen.begin, range.end - 1));
+    return KeyRange{begin, maximum(begin + 1, minimum(seen.end, range.end))};
+  }
 
-    const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-    const int seen_by_all = visible_keys<kMask>(Sequence<kMask>(params, tile.batch), first_row).end / Spec::kBlockN;
-    const int full_end = Spec::kIsSplit ? maximum(seen_by_all, range.begin) : seen_by_all;
-    int block = own_end - 1;
+  // full: blocks that every row of the warpgroup sees whole.
+  static __device__ __forceinline__ bool needs_mask(const KeyRange& full, int block) {
+    return block >= full.end || (kIsRuntime && block < full.begin);
+  }
+
+  // The whole tile but the epilogue: key blocks range.end - 1 down to range.begin, of which this warpgroup sees `own`.
+  __device__ __forceinline__ void attend(const Tile<kMask>& tile, const KeyRange& range, const KeyRange& own,
+                                         int first_row, float (&output)[kOutputs], RowState& rows,
+                                         float (&sink_log2)[2]) {
+    const Sequence<kMask> sequence = tile.sequence(params);
+    for (int block = range.end; block > own.end; --block) skip_block();
+
+    const int last_row = minimum(first_row + 64, tile.num_rows(params)) - 1;
+    KeyRange full{ceil_div(visible_keys<kMask>(sequence, last_row).begin, Spec::kBlockN),
+                  visible_keys<kMask>(sequence, first_row).end / Spec::kBlockN};
+    if constexpr (Spec::kIsSplit) full.end = maximum(full.end, range.begin);
+    int block = own.end - 1;
     uint32_t probabilities[kProbabilities];
     {
       float scores[kScores];
@@ -148,15 +250,55 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
       release_key();
-      if (block >= full_end) mask_block(scores, tile, block);
-      online_softmax<Spec::kBlockN, true>(scores, rows, rescale, params.scale_log2);
+      release_output();
+      if constexpr (Spec::kHasScoreMod) {
+        if (has_mask_tensor) apply_mask_tensor(scores, tile, block);
+      }
+      if (needs_mask(full, block)) mask_block(scores, tile, block);
+      if (is_capped) {
+        if constexpr (Spec::kHasScoreMod)
+          capped_softmax<Element, Spec::kBlockN, true>(scores, rows, rescale, softcap());
+      } else {
+        online_softmax<Spec::kBlockN, true>(scores, rows, rescale, kIsRuntime ? scale_log2 : params.scale_log2);
+      }
       pack_operand<Element>(probabilities, scores);
     }
 
-    for (--block; block >= full_end; --block) step<true>(output, probabilities, rows, tile, block);
-    for (; block >= range.begin; --block) step<false>(output, probabilities, rows, tile, block);
-
-    release_query();
+    // Blocks that need no mask are a loop of their own: inside one loop for both they would be an eighth slower.
+    if constexpr (!kIsRuntime) {
+      for (--block; block >= full.end; --block) step<Plain<true>>(output, probabilities, rows, tile, block);
+      for (; block >= own.begin; --block) step<Plain<false>>(output, probabilities, rows, tile, block);
+    }
+    if constexpr (kIsRuntime) {
+      --block;
+      // A window has masked blocks at both ends.
+      const int plain_begin = maximum(own.begin, full.begin);
+      const auto steps = [&](auto masked, auto plain) {
+        while (block >= own.begin) {
+          if (needs_mask(full, block)) {
+            masked();
+            --block;
+            continue;
+          }
+          do plain();
+          while (--block >= plain_begin);
+        }
+      };
+      if constexpr (!Spec::kHasScoreMod) {
+        steps([&] { step<Plain<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<Plain<false>>(output, probabilities, rows, tile, block); });
+      } else if (is_capped) {
+        steps([&] { step<Softcapped<true>>(output, probabilities, rows, tile, block); },
+              [&] { step<Softcapped<false>>(output, probabilities, rows, tile, block); });
+      } else {
+        for (; block >= own.begin; --block) {
+          step<WithMaskTensor>(output, probabilities, rows, tile, block, needs_mask(full, block));
+        }
+      }
+    }
+    // Asked for before the last product, which hides the time that they take.
+    if constexpr (kIsRuntime) load_sinks(params, tile, thread_row(tile), sink_log2);
+    if constexpr (!Spec::kHasOutputInQuery) release_query();
     wait_value();
     issue_output(output, probabilities);
     ptx::wgmma_wait<0>();
@@ -164,39 +306,79 @@ struct Consumer {
     release_value();
   }
 
+  // Rows of Q past the end of a ragged sequence are the next one's: they become zeros, so that no result depends on them (the maximum
+  // moves for all rows of a warp at once).
+  __device__ __forceinline__ void clear_query_tail(const Tile<kMask>& tile, int first_row) const {
+    const int rows = tile.rows - first_row;
+    if (rows >= 64 || params.sequences.cu_seqlens_q == nullptr) return;
+    const auto query_rows = shared.query(query.stage, consumer);
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+    const int thread = ptx::thread_index() % 128;
+    for (int row = rows + thread / 8; row < 64; row += 16) {
+#pragma unroll
+      for (int slab = 0; slab < Spec::kNumSlabs; ++slab) {
+        ptx::st_shared_128(query_rows.row(row, slab) + thread % 8 * 16, zeros);
+      }
+    }
+    // Hazard: the tensor cores read Q before all of it is cleared and visible to them.
+    ptx::fence_proxy_async_shared();
+    sync_consumer(consumer);
+  }
+
   __device__ __forceinline__ void run(const ptx::TensorMap& out_map) {
     while (true) {
       ptx::mbarrier_wait(shared.query_full(query.stage, consumer), query.parity);
-      const Tile tile = read_tile<Tile>(shared.tile(query.stage, consumer));
+      const auto tile = read_tile<Tile<kMask>>(shared.tile(query.stage, consumer));
       ptx::warp_sync();  // all lanes have read it before the first one can release it
       if (tile.m_block < 0) break;
       const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
-      const KeyRange range = key_range<Spec, kMask>(params, tile);
-      if (first_row >= params.seq_q) {
+      const KeyRange range = tile.template key_blocks<Spec>(params);
+      if (first_row >= tile.num_rows(params)) {
         // Rows past the end: nothing to compute or to store.
-        release_query();
+        if constexpr (Spec::kHasOutputInQuery) {
+          release_output();
+          query.advance();
+        } else {
+          release_query();
+        }
         for (int block = range.end; block > range.begin; --block) skip_block();
         continue;
       }
-      const int blocks = key_blocks<Spec, kMask>(Sequence<kMask>(params, tile.batch), first_row + 64);
-      const int own_end = Spec::kIsSplit ? minimum(blocks, range.end) : blocks;
+      if constexpr (kIsRuntime) clear_query_tail(tile, first_row);
       float output[kOutputs];
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
       RowState rows = {{ptx::negative_infinity(), ptx::negative_infinity()}, {0.0f, 0.0f}};
-      if constexpr (Spec::kIsSplit) {
-        if (own_end > range.begin) {
-          attend(tile, range, own_end, output, rows);
-        } else {
-          // This share has no key that the warpgroup sees: zeros, and a log-sum-exp of -inf.
-          release_query();
-          for (int block = range.end; block > range.begin; --block) skip_block();
-        }
-        store_partial<Spec, kMask>(params, tile, consumer, output, rows);
+      float sink_log2[2];
+      const KeyRange own = own_blocks(tile.sequence(params), first_row, range);
+      if (!Spec::kIsSplit || own.end > range.begin) {
+        attend(tile, range, own, first_row, output, rows, sink_log2);
       } else {
-        attend(tile, range, own_end, output, rows);
-        store_tile<Spec, kMask>(params, shared, out_map, tile, consumer, output, rows);
+        // This share has no key that the warpgroup sees: zeros, and a log-sum-exp of -inf.
+        release_query();
+        for (int block = range.end; block > range.begin; --block) skip_block();
       }
+      const int row = thread_row(tile);
+      float inverse_sum[2];
+      float lse[2];
+      if (is_capped) {  // from here on, maxima are exponents
+        rows.max[0] = softcap().exponent_of_max(rows.max[0]);
+        rows.max[1] = softcap().exponent_of_max(rows.max[1]);
+      }
+      const float scale_of_max = is_capped ? 1.0f : kIsRuntime ? scale_log2 : params.scale_log2;
+      if (!kIsRuntime || params.score_options.sinks == nullptr) {
+        finish_softmax(rows, inverse_sum, lse, scale_of_max);
+      } else {
+        finish_softmax_with_sinks(rows, inverse_sum, lse, scale_of_max, sink_log2);
+      }
+      store_lse<Spec>(params, tile, row, lse);
+      if constexpr (Spec::kIsSplit) {
+        store_partial<Spec>(params, tile, row, output, inverse_sum);
+      } else {
+        store_tile<Spec>(params, shared, out_map, tile, query.stage, consumer, output, inverse_sum);
+      }
+      if constexpr (Spec::kHasOutputInQuery) query.advance();
+      for (int left = own.begin; left > range.begin; --left) skip_block();
     }
     // Hazard: the last store still reads the buffer when the block, and with it its shared memory, is gone.
     if constexpr (!Spec::kIsSplit) {

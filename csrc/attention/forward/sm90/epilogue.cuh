@@ -5,6 +5,7 @@
 #include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/softmax.cuh"
 #include "attention/forward/sm90/spec.cuh"
+#include "attention/forward/sm90/varlen/schedule.cuh"
 #include "attention/params/forward.h"
 #include "attention/sequences.cuh"
 #include "device/convert.cuh"
@@ -21,13 +22,26 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
+// The sinks of a thread's two rows times log2(e), -inf for none; row: the first of the two.
+__device__ __forceinline__ void load_sinks(const ForwardParams& params, const Tile<MaskKind::kRuntime>& tile, int row,
+                                           float (&sink_log2)[2]) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  const ScoreOptions& options = params.score_options;
+  const int folded = options.folded_heads;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = folded > 1 ? tile.head * folded + minimum(row + 8 * r, tile.rows - 1) : tile.head;
+    sink_log2[r] =
+        options.sinks == nullptr ? ptx::negative_infinity() : ptx::ld_global_float(options.sinks + head) * kLog2E;
+  }
+}
+
 // Slabs first_slab to first_slab + kSlabsOfPass - 1 of the accumulator, as 16-bit elements, into
 // `smem`. One stmatrix stores the 16 rows of the warp and 16 columns.
 template <typename Spec>
 __device__ __forceinline__ void store_output_shared(typename Spec::OutputTile smem,
                                                     const float (&output)[Spec::kHeadDim / 2],
-                                                    const float (&inverse_sum)[2], int first_slab,
-                                                    int thread = ptx::thread_index()) {
+                                                    const float (&inverse_sum)[2], int first_slab, int thread) {
   const int lane = thread % 32;
   const int row = thread / 32 % 4 * 16 + lane % 16;
 #pragma unroll
@@ -43,42 +57,40 @@ __device__ __forceinline__ void store_output_shared(typename Spec::OutputTile sm
   }
 }
 
+// (row, first_row below: the first of a thread's two rows of the tile's sequence; the other is 8 further on.)
+
 // Row 0 of the tile's head among the rows of the log-sum-exp, or of the partial results.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int64_t first_row_of_head(const ForwardParams& params, const Tile& tile) {
-  const Sequence<kMask> sequence(params, tile.batch);
-  return sequence.result_row(sequence.template result_head<Spec::kIsSplit>(tile.head, tile.split));
+__device__ __forceinline__ int64_t first_row_of_head(const ForwardParams& params, const Tile<kMask>& tile) {
+  const Sequence<kMask> sequence = tile.sequence(params);
+  int split = 0;
+  if constexpr (Spec::kIsSplit) split = tile.split;
+  return sequence.result_row(sequence.template result_head<Spec::kIsSplit>(tile.head, split));
 }
 
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void store_lse(const ForwardParams& params, const Tile& tile, int consumer,
+__device__ __forceinline__ void store_lse(const ForwardParams& params, const Tile<kMask>& tile, int row,
                                           const float (&lse)[2]) {
-  const int lane = ptx::lane_index();
   float* lse_gmem = Spec::kIsSplit ? params.lse_partial : params.lse;
-  if (lane % 4 != 0 || lse_gmem == nullptr) return;
-  lse_gmem += first_row_of_head<Spec, kMask>(params, tile);
+  if (ptx::lane_index() % 4 != 0 || lse_gmem == nullptr) return;
+  lse_gmem += first_row_of_head<Spec>(params, tile);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
-    if (row < params.seq_q) ptx::st_global_float(lse_gmem + row, lse[r]);
+    if (row + 8 * r < tile.num_rows(params)) ptx::st_global_float(lse_gmem + row + 8 * r, lse[r]);
   }
 }
 
 // Normalised fp32 rows of params.out_partial, straight from the accumulators: a quad writes 32 bytes, a whole sector.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile& tile, int consumer,
-                                              const float (&output)[Spec::kHeadDim / 2], const RowState& rows) {
-  float inverse_sum[2];
-  float lse[2];
-  finish_softmax(rows, inverse_sum, lse, params.scale_log2);
-  store_lse<Spec, kMask>(params, tile, consumer, lse);
-  const int lane = ptx::lane_index();
+__device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile<kMask>& tile, int first_row,
+                                              const float (&output)[Spec::kHeadDim / 2],
+                                              const float (&inverse_sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = tile.m_block * Spec::kBlockM + consumer * 64 + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
+    const int row = first_row + 8 * r;
     if (row >= params.seq_q) continue;
-    float* row_gmem =
-        params.out_partial + (first_row_of_head<Spec, kMask>(params, tile) + row) * params.head_dim + lane % 4 * 2;
+    float* row_gmem = params.out_partial + (first_row_of_head<Spec>(params, tile) + row) * params.head_dim +
+                      ptx::lane_index() % 4 * 2;
 #pragma unroll
     for (int j = 0; j < Spec::kHeadDim / 8; ++j) {
       const uint32_t pair[2] = {ptx::float_bits(output[4 * j + 2 * r] * inverse_sum[r]),
@@ -88,30 +100,59 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   }
 }
 
+// Slabs first_slab on of the warpgroup's rows before the sequence's end, from shared memory: the next sequence's follow.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ void store_tail_rows(const ForwardParams& params, const Tile<kMask>& tile, int first_row,
+                                                typename Spec::OutputTile smem, int first_slab) {
+  using Element = typename Spec::Element;
+  const Strides& stride = params.out_stride;
+  Element* out_gmem =
+      static_cast<Element*>(params.out) + tile.sequence(params).row_offset(stride, tile.head) + first_row * stride.row;
+  const int chunk = ptx::lane_index() % 8;
+#pragma unroll
+  for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
+    const int column = (first_slab + slab) * 64 + chunk * 8;
+    for (int row = ptx::thread_index() % 128 / 8; row < tile.rows - first_row; row += 16) {
+      if (column >= params.head_dim_v) continue;
+      uint32_t words[4];
+      ptx::ld_shared_128(words, smem.chunk(row, slab, chunk));
+      ptx::st_global_128(out_gmem + row * stride.row + column, words);
+    }
+  }
+}
+
+// Whole 64-row tiles, and those of dense rows, which the copy engine cuts at the tensor's end, go out by the copy engine; the last rows of a
+// ragged sequence by predicated stores.
 template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void store_tile(const ForwardParams& params, const SharedMemory<Spec>& shared,
-                                           const ptx::TensorMap& out_map, const Tile& tile, int consumer,
-                                           const float (&output)[Spec::kHeadDim / 2], const RowState& rows) {
-  float inverse_sum[2];
-  float lse[2];
-  finish_softmax(rows, inverse_sum, lse, params.scale_log2);
-  store_lse<Spec, kMask>(params, tile, consumer, lse);
+                                           const ptx::TensorMap& out_map, const Tile<kMask>& tile, int query_stage,
+                                           int consumer, const float (&output)[Spec::kHeadDim / 2],
+                                           const float (&inverse_sum)[2]) {
+  const auto smem = shared.output(query_stage, consumer);
   const bool is_storing_thread = ptx::thread_index() % 128 == 0;
-  const auto smem = shared.output(consumer);
+  const int first_row = tile.m_block * Spec::kBlockM + consumer * 64;
+  const bool is_ragged = kMask == MaskKind::kRuntime && params.sequences.cu_seqlens_q != nullptr;
+  const bool has_tail = is_ragged && first_row + 64 > tile.num_rows(params);
 #pragma unroll
-  for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kNumOutputSlabs) {
-    // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it.
-    if (is_storing_thread) ptx::tma_store_wait_read<0>();
+  for (int first_slab = 0; first_slab < Spec::kNumSlabs; first_slab += Spec::kSlabsOfPass) {
+    // Hazard: the store before (of this tile or of the last) still reads the buffer; its thread waits for it. Or: the tensor cores still
+    // read Q for another warp of the warpgroup.
+    if (!Spec::kHasOutputInQuery && is_storing_thread) ptx::tma_store_wait_read<0>();
     sync_consumer(consumer);
-    store_output_shared<Spec>(smem, output, inverse_sum, first_slab);
-    // Hazard: the copy engine reads before all 64 rows are written and visible to it.
+    // Of kRuntime no address of a store is held through the tile's loop, which has no register to spare.
+    const int thread = ptx::thread_index();
+    store_output_shared<Spec>(smem, output, inverse_sum, first_slab,
+                              kMask == MaskKind::kRuntime ? ptx::recompute(thread) : thread);
+    // Hazard: the copy engine, or another thread, reads before all 64 rows are written and visible to it.
     ptx::fence_proxy_async_shared();
     sync_consumer(consumer);
-    if (is_storing_thread) {
+    if (has_tail) {
+      if constexpr (kMask == MaskKind::kRuntime) store_tail_rows<Spec>(params, tile, first_row, smem, first_slab);
+    } else if (is_storing_thread) {
 #pragma unroll
-      for (int slab = 0; slab < Spec::kNumOutputSlabs; ++slab) {
-        ptx::tma_store_4d(&out_map, smem.slab(slab), (first_slab + slab) * 64,
-                          tile.m_block * Spec::kBlockM + consumer * 64, tile.head, tile.batch);
+      for (int slab = 0; slab < Spec::kSlabsOfPass; ++slab) {
+        ptx::tma_store_4d(&out_map, smem.slab(slab), (first_slab + slab) * 64, tile.map_row() + first_row, tile.head,
+                          is_ragged ? 0 : tile.batch);
       }
       ptx::tma_store_commit();
     }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params, const ptx::
     init_barriers(shared);
   }
   ptx::barrier_sync_block();
-  // The combining kernel may take its place in the queue; it waits for this grid's end.
+  // The combining kernel may be queued; it waits for this grid's end.
   if constexpr (Spec::kIsSplit) ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {

@@ -26,10 +26,10 @@ __device__ __forceinline__ void load_keys(typename Spec::KeyTile smem, const ptx
 }
 
 // The 64 rows of Q of one consumer warpgroup, and the tile they belong to. Rows past seq_q become zeros.
-template <typename Spec>
+template <typename Spec, MaskKind kMask>
 __device__ __forceinline__ void load_query(const SharedMemory<Spec>& shared, const ptx::TensorMap& map,
                                            const RingPosition<Spec::kNumQueryStages>& at, int consumer,
-                                           const Tile& tile) {
+                                           const Tile<kMask>& tile) {
   ptx::Mbarrier* full = shared.query_full(at.stage, consumer);
   ptx::mbarrier_wait(shared.query_empty(at.stage, consumer), at.parity ^ 1);
   publish_tile(shared.tile(at.stage, consumer), tile);
@@ -68,8 +68,8 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
   };
 
   for (int index = ptx::block_index(); index < num_tiles; query.advance()) {
-    const Tile tile = decode_tile<Spec, kMask>(params, m_blocks, section_heads, index);
-    const KeyRange range = key_range<Spec, kMask>(params, tile);
+    const Tile<kMask> tile = decode_tile<Spec, kMask>(params, m_blocks, section_heads, index);
+    const KeyRange range = tile.template key_blocks<Spec>(params);
     const int last_block = range.end - 1;
     const int kv_head = tile.head / heads_per_kv;
     const bool has_keys = !Spec::kIsSplit || range.begin < range.end;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Share
 #pragma unroll
   for (int consumer = 0; consumer < Spec::kNumConsumers; ++consumer) {
     ptx::mbarrier_wait(shared.query_empty(query.stage, consumer), query.parity ^ 1);
-    publish_tile(shared.tile(query.stage, consumer), Tile{-1, 0, 0, 0});
+    publish_tile(shared.tile(query.stage, consumer), Tile<kMask>{-1, 0, 0, 0});
     ptx::mbarrier_arrive(shared.query_full(query.stage, consumer));
   }
 }

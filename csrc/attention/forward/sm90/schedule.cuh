@@ -12,31 +12,42 @@ namespace flashmoe {
 namespace attention {
 namespace sm90 {
 
-// kBlockM rows of Q of one (batch, head), and which share of their keys; m_block < 0 ends the work.
+// Key blocks that some of the rows [first_row, end_row) see: the last row sees the last ones. Rows that see no key work on one block, all
+// of it masked: that gives the right result, and no tile needs a path of its own.
+template <typename Spec, MaskKind kMask>
+__device__ __forceinline__ KeyRange seen_blocks(const Sequence<kMask>& sequence, int first_row, int end_row) {
+  const int last_row = minimum(end_row, sequence.rows()) - 1;
+  const int begin = visible_keys<kMask>(sequence, first_row).begin / Spec::kBlockN;
+  const int end = ceil_div(visible_keys<kMask>(sequence, last_row).end, Spec::kBlockN);
+  return KeyRange{begin, maximum(begin + 1, end)};
+}
+
+// What the producer tells the consumers: kBlockM rows of Q of one (batch, head), and which share of their keys; m_block < 0 ends the work.
+// (Of MaskKind::kRuntime: varlen/schedule.cuh.)
+template <MaskKind kMask>
 struct Tile {
   int m_block;
   int head;
   int batch;
   int split;  // 0 to num_splits - 1
+
+  __device__ __forceinline__ Sequence<kMask> sequence(const ForwardParams& params) const { return {params, batch}; }
+  __device__ __forceinline__ int num_rows(const ForwardParams& params) const { return params.seq_q; }
+
+  // Key blocks of the work item, none for some where a tile has fewer blocks than splits. The tile's own blocks in equal
+  // shares, so that items of a tile cost the same.
+  template <typename Spec>
+  __device__ __forceinline__ KeyRange key_blocks(const ForwardParams& params) const {
+    const Sequence<kMask> sequence(params, batch);
+    const int last_row = minimum((m_block + 1) * Spec::kBlockM, sequence.rows()) - 1;
+    const int blocks = maximum(1, ceil_div(visible_keys<kMask>(sequence, last_row).end, Spec::kBlockN));
+    if constexpr (!Spec::kIsSplit) return KeyRange{0, blocks};
+    return KeyRange{blocks * split / params.num_splits, blocks * (split + 1) / params.num_splits};
+  }
+
+  // The sequence's first row in the tensor maps of q and out.
+  __device__ __forceinline__ int map_row() const { return 0; }
 };
-
-// Key blocks that some row before end_row sees: the last row sees the most. A tile that sees no key works on one block,
-// all of it masked: that gives the right result, and no tile needs a path of its own.
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ int key_blocks(const Sequence<kMask>& sequence, int end_row) {
-  const int last_row = minimum(end_row, sequence.rows()) - 1;
-  return maximum(1, ceil_div(visible_keys<kMask>(sequence, last_row).end, Spec::kBlockN));
-}
-
-// Key blocks of a work item, none for some where a tile has fewer blocks than splits. The tile's own blocks in equal
-// shares, so that items of a tile cost the same.
-template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ KeyRange key_range(const ForwardParams& params, const Tile& tile) {
-  const Sequence<kMask> sequence(params, tile.batch);
-  const int blocks = key_blocks<Spec, kMask>(sequence, (tile.m_block + 1) * Spec::kBlockM);
-  if constexpr (!Spec::kIsSplit) return KeyRange{0, blocks};
-  return KeyRange{blocks * tile.split / params.num_splits, blocks * (tile.split + 1) / params.num_splits};
-}
 
 // Work items of a tile. Where it is not 1, the schedule takes every share for a head of its own, with all row blocks.
 template <typename Spec>
@@ -61,7 +72,8 @@ __device__ __forceinline__ int heads_per_section(const ForwardParams& params) {
 
 // Tile `index` of the schedule; section_heads is what heads_per_section says.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_blocks, int section_heads, int index) {
+__device__ __forceinline__ Tile<kMask> decode_tile(const ForwardParams& params, int m_blocks, int section_heads,
+                                                   int index) {
   Section section{index, 0, 0};
   if constexpr (kMask == MaskKind::kCausal) {
     const int all_heads = params.heads_q * params.batch * items_per_tile<Spec>(params);
@@ -77,7 +89,7 @@ __device__ __forceinline__ Tile decode_tile(const ForwardParams& params, int m_b
     split = scheduled.head - head * params.num_splits;
   }
   const int batch = head / params.heads_q;
-  return Tile{scheduled.m_block, head - batch * params.heads_q, batch, split};
+  return {scheduled.m_block, head - batch * params.heads_q, batch, split};
 }
 
 }  // namespace sm90

@@ -12,7 +12,7 @@ namespace attention {
 namespace sm90 {
 
 // The two rows of a thread: the maximum of the unscaled scores that the exponentials refer to (equal in the quad) and
-// this thread's part of the sum of exponentials.
+// this thread's share of the sum of exponentials.
 struct RowState {
   float max[2];
   float sum[2];
@@ -26,6 +26,16 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kN / 2], const int (
   for (int i = 0; i < kN / 2; ++i) {
     const int column = 8 * (i / 4) + i % 2;
     if (column >= visible[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
+  }
+}
+
+// Scores of columns before hidden[r] become -inf; counted as mask_scores counts.
+template <int kN>
+__device__ __forceinline__ void mask_scores_before(float (&scores)[kN / 2], const int (&hidden)[2]) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    const int column = 8 * (i / 4) + i % 2;
+    if (column < hidden[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
   }
 }
 
@@ -93,6 +103,24 @@ __device__ __forceinline__ void finish_softmax(const RowState& rows, float (&inv
     const float sum = quad_sum(rows.sum[r]);
     inverse_sum[r] = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
     lse[r] = sum == 0.0f ? ptx::negative_infinity() : ptx::fma_rn(rows.max[r], scale_log2, ptx::lg2_approx(sum)) * kLn2;
+  }
+}
+
+// finish_softmax of rows to whose sums a term exp(sink) belongs; sink_log2[r] is the sink times log2(e), -inf for none.
+__device__ __forceinline__ void finish_softmax_with_sinks(const RowState& rows, float (&inverse_sum)[2],
+                                                          float (&lse)[2], float scale_log2,
+                                                          const float (&sink_log2)[2]) {
+  constexpr float kLn2 = 0.693147180559945309f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(rows.sum[r]);
+    const float max_log2 = sum == 0.0f ? ptx::negative_infinity() : rows.max[r] * scale_log2;
+    const float top = ptx::max_ftz(max_log2, sink_log2[r]);
+    const bool is_empty = top == ptx::negative_infinity();
+    const float weight = is_empty ? 0.0f : ptx::exp2_approx(max_log2 - top);
+    const float total = is_empty ? 0.0f : ptx::fma_rn(sum, weight, ptx::exp2_approx(sink_log2[r] - top));
+    inverse_sum[r] = is_empty ? 0.0f : weight * ptx::rcp_approx(total);
+    lse[r] = is_empty ? ptx::negative_infinity() : (top + ptx::lg2_approx(total)) * kLn2;
   }
 }
 

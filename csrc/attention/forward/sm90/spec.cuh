@@ -13,7 +13,7 @@ namespace sm90 {
 //   kNumStages         K tiles, and V tiles, in shared memory
 //   kNumQueryStages    Q tiles in shared memory; with 2 the next tile's Q is there before this tile ends
 //   kNumOutputSlabs    64-column slabs of the output tile in shared memory; a wider output goes out in several passes. 0: the
-//                      output takes the place of the tile's Q, and the next tile's Q has the other stage (varlen kernels)
+//                      output overwrites the tile's Q, and the next tile's Q has the other stage (varlen kernels)
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
 //   kTileBytes         what the producer tells the consumers of a tile
@@ -32,6 +32,7 @@ struct ForwardSpec {
   static constexpr int kNumOutputSlabs = kNumOutputSlabs_;
   static constexpr bool kIsSplit = kSplit_ != 0;
   static constexpr int kTileBytes = kTileBytes_;
+  static constexpr bool kHasScoreMod = false;  // ragged kernels may (varlen/spec.cuh)
 
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr int kNumThreads = kNumWarps * 32;
@@ -45,10 +46,10 @@ struct ForwardSpec {
   static_assert(kNumOutputSlabs == 0 || kNumSlabs % kNumOutputSlabs == 0, "the passes of the output are equal");
   static constexpr bool kHasOutputInQuery = !kIsSplit && kNumOutputSlabs == 0;
   static_assert(!kHasOutputInQuery || kNumQueryStages == 2,
-                "the next tile's Q is asked for while this one's place is taken");
+                "the next tile's Q is loaded while the output occupies this one's buffer");
   static constexpr int kSlabsOfPass = kHasOutputInQuery ? kNumSlabs : kNumOutputSlabs;
 
-  // Registers a thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
+  // Registers per thread, multiples of 8; 128 * (producer + consumers * consumer) <= 65536.
   static constexpr int kProducerRegisters = kNumConsumers >= 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kNumConsumers == 4 ? 112 : kNumConsumers == 3 ? 160 : 240;
 
@@ -79,7 +80,9 @@ struct SharedMemory {
   __device__ __forceinline__ typename Spec::QueryTile query(int stage, int consumer) const {
     return {base + Spec::kQueryOffset + (stage * Spec::kNumConsumers + consumer) * Spec::QueryTile::kBytes};
   }
-  __device__ __forceinline__ typename Spec::OutputTile output(int consumer) const {
+  // Where warpgroup `consumer` puts the output of the tile whose Q has query stage `stage`.
+  __device__ __forceinline__ typename Spec::OutputTile output(int stage, int consumer) const {
+    if constexpr (Spec::kHasOutputInQuery) return query(stage, consumer);
     return {base + Spec::kOutputOffset + consumer * Spec::kOutputBytes};
   }
   __device__ __forceinline__ typename Spec::KeyTile key(int stage) const {

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "attention/forward/sm90/forward.cuh"
-#include "attention/forward/sm90/varlen/consumer.cuh"
 #include "attention/forward/sm90/varlen/producer.cuh"
 #include "attention/forward/sm90/varlen/scheduler.cuh"
 #include "attention/forward/sm90/varlen/spec.cuh"
@@ -47,7 +46,7 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
     }
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    VarlenConsumer<Spec>(params, shared, warpgroup - 1).run(out_map);
+    Consumer<Spec, MaskKind::kRuntime>(params, shared, warpgroup - 1).run(out_map);
   }
 }
 

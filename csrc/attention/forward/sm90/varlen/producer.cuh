@@ -59,11 +59,11 @@ struct VarlenProducer {
   // Of a page that is not there the copy engine makes zeros: past the last key, and where the table has dropped what a window has left
   // behind. Scores there are masked, but P = 0 times NaN is NaN.
   struct Pages {
-    static constexpr int kPieces = Spec::kBlockN / 16;
-    static constexpr int kBoxes = kPieces % 4 == 0   ? 4
-                                  : kPieces % 3 == 0 ? 3
-                                  : kPieces % 5 == 0 ? 5
-                                                     : 7;  // that are asked for together
+    static constexpr int kSmallestBoxes = Spec::kBlockN / 16;
+    static constexpr int kBoxes = kSmallestBoxes % 4 == 0   ? 4
+                                  : kSmallestBoxes % 3 == 0 ? 3
+                                  : kSmallestBoxes % 5 == 0 ? 5
+                                                            : 7;  // that are asked for together
     static_assert(Spec::kBlockN % (16 * kBoxes) == 0, "blocks are 1, 2 or a multiple of kBoxes boxes");
     static constexpr int kNoPage = -1;
     const ForwardParams& params;
@@ -75,20 +75,20 @@ struct VarlenProducer {
     static __device__ __forceinline__ int rows_of_box(int both) { return both & -both; }
 
     // Where boxes of a block are: in page `index` of the sequence, from `row` on.
-    struct Place {
+    struct Boxes {
       int key;
       int index;
       int row;
       int pages[kBoxes];
     };
-    __device__ __forceinline__ void look_up(Place& place) const {
-      int index = place.index;
-      int row = place.row;
+    __device__ __forceinline__ void look_up(Boxes& boxes) const {
+      int index = boxes.index;
+      int row = boxes.row;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         const int in_block = box * box_rows;
-        const bool is_there = in_block < Spec::kBlockN && place.key + in_block < next.tile.keys;
-        place.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : kNoPage;
+        const bool is_there = in_block < Spec::kBlockN && boxes.key + in_block < next.tile.keys;
+        boxes.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : kNoPage;
         step(index, row);
       }
     }
@@ -99,37 +99,37 @@ struct VarlenProducer {
         ++index;
       }
     }
-    __device__ __forceinline__ Place find(int block) const {
-      Place place;
-      place.key = block * Spec::kBlockN;
-      place.index = place.key / params.sequences.page_size;
-      place.row = place.key - place.index * params.sequences.page_size;
-      look_up(place);
-      return place;
+    __device__ __forceinline__ Boxes find(int block) const {
+      Boxes boxes;
+      boxes.key = block * Spec::kBlockN;
+      boxes.index = boxes.key / params.sequences.page_size;
+      boxes.row = boxes.key - boxes.index * params.sequences.page_size;
+      look_up(boxes);
+      return boxes;
     }
 
     template <int kNumBoxes>
     __device__ __forceinline__ void load_boxes(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                               Place& place) const {
+                                               Boxes& boxes) const {
 #pragma unroll
       for (int box = 0; box < kNumBoxes; ++box) {
-        load_box(smem + box * box_rows * 128, map, full, place.row, next.kv_head, place.pages[box]);
-        step(place.index, place.row);
+        load_box(smem + box * box_rows * 128, map, full, boxes.row, next.kv_head, boxes.pages[box]);
+        step(boxes.index, boxes.row);
       }
     }
     __device__ __forceinline__ void load(unsigned char* smem, const ptx::TensorMap& map, ptx::Mbarrier* full,
-                                         Place place) const {
+                                         Boxes boxes) const {
       if (box_rows == Spec::kBlockN) {
-        load_boxes<1>(smem, map, full, place);
+        load_boxes<1>(smem, map, full, boxes);
       } else if (2 * box_rows == Spec::kBlockN) {
-        load_boxes<2>(smem, map, full, place);
+        load_boxes<2>(smem, map, full, boxes);
       } else {
         const int rows = kBoxes * box_rows;
-        load_boxes<kBoxes>(smem, map, full, place);
+        load_boxes<kBoxes>(smem, map, full, boxes);
         for (int row = rows; row < Spec::kBlockN; row += rows) {
-          place.key += rows;
-          look_up(place);
-          load_boxes<kBoxes>(smem + row * 128, map, full, place);
+          boxes.key += rows;
+          look_up(boxes);
+          load_boxes<kBoxes>(smem + row * 128, map, full, boxes);
         }
       }
     }
@@ -138,18 +138,18 @@ struct VarlenProducer {
   template <typename Source>
   __device__ __forceinline__ void load_key(const Source& source, int block) {
     ptx::Mbarrier* full = shared.key_full(key.stage);
-    const auto place = source.find(block);
+    const auto where = source.find(block);
     ptx::mbarrier_wait(shared.key_empty(key.stage), key.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
-    source.load(shared.key(key.stage).smem, k_map, full, place);
+    source.load(shared.key(key.stage).smem, k_map, full, where);
     key.advance();
   }
   template <typename Source>
   __device__ __forceinline__ void load_value(const Source& source, int block, ptx::Mbarrier* full) {
-    const auto place = source.find(block);
+    const auto where = source.find(block);
     ptx::mbarrier_wait(shared.value_empty(value.stage), value.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Spec::KeyTile::kBytes);
-    source.load(shared.value(value.stage).smem, v_map, full, place);
+    source.load(shared.value(value.stage).smem, v_map, full, where);
     value.advance();
   }
 

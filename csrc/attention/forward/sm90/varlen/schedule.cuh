@@ -1,12 +1,14 @@
 // Which tile of a ragged batch a block works on. Tiles are numbered sequence by sequence; how many a sequence has, the device alone knows.
 #pragma once
 
+#include "attention/forward/sm90/schedule.cuh"
 #include "attention/forward/sm90/spec.cuh"
 #include "attention/masks.cuh"
 #include "attention/params/forward.h"
 #include "attention/schedule.cuh"
 #include "attention/sequences.cuh"
 #include "device/math.cuh"
+#include "device/persistent.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
@@ -16,8 +18,9 @@ namespace sm90 {
 
 using VarlenSequence = Sequence<MaskKind::kRuntime>;
 
-// As Tile, and the lengths of its sequence, so that no consumer waits for them; m_block < 0 ends the work.
-struct VarlenTile {
+// Holds the lengths of its sequence, so that no consumer waits for them.
+template <>
+struct Tile<MaskKind::kRuntime> {
   int m_block;
   int head;
   int batch;
@@ -29,32 +32,38 @@ struct VarlenTile {
   __device__ __forceinline__ VarlenSequence sequence(const ForwardParams& params) const {
     return VarlenSequence(params, batch, Extent{first_row, rows}, Extent{0, keys});
   }
-};
+  __device__ __forceinline__ int num_rows(const ForwardParams&) const { return rows; }
 
-// Passes through shared memory in two 16-byte stores.
-__device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const VarlenTile& tile) {
+  template <typename Spec>
+  __device__ __forceinline__ KeyRange key_blocks(const ForwardParams&) const {
+    return blocks;
+  }
+
+  __device__ __forceinline__ int map_row() const { return first_row; }
+};
+using VarlenTile = Tile<MaskKind::kRuntime>;
+}  // namespace sm90
+}  // namespace attention
+
+// As for every tile, without a loop: the compiler keeps a tile in memory until loops are unrolled, and then orders its sums differently.
+__device__ __forceinline__ void publish_tile(unsigned char* slot_smem, const attention::sm90::VarlenTile& tile) {
   uint32_t words[2][4];
   memcpy(words, &tile, sizeof(tile));
   ptx::st_shared_128(slot_smem, words[0]);
   ptx::st_shared_128(slot_smem + 16, words[1]);
 }
-__device__ __forceinline__ VarlenTile read_varlen_tile(const unsigned char* slot_smem) {
+template <>
+__device__ __forceinline__ attention::sm90::VarlenTile read_tile(const unsigned char* slot_smem) {
   uint32_t words[2][4];
   ptx::ld_shared_128(words[0], slot_smem);
   ptx::ld_shared_128(words[1], slot_smem + 16);
-  VarlenTile tile;
+  attention::sm90::VarlenTile tile;
   memcpy(&tile, words, sizeof(tile));
   return tile;
 }
 
-// Key blocks that some of the rows [first_row, end_row) see, at least one: where no row sees a key, all of it is masked.
-template <typename Spec>
-__device__ __forceinline__ KeyRange seen_blocks(const VarlenSequence& sequence, int first_row, int end_row) {
-  const int last_row = minimum(end_row, sequence.rows()) - 1;
-  const int begin = visible_keys(sequence, first_row).begin / Spec::kBlockN;
-  const int end = ceil_div(visible_keys(sequence, last_row).end, Spec::kBlockN);
-  return KeyRange{begin, maximum(end, begin + 1)};
-}
+namespace attention {
+namespace sm90 {
 
 // Short sequences: where a head has rows for half of the warpgroups at most, a tile has several of the query heads that share a key head,
 // each in warpgroups of its own, so that keys are read once for them and one's products cover another's softmax. Not where that would leave
@@ -95,13 +104,13 @@ class SequenceWalk {
   }
 
   // Which sequence has tile `index`, where that lies, and the index of the tile among the sequence's. All lanes.
-  struct Place {
+  struct TileOfSequence {
     int batch;
     int index;
     Extent row;
     Extent key;
   };
-  __device__ __forceinline__ Place find(int index) {
+  __device__ __forceinline__ TileOfSequence find(int index) {
     while (index - before_ >= ptx::shuffle_index(end_, 31)) {
       before_ += ptx::shuffle_index(end_, 31);
       group_ += 32;
@@ -110,7 +119,8 @@ class SequenceWalk {
     const int in_group = index - before_;
     const int lane = ptx::population_count(ptx::vote_ballot(end_ <= in_group));  // ends do not decrease
     const int end_of_previous = ptx::shuffle_index(end_, maximum(0, lane - 1));
-    return Place{group_ + lane, in_group - (lane == 0 ? 0 : end_of_previous), of_lane(row_, lane), of_lane(key_, lane)};
+    return TileOfSequence{group_ + lane, in_group - (lane == 0 ? 0 : end_of_previous), of_lane(row_, lane),
+                          of_lane(key_, lane)};
   }
 
  private:
@@ -179,32 +189,32 @@ struct NextTile {
 // Tile `index` of the batch. Where keys end at the diagonal, a sequence's longest tiles come first.
 template <typename Spec>
 __device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, SequenceWalk<Spec>& walk, int index) {
-  const auto place = walk.find(index);
-  const VarlenSequence sequence(params, place.batch, place.row, place.key);
+  const auto found = walk.find(index);
+  const VarlenSequence sequence(params, found.batch, found.row, found.key);
   const int m_blocks = ceil_div(sequence.rows(), Spec::kBlockM);
   const int group = heads_per_key_head(params);
-  ScheduledTile scheduled{0, place.index};
+  ScheduledTile scheduled{0, found.index};
   int heads = 1;
   if (SharedTiles<Spec>::serve(params, sequence.rows())) {
     const SharedTiles<Spec> shared(group, sequence.rows());
-    const int kv_head = place.index / shared.count;
-    const int first = (place.index - kv_head * shared.count) * shared.heads;
+    const int kv_head = found.index / shared.count;
+    const int first = (found.index - kv_head * shared.count) * shared.heads;
     scheduled.head = kv_head * group + first;
     heads = minimum(shared.heads, group - first);
   } else if (m_blocks > 1) {
     if (params.score_options.right < kUnbounded) {
       const int section_heads = heads_per_section<Spec>(params, sequence);
-      const int first_head = place.index / (section_heads * m_blocks) * section_heads;
-      const Section section{place.index - first_head * m_blocks, first_head,
+      const int first_head = found.index / (section_heads * m_blocks) * section_heads;
+      const Section section{found.index - first_head * m_blocks, first_head,
                             minimum(section_heads, params.heads_q - first_head)};
       scheduled = schedule_tile<MaskKind::kCausal>(section, m_blocks);
     } else {
-      scheduled = schedule_tile<MaskKind::kFull>(Section{place.index, 0, 0}, m_blocks);
+      scheduled = schedule_tile<MaskKind::kFull>(Section{found.index, 0, 0}, m_blocks);
     }
   }
   const int first_row = scheduled.m_block * Spec::kBlockM;
-  const KeyRange blocks = seen_blocks<Spec>(sequence, first_row, first_row + Spec::kBlockM);
-  const VarlenTile tile{scheduled.m_block, scheduled.head,  place.batch, sequence.row.first,
+  const KeyRange blocks = seen_blocks<Spec, MaskKind::kRuntime>(sequence, first_row, first_row + Spec::kBlockM);
+  const VarlenTile tile{scheduled.m_block, scheduled.head,  found.batch, sequence.row.first,
                         sequence.rows(),   sequence.keys(), blocks};
   return NextTile{tile, sequence.key.first, scheduled.head / heads_per_key_head(params), heads, 0};
 }

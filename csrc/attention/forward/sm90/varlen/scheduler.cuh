@@ -37,7 +37,7 @@ struct TileScheduler {
   __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
       : params(params_), shared(shared_), lane(ptx::lane_index()), walk(params_) {}
 
-  // V of a tile's last block arrives at one of two barriers of its own, in turn. Rows past the keys may hold anything, NaN among it, and
+  // V of a tile's last block arrives at one of two barriers of its own, in turn. Rows past the keys are undefined, NaN among it, and
   // P = 0 times NaN is NaN: they become zeros before the consumers hear of it.
   struct Tail {
     int slot;

@@ -1,4 +1,4 @@
-// The compile-time values of a kernel for ragged, paged and banded attention: those of a dense one, with longer tile records and what
+// The compile-time values of a kernel for ragged and paged attention: those of a dense one, with longer tile records and what
 // the scheduling warp and the loading thread say to each other.
 #pragma once
 
@@ -14,11 +14,10 @@ template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNum
 struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumStages_, kNumWarps_, kNumQueryStages_,
                                 kNumOutputSlabs_, 0, 32, 2 * 48, 5> {
   // Scores pass through a softcap or a mask tensor; without, a kernel has neither the code nor the registers for them.
-  static constexpr bool kHasScoreFunctions = kScores_ != 0;
-  static_assert(!kHasScoreFunctions || !ptx::kIsEither<Element_>,
-                "a softcap depends on the type's range (softcap.cuh)");
+  static constexpr bool kHasScoreMod = kScores_ != 0;
+  static_assert(!kHasScoreMod || !ptx::kIsEither<Element_>, "a softcap depends on the type's range (softcap.cuh)");
   static constexpr int kNextTileBytes = 48;
-  // Registers a thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
+  // Registers per thread, as in ForwardSpec. Three warpgroups that compute, or two, leave the scheduling warp what it needs.
   static constexpr int kConsumers = kBlockM_ / 64;
   static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : 56;
   static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 152 : 224;

@@ -1,0 +1,128 @@
+// What ScoreOptions do to the scores of one key block before the softmax, in the accumulator layout of wgmma (softmax.cuh): a mask tensor, and
+// a softcap before one. (A softcap without a mask tensor is the softmax's: softcap.cuh.)
+#pragma once
+
+#include "attention/params/forward.h"
+#include "device/convert.cuh"
+#include "device/math.cuh"
+#include "device/reduce.cuh"
+#include "attention/forward/sm90/softmax.cuh"
+#include "attention/forward/sm90/varlen/schedule.cuh"
+#include "attention/forward/sm90/softcap.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
+
+namespace flashmoe {
+namespace attention {
+namespace sm90 {
+
+// scores become tanh(scores * factor), where a mask tensor follows: 1 - 2 / (e^2x + 1), right at both infinities.
+template <int kN>
+__device__ __forceinline__ void cap_scores(float (&scores)[kN / 2], float factor) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    const float inverse = ptx::rcp_approx(ptx::exp2_approx(scores[i] * (factor * kTwoLog2E)) + 1.0f);
+    scores[i] = ptx::fma_rn(-2.0f, inverse, 1.0f);
+  }
+}
+
+// Where a mask tensor has the scores of this thread: two rows, of keys two neighbours in every eight from first_key on. Row by row, so
+// that only one row's loads wait in registers.
+template <typename Element>
+struct MaskReader {
+  const ScoreOptions& options;
+  const VarlenTile& tile;
+  const int first_key;
+  const bool is_paired;  // two neighbours in one load
+
+  // end_key: of the block.
+  __device__ __forceinline__ MaskReader(const ScoreOptions& options_, const VarlenTile& tile_, int first_key_,
+                                        int end_key)
+      : options(options_),
+        tile(tile_),
+        first_key(first_key_),
+        is_paired(has_pairs(options_) && end_key <= tile_.keys) {}
+
+  // Of an additive mask.
+  static __device__ __forceinline__ bool has_pairs(const ScoreOptions& options) {
+    const auto strides =
+        static_cast<int>(options.mask_stride_batch | options.mask_stride_head | options.mask_stride_row);
+    const auto address = static_cast<int>(reinterpret_cast<uint64_t>(options.mask) >> 1);
+    return options.mask_stride_key == 1 && ((strides | address) & 1) == 0;
+  }
+
+  template <int kBytes>
+  __device__ __forceinline__ const unsigned char* row_of(int row) const {
+    const int64_t offset = tile.batch * options.mask_stride_batch + tile.head * options.mask_stride_head +
+                           row * options.mask_stride_row + first_key * options.mask_stride_key;
+    return static_cast<const unsigned char*>(options.mask) + ptx::recompute(offset) * kBytes;
+  }
+
+  // From a pair's first key to its second, and from there to the next pair's first.
+  template <int kBytes>
+  __device__ __forceinline__ const unsigned char* next_key(const unsigned char* gmem, int c) const {
+    return ptx::advance_pointer(gmem, (c == 0 ? 1 : 7) * options.mask_stride_key * kBytes);
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void hide(float (&scores)[kN / 2], int first_row) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first_row + 8 * r >= tile.rows) continue;
+      const unsigned char* gmem = row_of<1>(first_row + 8 * r);
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (first_key + 8 * j + c < tile.keys && ptx::ld_global_8(gmem) == 0) {
+            scores[4 * j + 2 * r + c] = ptx::negative_infinity();
+          }
+          gmem = next_key<1>(gmem, c);
+        }
+      }
+    }
+  }
+
+  // scores become score * factor + value * value_factor; the product is held to the range of float, unless the value is infinite.
+  template <int kN>
+  __device__ __forceinline__ void add(float (&scores)[kN / 2], int first_row, float factor, float value_factor) const {
+    constexpr float kLargest = 3.0e38f;
+    const auto sum = [&](float& score, float value) {
+      const float held = ptx::max_ftz(value * value_factor, -kLargest);
+      score = ptx::fma_rn(score, factor, value == ptx::negative_infinity() ? value : held);
+    };
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned char* gmem = row_of<2>(minimum(first_row + 8 * r, tile.rows - 1));
+      if (is_paired) {
+        uint32_t pairs[kN / 8];
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) pairs[j] = ptx::ld_global_32(gmem + 16 * j);
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) {
+          const float2 values = unpack<Element>(pairs[j]);
+          sum(scores[4 * j + 2 * r], values.x);
+          sum(scores[4 * j + 2 * r + 1], values.y);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float value = 0.0f;
+            if (first_key + 8 * j + c < tile.keys) {
+              value = unpack<Element>(ptx::ld_global_16(gmem)).x;
+            }
+            sum(scores[4 * j + 2 * r + c], value);
+            gmem = next_key<2>(gmem, c);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace sm90
+}  // namespace attention
+}  // namespace flashmoe

@@ -1,0 +1,149 @@
+"""Runs a mutant's kernels on the emulated machine until something fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from flashmoe.errors import BuildError
+from flashmoe_build.emulation.build import Options, kernel_library
+from flashmoe_build.emulation.cases import Case, Kernel, kernels, run_case, suite
+from flashmoe_build.emulation.mutation.planted import Mutant, overlay
+from flashmoe_build.emulation.runner import TensorMapError
+from flashmoe_tools.tables import load_tables
+
+CASE_SECONDS = 240  # a case that takes longer hangs; all of a survivor's may take much longer
+
+# Workers are forks of a server that has imported torch once.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["flashmoe_build.emulation.cases"])
+
+NOT_COMPILED = "does not compile"
+SAME_CODE = "same code"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What the suite made of a mutant.
+
+    ``by`` is the kind of failure, "wrong result", "crash" or "timeout"; "" when it survived; NOT_COMPILED; or SAME_CODE
+    when every kernel compiles to the code that it had without the bug, so that there was nothing to notice.
+    """
+
+    name: str
+    by: str
+    detail: str
+    case: str
+    runs: int
+    seconds: float
+
+    @property
+    def killed(self) -> bool:
+        return self.by not in ("", NOT_COMPILED, SAME_CODE)
+
+    @property
+    def survived(self) -> bool:
+        return self.by == ""
+
+
+@lru_cache(maxsize=512)
+def _kernels(name: str) -> tuple[Kernel, ...]:
+    """Those of that label, or of that unit's name."""
+    return tuple(kernel for kernel in kernels(load_tables()) if name in (kernel.label, kernel.unit.name))
+
+
+def _cases(kernel: Kernel) -> tuple[Case, ...]:
+    return tuple(case for case in suite(load_tables(), kernel.label, whole=True) if case.kernel.label == kernel.label)
+
+
+def changed_kernels(mutant: Mutant) -> Iterator[Kernel]:
+    """The mutant's kernels whose code is not what it is without the bug; compiles both."""
+    options = Options(overlay=overlay(mutant))
+    for name in mutant.kernels:
+        for kernel in _kernels(name):
+            if mutant.at is None or mutant.fast or _code(kernel_library(kernel.unit, options)) != _code(_plain(kernel)):
+                yield kernel
+
+
+def _plain(kernel: Kernel) -> Path:
+    return kernel_library(kernel.unit, Options())
+
+
+def _code(library: Path) -> bytes:
+    """The library without symbols and what names its sources."""
+    with tempfile.TemporaryDirectory(prefix="flashmoe-code-") as folder:
+        output = Path(folder) / "code"
+        command = ["strip", "--strip-all", "--remove-section=.note.gnu.build-id", "-o", str(output), str(library)]
+        subprocess.run(command, check=True, capture_output=True)
+        return output.read_bytes()
+
+
+def hunt(mutant: Mutant, tell: Callable[[int], None] = lambda runs: None) -> Kill:
+    """Runs cases until one fails, kernel after kernel, then all again with further seeds; ``tell`` hears of each that begins."""
+    begin = time.monotonic()
+    options = Options(overlay=overlay(mutant))
+    runs = 0
+
+    def result(by: str, detail: str = "", case: str = "") -> Kill:
+        return Kill(mutant.name, by, detail, case, runs, time.monotonic() - begin)
+
+    tried: list[Case] = []
+    try:
+        for case in _in_turn(mutant, tried):
+            runs += 1
+            tell(runs)
+            try:
+                outcome = run_case(case, options)
+            except TensorMapError as error:
+                return result("refused map", str(error), case.identity)
+            if not outcome.passed:
+                failure = outcome.report.failure
+                by = "wrong result" if failure is None else failure.kind
+                return result(by, outcome.explain()[:500], case.identity)
+    except BuildError as error:
+        return result(NOT_COMPILED, str(error)[:2000])
+    return result("" if tried else SAME_CODE)
+
+
+def _in_turn(mutant: Mutant, tried: list[Case]) -> Iterator[Case]:
+    for kernel in changed_kernels(mutant):
+        cases = _cases(kernel)
+        tried.extend(cases)
+        yield from cases
+    for extra in range(1, mutant.seeds + 1):
+        yield from (replace(case, seed=case.seed + 100 * extra) for case in tuple(tried))
+
+
+def _report(mutant: Mutant, channel: Connection) -> None:
+    channel.send(hunt(mutant, channel.send))
+
+
+def hunt_in_process(mutant: Mutant) -> Kill:
+    """``hunt`` in a process of its own: a mutant may crash it or never end."""
+    begin = time.monotonic()
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_report, args=(mutant, sender))
+    process.start()
+    sender.close()
+    runs = 0
+    try:
+        while receiver.poll(CASE_SECONDS):
+            heard: int | Kill = receiver.recv()
+            if isinstance(heard, Kill):
+                return heard
+            runs = heard
+        detail = f"no end of a case within {CASE_SECONDS} s"
+        return Kill(mutant.name, "timeout", detail, "", runs, time.monotonic() - begin)
+    except EOFError:
+        process.join()
+        return Kill(mutant.name, "crash", f"exit status {process.exitcode}", "", runs, time.monotonic() - begin)
+    finally:
+        process.kill()
+        process.join()

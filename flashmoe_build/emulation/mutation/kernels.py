@@ -1,0 +1,77 @@
+"""Which kernels have to notice a bug in a file: those that include it, the cheapest of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import PurePosixPath
+
+from flashmoe_build.compile.cache import include_closure
+from flashmoe_build.emulation.build import CSRC, Options, unit_text
+from flashmoe_build.emulation.cases import Kernel, kernels
+from flashmoe_tools.tables import load_tables
+
+MOST = 10  # kernels of a file: the first that fails ends the search, so only a survivor meets them all
+
+
+@lru_cache(maxsize=1)
+def _variants() -> tuple[tuple[Kernel, frozenset[str]], ...]:
+    """One kernel of each operation, family, set of options and masks, the smallest, with the files that it includes."""
+    headers: dict[str, frozenset[str]] = {}
+    found: dict[tuple[object, ...], tuple[Kernel, frozenset[str]]] = {}
+    for kernel in kernels(load_tables()):
+        row = kernel.unit.row
+        header = row.descriptor.header
+        if header not in headers:
+            closure = include_closure(unit_text(kernel.unit, Options()), (CSRC,))
+            headers[header] = frozenset(path.relative_to(CSRC).as_posix() for path in closure if CSRC in path.parents)
+        key = (row.operation, row.family, *_features(kernel), row.block_m)
+        found.setdefault(key, (kernel, headers[header]))
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=512)
+def noticing_kernels(file: str) -> tuple[str, ...]:
+    """Labels, in the order in which they are tried: each adds the most that those before it lack. Kernels whose own
+    header is nearest in the tree come first."""
+    candidates = [kernel for kernel, files in _variants() if file in files]
+    if not candidates:
+        return ()
+    nearest = max(_shared(file, kernel) for kernel in candidates)
+    order: list[str] = []
+    seen: set[tuple[str, object]] = set()
+    while candidates and len(order) < MOST:
+        best = max(
+            candidates,
+            key=lambda kernel: (
+                min(_shared(file, kernel), nearest),
+                len(set(_features(kernel)) - seen),
+                -_size(kernel),
+            ),
+        )
+        candidates.remove(best)
+        seen.update(_features(best))
+        order.append(best.label)
+    return tuple(order)
+
+
+def _shared(file: str, kernel: Kernel) -> int:
+    """Folders that the file and the kernel's header have in common."""
+    one, other = PurePosixPath(file).parent.parts, PurePosixPath(kernel.unit.row.descriptor.header).parent.parts
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _features(kernel: Kernel) -> Iterator[tuple[str, object]]:
+    row = kernel.unit.row
+    yield "operation", row.operation
+    yield "family", row.family
+    yield from row.axes.items()
+    yield from row.options.items()
+    for name, values in row.words.items():
+        yield from ((name, value) for value in values)
+
+
+def _size(kernel: Kernel) -> int:
+    row = kernel.unit.row
+    return int(row.axes.get("head_dim", 1)) * row.block_m

@@ -1,0 +1,98 @@
+"""A planted bug: a textual patch of a kernel source, written by hand (TOML) or made by a rule (generate.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmoe.errors import TableError
+from flashmoe_build.emulation.build import CACHE, CSRC, REPOSITORY
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BY_HAND = tuple(
+    sorted(
+        [
+            *(REPOSITORY / "tests" / "emulation").glob("mutants/*.toml"),
+            *(REPOSITORY / "flashmoe_tools" / "operations").glob("*/emulation/mutants/*.toml"),
+        ]
+    )
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug. ``anchor`` becomes ``replacement`` in ``file`` (relative to csrc).
+
+    By hand, the anchor stands exactly once in the file, white space aside; a generated one stands at the offset ``at``.
+    """
+
+    name: str
+    what: str
+    file: str
+    anchor: str
+    replacement: str
+    kernels: tuple[str, ...]  # names or labels of units: the suite of one of them must notice
+    fast: bool = False  # part of the test run, not only of the whole hunt
+    at: int | None = None
+    seeds: int = 4  # further ones for each case: a bug of timing may need more than the suite's own
+
+    @property
+    def digest(self) -> str:
+        """Of the patch: a result that was recorded for another one does not count."""
+        words = (self.file, " ".join(self.anchor.split()), self.replacement, *self.kernels)
+        return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+def load_mutants(paths: Sequence[Path] = BY_HAND) -> tuple[Mutant, ...]:
+    """The bugs written by hand: in each table, by source file; the file's kernels are those of every bug that names none."""
+    return tuple(mutant for path in paths for mutant in _load(path))
+
+
+def _load(path: Path) -> Iterator[Mutant]:
+    for file in tomllib.loads(path.read_text(encoding="utf-8"))["file"]:
+        for bug in file["bug"]:
+            yield Mutant(**{**bug, "file": file["path"], "kernels": tuple(bug.get("kernels", file["kernels"]))})
+
+
+def anchor_pattern(anchor: str) -> re.Pattern[str]:
+    """The anchor, whatever a formatter does to its white space."""
+    words = (re.escape(word).replace(r"\(", r"\(\s*") for word in anchor.split())
+    return re.compile(r"\s+".join(words))
+
+
+def patched(mutant: Mutant) -> str:
+    """The source with the bug in it; raises TableError when the anchor is not where it is said to be."""
+    text = (CSRC / mutant.file).read_text(encoding="utf-8")
+    if mutant.at is None:
+        spans = [match.span() for match in anchor_pattern(mutant.anchor).finditer(text)]
+    else:
+        end = mutant.at + len(mutant.anchor)
+        spans = [(mutant.at, end)] if text[mutant.at : end] == mutant.anchor else []
+    if len(spans) != 1:
+        msg = (
+            f"mutant {mutant.name}: its anchor stands {len(spans)} times in csrc/{mutant.file}; "
+            "bring the TOML row that plants it up to date"
+        )
+        raise TableError(msg)
+    start, end = spans[0]
+    lost = text.count("\n", start, end) - mutant.replacement.count("\n")  # call sites keep their lines
+    return text[:start] + mutant.replacement + "\n" * max(0, lost) + text[end:]
+
+
+def overlay(mutant: Mutant) -> Path:
+    """A folder that holds the patched file under its own name."""
+    folder = CACHE / "mutants" / mutant.name
+    target = folder / mutant.file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = patched(mutant)
+    if not target.is_file() or target.read_text(encoding="utf-8") != text:
+        target.write_text(text, encoding="utf-8")
+    return folder

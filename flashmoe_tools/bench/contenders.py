@@ -1,0 +1,145 @@
+"""What contenders are made of; those of an operation are listed in its room (flashmoe_tools/operations/NAME/contenders.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from flashmoe.errors import ArgumentError, FlashmoeError
+from flashmoe_tools import operations as rooms
+from flashmoe_tools.operations import DEFAULT_OPERATION
+
+Call = Callable[[], Any]  # a result as its problem's reference judges it
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+KERNEL_VARIABLE = "FLASHMOE_KERNEL"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours alone) attention's log-sum-exp, checked too.
+
+    ``own``: the inputs of the problem that a yardstick computes where that is not the case itself (a kernel without the window).
+    """
+
+    call: Call
+    lse: Call | None = None
+    own: Any = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``available`` gives "" or the reason why not; ``context`` forces the backend around a slot, off the clock."""
+
+    name: str
+    title: str
+    devices: tuple[str, ...]
+    available: Callable[[str], str]
+    prepare: Callable[[Any], Prepared]  # of the inputs of its operation's problems
+    context: Context = contextlib.nullcontext
+    ours: bool = False
+
+
+def always(_: str) -> str:
+    """The ``available`` of what torch brings along."""
+    return ""
+
+
+def forced(backend: str) -> Context:
+    """torch's own switch, by the backend's name; a backend that refuses raises instead of falling back."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        attention = import_module("torch.nn.attention")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one warning for each reason of a refusal; the error carries the outcome
+            with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+                yield
+
+    return context
+
+
+def flashmoe_available(_: str) -> str:
+    """The ``available`` of our own."""
+    try:
+        import_module("flashmoe._extension").load()
+    except (FlashmoeError, ImportError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def family(family: str) -> Context:
+    """Our kernels of one family alone."""
+    return setting(KERNEL_VARIABLE, family)
+
+
+def setting(name: str, value: str) -> Context:
+    """An environment variable that our library reads in each call."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+    return context
+
+
+def installed(module: str) -> Callable[[str], str]:
+    """The ``available`` of another library."""
+
+    def available(_: str) -> str:
+        try:
+            import_module(module)
+        except (ImportError, OSError) as error:
+            return f"{module} is not usable here: {error}"
+        return ""
+
+    return available
+
+
+def default_registry(operation: str = DEFAULT_OPERATION) -> dict[str, Contender]:
+    """Every contender of ``operation`` that is known, installed here or not, by name."""
+    known: tuple[Contender, ...] = import_module(f"{rooms.__name__}.{operation}.contenders").contenders()
+    return {contender.name: contender for contender in known}
+
+
+def choose(
+    registry: Mapping[str, Contender], names: Sequence[str], device: str, *, baseline_only: bool
+) -> list[Contender]:
+    """The named contenders that exist for ``device``. An unknown name is an ArgumentError."""
+    unknown = [name for name in names if name not in registry]
+    if unknown:
+        msg = f"no contender {unknown[0]!r}; known: {', '.join(sorted(registry))}"
+        raise ArgumentError(msg)
+    chosen = [registry[name] for name in dict.fromkeys(names) if device in registry[name].devices]
+    return [one for one in chosen if not (baseline_only and one.ours)]
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what takes part in a measurement, where installed."""
+    found = {}
+    for name in (
+        "torch",
+        "numpy",
+        "scipy",
+        "triton",
+        "flash-attn",
+        "flash-attn-3",
+        "nvidia-cudnn-cu12",
+        "nvidia-cudnn-cu13",
+    ):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,106 @@
+"""What a repository keeps of a benchmark: medians, intervals, ratios, verdicts, environment; no samples.
+
+A summary is a bench report whose cells hold only what cannot be computed from the rest. ``expand`` computes that, so
+that a summary is rendered, compared and held against marks like the report that it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flashmoe.errors import ReportError
+from flashmoe_tools.bench.record import DATA_SCHEMA
+from flashmoe_tools.bench.summary import CeilingRates, rates
+from flashmoe_tools.bench.verdict import ADVICE, Reason
+from flashmoe_tools.operations import problem_from_json
+from flashmoe_tools.report import Report, fold_checks, rounded
+
+SUMMARY_SCHEMA = "flashmoe.bench-summary/1"
+COMPARISON = ("ratio", "interval", "verdict", "reason")
+
+
+def summarise_bench(report: Report) -> Report:
+    """``report`` without samples, numbers to five significant digits."""
+    data = report.data
+    ceilings = data["ceilings"] and {key: value for key, value in data["ceilings"].items() if key != "samples"}
+    cells = [rounded(_kept(cell)) for cell in data["cells"]]
+    kept = {**data, "schema": SUMMARY_SCHEMA, "ceilings": rounded(ceilings), "cells": cells}
+    kept["aggregates"] = rounded(data["aggregates"])
+    return replace(fold_checks(report), data=kept)
+
+
+def _kept(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell as one row for each contender and one for each comparison."""
+    times, comparisons = cell["summaries"], cell["comparisons"]
+    row: dict[str, Any] = {"case": cell["case"], "timing": cell["timing"]}
+    for count in ("samples", "blocks"):  # of each contender; after an interruption of the one that has fewest
+        row[count] = min((one[count] for one in times.values()), default=0)
+    row["contenders"] = {
+        name: {key: times[name][key] for key in ("median_us", "interval_us") if name in times}
+        | {key: outcome[key] for key in ("max_error", "reason") if outcome[key]}
+        | ({"yardstick": cell["yardsticks"][name]["key"]} if name in cell.get("yardsticks", {}) else {})
+        for name, outcome in cell["verification"].items()
+    }
+    row["comparisons"] = {
+        f"{one['subject']} / {one['baseline']}": {key: one[key] for key in COMPARISON} for one in comparisons
+    }
+    return row | {key: cell[key] for key in ("unsupported", "skipped") if cell[key]}
+
+
+def expand(report: Report) -> Report:
+    """A summary as a bench report whose cells have no samples. Raises ReportError with the field that is missing."""
+    data = report.data
+    try:
+        table = data["ceilings"]
+        ceilings = CeilingRates(table["matmul_tflops"], table["copy_gbps"]) if table else None
+        cells = [_expanded(cell, ceilings) for cell in data["cells"]]
+    except (KeyError, TypeError, ValueError) as error:
+        msg = f"the summary lacks or misstates a field of {SUMMARY_SCHEMA}: {error!r}"
+        raise ReportError(msg) from error
+    return replace(report, data={**data, "schema": DATA_SCHEMA, "cells": cells})
+
+
+def _expanded(row: Mapping[str, Any], ceilings: CeilingRates | None) -> dict[str, Any]:
+    case, contenders = problem_from_json(row["case"]), row["contenders"]
+    counts = {key: row[key] for key in ("samples", "blocks")}
+    summaries, yardsticks = {}, {}
+    for name, found in contenders.items():
+        if "median_us" in found:
+            low, high = found["interval_us"]
+            interval = (1e3 * low, 1e3 * high) if low and high else None
+            times = {"median_us": found["median_us"], "interval_us": [low, high], "p95_us": None, "p99_us": None}
+            own = case
+            if "yardstick" in found:
+                own = case.from_key(found["yardstick"])
+                yardsticks[name] = own.to_json()
+            summaries[name] = times | counts | rates(own, 1e3 * found["median_us"], interval, ceilings)
+    return {
+        "case": row["case"],
+        "flops": case.flops,
+        "bytes": case.bytes_moved,
+        "timing": row["timing"],
+        "skipped": row.get("skipped", ""),
+        "unsupported": row.get("unsupported", {}),
+        "verification": {
+            name: {
+                "passed": "reason" not in found,
+                "max_error": found.get("max_error"),
+                "reason": found.get("reason", ""),
+            }
+            for name, found in contenders.items()
+        },
+        "samples_ns": {},
+        "call_cpu_ns": {},
+        "peak_bytes": {},
+        "summaries": summaries,
+        "comparisons": [_comparison(pair, one, row["blocks"]) for pair, one in row["comparisons"].items()],
+        **({"yardsticks": yardsticks} if yardsticks else {}),
+    }
+
+
+def _comparison(pair: str, row: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+    subject, baseline = pair.split(" / ")
+    advice = ADVICE.get(Reason(row["reason"]), "")
+    return {"subject": subject, "baseline": baseline, **row, "blocks": blocks, "advice": advice}

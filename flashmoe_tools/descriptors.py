@@ -1,0 +1,283 @@
+"""Operations as data: one descriptor per (operation, family), and the rows that state its kernels' tiles.
+
+Source: ``operations.toml`` and ``kernels.toml`` in the folder of each operation; the comments there explain every key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from flashmoe.errors import TableError
+from flashmoe_tools.fields import Fields
+from flashmoe_tools.smem.formulas import FormulaError, itemise
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
+HALF_DTYPES = ("f16", "bf16")  # of a row that states none
+SCHEDULES = ("grid", "persistent")
+TILE = ("block_m", "block_n", "stages")
+MAX_AXES = 4  # of csrc/host/kernel_table.h
+MAX_COSTS = 4  # likewise
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What names a kernel beside its dtype: a number of its row (``prefix``), or words with one entry point each."""
+
+    name: str
+    prefix: str  # of a number in names: d64
+    argument: str  # of words: the entry function's template parameter
+    words: Mapping[str, str]  # and what each gives for it; empty for a number
+    allowed: tuple[int, ...] = ()  # numbers that the kernels can be compiled for; empty: any
+    why: str = ""  # no others
+
+    @property
+    def is_number(self) -> bool:
+        return not self.words
+
+
+@dataclass(frozen=True)
+class TensorMaps:
+    """TMA descriptors that a kernel takes after its parameters, and the host function that describes them."""
+
+    names: tuple[str, ...]
+    header: str
+    describe: str
+    tile: str  # the tile value that `describe` takes after the params
+
+
+@dataclass(frozen=True)
+class Header:
+    """A C++ name (a struct, or the namespace of enumerations) and the header that declares it."""
+
+    name: str
+    header: str
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """How the kernels of one family of an operation are written."""
+
+    operation: str
+    family: str
+    params: Header
+    enums: Header | None
+    axes: tuple[Axis, ...]
+    tile: tuple[str, ...]
+    cost: tuple[str, ...]
+    header: str
+    spec: str
+    entry: str
+    schedule: str  # "grid": one block per tile; "persistent": at most one block per multiprocessor
+    options: Mapping[str, int]  # with their defaults, in the order of the spec's template
+    tensor_maps: TensorMaps | None
+    needs_cost: bool
+    shared_memory: Mapping[str, str]
+
+    @property
+    def numbers(self) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self.axes if axis.is_number)
+
+    @property
+    def word_axes(self) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self.axes if not axis.is_number)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One row of a kernels.toml, ``[[OPERATION.FAMILY]]``: a tile, its dtypes and its targets."""
+
+    descriptor: Descriptor
+    source: str  # where it stands: "attention/kernels.toml, row 3 (attention_forward sm80 d64)"
+    variant: str
+    dtypes: tuple[str, ...]
+    targets: tuple[str, ...]
+    axes: Mapping[str, int]  # those that are numbers
+    words: Mapping[str, tuple[str, ...]]  # by axis, the words that it has an entry point for
+    block_m: int  # tile values that the descriptor does not name are 1
+    block_n: int
+    stages: int
+    warps: int
+    min_blocks: int
+    options: Mapping[str, int]
+    cost: Mapping[str, float]  # empty: not chosen by cost
+    why: str
+    allow: Mapping[str, str]
+    virtual: Mapping[str, str]  # by target, where the family's virtual architecture would lack an instruction
+    by_dtype: str  # why the code depends on which 16-bit type it computes with; empty: it does not
+
+    @property
+    def operation(self) -> str:
+        return self.descriptor.operation
+
+    @property
+    def family(self) -> str:
+        return self.descriptor.family
+
+    @property
+    def schedule(self) -> str:
+        return self.descriptor.schedule
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The values that the descriptor's tile names."""
+        return tuple(int(getattr(self, name)) for name in self.descriptor.tile)
+
+    def smem_items(self, dtype: str) -> tuple[tuple[str, int], ...]:
+        """What the block keeps in dynamic shared memory: (name, bytes)."""
+        values = {**self.axes, **{name: int(getattr(self, name)) for name in TILE}, "warps": self.warps, **self.options}
+        try:
+            return itemise(self.descriptor.shared_memory, {**values, "element": ELEMENT_BYTES[dtype]})
+        except FormulaError as error:
+            msg = f"operations.toml: shared memory of {self.operation} {self.family}: {error}"
+            raise TableError(msg) from error
+
+    def smem_bytes(self, dtype: str) -> int:
+        return sum(size for _, size in self.smem_items(dtype))
+
+
+def read_operations(table: Mapping[str, Any], file: str) -> Iterator[Descriptor]:
+    """The descriptors of an operations.toml. Raises TableError with the file, operation and key that is wrong."""
+    top = Fields(table, file)
+    top.take("schema", int)
+    for operation in top:
+        if operation == "schema":
+            continue
+        common = top.table(operation)
+        families = common.table("family")
+        shared = _common(common)
+        common.done()
+        for family in families:
+            yield _descriptor(operation, family, families.table(family), shared)
+
+
+def _common(fields: Fields) -> dict[str, Any]:
+    axes = fields.table("axes")
+    shared: dict[str, Any] = {
+        "params": _header(fields.table("params"), "type"),
+        "enums": _header(fields.table("enums"), "namespace") if "enums" in fields else None,
+        "axes": tuple(_axis(name, axes.table(name)) for name in axes),
+        "tile": fields.words("tile", TILE),
+        "cost": fields.words("cost", default=()),
+    }
+    for key, most in (("axes", MAX_AXES), ("cost", MAX_COSTS)):
+        if len(shared[key]) > most:
+            fields.fail(key, len(shared[key]), f"csrc/host/kernel_table.h has room for {most}")
+    return shared
+
+
+def _descriptor(operation: str, family: str, fields: Fields, shared: Mapping[str, Any]) -> Descriptor:
+    maps = fields.table("tensor_maps") if "tensor_maps" in fields else None
+    found = Descriptor(
+        operation=operation,
+        family=family,
+        header=fields.take("header", str),
+        spec=fields.take("spec", str),
+        entry=fields.take("entry", str),
+        schedule=fields.word("schedule", SCHEDULES),
+        options=fields.table("options").every(int),
+        tensor_maps=_tensor_maps(maps) if maps is not None else None,
+        needs_cost=fields.take("needs_cost", bool, default=False),
+        shared_memory=fields.table("shared_memory").every(str),
+        **shared,
+    )
+    fields.done()
+    return found
+
+
+def _header(fields: Fields, name: str) -> Header:
+    found = Header(fields.take(name, str), fields.take("header", str))
+    fields.done()
+    return found
+
+
+def _axis(name: str, fields: Fields) -> Axis:
+    if "words" in fields:
+        axis = Axis(name, "", fields.take("argument", str), fields.table("words").every(str))
+    else:
+        allowed = tuple(fields.take("allowed", list, []))
+        for value in allowed:
+            if type(value) is not int:
+                fields.fail("allowed", value, "int is needed")
+        axis = Axis(name, fields.take("prefix", str), "", MappingProxyType({}), allowed, fields.take("why", str, ""))
+    fields.done()
+    return axis
+
+
+def _tensor_maps(fields: Fields) -> TensorMaps:
+    found = TensorMaps(
+        fields.words("names"),
+        fields.take("header", str),
+        fields.take("describe", str),
+        fields.word("tile", ("block_m", "block_n"), default="block_n"),
+    )
+    fields.done()
+    return found
+
+
+def read_rows(
+    table: Mapping[str, Any], file: str, descriptors: Mapping[tuple[str, str], Descriptor]
+) -> Iterator[KernelRow]:
+    """The rows of a kernels.toml. Raises TableError with the file, row and key that is wrong."""
+    top = Fields(table, file)
+    top.take("schema", int)
+    found = 0
+    for operation in [name for name in table if name != "schema"]:
+        families = top.table(operation)
+        if operation not in (known := dict.fromkeys(name for name, _ in descriptors)):
+            top.fail("operation", operation, f"known: {', '.join(known)}")
+        for family in families:
+            kinds = [name for of, name in descriptors if of == operation]
+            if family not in kinds:
+                families.fail("family", family, f"known: {', '.join(kinds)}")
+            for row in families.take(family, list):
+                found += 1
+                yield _row(Fields(row, f"{file}, row {found}"), descriptors[operation, family])
+    if not found:
+        msg = f"{file} holds no [[OPERATION.FAMILY]] row; nothing could be built"
+        raise TableError(msg)
+
+
+def _row(fields: Fields, kind: Descriptor) -> KernelRow:
+    variant = fields.take("variant", str, default="")
+    axes = {axis.name: fields.take(axis.name, int) for axis in kind.numbers}
+    names = [kind.operation, kind.family, *(f"{axis.prefix}{axes[axis.name]}" for axis in kind.numbers), variant]
+    fields.where += f" ({' '.join(filter(None, names))})"
+    for axis in kind.numbers:
+        if axis.allowed and axes[axis.name] not in axis.allowed:
+            fields.fail(axis.name, axes[axis.name], f"known: {', '.join(map(str, axis.allowed))}; {axis.why}")
+    options, cost = fields.table("options", optional=True), fields.table("cost", optional=True)
+    size = fields.table("tile")
+    tile = {name: size.take(name, int) if name in kind.tile else 1 for name in TILE}
+    row = KernelRow(
+        descriptor=kind,
+        source=fields.where,
+        variant=variant,
+        dtypes=fields.words("dtypes", ELEMENT_BYTES, HALF_DTYPES),
+        targets=fields.words("targets"),
+        axes=MappingProxyType(axes),
+        words=MappingProxyType(
+            {axis.name: fields.words(axis.name, axis.words, tuple(axis.words)) for axis in kind.word_axes}
+        ),
+        **tile,
+        warps=size.take("warps", int),
+        min_blocks=size.take("min_blocks", int, default=1),
+        options=MappingProxyType({name: options.take(name, int, default) for name, default in kind.options.items()}),
+        cost=MappingProxyType({name: cost.take(name, float) for name in kind.cost} if "cost" in fields else {}),
+        why=fields.take("why", str),
+        allow=fields.table("allow", optional=True).every(str),
+        virtual=fields.table("virtual", optional=True).every(str),
+        by_dtype=fields.take("by_dtype", str, default=""),
+    )
+    for part in (size, options, cost, fields):
+        part.done()
+    if kind.needs_cost and not row.cost:
+        msg = f"{fields.where}: cost is missing: tiles of {kind.family} are chosen by it, and this one never would be"
+        raise TableError(msg)
+    return row

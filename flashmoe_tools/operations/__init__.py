@@ -1,0 +1,137 @@
+"""The rooms of the operations: a package here is an operation, and holds everything that proves and times it.
+
+problem.py       PROBLEM, its type of problem; needs no torch to name one and to count its FLOPs and bytes
+reference.py     inputs, the result computed independently of our code in higher precision, and the tolerance
+contenders.py    contenders(): ours, and what it is compared with
+suites/*.toml    what the benchmark times
+emulation/       how its kernels run on the emulated GPU, and the planted bugs; in a checkout alone
+
+A room is found by being there; no other file lists operations.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+
+from flashmoe.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_OPERATION = "attention"
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"f16": 2, "bf16": 2, "f32": 4})
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How a result compares with the reference; ``passed`` only when every checked value was finite and close enough."""
+
+    passed: bool
+    max_error: float
+    tolerance: float
+    lse_error: float | None
+    coverage: float  # checked share of the result
+    reason: str = ""
+
+
+class Inputs(Protocol):
+    """The tensors of one problem on one device."""
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that the next result will get: an unwritten part of it then shows."""
+
+
+class Reference(Protocol):
+    """The expected result and the error allowed."""
+
+    tolerance: float
+    coverage: float
+
+    def judge(self, result: Any, lse: torch.Tensor | None = None) -> Verification: ...
+
+
+class Problem(Protocol):
+    """A frozen dataclass that says everything about a problem but the values of its inputs.
+
+    ``heaviest_kernel``, which it may have: the kernel operation that takes most of its time, for profiles.
+    """
+
+    operation: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """A name that is the same in every run, so that two reports can be compared."""
+
+    @property
+    def title(self) -> str:
+        """The problem in words."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def bytes_moved(self) -> int: ...
+    def to_json(self) -> dict[str, Any]: ...
+    def make_inputs(self, device: str, seed: int) -> Any: ...
+    def make_reference(self, inputs: Any) -> Reference: ...
+    def fit(self, dtypes: Collection[str], max_tokens: int) -> Problem:
+        """The nearest problem of one of these dtypes with no more tokens, for a GPU that holds no more."""
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Problem: ...
+    @classmethod
+    def from_key(cls, key: str) -> Problem: ...
+    @classmethod
+    def smallest(cls) -> Problem:
+        """Checked before anything is timed: if this is wrong or hangs, nothing larger is worth the time."""
+
+    @classmethod
+    def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[Problem]:
+        """The problems of one table of a suite's ``cases``; ``where`` names it in errors (fields.SuiteError)."""
+
+
+def rooms() -> Mapping[str, Path]:
+    """The folder of every operation, by its name."""
+    found = (Path(path) / module.name for path in __path__ for module in pkgutil.iter_modules([path]) if module.ispkg)
+    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
+
+
+def operations() -> tuple[str, ...]:
+    """The operations that have a type of problem."""
+    return tuple(name for name, folder in rooms().items() if (folder / "problem.py").is_file())
+
+
+def problem_type(operation: str) -> type[Problem]:
+    """The type of problem of ``operation``; an unknown one is an ArgumentError."""
+    if operation not in operations():
+        msg = f"no operation {operation!r}; known: {', '.join(operations())}"
+        raise ArgumentError(msg)
+    return cast("type[Problem]", import_module(f"{__name__}.{operation}.problem").PROBLEM)
+
+
+def problem_from_key(key: str) -> Problem:
+    """The problem of any operation that reports call ``key``; an ArgumentError with a key of each when there is none."""
+    kinds = [problem_type(operation) for operation in operations()]
+    for kind in kinds:
+        try:
+            problem = kind.from_key(key)
+        except ArgumentError:
+            continue
+        if problem.key == key:
+            return problem
+    msg = (
+        f"{key!r} names no case; of each operation one is written as {', '.join(kind.smallest().key for kind in kinds)}"
+    )
+    raise ArgumentError(msg)
+
+
+def problem_from_json(row: Mapping[str, Any]) -> Problem:
+    """The problem of a report's ``case``; reports before there were several operations name none."""
+    return problem_type(row.get("operation", DEFAULT_OPERATION)).from_json(row)

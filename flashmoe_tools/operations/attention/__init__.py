@@ -1,0 +1,1 @@
+"""Attention over dense tensors, the forward pass."""

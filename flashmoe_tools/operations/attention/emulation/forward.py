@@ -1,0 +1,168 @@
+"""The dense forward kernels on the emulated machine, whole and split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashmoe_build.emulation.compare import DTYPES
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
+from flashmoe_tools.operations.attention.emulation.problem import (
+    Inputs,
+    Layout,
+    Problem,
+    Shape,
+    Values,
+    custom,
+    make_inputs,
+    reference,
+)
+from flashmoe_tools.tables import Unit
+
+NAN = float("nan")
+
+
+def problems(unit: Unit) -> Iterator[Problem]:
+    """The edges of the kernel's own tile, both masks, grouped heads, narrow head dims, every layout."""
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
+    narrow = dim // 2 + 8  # a multiple of 8 inside a 64-column segment; of 256 columns the last segment is all outside
+    splits = (3, 2) if unit.row.options.get("split") else (1,)
+    sizes: tuple[tuple[int, int, int, int, int, int, Layout, Values], ...] = (
+        # seq_q, seq_k, head dim, heads, key heads, batch, layout, values
+        # One past a tile, both ways: an index inside the tile where the one of the problem is meant.
+        (m + 1, 2 * n + 1, dim, 2, 1, 1, Layout.BSHD, Values.SHIFTED),
+        # Whole tiles, two batches; the log-sum-exp is not wanted.
+        (m, n, dim, 1, 1, 2, Layout.BHSD, Values.NORMAL),
+        # A maximum that moves from tile to tile.
+        (65, 3 * n + 7, dim, 1, 1, 1, Layout.ROWS, Values.RISING),
+        # Fewer columns than the kernel has.
+        (3, n + 3, narrow, 2, 2, 1, Layout.ROWS, Values.LARGE),
+        # Fewer keys than rows: causal rows without a key.
+        (m + 7, 5, dim, 1, 1, 1, Layout.BHSD, Values.NORMAL),
+        # Decode, grouped heads; without a tile counter.
+        (1, 2 * n - 1, dim, 4, 2, 2, Layout.BSHD, Values.OUTLIER),
+        # Row and head offsets past 2^31 elements.
+        (36, 40, dim, 2, 1, 1, Layout.FAR, Values.NORMAL),
+        # Equal scores, far from 0: a maximum that stays must leave the old sums as they are.
+        (20, 3 * n + 7, dim, 1, 1, 1, Layout.BHSD, Values.LEVEL),
+        # NaN in the inputs, in a last key that most causal rows do not see among them.
+        (20, n + 9, dim, 2, 2, 1, Layout.BHSD, Values.NAN),
+    )
+    if unit.row.schedule == "persistent":
+        sizes += (
+            # Eight tiles for three blocks: every buffer comes round again.
+            (m * 3 + 70, n + 30, dim, 2, 1, 1, Layout.BHSD, Values.SHIFTED),
+            # Causal: the first 64 rows of a tile see one key block, the others two; of two shares they see none of one.
+            (m, m + n - 64, dim, 6, 2, 1, Layout.BHSD, Values.SHIFTED),
+        )
+    for causal in (mask == "causal" for mask in unit.row.words["mask"]):
+        for index, (seq_q, seq_k, columns, heads, key_heads, batch, layout, values) in enumerate(sizes):
+            problem = Problem(
+                Shape(batch, heads, key_heads, seq_q, seq_k, columns),
+                unit.dtype,
+                causal,
+                layout,
+                values,
+                index,
+                splits[index % len(splits)],
+            )
+            yield replace(problem, wants_lse=index != 1, has_counter=index != 5)
+        yield huge_problem(unit, causal=causal)
+
+
+def huge_problem(unit: Unit, *, causal: bool) -> Problem:
+    """2^26 heads of 40 rows: 2.7e9 rows of queries, more than an int32 counts. One tile a head; with splits, the second
+    of two has the keys from block_n on."""
+    keys = unit.row.block_n + 40
+    shape = Shape(2**13, 2**13, 2**12, 40, keys, unit.row.axes["head_dim"])
+    is_split = bool(unit.row.options.get("split")) or unit.row.operation == "attention_combine"
+    return Problem(shape, unit.dtype, causal, values=Values.NORMAL, data_seed=9, splits=2 if is_split else 1, huge=True)
+
+
+def trial(unit: Unit, problem: Problem) -> Trial:
+    """Of a split kernel, the partial results are merged in fp64."""
+    if problem.huge:
+        return _huge_trial(unit, problem)
+    shape, splits = problem.shape, problem.splits
+    inputs = make_inputs(problem)
+    tensors = {name: problem.laid_out(getattr(inputs, name)) for name in "qkv"}
+    results = {"out": torch.full_like(tensors["q"], NAN), "lse": torch.full(problem.rows, NAN)}
+    partial = {
+        "out_partial": torch.full((splits, *problem.rows, shape.head_dim), NAN),
+        "lse_partial": torch.full((splits, *problem.rows), NAN),
+    }
+    values = {
+        **problem.sizes(),
+        **{name: problem.placed(tensor) for name, tensor in tensors.items()},
+        "out": problem.placed(results["out"], is_output=True),
+        "lse": output(results["lse"]) if problem.wants_lse else None,
+        **({name: output(tensor) for name, tensor in partial.items()} if splits > 1 else {}),
+        "tile_counter": counter() if problem.has_counter else None,
+        "num_splits": splits,
+    }
+
+    def check() -> list[str]:
+        if splits > 1:
+            for name, merged in merge(**partial).items():
+                results[name] = merged
+        return reference(problem, inputs).disagreements(problem, results["out"], results["lse"])
+
+    tiles = math.ceil(shape.seq_q / unit.row.block_m) * shape.heads_q * shape.batch * splits
+    return Trial([Launch(values, tiles, (problem.mask,))], check, partial if splits > 1 else results)
+
+
+def merge(out_partial: torch.Tensor, lse_partial: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The whole output and log-sum-exp out of those of the splits, in fp64. A split without keys (-inf) counts for nothing."""
+    lse = torch.logsumexp(lse_partial.double(), dim=0)
+    weights = torch.exp(lse_partial.double() - lse.masked_fill(torch.isinf(lse), 0.0))[..., None]
+    return {"out": (weights * out_partial.double()).sum(dim=0), "lse": lse}
+
+
+def huge_sizes(problem: Problem) -> Mapping[str, Any]:
+    """Sizes, and strides of contiguous tensors that are address space for the most part."""
+    s = problem.shape
+
+    def strides(heads: int, rows: int) -> dict[str, int]:
+        return {"batch": heads * rows * s.head_dim, "head": rows * s.head_dim, "row": s.head_dim}
+
+    query, key = strides(s.heads_q, s.seq_q), strides(s.heads_kv, s.seq_k)
+    named = {f"{name}_stride": query if name in ("q", "out") else key for name in ("q", "k", "v", "out")}
+    return {**problem.sizes(), **named, "num_splits": problem.splits}
+
+
+def _huge_trial(unit: Unit, problem: Problem) -> Trial:
+    """The last head of the last batch, and of its splits the last. An offset that was cut to 32 bits leads out of bounds."""
+    s, is_split = problem.shape, problem.splits > 1
+    whole = replace(problem, shape=replace(s, batch=1, heads_q=1, heads_kv=1), splits=1)
+    inputs = make_inputs(whole)
+    first_key = unit.row.block_n if is_split else 0
+    own = replace(whole, shape=replace(whole.shape, seq_k=s.seq_k - first_key))
+    rows, keys = s.batch * s.heads_q * s.seq_q, s.batch * s.heads_kv * s.seq_k
+    out = torch.full(inputs.q.shape, NAN, dtype=torch.float32 if is_split else DTYPES[problem.dtype])
+    lse = torch.full(inputs.q.shape[:3], NAN)
+    copies = rows * (problem.splits if is_split else 1)
+    results = {"out": output(out, end=copies * s.head_dim), "lse": output(lse, end=copies)}
+    if is_split:  # which writes partial results alone; TMA wants an address for the output all the same
+        results = {f"{name}_partial": buffer for name, buffer in results.items()}
+        results["out"] = output(torch.empty(0, 1, dtype=DTYPES[problem.dtype]), row_stride=rows * s.head_dim)
+    values = {
+        **huge_sizes(problem),
+        "q": Buffer(inputs.q, end=rows * s.head_dim),
+        "k": Buffer(inputs.k, end=keys * s.head_dim),
+        "v": Buffer(inputs.v, end=keys * s.head_dim),
+        **results,
+    }
+    given = Inputs(inputs.q, inputs.k[:, :, first_key:], inputs.v[:, :, first_key:])
+    blocks = s.batch * s.heads_q * problem.splits
+    return Trial(
+        [Launch(values, blocks, (problem.mask,), only_block=blocks - 1)],
+        lambda: reference(own, given).disagreements(own, out, lse),
+        {"out": out, "lse": lse},
+    )
+
+
+RUNNER = Runner(problems, trial, custom)

@@ -1,0 +1,142 @@
+"""Forward attention as a problem: its name, what it costs at least, its inputs and its reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flashmoe.errors import ArgumentError
+from flashmoe_tools.operations import DTYPE_BYTES
+from flashmoe_tools.operations.attention.grid import expand_row
+
+if TYPE_CHECKING:  # torch: reading and comparing reports needs none
+    from flashmoe_tools.operations.attention.reference import Inputs, Reference
+
+LSE_TOLERANCE = 2e-4
+_KEY = re.compile(
+    r"(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)(kv(?P<kv>\d+))?-"
+    r"(s(?P<s>\d+)|q(?P<q>\d+)k(?P<k>\d+))(?P<layout>-bshd)?"
+)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """q [batch, heads_q, seq_q, head_dim], k and v [batch, heads_kv, seq_k, head_dim]; a causal mask is bottom-right.
+
+    ``layout`` is the order in memory; ``bshd`` reaches the operator as a transposed view, without a copy.
+    """
+
+    operation: ClassVar[str] = "attention"
+    heaviest_kernel: ClassVar[str] = "attention_forward"
+
+    seq_q: int
+    seq_k: int
+    head_dim: int = 64
+    heads_q: int = 2
+    heads_kv: int = 2
+    batch: int = 1
+    causal: bool = False
+    dtype: str = "f16"
+    layout: str = "bhsd"
+
+    @property
+    def key(self) -> str:
+        heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}kv{self.heads_kv}"
+        seq = f"s{self.seq_q}" if self.seq_q == self.seq_k else f"q{self.seq_q}k{self.seq_k}"
+        layout = "" if self.layout == "bhsd" else f"-{self.layout}"
+        return f"{self.dtype}-d{self.head_dim}-{self.mask}-b{self.batch}-{heads}-{seq}{layout}"
+
+    @property
+    def title(self) -> str:
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q} on {self.heads_kv}"
+        return f"{self.dtype} B={self.batch} H={heads} Sq={self.seq_q} Sk={self.seq_k} D={self.head_dim} {self.mask}"
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.causal else "full"
+
+    @property
+    def scores(self) -> int:
+        """Elements of Q K^T, masked ones included."""
+        return self.batch * self.heads_q * self.seq_q * self.seq_k
+
+    @property
+    def flops(self) -> int:
+        """Two matrix products, a multiply and an add each. Causal: half of them for a square, as published numbers do, and
+        what the rows see of more keys (bottom-right)."""
+        full = 4 * self.scores * self.head_dim
+        if not self.causal:
+            return full
+        if self.seq_q == self.seq_k:
+            return full // 2
+        hidden = self.seq_q * (self.seq_q - 1) // 2
+        return full - 4 * self.batch * self.heads_q * hidden * self.head_dim
+
+    @property
+    def bytes_moved(self) -> int:
+        """Each of Q, K and V read once and O written once."""
+        queries = 2 * self.batch * self.heads_q * self.seq_q * self.head_dim
+        keys = 2 * self.batch * self.heads_kv * self.seq_k * self.head_dim
+        return (queries + keys) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> AttentionProblem:
+        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
+
+    @classmethod
+    def from_key(cls, key: str) -> AttentionProblem:
+        """The problem that a report calls ``key``, such as bf16-d128-causal-b4-h16-s4096."""
+        match = _KEY.fullmatch(key)
+        if match is None or match["dtype"] not in DTYPE_BYTES:
+            msg = (
+                f"{key!r} names no case; one is written as bf16-d128-causal-b4-h16-s4096, or -h32kv8-q1k8192 at its end"
+            )
+            raise ArgumentError(msg)
+        heads = int(match["h"])
+        seq_q, seq_k = (int(match["s"]),) * 2 if match["s"] else (int(match["q"]), int(match["k"]))
+        return cls(
+            dtype=match["dtype"],
+            batch=int(match["b"]),
+            heads_q=heads,
+            heads_kv=int(match["kv"] or heads),
+            seq_q=seq_q,
+            seq_k=seq_k,
+            head_dim=int(match["d"]),
+            causal=match["mask"] == "causal",
+            layout="bshd" if match["layout"] else "bhsd",
+        )
+
+    @classmethod
+    def smallest(cls) -> AttentionProblem:
+        return cls(dtype="f16", batch=1, heads_q=1, heads_kv=1, seq_q=32, seq_k=32, head_dim=64, causal=False)
+
+    @classmethod
+    def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[AttentionProblem]:
+        return (cls(**fields) for fields in expand_row(row, where))
+
+    def fit(self, dtypes: Collection[str], max_tokens: int) -> AttentionProblem:
+        dtype = self.dtype if self.dtype in dtypes else "f16"
+        return replace(self, dtype=dtype, batch=min(self.batch, max(1, max_tokens // self.seq_q)))
+
+    def make_inputs(self, device: str, seed: int) -> Inputs:
+        """Fresh random tensors; torch is needed from here on."""
+        from flashmoe_tools.operations.attention.reference import make_inputs
+
+        return make_inputs(self, device, seed)
+
+    def make_reference(self, inputs: Inputs) -> Reference:
+        from flashmoe_tools.operations.attention.reference import make_reference
+
+        return make_reference(inputs)
+
+
+PROBLEM = AttentionProblem

@@ -1,0 +1,1 @@
+"""Attention over dense tensors, the backward pass alone."""

@@ -1,0 +1,92 @@
+"""The backward pass alone: ours from saved out and log-sum-exp, of others what autograd runs for an output of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, installed, setting
+from flashmoe_tools.operations.attention import contenders as attention
+from flashmoe_tools.operations.attention.reference import Inputs
+from flashmoe_tools.operations.attention_backward.reference import BackwardInputs
+
+
+def _flashmoe(inputs: BackwardInputs) -> Prepared:
+    from flashmoe import _extension
+
+    _extension.load()
+    problem, operators = inputs.problem, torch.ops.flashmoe
+    q, k, v = inputs.q, inputs.k, inputs.v
+    out, lse = operators.flash_attention_forward(q, k, v, inputs.scale, problem.causal)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = operators.flash_attention_backward(
+            inputs.dout, None, q, k, v, out, lse, inputs.scale, problem.causal
+        )
+        return result
+
+    return Prepared(call)
+
+
+def _flashmoe_ragged(inputs: BackwardInputs) -> Prepared:
+    """The same tensors as one ragged batch of equal sequences; in the layout bshd they are not even copied."""
+    from flashmoe import _extension
+
+    _extension.load()
+    problem, operators = inputs.problem, torch.ops.flashmoe
+    q, k, v, dout = (one.transpose(1, 2).flatten(0, 1) for one in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    numbers = torch.arange(problem.batch + 1, dtype=torch.int32, device=q.device)
+    cu_seqlens = (numbers * problem.seq_q, numbers * problem.seq_k)
+    absent = (None, None, None)  # seqused_k, sinks and mask
+    sizes = (problem.seq_q, problem.seq_k, inputs.scale, -1, 0 if problem.causal else -1, 0.0)
+    out, lse = operators.attention_varlen_forward(q, k, v, *cu_seqlens, None, *absent, *sizes, 0)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        found = operators._attention_varlen_backward(dout, None, q, k, v, *cu_seqlens, *absent, out, lse, *sizes)
+        return tuple(one.unflatten(0, (problem.batch, -1)).transpose(1, 2) for one in found[:3])
+
+    return Prepared(call)
+
+
+def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs], Prepared]:
+    """The gradients of a forward contender; its ``context`` is active here too, so the backend is the one it names."""
+
+    def prepare_gradients(inputs: BackwardInputs) -> Prepared:
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+        out = prepare(Inputs(inputs.problem, *leaves)).call()
+
+        def call() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+        return Prepared(call)
+
+    return prepare_gradients
+
+
+def contenders() -> tuple[Contender, ...]:
+    """Ours, and the others of the forward pass under the same names."""
+    others = (replace(one, prepare=_recorded(one.prepare)) for one in attention.contenders() if not one.ours)
+    split = setting("FLASHMOE_SPLIT_BACKWARD", "1")
+    both, fa3 = ("cpu", "cuda"), "flash_attn_interface"
+    deterministic = _recorded(attention.flash_attn(fa3, deterministic=True))
+    return (
+        Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
+        Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
+        # Yardsticks of the ragged kernels: what a dense call takes, and the kernels of the split form.
+        Contender("flashmoe-dense", "flashmoe, dense rows", both, flashmoe_available, _flashmoe),
+        *(
+            Contender(
+                f"flashmoe-{rows}-split",
+                f"flashmoe, {rows} rows, split form",
+                ("cuda",),
+                flashmoe_available,
+                one,
+                split,
+            )
+            for rows, one in (("dense", _flashmoe), ("ragged", _flashmoe_ragged))
+        ),
+        *others,
+        Contender("flash-attn-3-deterministic", "FA3 deterministic", ("cuda",), installed(fa3), deterministic),
+    )

@@ -1,0 +1,1 @@
+"""Attention over dense tensors, forward and backward together."""

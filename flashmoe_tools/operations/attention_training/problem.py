@@ -1,0 +1,20 @@
+"""Attention in training as a problem: the forward pass, then dq, dk and dv from a gradient of its output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashmoe_tools.operations.attention_backward.problem import AttentionBackwardProblem
+
+
+@dataclass(frozen=True)
+class AttentionTrainingProblem(AttentionBackwardProblem):
+    """The backward problem with the forward pass before it, whose bytes are the lesser part and not counted."""
+
+    operation: ClassVar[str] = "attention_training"
+    word: ClassVar[str] = "training"
+    products: ClassVar[int] = 7
+
+
+PROBLEM = AttentionTrainingProblem

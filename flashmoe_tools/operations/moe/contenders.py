@@ -1,0 +1,100 @@
+"""The mixture-of-experts layer: ours, torch's compositions, other libraries' kernels where they are installed.
+
+All start from top-k ids and weights; sorting is inside, the router is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, installed
+from flashmoe_tools.operations.moe.reference import Inputs
+
+FAMILIES = ("sm75", "sm80", "sm90")
+Layer = Callable[..., torch.Tensor]  # of x, w13, w2, topk_weights, topk_ids
+
+
+def grouped(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """What torch has for it: argsort, F.grouped_mm, index_add in float32."""
+    experts, top_k = w13.shape[0], ids.shape[1]
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
+    counts = counts.index_add(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=torch.int32))
+    ends, tokens = counts.cumsum(0, dtype=torch.int32), order // top_k
+    gate, up = F.grouped_mm(x[tokens], w13.mT, offs=ends).chunk(2, dim=1)
+    y = F.grouped_mm(F.silu(gate) * up, w2.mT, offs=ends)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return out.index_add(0, tokens, y.float() * weights.flatten()[order, None]).to(x.dtype)
+
+
+def _loop(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Expert by expert, as transformers does without kernels."""
+    out = torch.zeros_like(x)
+    w13s, w2s = w13.unbind(), w2.unbind()  # taken one by one, each one's gradient would be as large as all
+    for expert in ids.unique().tolist():
+        tokens, choices = torch.where(ids == expert)
+        gate, up = F.linear(x[tokens], w13s[expert]).chunk(2, dim=1)
+        y = F.linear(F.silu(gate) * up, w2s[expert])
+        out = out.index_add(0, tokens, y * weights[tokens, choices, None].to(x.dtype))
+    return out
+
+
+def _compiled(function: Layer) -> Layer:
+    torch._dynamo.reset()  # each case compiles anew, and Dynamo refuses the ninth
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def flashmoe_layer() -> Layer:
+    import flashmoe
+
+    layer: Layer = flashmoe.fused_moe
+    return layer
+
+
+def _vllm() -> Layer:
+    function = import_module("vllm.model_executor.layers.fused_moe").fused_experts
+
+    def call(*arguments: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = function(*arguments)
+        return result
+
+    return call
+
+
+def _prepared(make_layer: Callable[[], Layer]) -> Callable[[Inputs], Prepared]:
+    def prepare(inputs: Inputs) -> Prepared:
+        layer = make_layer()
+        arguments: tuple[Any, ...] = (inputs.x, inputs.w13, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+        return Prepared(lambda: layer(*arguments))
+
+    return prepare
+
+
+BOTH = ("cpu", "cuda")
+LAYERS: tuple[tuple[str, str, tuple[str, ...], Callable[[str], str], Callable[[], Layer]], ...] = (
+    ("torch-grouped", "torch grouped_mm", BOTH, always, lambda: grouped),
+    ("torch-grouped-compiled", "torch grouped_mm, compiled", BOTH, always, lambda: _compiled(grouped)),
+    ("torch-loop", "torch, a loop over experts", BOTH, always, lambda: _loop),
+)
+
+
+def contenders() -> tuple[Contender, ...]:
+    ours = _prepared(flashmoe_layer)
+    return (
+        Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, ours, ours=True),
+        *(
+            Contender(f"flashmoe-{one}", f"flashmoe {one}", ("cuda",), flashmoe_available, ours, family(one), ours=True)
+            for one in FAMILIES
+        ),
+        *(Contender(name, title, devices, test, _prepared(make)) for name, title, devices, test, make in LAYERS),
+        Contender("vllm", "vLLM Triton", ("cuda",), installed("vllm"), _prepared(_vllm)),
+    )

@@ -1,0 +1,1 @@
+"""The backward pass of the mixture-of-experts layer."""

@@ -1,0 +1,1 @@
+"""Attention over ragged batches and paged caches, with windows, soft caps, sinks and masks."""

@@ -1,0 +1,222 @@
+"""Attention over pages and ragged batches: ours, and what reads the same keys: torch on dense caches, flash-attn on pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from flashmoe.errors import ArgumentError
+from flashmoe_tools.bench.contenders import Contender, Prepared, always, family, flashmoe_available, forced, installed
+from flashmoe_tools.operations.serving.reference import Inputs
+
+FAMILIES = ("sm75", "sm80", "sm90")
+FLASH_ATTN_3 = "flash_attn_interface"
+
+
+def _band(inputs: Inputs) -> dict[str, Any]:
+    """What comes between the scores and the softmax, as our functions are told."""
+    problem = inputs.problem
+    window = (problem.window - 1, 0) if problem.window else None
+    return {"causal": problem.causal, "window": window, "softcap": float(problem.softcap), "sinks": inputs.sinks}
+
+
+def _has_equal_rows(inputs: Inputs) -> bool:
+    return len(set(inputs.problem.lengths_q)) == 1
+
+
+def _dense_queries(inputs: Inputs) -> torch.Tensor:
+    """[B, Hq, Sq, D], a view."""
+    p = inputs.problem
+    return inputs.q.view(p.batch, -1, p.heads_q, p.head_dim).transpose(1, 2)
+
+
+def _flashmoe(inputs: Inputs) -> Prepared:
+    """Decoding as a model calls it: a dense batch of queries on a paged cache; else ragged, or dense with a mask tensor."""
+    import flashmoe
+
+    problem = inputs.problem
+    if inputs.mask is not None:
+        return _dense(inputs)
+    if problem.page_size and _has_equal_rows(inputs):
+        q, band = _dense_queries(inputs), _band(inputs)
+
+        def decode() -> torch.Tensor:
+            out: torch.Tensor = flashmoe.attention_with_kvcache(
+                q,
+                inputs.k,
+                inputs.v,
+                cache_seqlens=inputs.seqused_k,
+                block_table=inputs.block_table,
+                scale=inputs.scale,
+                **band,
+            )
+            return out
+
+        return Prepared(decode)
+    return _flashmoe_ragged(inputs)
+
+
+def _flashmoe_ragged(inputs: Inputs) -> Prepared:
+    import flashmoe
+
+    problem = inputs.problem
+    is_paged = inputs.block_table is not None
+    keys = {"seqused_k": inputs.seqused_k, "block_table": inputs.block_table} if is_paged else {}
+    cu_seqlens_k = None if is_paged else inputs.cu_seqlens_k
+    longest = (max(problem.lengths_q), max(problem.lengths_k))
+    band = _band(inputs)
+
+    def both(*, return_lse: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return flashmoe.attention_varlen(  # type: ignore[call-overload,no-any-return]
+            *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, cu_seqlens_k, *longest),
+            scale=inputs.scale,
+            return_lse=return_lse,
+            **band,
+            **keys,
+        )
+
+    return Prepared(lambda: both(return_lse=False), lambda: both(return_lse=True)[1])
+
+
+def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same keys in dense caches [B, Hkv, Sk, D], which torch's attention and our dense kernels need."""
+    problem = inputs.problem
+    if problem.spread != "equal":
+        msg = f"{problem.key}: the sequences differ in length or share pages, which a dense call cannot say"
+        raise ArgumentError(msg)
+
+    def dense(tensor: torch.Tensor) -> torch.Tensor:
+        if inputs.block_table is None:  # a view: gradients pass through it without a copy
+            return tensor.view(problem.batch, -1, *tensor.shape[1:]).transpose(1, 2)
+        return torch.stack([inputs.keys_of(tensor, sequence) for sequence in range(problem.batch)]).transpose(1, 2)
+
+    return dense(inputs.k), dense(inputs.v)
+
+
+def _dense(inputs: Inputs) -> Prepared:
+    import flashmoe
+
+    q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
+    options = {**_band(inputs), "attn_mask": inputs.mask, "scale": inputs.scale}
+    return Prepared(lambda: flashmoe.attention(q, k, v, **options))
+
+
+def _flashmoe_dense(inputs: Inputs) -> Prepared:
+    """The dense kernels, which know no window, softcap, sinks or mask."""
+    if inputs.problem == inputs.problem.plain:
+        return _dense(inputs)
+    return replace(_dense(inputs.plain), own=inputs.plain)
+
+
+def _flashmoe_plain(inputs: Inputs) -> Prepared:
+    """Our kernel of the case without what it does to the scores; where it does nothing there is nothing to add."""
+    if inputs.problem == inputs.problem.plain:
+        msg = f"{inputs.problem.key}: the case is plain"
+        raise ArgumentError(msg)
+    return replace(_flashmoe(inputs.plain), own=inputs.plain)
+
+
+def _sdpa(inputs: Inputs) -> Prepared:
+    problem = inputs.problem
+    q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
+    if problem != replace(problem.plain, mask=problem.mask):
+        msg = f"{problem.describe_scores()[2:]}: torch's backends take a mask alone"
+        raise ArgumentError(msg)
+    mask = inputs.mask
+    is_causal = problem.causal and problem.seq_q > 1
+    if is_causal and problem.seq_q != problem.seq_k:
+        msg = f"{problem.key}: is_causal is aligned top-left, this problem bottom-right"
+        raise ArgumentError(msg)
+    is_grouped = problem.heads_q != problem.heads_kv
+
+    def call() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=inputs.scale, enable_gqa=is_grouped
+        )
+
+    return Prepared(call)
+
+
+def _flash_options(inputs: Inputs) -> dict[str, Any]:
+    """In flash-attn's words, those of plain attention alone where that is all: a build without the others then takes part."""
+    problem = inputs.problem
+    if inputs.mask is not None:
+        msg = f"{problem.mask}: flash-attn takes no mask tensor"
+        raise ArgumentError(msg)
+    options: dict[str, Any] = {"softmax_scale": inputs.scale, "causal": problem.causal}
+    if problem.window:
+        options["window_size"] = (problem.window - 1, 0)
+    if problem.softcap:
+        options["softcap"] = float(problem.softcap)
+    if inputs.sinks is not None:
+        options["s_aux"] = inputs.sinks.to(inputs.q.dtype)  # in vLLM's build alone
+    return options
+
+
+def _flash_attn(inputs: Inputs) -> Prepared:
+    problem, module = inputs.problem, import_module("flash_attn")
+    options = _flash_options(inputs)
+    if problem.page_size and _has_equal_rows(inputs):
+        q = inputs.q.unflatten(0, (problem.batch, -1))
+        keys = {"cache_seqlens": inputs.seqused_k, "block_table": inputs.block_table}
+
+        def decode() -> torch.Tensor:
+            out: torch.Tensor = module.flash_attn_with_kvcache(q, inputs.k, inputs.v, **keys, **options)
+            return out.transpose(1, 2)
+
+        return Prepared(decode)
+    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(problem.lengths_q), max(problem.lengths_k))
+    table = inputs.block_table
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = module.flash_attn_varlen_func(
+            inputs.q, inputs.k, inputs.v, *lengths, block_table=table, **options
+        )
+        return out
+
+    return Prepared(call)
+
+
+def _flash_attn_3(inputs: Inputs) -> Prepared:
+    """Its own package; pages, of equal rows or ragged ones, are a cache's."""
+    problem, module = inputs.problem, import_module(FLASH_ATTN_3)
+    options = _flash_options(inputs)
+    if problem.window and problem.head_dim > 128:
+        msg = f"window {problem.window}: wrong in vLLM 0.33's build, by 0.14 with 1024 of 16384 keys at head dim 256"
+        raise ArgumentError(msg)
+    rows: dict[str, Any] = {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max(problem.lengths_q)}
+    keys: dict[str, Any] = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max(problem.lengths_k)}
+    if problem.page_size:
+        keys = {"cache_seqlens": inputs.seqused_k, "page_table": inputs.block_table}
+    function = module.flash_attn_with_kvcache if problem.page_size else module.flash_attn_varlen_func
+
+    def call() -> torch.Tensor:
+        result = function(inputs.q, inputs.k, inputs.v, **keys, **rows, **options)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return Prepared(call)
+
+
+def contenders() -> tuple[Contender, ...]:
+    both, gpu = ("cpu", "cuda"), ("cuda",)
+    return (
+        Contender("flashmoe", "flashmoe", both, flashmoe_available, _flashmoe, ours=True),
+        Contender("flashmoe-ragged", "flashmoe, ragged rows", both, flashmoe_available, _flashmoe_ragged, ours=True),
+        # A yardstick, which cannot say lengths that differ: no failure of ours.
+        Contender("flashmoe-dense", "flashmoe, dense keys", both, flashmoe_available, _flashmoe_dense),
+        Contender("flashmoe-plain", "flashmoe, plain scores", both, flashmoe_available, _flashmoe_plain),
+        *(
+            Contender(f"flashmoe-{one}", f"flashmoe {one}", gpu, flashmoe_available, _flashmoe, family(one), ours=True)
+            for one in FAMILIES
+        ),
+        Contender("sdpa", "SDPA, dense keys", both, always, _sdpa),
+        Contender("sdpa-flash", "SDPA FLASH, dense keys", gpu, always, _sdpa, forced("FLASH_ATTENTION")),
+        Contender("sdpa-cudnn", "SDPA CUDNN, dense keys", gpu, always, _sdpa, forced("CUDNN_ATTENTION")),
+        Contender("sdpa-efficient", "SDPA EFFICIENT, dense keys", gpu, always, _sdpa, forced("EFFICIENT_ATTENTION")),
+        Contender("flash-attn", "flash-attn", gpu, installed("flash_attn"), _flash_attn),
+        Contender("flash-attn-3", "FA3", gpu, installed(FLASH_ATTN_3), _flash_attn_3),
+    )

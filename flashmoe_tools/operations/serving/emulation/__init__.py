@@ -1,0 +1,12 @@
+"""The kernels of ragged, paged and banded attention on the emulated machine: problem.py (what a problem is), tensors.py (its memory),
+reference.py (fp64), cases.py (the suite of a forward kernel), and a module for each operation."""
+
+from __future__ import annotations
+
+from flashmoe_tools.operations.serving.emulation import append, decode, forward
+
+RUNNERS = {
+    "attention_varlen_forward": forward.RUNNER,
+    "attention_decode": decode.RUNNER,
+    "attention_append": append.RUNNER,
+}

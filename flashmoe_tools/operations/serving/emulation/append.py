@@ -1,0 +1,108 @@
+"""The kernel that puts new keys and values into a cache, on the emulated machine, against a plain copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashmoe_build.emulation.compare import DTYPES
+from flashmoe_build.emulation.runner import Buffer, Launch, NamedProblem, Runner, Trial
+from flashmoe_tools.tables import Unit
+
+HEADS = 2
+SPARE_PAGES = 2
+
+
+@dataclass(frozen=True)
+class AppendProblem(NamedProblem):
+    """``new_keys`` keys behind the first ``held[b]`` of sequence b, in a cache with ``room`` for each."""
+
+    dtype: str
+    held: tuple[int, ...]
+    new_keys: int
+    room: int
+    page_size: int  # 0: dense
+    head_dim: int
+    head_dim_v: int
+    data_seed: int = 0
+
+
+def problems(unit: Unit) -> Iterator[AppendProblem]:
+    """Dense and paged, rows of whole 16-byte chunks and others; keys past the room, negative lengths, pages that are none."""
+    dense = AppendProblem("dense", unit.dtype, (0, 3, 6), 2, 8, 0, 264, 8)
+    paged = AppendProblem("paged", unit.dtype, (0, 5, 15), 3, 16, 4, 64, 40)
+    yield dense
+    yield replace(dense, name="past the room", held=(7, 8, -1, 2**31 - 1), new_keys=3)
+    yield replace(dense, name="odd columns", head_dim=37, head_dim_v=5)
+    yield paged
+    yield replace(paged, name="pages of one key", page_size=1, room=20, held=(16, 0, 19), head_dim_v=64)
+
+
+def _table(p: AppendProblem) -> torch.Tensor | None:
+    """Pages in random order; the last page of the last sequence is none of the cache's."""
+    if p.page_size == 0:
+        return None
+    generator = torch.Generator().manual_seed(p.data_seed)
+    count = len(p.held) * math.ceil(p.room / p.page_size)
+    table = torch.randperm(count, generator=generator).view(len(p.held), -1).to(torch.int32)
+    table[-1, -1] = count + SPARE_PAGES
+    return table
+
+
+def expect(p: AppendProblem, cache: torch.Tensor, new: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+    """The cache afterwards."""
+    result = cache.clone()
+    for sequence, held in enumerate(p.held):
+        for index in range(p.new_keys):
+            key = held + index
+            if not 0 <= key < p.room:
+                continue
+            if table is None:
+                result[sequence, :, key] = new[sequence, :, index]
+                continue
+            page = int(table[sequence, key // p.page_size])
+            if page < cache.shape[0]:
+                result[page, key % p.page_size] = new[sequence, :, index]
+    return result
+
+
+def trial(unit: Unit, p: AppendProblem) -> Trial:
+    generator = torch.Generator().manual_seed(p.data_seed + 5)
+    table, batch = _table(p), len(p.held)
+    rows = (batch, HEADS, p.room) if table is None else (table.numel() + SPARE_PAGES, p.page_size, HEADS)
+    caches, expected = {}, {}
+    values: dict[str, Any] = {}
+    for name, columns in (("k", p.head_dim), ("v", p.head_dim_v)):
+        cache = torch.full((*rows, columns), -1.0, dtype=DTYPES[p.dtype])
+        new = torch.randn(batch, p.new_keys, HEADS, columns, generator=generator).to(cache.dtype).transpose(1, 2)
+        expected[name], caches[name] = expect(p, cache, new, table), cache
+        stride = cache.stride() if table is None else (cache.stride(0), cache.stride(2), cache.stride(1))
+        values[f"{name}_cache"] = Buffer(cache, writable=True)
+        values[f"{name}_cache_stride"] = {"batch": stride[0], "head": stride[1], "row": stride[2]}
+        values[f"{name}_new"] = new
+    values |= {
+        "cache_seqlens": torch.tensor(p.held, dtype=torch.int64).to(torch.int32),
+        "block_table": table,
+        "page_size": p.page_size,
+        "num_pages": 0 if table is None else rows[0],
+        "batch": batch,
+        "heads_kv": HEADS,
+        "new_keys": p.new_keys,
+        "room": p.room,
+        "head_dim": p.head_dim,
+        "head_dim_v": p.head_dim_v,
+        "is_aligned": p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0,
+    }
+
+    def check() -> list[str]:
+        wrong = [name for name, cache in caches.items() if not cache.equal(expected[name])]
+        return [f"the cache of {name} is not what a copy gives" for name in wrong]
+
+    return Trial([Launch(values, math.ceil(2 * batch * p.new_keys * HEADS / unit.row.warps))], check, caches)
+
+
+RUNNER = Runner(problems, trial)

@@ -1,0 +1,113 @@
+"""The suite of one kernel for ragged, paged and banded attention: every branch, on problems as small as its tile lets them be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem
+from flashmoe_tools.tables import Unit
+
+# The f16 kernel of the smallest head dim meets every problem; the others, the same source with other sizes or conversions, some.
+FEW = ("ragged", "paged", "window", "softcap", "soft softcap", "wide softcap", "shared tiles")
+ONE = ("ragged",)
+SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest that a family takes, or what no power of two divides
+MAX_SPLITS = 5
+
+
+def problems(unit: Unit) -> Iterator[VarlenProblem]:
+    """In the order of what they need: lengths, pages, the band, scores; then decoding. Where score functions have a kernel of their
+    own, the problems are divided between the two."""
+    is_split = bool(unit.row.options.get("split"))
+    functions = unit.row.options.get("scores")
+    for seed, problem in enumerate(_decoding(unit) if is_split else (*_prefill(unit), *_decoding(unit))):
+        if functions is not None and problem.has_score_functions != bool(functions):
+            continue
+        is_wide = unit.row.axes["head_dim"] > 64
+        is_short = unit.row.variant == "m64"
+        if unit.dtype == "bf16" or is_wide or is_short:
+            names = ONE if unit.dtype == "bf16" and (is_wide or is_short) and not functions else FEW
+            if unit.row.family == "sm80" and unit.row.options.get("masked_loop"):
+                names = (*names, "wide window")  # full tiles between others
+            if problem.name not in names and not is_split:
+                continue
+        yield replace(problem, data_seed=seed)
+
+
+def _base(unit: Unit, name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
+    dim = unit.row.axes["head_dim"]
+    return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, dim)
+
+
+def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
+    page = SMALL_PAGE[unit.row.family]
+    narrow = dim // 2 + 8
+    # Sequences without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
+    yield replace(_base(unit, "ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, n, 0, 4, 7)), right=0)
+    # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the sequences.
+    full = _base(unit, "full", (7, m, 0), (n + 3, 2 * n, 0))
+    yield replace(full, heads_q=3, heads_kv=3, head_dim=narrow, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False)
+    # Pages in random order, a shared one, keys past the end of a sequence that belong to none.
+    paged = _base(unit, "paged", (m + 2, 3, 1), (2 * n + 5, n - 1, 17))
+    yield replace(paged, keys_layout=Keys.PAGED, page_size=16, right=0, slack=9)
+    # A window that has left pages behind, in one tile with those that are seen.
+    small = replace(paged, name="small pages", rows=(3, 0, 2), keys=(n + 5, 4, page + 1), left=6, right=0)
+    yield replace(small, keys_layout=Keys.PAGED, page_size=page)
+    # A page that is no part of a tile, nor a multiple; the last sequence's pages fill its row of the block table.
+    yield replace(
+        paged, name="odd pages", keys_layout=Keys.PAGED, page_size=80, rows=(5, 2), keys=(81, 2 * n + 3), slack=0
+    )
+    # The window's left end inside a tile, its right end before and behind the diagonal; a sink.
+    window = _base(unit, "window", (2 * m + 9, 4), (2 * m + 3 * n, n + 9))
+    yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
+    yield replace(window, name="narrow window", left=1, right=0, rows=(m + 70, 3), keys=(n, 9), has_sinks=True)
+    # Wider than a tile: where its left end is inside a tile, the right one is past it.
+    yield replace(window, name="wide window", left=2 * n + 5, right=0, rows=(m + 9, 3), keys=(m + 4 * n, 7))
+    # More rows than keys, with a sink: rows without a key have it alone.
+    yield replace(_base(unit, "sinks", (m + 7, 2), (5, 0)), right=0, has_sinks=True, heads_q=4, heads_kv=2)
+    # Scores on both sides of where tanh bends.
+    softcap = replace(_base(unit, "softcap", (37, 2), (2 * n + 3, 9)), softcap=7.0, magnitude=6.0)
+    yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
+    soft = replace(softcap, name="soft softcap", softcap=30.0, magnitude=1.3, keys=(4 * n + 3, 9), has_sinks=True)
+    yield replace(soft, left=3 * n, right=0)  # the last block but two needs no mask
+    mild = replace(soft, name="mild softcap", magnitude=6.0, rows=(9, 2), keys=(n + 3, 9))
+    yield mild
+    yield replace(mild, name="sharp softcap", softcap=25.0, magnitude=400.0)
+    yield replace(mild, name="wide softcap", softcap=200.0)  # no score is near it
+    masked = _base(unit, "mask", (33, 33), (n + 9, n + 9))
+    masked = replace(masked, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
+    yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
+    even = replace(masked, keys=(n + 10, n + 10))  # two values of a row in one load
+    yield replace(even, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
+    # Dense rows and keys with room behind the used ones; more tiles than blocks, and no counter.
+    dense = _base(unit, "dense", (m + 3,) * 3, (n, 2 * n + 1, 0))
+    yield replace(dense, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1, has_counter=False)
+    # More sequences than a warp has lanes.
+    rows = tuple(index % 3 for index in range(70))
+    yield replace(_base(unit, "many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
+    if unit.row.family != "sm90":
+        return
+    # Short sequences, enough of them: query heads that share keys share a tile (SharedTiles there), the last of a group with fewer.
+    short = _base(unit, "shared tiles", (9, m // 2, 0, 64, 1), (n + 5, 2 * n + 1, 4, 0, n))
+    short = replace(short, right=0, heads_q=10, has_sinks=True)
+    yield short
+    # With a mask tensor they do not.
+    yield replace(short, name="unshared tiles", mask=MaskTensor.ADDITIVE, mask_broadcast=(False, False, False))
+
+
+def _decoding(unit: Unit) -> Iterator[VarlenProblem]:
+    n = unit.row.block_n
+    splits = MAX_SPLITS if unit.row.options.get("split") else 1
+    # One query position per sequence, the heads of a group as rows; a long sequence among short ones.
+    decode = replace(
+        _base(unit, "decode", (1,) * 5, (3 * n + 7, 3, 0, n, 2 * n + 1)), heads_q=8, heads_kv=2, is_folded=True
+    )
+    decode = replace(decode, rows_layout=Rows.DENSE, keys_layout=Keys.PAGED, page_size=16, splits=splits)
+    yield decode
+    yield replace(decode, name="decode, sinks", has_sinks=True, softcap=20.0, magnitude=4.0, left=n + 5, right=0)
+    mask = replace(decode, name="decode, mask", mask=MaskTensor.ADDITIVE, keys_layout=Keys.DENSE, spare_keys=9)
+    yield replace(mask, keys=(2 * n + 7, 3, 5, n, n + 1))
+    # Few rows per sequence, causal, ragged: a share may hold no key that a row sees.
+    few = replace(_base(unit, "few rows", (3, 1, 0, 2), (4 * n + 1, n + 2, 5, 1)), right=0, has_sinks=True)
+    yield replace(few, keys_layout=Keys.RAGGED, spare_keys=3, splits=splits)

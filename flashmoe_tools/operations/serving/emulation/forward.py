@@ -1,0 +1,168 @@
+"""The forward kernels of ragged, paged and banded attention on the emulated machine, and what decoding shares with them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flashmoe_build.emulation.compare import touched, worst_element
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output
+from flashmoe_tools.operations.attention.emulation.forward import merge
+from flashmoe_tools.operations.attention.emulation.problem import lse_bound
+from flashmoe_tools.operations.serving.emulation.cases import problems
+from flashmoe_tools.operations.serving.emulation.problem import (
+    LOG2E,
+    SPARE_ROWS,
+    Keys,
+    MaskTensor,
+    Rows,
+    VarlenProblem,
+)
+from flashmoe_tools.operations.serving.emulation.reference import reference
+from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
+from flashmoe_tools.tables import Unit
+
+
+def strides(p: VarlenProblem, tensor: torch.Tensor, *, is_query: bool) -> dict[str, int]:
+    """Of (batch, head, row). Ragged: no batch. Paged: batch is the page's. Folded heads are rows."""
+    stride = tensor.stride()
+    if tensor.dim() == 3:
+        batch, head, row = 0, stride[1], stride[0]
+    elif is_query or p.keys_layout is Keys.DENSE:
+        batch, head, row = stride[0], stride[1], stride[2]
+    else:
+        batch, head, row = stride[0], stride[2], stride[1]
+    if is_query and p.is_folded:
+        head, row = head * p.group, head
+    return {"batch": batch, "head": head, "row": row}
+
+
+def score_options(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
+    """What scores go through: the member `band` of the parameters."""
+    batch, head, row, key = (0, 0, 0, 0) if tensors.mask is None else tensors.mask.stride()
+    if p.is_folded:
+        head, row = head * p.group, head
+    factors = (p.scale / p.softcap, 1.0 / p.softcap) if p.softcap > 0 else (0.0, 1.0 / p.scale)
+    return {
+        "left": p.left,
+        "right": p.right,
+        "score_factor": factors[0],
+        "mask_factor": factors[1],
+        "sinks": tensors.sinks,
+        "mask": tensors.mask,
+        "mask_stride_batch": batch,
+        "mask_stride_head": head,
+        "mask_stride_row": row,
+        "mask_stride_key": key,
+        "mask_type": list(MaskTensor).index(p.mask),
+        "folded_heads": p.group if p.is_folded else 1,
+    }
+
+
+def sequences(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
+    """Where the sequences of the batch lie: the member `sequences` of the parameters."""
+    found: dict[str, Any] = {
+        "cu_seqlens_q": tensors.cu_seqlens_q,
+        "cu_seqlens_k": tensors.cu_seqlens_k,
+        "seqused_k": tensors.seqused_k,
+        "rows_total": tensors.q.shape[0] if p.rows_layout is Rows.RAGGED else 0,
+        "keys_total": tensors.k.shape[0] if p.keys_layout is Keys.RAGGED else 0,
+    }
+    if tensors.block_table is not None:
+        found["block_table"] = tensors.block_table
+    if p.keys_layout is Keys.PAGED:
+        found |= {"page_size": p.page_size, "num_pages": tensors.k.shape[0]}
+    return found
+
+
+def sizes(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
+    """What the parameters of forward and backward kernels have in common."""
+    return {
+        "batch": len(p.rows),
+        "heads_q": p.heads_kv if p.is_folded else p.heads_q,
+        "heads_kv": p.heads_kv,
+        "seq_q": p.most_rows,
+        "seq_k": p.most_keys,
+        "head_dim": p.head_dim,
+        "head_dim_v": p.head_dim_v,
+        "scale": p.scale,
+        "scale_log2": (p.softcap if p.softcap > 0 else p.scale) * LOG2E,
+        "sequences": sequences(p, tensors),
+        "score_options": score_options(p, tensors),
+    }
+
+
+def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any) -> dict[str, Any]:
+    """The parameters of a forward or decoding kernel."""
+    named = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "out": tensors.out}
+    return {
+        **sizes(p, tensors),
+        **named,
+        **{f"{name}_stride": strides(p, t, is_query=name in ("q", "out")) for name, t in named.items()},
+        "out": output(tensors.out),
+        "lse": output(lse) if p.wants_lse else None,
+        "num_splits": p.splits,
+        **more,
+    }
+
+
+def row_blocks(p: VarlenProblem, block_m: int) -> int:
+    """Row blocks of a head, at most: what the host knows without reading lengths."""
+    of_longest = math.ceil(p.most_rows / block_m) * len(p.rows)
+    if p.rows_layout is Rows.DENSE:
+        return of_longest
+    return min(math.ceil((sum(p.rows) + 2 * SPARE_ROWS) / block_m) + len(p.rows), of_longest)
+
+
+def trial(unit: Unit, problem: VarlenProblem) -> Trial:
+    return trial_on(unit, problem, build(problem))
+
+
+def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
+    """On tensors that the caller may have changed."""
+    lse = torch.full(tensors.statistics(p), NAN)
+    partial = {
+        "out_partial": torch.full((p.splits, lse.numel(), p.head_dim_v), NAN),
+        "lse_partial": torch.full((p.splits, lse.numel()), NAN),
+    }
+    more = {name: output(tensor) for name, tensor in partial.items()} if p.splits > 1 else {}
+    values = values_of(p, tensors, lse, **more, tile_counter=counter() if p.has_counter else None)
+
+    def check() -> list[str]:
+        if p.splits > 1:
+            # A split that the plan does not use writes nothing: NaN, which counts as -inf. The sink is in split 0's.
+            unused = torch.isnan(partial["lse_partial"])
+            whole = merge(
+                partial["out_partial"].masked_fill(unused[..., None], 0.0),
+                partial["lse_partial"].masked_fill(unused, -torch.inf),
+            )
+            lse.copy_(whole["lse"].view_as(lse))
+            out = whole["out"].view(*lse.shape, p.head_dim_v)
+            tensors.out.copy_(out.transpose(0, 1) if p.rows_layout is Rows.RAGGED else out)
+        return disagreements(p, tensors, lse)
+
+    tiles = row_blocks(p, unit.row.block_m) * (p.heads_kv if p.is_folded else p.heads_q) * p.splits
+    return Trial([Launch(values, tiles)], check, {"out": tensors.out, "lse": lse})
+
+
+def disagreements(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list[str]:
+    """What is wrong with a kernel's results; empty when nothing is."""
+    found: list[str] = []
+    views = zip(tensors.of_rows(p, tensors.out), tensors.of_statistic(p, lse), strict=True)
+    for sequence, (out, own_lse) in enumerate(views):
+        if p.rows[sequence] == 0:
+            continue
+        expected, expected_lse, bound = reference(p, tensors, sequence)
+        found += worst_element(f"out of sequence {sequence}", out, expected, bound)
+        if p.wants_lse:
+            found += worst_element(f"lse of sequence {sequence}", own_lse, expected_lse, lse_bound(expected_lse))
+    cu = tensors.cu_seqlens_q
+    if cu is not None and p.splits == 1:
+        beside = torch.cat([tensors.out[: int(cu[0])], tensors.out[int(cu[-1]) :]])
+        found += touched("the rows of out that belong to a sequence", beside, NAN)
+    return found
+
+
+RUNNER = Runner(problems, trial)

@@ -1,0 +1,87 @@
+"""What a ragged, paged or banded attention problem is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from flashmoe_build.emulation.runner import NamedProblem
+
+UNBOUNDED = 1 << 30  # kUnbounded
+LOG2E = math.log2(math.e)
+SPARE_ROWS = 3  # query rows in front of the first sequence and behind the last one
+
+
+class Rows(str, Enum):
+    """How query rows lie in memory."""
+
+    DENSE = "dense"  # [batch, heads, rows, head_dim]; every sequence has as many rows
+    RAGGED = "ragged"  # [rows of all, heads, head_dim]
+
+
+class Keys(str, Enum):
+    """How keys and values lie in memory."""
+
+    DENSE = "dense"  # [batch, heads, most keys, head_dim]; lengths by seqused_k
+    RAGGED = "ragged"  # [keys of all, heads, head_dim]
+    PAGED = "paged"  # [pages, page size, heads, head_dim], in random order; lengths by seqused_k
+
+
+class MaskTensor(str, Enum):
+    """The order is that of the C++ enumeration."""
+
+    NONE = "none"
+    BOOL = "bool"
+    ADDITIVE = "additive"
+
+
+@dataclass(frozen=True)
+class VarlenProblem(NamedProblem):
+    """A batch of sequences with ``rows[b]`` queries and ``keys[b]`` keys each, and what its scores go through."""
+
+    dtype: str
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    rows_layout: Rows = Rows.RAGGED
+    keys_layout: Keys = Keys.RAGGED
+    page_size: int = 0
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    softcap: float = 0.0
+    has_sinks: bool = False
+    mask: MaskTensor = MaskTensor.NONE
+    mask_broadcast: tuple[bool, bool, bool] = (False, False, False)  # over batch, heads, rows
+    spare_keys: int = 0  # room behind each sequence's used keys; ragged keys: then seqused_k is there, too
+    slack: int = 0  # how far seq_q and seq_k exceed the longest sequence
+    is_folded: bool = False  # one query position per sequence; the heads of a group are rows
+    magnitude: float = 1.0  # of q
+    splits: int = 1
+    wants_lse: bool = True
+    has_counter: bool = True
+    data_seed: int = 0
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads_kv
+
+    @property
+    def has_score_functions(self) -> bool:
+        return self.softcap > 0 or self.mask is not MaskTensor.NONE
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def most_rows(self) -> int:
+        return self.group if self.is_folded else max(self.rows) + (self.slack if self.rows_layout is Rows.RAGGED else 0)
+
+    @property
+    def most_keys(self) -> int:
+        """seq_k: of dense keys the tensor's own."""
+        return max(self.keys) + (self.spare_keys if self.keys_layout is Keys.DENSE else self.slack)

@@ -1,0 +1,52 @@
+"""Ragged, paged and banded attention in fp64, from the 16-bit tensors that the kernels read."""
+
+from __future__ import annotations
+
+import torch
+
+from flashmoe_build.emulation.compare import UNIT_ROUNDOFF
+from flashmoe_tools.operations.attention.reference import ScoreOptions, weigh
+from flashmoe_tools.operations.attention_backward.emulation.backward import Scores
+from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.tensors import Tensors
+
+EXPONENT_UNIT = 4e-7  # error of an exponent for each unit of a score in fp32
+
+
+def attend(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[Scores, torch.Tensor]:
+    """The scores and the log-sum-exp [heads, rows] of one sequence, whose sink counts in both."""
+    q, k, v = (tensor.double() for tensor in tensors.sequences[sequence])
+    k, v = (tensor.repeat_interleave(p.group, dim=0) for tensor in (k, v))
+    rows, keys = q.shape[1], k.shape[1]
+    scores = q @ k.mT * p.scale
+    magnitude, derivative = scores.abs(), torch.ones_like(scores)
+    if p.softcap > 0:
+        capped = torch.tanh(scores / p.softcap)
+        scores, derivative, magnitude = p.softcap * capped, 1.0 - capped * capped, magnitude + p.softcap
+    if tensors.mask is not None:
+        mask = tensors.mask[sequence, :, :rows, :keys]
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        else:
+            scores = scores + mask.double()
+            magnitude = magnitude + mask.double().abs().nan_to_num(posinf=0.0)
+    left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
+    hidden = ScoreOptions(window=(left, right)).hidden(rows, keys, scores.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if tensors.sinks is not None:
+        scores = torch.cat([scores, tensors.sinks.double()[:, None, None].expand(-1, rows, 1)], dim=-1)
+    weights, lse = weigh(scores)
+    weights = weights[..., :keys]
+    return Scores(q, k, v, weights, magnitude, derivative), lse
+
+
+def reference(p: VarlenProblem, tensors: Tensors, sequence: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, bound of the error of out) of one sequence: [heads, rows, ...]. The bound is that of dense problems; a softcap
+    adds the fp32 error of its tanh."""
+    scores, lse = attend(p, tensors, sequence)
+    out, spread, keys = scores.weights @ scores.v, scores.weights @ scores.v.abs(), scores.k.shape[1]
+    unit = UNIT_ROUNDOFF[p.dtype]
+    exponent = EXPONENT_UNIT * scores.magnitude.amax(dim=-1, keepdim=True) if keys else 0.0
+    small = keys * 2.0**-25 * float(scores.v.abs().max()) if p.dtype == "f16" and keys else 0.0
+    return out, lse, (unit + 2e-5 + exponent) * spread + unit * out.abs() + 1e-6 + small

@@ -1,0 +1,250 @@
+"""Attention over a batch of sequences of their own lengths as a problem: decoding from pages, ragged prefill, windows and scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flashmoe.errors import ArgumentError
+from flashmoe_tools.operations import DTYPE_BYTES, fields
+
+if TYPE_CHECKING:  # torch: reading and comparing reports needs none
+    from flashmoe_tools.operations.serving.reference import Inputs, Reference
+
+SHORT = {"one": 512, "one34": 34}  # keys of the other sequences where one is long
+SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
+MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # of 4096
+MASKS = ("none", "additive", "bool")
+_SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
+_NAMES = {"heads": "heads_q"}  # where the problem's field has another
+_FIELDS = {
+    "dtype",
+    "causal",
+    "page_size",
+    "spread",
+    "most_keys",
+    "window",
+    "softcap",
+    "sinks",
+    "mask",
+    "deviation",
+    *_SIZES,
+}
+_KEY = re.compile(
+    r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
+    r"(-p(?P<p>\d+))?(-(?P<spread>shared|ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
+    r"(-(?P<tensor>additive|bool))?(-sd(?P<sd>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class ServingProblem:
+    """``batch`` sequences of up to seq_q queries and seq_k keys; with seq_q = seq_k each has as many of both.
+
+    ``page_size``: keys lie in pages in random order; 0: ragged, one sequence behind the other. ``spread``: all sequences equal;
+    shared, equal and of the same pages; ramp, of seq_k / batch, 2 seq_k / batch and so on; mixed, of twelve lengths in turn, from
+    seq_k to a hundredth of it; one of seq_k keys among others of 512, or of 34. The mask is bottom-right.
+
+    ``window``: how many keys a row sees, its own among them; 0: all. ``softcap``: 0 for none. ``sinks``: a logit for each head that
+    joins the sum. ``mask``: a tensor for each sequence, the same for all heads. ``deviation``: of the scores, before the softcap.
+    """
+
+    operation: ClassVar[str] = "serving"
+
+    dtype: str
+    head_dim: int
+    heads_q: int
+    heads_kv: int
+    batch: int
+    seq_q: int
+    seq_k: int
+    causal: bool = True
+    page_size: int = 0
+    spread: str = "equal"
+    window: int = 0
+    softcap: int = 0
+    sinks: bool = False
+    mask: str = "none"
+    deviation: int = 1
+
+    @property
+    def plain(self) -> ServingProblem:
+        """The same without what comes between the scores and the softmax, but for a causal mask."""
+        return replace(self, window=0, softcap=0, sinks=False, mask="none")
+
+    @property
+    def lengths_k(self) -> tuple[int, ...]:
+        if self.spread == "ramp":
+            return tuple(max(1, self.seq_k * (index + 1) // self.batch) for index in range(self.batch))
+        if self.spread == "mixed":
+            return tuple(max(1, self.seq_k * MIXED[index % len(MIXED)] // MIXED[0]) for index in range(self.batch))
+        others = min(SHORT.get(self.spread, self.seq_k), self.seq_k)
+        return (self.seq_k, *(others,) * (self.batch - 1))
+
+    @property
+    def lengths_q(self) -> tuple[int, ...]:
+        if self.seq_q == self.seq_k:
+            return self.lengths_k
+        return tuple(min(self.seq_q, keys) for keys in self.lengths_k)
+
+    @property
+    def key(self) -> str:
+        mask = "causal" if self.causal else "full"
+        sizes = f"b{self.batch}-h{self.heads_q}kv{self.heads_kv}-q{self.seq_q}k{self.seq_k}"
+        pages = f"-p{self.page_size}" if self.page_size else ""
+        spread = "" if self.spread == "equal" else f"-{self.spread}"
+        return f"serve-{self.dtype}-d{self.head_dim}-{mask}-{sizes}{pages}{spread}{self._scores('-', 'w', 'cap', 'sd')}"
+
+    def _scores(self, gap: str, window: str, softcap: str, deviation: str) -> str:
+        """What happens to the scores, each word behind a ``gap``."""
+        words = (
+            f"{window}{self.window}" if self.window else "",
+            f"{softcap}{self.softcap}" if self.softcap else "",
+            "sinks" if self.sinks else "",
+            self.mask if self.mask != "none" else "",
+            f"{deviation}{self.deviation}" if self.deviation != 1 else "",
+        )
+        return "".join(gap + word for word in words if word)
+
+    @property
+    def title(self) -> str:
+        where = f"pages of {self.page_size}" if self.page_size else "ragged"
+        words = {"shared": ", the same for all", "ramp": ", lengths up to that", "mixed": ", twelve lengths"}
+        spread = f", others of {SHORT[self.spread]}" if self.spread in SHORT else words.get(self.spread, "")
+        mask = "" if self.causal else ", full"
+        return (
+            f"{self.dtype} B={self.batch} H={self.heads_q} on {self.heads_kv} Sq={self.seq_q} Sk={self.seq_k} "
+            f"D={self.head_dim} {where}{spread}{mask}{self.describe_scores()}"
+        )
+
+    def describe_scores(self) -> str:
+        """What happens to the scores in words, a comma before each."""
+        return self._scores(", ", "window ", "softcap ", "scores of deviation ")
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def flops(self) -> int:
+        """Two matrix products over the scores that are seen; of a causal square half of them, as published numbers do."""
+        scores = 0
+        for rows, keys in zip(self.lengths_q, self.lengths_k, strict=True):
+            hidden = 0 if not self.causal else rows * rows // 2 if rows == keys else rows * (rows - 1) // 2
+            scores += self._windowed(keys) - self._windowed(keys - rows) if self.window else rows * keys - hidden
+        return 4 * self.heads_q * scores * self.head_dim
+
+    def _windowed(self, rows: int) -> int:
+        """Scores that the first rows of a sequence see of its window."""
+        short = min(rows, self.window)  # rows that have not yet as many keys
+        return short * (short + 1) // 2 + (rows - short) * self.window
+
+    @property
+    def bytes_moved(self) -> int:
+        """Each of Q, K and V read once, the keys that a window shows, shared pages once for all, a mask, and O written once."""
+        is_shared = self.spread == "shared"
+        lengths = list(zip(self.lengths_q, self.lengths_k, strict=True))[: 1 if is_shared else None]
+        seen = (min(keys, self.window + rows - 1) if self.window else keys for rows, keys in lengths)
+        size = DTYPE_BYTES[self.dtype]
+        queries, keys = 2 * self.heads_q * sum(self.lengths_q), 2 * self.heads_kv * sum(seen)
+        return (queries + keys) * self.head_dim * size + self.mask_bytes
+
+    @property
+    def mask_bytes(self) -> int:
+        size = {"none": 0, "additive": DTYPE_BYTES[self.dtype], "bool": 1}[self.mask]
+        return size * self.batch * self.seq_q * self.seq_k
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what is as the fields' defaults say: reports hold hundreds of these."""
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        defaults = {one.name: one.default for one in dataclasses.fields(self)}
+        stated = {name: value for name, value in given.items() if value != defaults[name]}
+        return {"key": self.key, "operation": self.operation, **stated}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> ServingProblem:
+        return cls(**{name: value for name, value in row.items() if name not in ("key", "operation")})
+
+    @classmethod
+    def from_key(cls, key: str) -> ServingProblem:
+        """The problem that a report calls ``key``, such as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16."""
+        match = _KEY.fullmatch(key)
+        if match is None or match["dtype"] not in DTYPE_BYTES:
+            msg = f"{key!r} names no case; one is written as serve-bf16-d128-causal-b8-h32kv8-q1k8192-p16, or with -ramp behind"
+            raise ArgumentError(msg)
+        d, h, kv, b, q, k, p = (int(match[name] or 0) for name in ("d", "h", "kv", "b", "q", "k", "p"))
+        w, cap, sd = (int(match[name] or 0) for name in ("w", "cap", "sd"))
+        return cls(
+            *(match["dtype"], d, h, kv, b, q, k, match["mask"] == "causal", p, match["spread"] or "equal"),
+            *(w, cap, match["sinks"] is not None, match["tensor"] or "none", sd or 1),
+        )
+
+    @classmethod
+    def smallest(cls) -> ServingProblem:
+        return cls("f16", head_dim=64, heads_q=2, heads_kv=1, batch=2, seq_q=1, seq_k=32, page_size=16)
+
+    @classmethod
+    def expand(cls, row: Mapping[str, Any], where: str) -> Iterator[ServingProblem]:
+        """A list is an axis, and the table stands for the product of its axes, without those of over ``most_keys`` keys."""
+        fields.known(row, _FIELDS, where)
+
+        def counts(name: str, default: int) -> list[int]:
+            return fields.counts(row, where, name) if name in row else [default]
+
+        def words(name: str, options: Sequence[str], default: str) -> list[str]:
+            return [fields.choice(one, options, where, name) for one in fields.axis(row.get(name, default))]
+
+        axes: dict[str, Sequence[Any]] = {
+            "dtype": words("dtype", tuple(DTYPE_BYTES), "bf16"),
+            **{_NAMES.get(name, name): fields.counts(row, where, name) for name in _SIZES},
+            "page_size": counts("page_size", 0),
+            "spread": words("spread", SPREADS, "equal"),
+            "mask": words("mask", MASKS, "none"),
+            "window": counts("window", 0),
+            "softcap": counts("softcap", 0),
+            "deviation": counts("deviation", 1),
+            "causal": [fields.flag(row.get("causal", True), where, "causal")],
+            "sinks": [fields.flag(row.get("sinks", False), where, "sinks")],
+        }
+        most = fields.count(row.get("most_keys", 2**31), where, "most_keys")
+        for values in itertools.product(*axes.values()):
+            problem = cls(**dict(zip(axes, values, strict=True)))
+            problem._check(where)
+            if sum(problem.lengths_k) <= most:
+                yield problem
+
+    def _check(self, where: str) -> None:
+        fields.divide(self.heads_q, self.heads_kv, where, "heads", "heads_kv")
+        if self.spread == "shared" and not self.page_size:
+            fields.fail(where, "spread", self.spread, "another without page_size: pages are what sequences share")
+        if self.window and not self.causal:
+            fields.fail(where, "causal", self.causal, "true with a window, whose last key is the row's own")
+        if self.mask != "none" and (self.causal or self.page_size or self.spread != "equal"):
+            fields.fail(
+                where, "mask", self.mask, "equal sequences without pages and causal = false, as others take masks"
+            )
+
+    def fit(self, dtypes: Collection[str], max_tokens: int) -> ServingProblem:
+        """As many sequences of each length as there is room for; a batch that has room stays as it is."""
+        found = replace(self, dtype=self.dtype if self.dtype in dtypes else "f16")
+        while sum(found.lengths_q) > max_tokens and found.batch > 1:
+            found = replace(found, batch=max(1, min(found.batch - 1, found.batch * max_tokens // sum(found.lengths_q))))
+        return found
+
+    def make_inputs(self, device: str, seed: int) -> Inputs:
+        """Fresh random tensors; torch is needed from here on."""
+        from flashmoe_tools.operations.serving.reference import make_inputs
+
+        return make_inputs(self, device, seed)
+
+    def make_reference(self, inputs: Inputs) -> Reference:
+        from flashmoe_tools.operations.serving.reference import make_reference
+
+        return make_reference(inputs)
+
+
+PROBLEM = ServingProblem

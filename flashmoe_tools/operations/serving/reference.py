@@ -1,0 +1,158 @@
+"""The tensors of a serving problem, the reference by definition, and the rule of attention's results (attention/reference.py)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE
+from flashmoe_tools.operations.attention.reference import MAX_SCORES, Rule, ScoreOptions, attend, choose_pairs
+from flashmoe_tools.operations.dtypes import TORCH_DTYPES
+from flashmoe_tools.operations.judging import high_dtype, judge_result, max_abs, wrong_form
+from flashmoe_tools.operations.serving.problem import ServingProblem
+
+MOST_PAIRS = 128  # checked: each is a dozen small operations of its own
+HIDDEN = -0.52  # three normal values in ten are less
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q [tokens, Hq, D]; k, v [tokens, Hkv, D], or [pages, page_size, Hkv, D] with a table [batch, pages]."""
+
+    problem: ServingProblem
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor  # [batch + 1] int32
+    cu_seqlens_k: torch.Tensor
+    seqused_k: torch.Tensor  # [batch] int32
+    block_table: torch.Tensor | None
+    sinks: torch.Tensor | None = None  # [Hq] float32, of values that the problem's dtype has
+    mask: torch.Tensor | None = None  # [batch, 1, Sq, Sk]: bool, or added to the scores in the problem's dtype
+
+    @property
+    def plain(self) -> Inputs:
+        """The same tensors without what comes between the scores and the softmax."""
+        return replace(self, problem=self.problem.plain, sinks=None, mask=None)
+
+    @property
+    def scale(self) -> float:
+        return self.problem.scale
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that the caching allocator hands out for the next result."""
+        torch.full_like(self.q, math.nan)
+
+    def keys_of(self, tensor: torch.Tensor, sequence: int) -> torch.Tensor:
+        """[keys, Hkv, D] of k or v."""
+        if self.block_table is None:
+            return tensor[int(self.cu_seqlens_k[sequence]) : int(self.cu_seqlens_k[sequence + 1])]
+        keys, page_size = self.problem.lengths_k[sequence], self.problem.page_size
+        pages = self.block_table[sequence, : -(-keys // page_size)].long()
+        return tensor[pages].flatten(0, 1)[:keys]
+
+
+def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
+    """Standard normal values, queries times the scores' deviation, pages in random order; the seed depends on the run's seed and
+    the problem alone. A mask hides three keys in ten; an additive one adds normal values to the others."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))  # the CPU generator reads 32 bits
+    dtype, d = TORCH_DTYPES[problem.dtype], problem.head_dim
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+    def ints(numbers: tuple[int, ...], *, sums: bool) -> torch.Tensor:
+        lengths = torch.tensor(numbers, dtype=torch.int64)
+        both = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))) if sums else lengths
+        return both.to(device, torch.int32)
+
+    rows, keys = problem.lengths_q, problem.lengths_k
+    q = values(sum(rows), problem.heads_q, d) * problem.deviation
+    table = None
+    shape: tuple[int, ...] = (sum(keys), problem.heads_kv, d)
+    if problem.page_size:
+        longest = -(-max(keys) // problem.page_size)
+        counts = [-(-one // problem.page_size) for one in keys][: 1 if problem.spread == "shared" else None]
+        order = torch.randperm(sum(counts), generator=generator, device=device).to(torch.int32)
+        table = torch.zeros(problem.batch, longest, dtype=torch.int32, device=device)
+        first = 0
+        for sequence, count in enumerate(counts):
+            table[sequence, :count] = order[first : first + count]
+            first += count
+        if problem.spread == "shared":
+            table[1:] = table[0]
+        shape = (sum(counts), problem.page_size, problem.heads_kv, d)
+    k, v = values(*shape), values(*shape)
+    sinks, mask = None, None
+    if problem.sinks:
+        sinks = values(problem.heads_q).float()
+    if problem.mask != "none":
+        drawn = values(problem.batch, 1, problem.seq_q, problem.seq_k)
+        hidden = drawn < HIDDEN
+        mask = ~hidden if problem.mask == "bool" else drawn.masked_fill_(hidden, -math.inf)
+    lengths = (ints(rows, sums=True), ints(keys, sums=True), ints(keys, sums=False))
+    return Inputs(problem, q, k, v, *lengths, table, sinks, mask)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is expected of a checked (sequence, head): rows [first, end) of the result, out [rows, D] and lse [rows]."""
+
+    head: int
+    first: int
+    end: int
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Expected values of the checked (sequence, head) pairs and the error allowed."""
+
+    problem: ServingProblem
+    checked: tuple[Checked, ...]
+    tolerance: float
+    coverage: float  # checked share of all pairs
+
+    def judge(self, result: torch.Tensor, lse: torch.Tensor | None = None) -> Verification:
+        """``result`` is [tokens, Hq, D], or dense [B, Hq, Sq, D]; ``lse`` [Hq, tokens], of those who give one."""
+        p = self.problem
+        tokens = result.transpose(1, 2).flatten(0, 1) if result.dim() == 4 else result
+        if text := wrong_form("result", tokens, ((sum(p.lengths_q), p.heads_q, p.head_dim), TORCH_DTYPES[p.dtype])):
+            return Verification(False, math.inf, self.tolerance, None, self.coverage, text)
+        error = max(max_abs(tokens[one.first : one.end, one.head].float() - one.out) for one in self.checked)
+        lse_error = None
+        if lse is not None:
+            lse_error = max(max_abs(lse[one.head, one.first : one.end].float() - one.lse) for one in self.checked)
+        return judge_result(result, error, self.tolerance, self.coverage, lse_error, LSE_TOLERANCE * p.deviation)
+
+
+def score_options(problem: ServingProblem) -> ScoreOptions:
+    window = (problem.window - 1, 0) if problem.window else None
+    return ScoreOptions(problem.causal, window, float(problem.softcap), problem.scale)
+
+
+def make_reference(inputs: Inputs) -> Reference:
+    """Pair by pair: as many as the budget of scores allows, spread over sequences and heads."""
+    problem, kind, high = inputs.problem, inputs.q.device.type, high_dtype(inputs.q.device)
+    group = problem.heads_q // problem.heads_kv
+    pairs = choose_pairs(problem.batch, problem.heads_q, problem.seq_q * problem.seq_k, MAX_SCORES[kind] // 4)
+    pairs = pairs[:: max(1, len(pairs) // MOST_PAIRS)]
+    checked, rule, options = [], Rule(inputs.q.dtype), score_options(problem)
+    starts = inputs.cu_seqlens_q.tolist()
+    for sequence, head in pairs:
+        first, end = starts[sequence : sequence + 2]
+        q = inputs.q[first:end, head]
+        k, v = (inputs.keys_of(tensor, sequence)[:, head // group] for tensor in (inputs.k, inputs.v))
+        mask = None if inputs.mask is None else inputs.mask[sequence, 0]
+        sink = None if inputs.sinks is None else inputs.sinks[head]
+        out, lse = attend(q.to(high), k.to(high), v.to(high), options, sinks=sink, mask=mask)
+        rule.add(out, attend(q, k, v, options, sinks=sink, mask=mask)[0])
+        checked.append(Checked(head, first, end, out.float(), lse.float()))
+    coverage = len(pairs) / (problem.batch * problem.heads_q)
+    return Reference(problem, tuple(checked), rule.tolerance, coverage)

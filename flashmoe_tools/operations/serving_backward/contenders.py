@@ -1,0 +1,46 @@
+"""The backward pass alone of attention over ragged batches, windows, softcaps, sinks and masks: what autograd runs for an output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashmoe_tools.bench.contenders import Contender, Prepared, flashmoe_available, setting
+from flashmoe_tools.operations.serving import contenders as serving
+from flashmoe_tools.operations.serving.reference import Inputs
+from flashmoe_tools.operations.serving_backward.reference import BackwardInputs
+
+
+def _recorded(prepare: Callable[[Inputs], Prepared]) -> Callable[[BackwardInputs], Prepared]:
+    """The gradients of a forward contender, its own problem's where it computes another one."""
+
+    def prepare_gradients(inputs: BackwardInputs) -> Prepared:
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs.leaves]
+        sinks = leaves[3] if len(leaves) > 3 else None
+        prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks))
+        asked = leaves if prepared.own is None else leaves[:3]  # without sinks
+        out = prepared.call()
+        dout = inputs.dout
+        if out.dim() == 4:  # [B, Hq, Sq, D], of a dense call
+            dout = dout.view(inputs.problem.batch, -1, *dout.shape[1:]).transpose(1, 2)
+
+        def call() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(out, asked, dout, retain_graph=True)
+
+        return Prepared(call, own=prepared.own and inputs.plain)
+
+    return prepare_gradients
+
+
+def contenders() -> tuple[Contender, ...]:
+    """Those of the forward pass under the same names, and ours in the split form."""
+    forward = {one.name: replace(one, prepare=_recorded(one.prepare)) for one in serving.contenders()}
+    split = setting("FLASHMOE_SPLIT_BACKWARD", "1")
+    ours = forward["flashmoe"].prepare
+    return (
+        *forward.values(),
+        # A yardstick: what the dq kernel and the one of dk and dv take where the fused form would run.
+        Contender("flashmoe-split", "flashmoe, split form", ("cuda",), flashmoe_available, ours, split),
+    )

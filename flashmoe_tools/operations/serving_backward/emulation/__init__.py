@@ -1,0 +1,11 @@
+"""The backward kernels of ragged and banded attention on the emulated machine."""
+
+from __future__ import annotations
+
+from flashmoe_tools.operations.serving_backward.emulation import around_fused, backward
+
+RUNNERS = {
+    **dict.fromkeys(backward.RESULTS, backward.RUNNER),
+    "attention_varlen_backward_fused_prepare": around_fused.RUNNER,
+    "attention_varlen_backward_fused_convert": around_fused.RUNNER,
+}

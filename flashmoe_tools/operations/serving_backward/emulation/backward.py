@@ -1,0 +1,162 @@
+"""The backward kernels of ragged and banded attention on the emulated machine: dq's, that of dk and dv, and the one that makes all three.
+
+NaN stands in every row and key that belongs to no sequence, of dout and the statistics too; their gradients must be zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashmoe_build.emulation.compare import Expected, touched, worst_element
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
+from flashmoe_tools.operations.attention_backward.emulation.backward import shares_weights
+from flashmoe_tools.operations.serving.emulation.forward import sizes, strides
+from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, Rows, VarlenProblem
+from flashmoe_tools.operations.serving.emulation.reference import attend
+from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
+from flashmoe_tools.operations.serving_backward.emulation.cases import FUSED, problems
+from flashmoe_tools.operations.serving_backward.emulation.fused import RaggedPartials
+from flashmoe_tools.tables import Unit
+
+CLEARING_SLOTS = 4  # kClearingSlots of attention/params/backward.h
+RESULTS = {
+    "attention_varlen_backward_dq": ("dq",),
+    "attention_varlen_backward_dkv": ("dk", "dv"),
+    FUSED: ("dk", "dv"),  # and the partials of dq
+}
+# Error of a score for each unit of it; Turing's products add up 8 columns at a time, and cut off.
+SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the kernels read beside q, k and v, as it lies in memory; NaN where it belongs to no sequence."""
+
+    out: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    dlse: torch.Tensor | None
+    row_dot: torch.Tensor
+
+
+def expect(
+    p: VarlenProblem, tensors: Tensors, *, shares_weights: bool, score_unit: float
+) -> tuple[Given, list[Expected]]:
+    """And for each sequence the gradients and row_dot in fp64, [heads, rows or keys, columns], from the 16-bit tensors that the
+    kernels read."""
+    generator = torch.Generator().manual_seed(p.data_seed * 101 + 3)
+    out = torch.full((*tensors.q.shape[:-1], p.head_dim_v), NAN, dtype=tensors.q.dtype)
+    dout = torch.full_like(out, NAN)
+    lse, dlse, row_dot = (torch.full(tensors.statistics(p), NAN) for _ in range(3))
+    expected: list[Expected] = []
+    views = zip(
+        *(tensors.of_rows(p, tensor) for tensor in (out, dout)),
+        *(tensors.of_statistic(p, tensor) for tensor in (lse, dlse, row_dot)),
+        strict=True,
+    )
+    for sequence, (out_view, dout_view, lse_view, dlse_view, row_dot_view) in enumerate(views):
+        dout_view.copy_(torch.randn(dout_view.shape, generator=generator))
+        dlse_view.copy_(torch.randn(dlse_view.shape, generator=generator) if p.wants_lse else torch.zeros(()))
+        scores, own_lse = attend(p, tensors, sequence)
+        out_view.copy_(scores.weights @ scores.v)
+        lse_view.copy_(own_lse)
+        products = dout_view.double() * out_view.double()
+        dot = (products.sum(-1) - dlse_view.double()).masked_fill(torch.isinf(own_lse), 0.0)
+        row_dot_view.copy_(dot)
+        gradients = scores.gradients(
+            *(dout_view.double(), dot, p.scale, p.heads_kv, p.dtype),
+            score_unit=score_unit,
+            shares_weights=shares_weights,
+        )
+        expected.append({**gradients, "row_dot": (dot, 1e-5 * products.abs().sum(-1) + 1e-5)})
+    return Given(out, dout, lse, dlse if p.wants_lse else None, row_dot), expected
+
+
+def blocks_of(p: VarlenProblem, unit: Unit) -> int:
+    """Tiles of all heads, at most: what the host knows without reading lengths."""
+    if unit.row.operation == "attention_varlen_backward_dq":
+        heads, block, is_dense, most = p.heads_q, unit.row.block_m, p.rows_layout is Rows.DENSE, p.most_rows
+        total = sum(p.rows) + 2 * SPARE_ROWS
+    else:
+        heads, block, is_dense, most = p.heads_kv, unit.row.block_n, p.keys_layout is Keys.DENSE, p.most_keys
+        total = max(1, sum(p.keys) + p.spare_keys * len(p.keys))
+    of_longest = math.ceil(most / block) * len(p.rows)
+    # Each sequence ends with a broken tile at most, and so do the two with what belongs to none.
+    tiles = of_longest if is_dense else math.ceil(total / block) + len(p.rows) + 2
+    if not is_dense and unit.row.schedule != "persistent":
+        tiles = min(tiles, of_longest + CLEARING_SLOTS)
+    return tiles * heads
+
+
+def trial(unit: Unit, problem: VarlenProblem) -> Trial:
+    tensors = build(problem)
+    score_unit = SCORE_UNIT[unit.row.family]
+    given, expected = expect(problem, tensors, shares_weights=shares_weights(unit), score_unit=score_unit)
+    return trial_on(unit, problem, tensors, given, expected)
+
+
+def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expected: list[Expected]) -> Trial:
+    """On tensors that the caller may have changed; results are NaN before."""
+    like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
+    results = {name: torch.full_like(like[name], NAN) for name in RESULTS[unit.row.operation]}
+    named = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "out": given.out, "dout": given.dout, **results}
+    own = {name: strides(p, t, is_query=name in ("q", "out", "dout", "dq")) for name, t in named.items()}
+    if "dq" in results:
+        results["row_dot"] = torch.full_like(given.row_dot, NAN)
+    values: dict[str, Any] = {
+        **sizes(p, tensors),
+        **named,
+        **{f"{name}_stride": stride for name, stride in own.items()},
+        "lse": given.lse,
+        "dlse": given.dlse,
+        "row_dot": given.row_dot,
+        **{name: output(tensor) for name, tensor in results.items()},
+        "tile_counter": counter() if p.has_counter else None,
+        "sequence_rows": {name: s["batch"] // s["row"] for name, s in own.items() if name != "out"},
+    }
+    partials = None
+    if unit.row.operation == FUSED:
+        partials = RaggedPartials.of(p, tensors, unit.row.axes["head_dim"])
+        values |= {
+            "dq": Buffer(partials.memory, writable=True, name="partials of dq"),
+            "dq_stride": {"batch": 0, "head": 0, "row": 0},
+        }
+
+    def check() -> list[str]:
+        wrong = [text for name, found in results.items() for text in disagreements(p, tensors, name, found, expected)]
+        return wrong if partials is None else wrong + _wrong_partials(p, partials, expected)
+
+    return Trial([Launch(values, blocks_of(p, unit))], check, results)
+
+
+def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[Expected]) -> list[str]:
+    found: list[str] = []
+    for sequence, own in enumerate(expected):
+        dq = p.scale * partials.rows_of(p, sequence)
+        if dq.numel() > 0:
+            found += worst_element(f"partials of sequence {sequence}", dq, *own["dq"])
+    if not partials.all.ranks.eq(partials.expected_ranks(p)).all():
+        found.append("not every tile that the rows of a partial see has added to it, or another one has")
+    return found
+
+
+def disagreements(
+    p: VarlenProblem, tensors: Tensors, name: str, result: torch.Tensor, expected: Sequence[Expected]
+) -> list[str]:
+    """What is wrong with a gradient or row_dot; rows and keys of no sequence must have zero."""
+    views = {"row_dot": tensors.of_statistic, "dq": tensors.of_rows}.get(name, tensors.of_keys)
+    rest = result.clone()
+    found: list[str] = []
+    for sequence, (own, other) in enumerate(zip(views(p, result), views(p, rest), strict=True)):
+        if own.numel() > 0:
+            found += worst_element(f"{name} of sequence {sequence}", own, *expected[sequence][name])
+        other.zero_()
+    return found + touched(f"{name}, where no sequence is and zeros must be,", rest, 0.0)
+
+
+RUNNER = Runner(problems, trial)

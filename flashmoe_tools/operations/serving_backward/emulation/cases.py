@@ -1,0 +1,81 @@
+"""The suite of one backward kernel for ragged and banded attention: every branch, on problems as small as its tile lets them be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem
+from flashmoe_tools.tables import Unit
+
+FUSED = "attention_varlen_backward_fused"
+FEW = ("ragged", "window", "soft softcap")  # of a bf16 kernel: it is the float16 kernel with other conversions
+
+
+def problems(unit: Unit) -> Iterator[VarlenProblem]:
+    """In the order of what they need: lengths, the band, scores."""
+    for seed, problem in enumerate(_problems(unit)):
+        if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in FEW):
+            yield replace(problem, data_seed=seed, has_counter=problem.has_counter or unit.row.operation == FUSED)
+
+
+def _is_for(unit: Unit, problem: VarlenProblem) -> bool:
+    """Of a family with kernels of their own for score functions, those have such problems and the others the rest."""
+    functions = 0 if unit.row.operation == FUSED else unit.row.options.get("scores")
+    return functions is None or problem.has_score_functions == bool(functions)
+
+
+def _problems(unit: Unit) -> Iterator[VarlenProblem]:
+    m, n, dim = unit.row.block_m, unit.row.block_n, unit.row.axes["head_dim"]
+
+    def base(name: str, rows: tuple[int, ...], keys: tuple[int, ...]) -> VarlenProblem:
+        return VarlenProblem(name, unit.dtype, rows, keys, 2, 1, dim, dim)
+
+    # Sequences without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
+    yield replace(base("ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, 7, 0, 4, 7)), right=0)
+    # Every key; columns short of the kernel's, those of the values by another number; bounds that exceed the sequences.
+    full = base("full", (7, m, 0), (n + 3, n, 0))
+    yield replace(
+        full, heads_q=3, heads_kv=3, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False
+    )
+    # The window's left end inside a tile, its right end before and behind the diagonal; a sink.
+    window = base("window", (2 * m + 9, 4), (2 * m + 2 * n, n + 9))
+    yield replace(window, left=n // 2 + 3, right=5, has_sinks=True)
+    narrow = base("narrow window", (m + 70, 3), (n, 9))
+    yield replace(narrow, left=1, right=0, has_sinks=True, has_counter=False)
+    # A window that some blocks lie inside of.
+    yield replace(base("wide window", (m + 9,), (m + 5 * n,)), left=3 * max(n, 64) + 7, right=0, heads_q=1)
+    # Keys that no query sees, in front of the window, for whole tiles; a group of three.
+    yield replace(base("unseen keys", (5, 1), (2 * n + 70, n + 1)), left=3, right=0, heads_q=3)
+    # More rows than keys, with a sink: rows without a key have it alone.
+    yield replace(base("sinks", (m + 7, 2), (5, 0)), right=0, has_sinks=True, heads_q=4, heads_kv=2)
+    # Scores on both sides of where tanh bends.
+    softcap = replace(base("softcap", (37, 2), (n + 3, 9)), softcap=7.0, magnitude=6.0)
+    yield replace(softcap, mask=MaskTensor.ADDITIVE, mask_broadcast=(True, False, True))
+    soft = replace(softcap, name="soft softcap", softcap=50.0, magnitude=1.0, rows=(m + 3, 2), keys=(m + 9, 3))
+    yield replace(soft, left=m + 6, right=0, has_sinks=True)  # the first keys are in the window of a whole block
+    # Whole blocks of values that lie side by side in memory, and tails.
+    masked = replace(base("mask", (70, 70), (n + 10, n + 10)), rows_layout=Rows.DENSE, keys_layout=Keys.DENSE)
+    yield replace(masked, mask=MaskTensor.BOOL, mask_broadcast=(False, True, False))
+    yield replace(masked, name="additive mask", mask=MaskTensor.ADDITIVE, right=0, heads_q=4, heads_kv=2)
+    # Dense rows and keys with room behind the used ones; more tiles than blocks.
+    dense = base("dense", (m + 3,) * 3, (n, n + 1, 0))
+    yield replace(dense, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1, right=3)
+    # Ragged keys with room behind the used ones.
+    yield replace(base("spare keys", (9, 5), (n - 3, 2)), spare_keys=7, left=40)
+    # Logits so far below 0 that the weight of a score of 0, as a missing key has, is infinite: dq of all keys is one product.
+    if unit.row.operation == FUSED:
+        yield replace(base("low", (9, 3), (1, 2)), magnitude=100.0)
+    # More sequences than a warp has lanes.
+    rows = tuple(index % 3 for index in range(70))
+    yield replace(base("many", (*rows, m + 5), (*rows, 9)), right=0, heads_q=1)
+    # As many slots for every sequence: some without a tile, and zeros in front of all, behind them and beyond the most keys.
+    if unit.row.schedule == "grid":
+        short = base("equal slots", (m, 5, m - 3, 0, m), (n, 7, n - 1, 0, n))
+        yield replace(short, right=0, spare_keys=n // 2 + 1)
+        pairs = base("equal slots, two tiles", (2 * m, 2 * m - 1, m + 5, 2 * m), (2 * n, n - 1, 2 * n - 1, 2 * n))
+        yield replace(pairs, heads_q=3, heads_kv=3)
+    # Tiles that add in order: the last head of the one long sequence descends, the others ascend.
+    if unit.row.operation == FUSED:
+        both = base("both directions", (n + 9, 3, m), (2 * n + 5, 3, n))
+        yield replace(both, right=0, heads_q=3, heads_kv=3)

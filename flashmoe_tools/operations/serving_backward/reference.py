@@ -1,0 +1,141 @@
+"""The tensors of a ragged backward problem: the forward pass's and dout, the gradients by definition, and the rule for each.
+
+The reference is torch's derivative of attention by definition, in fp32 (fp64 on a CPU), one head at a time. Each of dq, dk, dv and,
+where there are sinks, dsinks must keep the rule of the forward pass (attention/reference.py), with a bound of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from flashmoe_tools.operations import Verification
+from flashmoe_tools.operations.attention.reference import MAX_SCORES, Rule, attend, choose_pairs
+from flashmoe_tools.operations.judging import Form, high_dtype, judge_gradients, max_abs
+from flashmoe_tools.operations.serving import reference as forward
+from flashmoe_tools.operations.serving.problem import ServingProblem
+
+NAMES = ("dq", "dk", "dv", "dsinks")
+MOST_PAIRS = 64  # (sequence, key head) checked: each query head of theirs is two derivatives of its own
+
+
+@dataclass(frozen=True)
+class BackwardInputs(forward.Inputs):
+    """dout [tokens, Hq, D], the gradient of the output."""
+
+    dout: torch.Tensor = field(kw_only=True)
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What is differentiated: q, k, v and, where there are some, sinks."""
+        return (self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks]))
+
+    def poison(self) -> None:
+        blocks = [torch.full_like(tensor, math.nan) for tensor in (self.q, self.k, self.v)]  # three, all at once
+        del blocks
+
+
+def make_inputs(problem: ServingProblem, device: str, seed: int) -> BackwardInputs:
+    """The forward pass's, and a standard normal dout."""
+    given = forward.make_inputs(problem, device, seed)
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed + 1)
+    shape, dtype = given.q.shape, given.q.dtype
+    dout = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    return BackwardInputs(**vars(given), dout=dout)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is expected of one gradient of a checked (sequence, head): its tokens [first, end) of that head."""
+
+    gradient: int
+    first: int
+    end: int
+    head: int
+    expected: torch.Tensor
+
+
+@dataclass(frozen=True)
+class GradientReference:
+    """Expected gradients of the checked (sequence, key head) pairs with all their query heads, and the errors allowed."""
+
+    forms: tuple[Form, ...]  # of dq, dk, dv and, where there are sinks, dsinks
+    checked: tuple[Checked, ...]
+    dsinks: torch.Tensor | None  # [Hq]; None where a part of the sequences is checked, whose sum is not known
+    tolerances: tuple[float, ...]
+    coverage: float
+
+    @property
+    def tolerance(self) -> float:
+        return max(self.tolerances)
+
+    def judge(self, result: Sequence[torch.Tensor], lse: torch.Tensor | None = None) -> Verification:
+        """``result`` is (dq, dk, dv), with sinks also dsinks; error and tolerance are those of the gradient closest to its bound."""
+        del lse
+        return judge_gradients(
+            NAMES, result, self.forms, lambda index: self._error(index, result[index]), self.tolerances, self.coverage
+        )
+
+    def _error(self, index: int, found: torch.Tensor) -> float:
+        if self.dsinks is not None and NAMES[index] == "dsinks":
+            return max_abs(found.float() - self.dsinks)
+        checked = (one for one in self.checked if one.gradient == index)
+        return max(max_abs(found[one.first : one.end, one.head].float() - one.expected) for one in checked)
+
+
+def make_reference(inputs: forward.Inputs) -> GradientReference:
+    """Pair by pair: as many as the budget of scores allows, spread over sequences and key heads."""
+    assert isinstance(inputs, BackwardInputs)
+    problem, kind, high = inputs.problem, inputs.q.device.type, high_dtype(inputs.q.device)
+    group = problem.heads_q // problem.heads_kv
+    everything = problem.batch * problem.heads_kv
+    budget = MAX_SCORES[kind] // 8
+    per_pair = max(problem.seq_q * problem.seq_k * group, budget // MOST_PAIRS)
+    pairs = choose_pairs(problem.batch, problem.heads_kv, per_pair, budget)
+    rows, keys = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    count = len(inputs.leaves)
+    checked: list[Checked] = []
+    rules = [Rule(inputs.q.dtype) for _ in range(3)]
+    exact_sinks = torch.zeros(problem.heads_q, dtype=high, device=inputs.q.device)
+    plain_sinks = exact_sinks.clone()
+    for sequence, head in pairs:
+        sums: list[list[torch.Tensor]] = [[], []]  # of dk and dv over the group's heads: exact, plain
+        for query_head in range(head * group, (head + 1) * group):
+            exact = _differentiate(inputs, sequence, query_head, high)
+            plain = _differentiate(inputs, sequence, query_head, inputs.q.dtype)
+            if count > 3:
+                exact_sinks[query_head] += exact[3]
+                plain_sinks[query_head] += plain[3]
+            rules[0].add(exact[0], plain[0])
+            checked.append(Checked(0, rows[sequence], rows[sequence + 1], query_head, exact[0].float()))
+            for total, own in zip(sums, (exact, plain), strict=True):
+                total[:] = [a + b for a, b in zip(total, own[1:3], strict=True)] if total else own[1:3]
+        for index, (expected, own) in enumerate(zip(*sums, strict=True), 1):
+            rules[index].add(expected, own)
+            checked.append(Checked(index, keys[sequence], keys[sequence + 1], head, expected.float()))
+    dsinks = None
+    if count > 3 and len(pairs) == everything:
+        dsinks = exact_sinks.float()
+        # float32 itself, so that rounding it to the problem's dtype is nothing to allow for
+        rules.append(Rule(inputs.q.dtype, max_abs(plain_sinks - exact_sinks), largest=max_abs(exact_sinks)))
+    forms = tuple((one.shape, one.dtype) for one in inputs.leaves)
+    tolerances = tuple(rule.tolerance for rule in rules)
+    return GradientReference(forms, tuple(checked), dsinks, tolerances, len(pairs) / everything)
+
+
+def _differentiate(inputs: BackwardInputs, sequence: int, head: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """dq [Sq, D] of one head, what it adds to dk and dv [Sk, D], and to its sink's gradient []."""
+    problem = inputs.problem
+    key_head = head // (problem.heads_q // problem.heads_kv)
+    first, end = inputs.cu_seqlens_q[sequence], inputs.cu_seqlens_q[sequence + 1]
+    given = [inputs.q[first:end, head], *(inputs.keys_of(one, sequence)[:, key_head] for one in (inputs.k, inputs.v))]
+    given += [] if inputs.sinks is None else [inputs.sinks[head]]
+    leaves = [one.detach().to(dtype, copy=True).requires_grad_() for one in given]
+    q, k, v, *sink = leaves
+    mask = None if inputs.mask is None else inputs.mask[sequence, 0]
+    out, _ = attend(q, k, v, forward.score_options(problem), sinks=sink[0] if sink else None, mask=mask)
+    return list(torch.autograd.grad(out, leaves, inputs.dout[first:end, head].to(dtype)))
