@@ -99,7 +99,7 @@ __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<
     score_mod.weigh_rows(params, scores, operand, lse_log2, tile, key, first_row);
   } else {
     key_weights<Spec, kMask, kIsFull>(params, scores, lse_smem, tile, key, first_row);
-    pack_operand<Spec>(operand, scores);
+    make_operand<Spec>(operand, scores);
   }
 }
 
@@ -190,7 +190,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
         weigh_keys<Spec, kMask, false>(params, scores, operand, score_mod, statistics, tile, key, slice_row);
         if constexpr (Spec::kHasScoreMod) {
           Operand<Spec> score_operand;  // the factor of dP - row_dot in dS
-          pack_operand<Spec>(score_operand, scores);
+          make_operand<Spec>(score_operand, scores);
           P.store(warp, score_operand);
         } else {
           P.store(warp, operand);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void add_queries(const BackwardParams& params, Gradie
 #pragma unroll
         for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - row_dot[i % 2]);
     }
-    pack_operand<Spec>(operand, gradients);
+    make_operand<Spec>(operand, gradients);
     accumulate<Spec>(dK, operand, unshared, Q_smem);
   }
   stream.advance();

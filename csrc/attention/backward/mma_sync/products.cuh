@@ -41,7 +41,7 @@ __device__ __forceinline__ void clear(Gradient<Spec>& gradient) {
 }
 
 template <typename Spec>
-__device__ __forceinline__ void pack_operand(Operand<Spec>& operand, const Scores<Spec>& scores) {
+__device__ __forceinline__ void make_operand(Operand<Spec>& operand, const Scores<Spec>& scores) {
 #pragma unroll
   for (int step = 0; step < Spec::kMmaN / 2; ++step)
 #pragma unroll

@@ -123,7 +123,7 @@ __device__ __forceinline__ void score_gradients(Operand<Spec>& dS, Scores<Spec>&
     for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) gradients[m][n][i] = scores[m][n][i] * (gradients[m][n][i] - rows.row_dot[m][i / 2]);
-  pack_operand<Spec>(dS, gradients);
+  make_operand<Spec>(dS, gradients);
 }
 
 // dQ += dS K.
