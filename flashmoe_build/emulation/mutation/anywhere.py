@@ -20,7 +20,8 @@ from pathlib import Path
 
 from flashmoe.errors import ExitCode
 from flashmoe_build.emulation.build import REPOSITORY
-from flashmoe_build.emulation.mutation.operators import Edit, edits
+from flashmoe_build.emulation.mutation.operators import edits
+from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
 
 _SHIFTED: dict[type[ast.cmpop], str] = {

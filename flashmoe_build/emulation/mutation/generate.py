@@ -18,8 +18,9 @@ from typing import Any
 from flashmoe.errors import TableError
 from flashmoe_build.emulation.build import CSRC
 from flashmoe_build.emulation.mutation.kernels import noticing_kernels
-from flashmoe_build.emulation.mutation.operators import Edit, edits
+from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.planted import Mutant
+from flashmoe_build.emulation.mutation.site import Edit
 from flashmoe_build.emulation.mutation.source import Source
 
 if sys.version_info >= (3, 11):
