@@ -11,7 +11,6 @@
 #include "attention/backward/sm90/key_value_consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/shared_key_value_consumer.cuh"
-#include "device/warp_roles.cuh"
 #include "ptx/register_control.cuh"
 
 namespace flashmoe {
@@ -30,7 +29,12 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params,
   const int warpgroup = warp / 4;
 
   if (warp == 0 && ptx::elect_one()) {
-    prefetch_tensor_maps(&q_map, &k_map, &v_map, &dout_map, &dk_map, &dv_map);
+    ptx::prefetch_tensor_map(&q_map);
+    ptx::prefetch_tensor_map(&k_map);
+    ptx::prefetch_tensor_map(&v_map);
+    ptx::prefetch_tensor_map(&dout_map);
+    ptx::prefetch_tensor_map(&dk_map);
+    ptx::prefetch_tensor_map(&dv_map);
     init_barriers(shared);
   }
   ptx::barrier_sync_block();

@@ -13,7 +13,6 @@
 #include "attention/backward/sm90/varlen_producer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/products.cuh"
-#include "device/warp_roles.cuh"
 #include "ptx/register_control.cuh"
 
 namespace flashmoe {
@@ -455,7 +454,11 @@ __device__ __forceinline__ void query_gradient(const BackwardParams& params, con
   const int warpgroup = warp / 4;
 
   if (warp == 0 && ptx::elect_one()) {
-    prefetch_tensor_maps(&q_map, &k_map, &v_map, &dout_map, &dq_map);
+    ptx::prefetch_tensor_map(&q_map);
+    ptx::prefetch_tensor_map(&k_map);
+    ptx::prefetch_tensor_map(&v_map);
+    ptx::prefetch_tensor_map(&dout_map);
+    ptx::prefetch_tensor_map(&dq_map);
     init_barriers(shared);
   }
   ptx::barrier_sync_block();

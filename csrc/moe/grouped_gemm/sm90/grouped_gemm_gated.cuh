@@ -115,12 +115,12 @@ struct GatedEpilogue {
     for (int s = 0; s < kSlabPairs; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* own = sums + 64 * s + 32 * half;
+        const float* half_sums = sums + 64 * s + 32 * half;
         const int column = own.column + 64 * s + (is_interleaved ? 32 * half : 0);
         if (column >= columns()) break;
         unsigned char* smem = slabs.acquire();
         if (kIsPaired || !is_interleaved) {
-          write_slab<Element>(smem, own);
+          write_slab<Element>(smem, half_sums);
         } else {
           write_interleaved_slab<Element>(smem, sums + 64 * s + 16 * half, sums + 64 * s + 32 + 16 * half);
         }

@@ -422,22 +422,35 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
                                                             const ptx::TensorMap& b_nk_map,
                                                             const ptx::TensorMap& b_kn_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  run_warp_roles<Spec, kWeights>(
-      params, shared, &a_map, kWeights == Weights::kNk ? b_nk_map : b_kn_map,
-      [&] {
-        if constexpr (Spec::kIsPingpong) {
-          init_pingpong_barriers(shared);
-        } else {
-          init_barriers(shared);
-        }
-      },
-      [&](int consumer) {
-        if constexpr (Spec::kIsPingpong) {
-          consume_pingpong<Spec, kWeights>(params, shared, consumer);
-        } else {
-          consume_cooperative<Spec, kWeights>(params, shared, consumer);
-        }
-      });
+  const ptx::TensorMap& b_map = kWeights == Weights::kNk ? b_nk_map : b_kn_map;
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(&a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    if constexpr (Spec::kIsPingpong) {
+      init_pingpong_barriers(shared);
+    } else {
+      init_barriers(shared);
+    }
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    produce<Spec, kWeights>(params, shared, warp, &a_map, b_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    if constexpr (Spec::kIsPingpong) {
+      consume_pingpong<Spec, kWeights>(params, shared, warpgroup - 1);
+    } else {
+      consume_cooperative<Spec, kWeights>(params, shared, warpgroup - 1);
+    }
+  }
 }
 
 }  // namespace sm90

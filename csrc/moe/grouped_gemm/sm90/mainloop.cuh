@@ -4,7 +4,6 @@
 // The sum over k is one chain of products of 16 k each, in ascending order: a row's bits depend on nothing else.
 #pragma once
 
-#include "device/warp_roles.cuh"
 #include "device/warpgroup_product.cuh"
 #include "moe/grouped_gemm/sm90/producer.cuh"
 #include "moe/grouped_gemm/sm90/spec.cuh"
@@ -146,17 +145,22 @@ __device__ __forceinline__ void consume(const GemmParams& params, const SharedMe
   epilogue.finish();
 }
 
-// The whole kernel: init() initialises the barriers, consume(consumer) is the work of a consumer warpgroup. a_map: null where rows are
-// gathered. maps: those that the consumers use.
-template <typename Spec, Weights kWeights, typename Init, typename Consume, typename... Maps>
-__device__ __forceinline__ void run_warp_roles(const GemmParams& params, const SharedMemory<Spec>& shared,
-                                               const ptx::TensorMap* a_map, const ptx::TensorMap& b_map, Init init,
-                                               Consume consume, const Maps*... maps) {
-  const auto start = [&] {
-    if constexpr (Spec::kGathersA) return start_warp_roles(init, &b_map, maps...);
-    if constexpr (!Spec::kGathersA) return start_warp_roles(init, a_map, &b_map, maps...);
-  };
-  const auto [warp, warpgroup] = start();
+// The whole kernel. a_map: null where rows are gathered. Epilogue: made of (params, shared, consumer, maps...); store(tile, sums)
+// takes the sums of a WarpgroupTile, finish() ends its work.
+template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
+__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
+                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
+  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  // The shuffle tells the compiler that the role is the same in the whole warp.
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    (ptx::prefetch_tensor_map(&maps), ...);
+    init_barriers(shared);
+  }
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
@@ -166,21 +170,9 @@ __device__ __forceinline__ void run_warp_roles(const GemmParams& params, const S
     produce<Spec, kWeights>(params, shared, warp, a_map, b_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    consume(warpgroup - 1);
+    const int consumer = warpgroup - 1;
+    consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
   }
-}
-
-// Epilogue: made of (params, shared, consumer, maps...); store(tile, sums) takes the sums of a WarpgroupTile, finish() ends its work.
-template <typename Spec, Weights kWeights, typename Epilogue, typename... Maps>
-__device__ __forceinline__ void run_grouped_gemm(const GemmParams& params, const ptx::TensorMap* a_map,
-                                                 const ptx::TensorMap& b_map, const Maps&... maps) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  run_warp_roles<Spec, kWeights>(
-      params, shared, a_map, b_map, [&] { init_barriers(shared); },
-      [&](int consumer) {
-        consume<Spec, kWeights>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
-      },
-      &maps...);
 }
 
 }  // namespace sm90

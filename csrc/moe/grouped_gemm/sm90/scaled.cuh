@@ -301,10 +301,27 @@ template <typename Spec, typename Epilogue>
 __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
                                            const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  run_warp_roles<Spec, Weights::kNk>(
-      params.gemm, shared, a_map, b_map, [&] { init_barriers(shared); },
-      [&](int consumer) { consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map)); },
-      &d_map);
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+
+  if (warp == 0 && ptx::elect_one()) {
+    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
+    ptx::prefetch_tensor_map(&b_map);
+    ptx::prefetch_tensor_map(&d_map);
+    init_barriers(shared);
+  }
+  ptx::barrier_sync_block();
+  ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
+    produce<Spec, Weights::kNk>(params.gemm, shared, warp, a_map, b_map);
+  } else {
+    ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, d_map));
+  }
 }
 
 template <typename Spec>
