@@ -38,7 +38,7 @@ struct TensorDescription {
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}  // takes ownership
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}                         // takes ownership
   explicit Tensor(const TensorDescription* description) : description_(description) {}  // borrowed
   Tensor(Tensor&& other) noexcept
       : handle_(std::exchange(other.handle_, nullptr)), description_(std::exchange(other.description_, nullptr)) {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
 import shutil
 import subprocess
@@ -287,3 +289,11 @@ def test_a_further_operation_is_one_package(tmp_path: Path, monkeypatch: pytest.
     assert torch.ops.flashmoe.toy_double(x.to("meta")).shape == x.shape
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ops.flashmoe.toy_double(x).dtype is torch.bfloat16
+
+
+def test_no_module_hides_a_function() -> None:
+    """Importing a submodule sets it on the package: none has the name of what a user calls."""
+    for name in flashmoe.__all__:
+        assert name == "__version__" or importlib.util.find_spec(f"flashmoe.{name}") is None, name
+    importlib.import_module("flashmoe.attn.varlen")
+    assert inspect.isfunction(flashmoe.attention)

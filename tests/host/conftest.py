@@ -78,8 +78,8 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
     const host::Kernel& append = attention::select_append(request);
     const host::Kernel& row_dot = attention::select_row_dot(request);
     used = std::snprintf(answer, length, "%s %s %s %s", append.symbol, target(append), row_dot.symbol, target(row_dot));
-    for (const bool bends_scores : {false, true}) {
-      const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim, bends_scores);
+    for (const bool has_score_mod : {false, true}) {
+      const attention::BackwardKernels both = attention::select_varlen_backward(request, head_dim, has_score_mod);
       for (const host::Kernel* kernel : {both.dq, both.dkv, both.fused, both.prepare, both.convert}) {
         if (kernel == nullptr || (both.fused == nullptr && kernel != both.dq && kernel != both.dkv)) continue;
         used += std::snprintf(answer + used, length - used, " %s %s", kernel->symbol, target(*kernel));
@@ -103,12 +103,12 @@ extern "C" int prefers_fused(int capability, int head_dim, int is_causal, const 
 }
 
 // The same of a ragged batch. sizes: heads_kv, longest_q, longest_k, rows_total, keys_total, visible_keys.
-extern "C" int prefers_varlen_fused(int head_dim, int is_causal, int bends_scores, const long long* sizes) {
+extern "C" int prefers_varlen_fused(int head_dim, int is_causal, int has_score_mod, const long long* sizes) {
   const attention::Mask mask = is_causal ? attention::Mask::kCausal : attention::Mask::kFull;
   const host::KernelRequest request{90, 132, "a GPU", nullptr, host::Dtype::kBFloat16};
   const attention::SelectorInput longest{request, mask, head_dim, 1, sizes[0], sizes[0], sizes[1], sizes[2]};
-  return attention::prefers_fused(attention::select_varlen_backward(request, head_dim, bends_scores != 0),
-                                  attention::as_equal_entries(longest, sizes[3], sizes[4], sizes[5]));
+  return attention::prefers_fused(attention::select_varlen_backward(request, head_dim, has_score_mod != 0),
+                                  attention::as_equal_sequences(longest, sizes[3], sizes[4], sizes[5]));
 }
 
 // Writes the symbols of the backward kernels and their target, or nothing, to `answer`.

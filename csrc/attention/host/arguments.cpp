@@ -219,8 +219,7 @@ ForwardOutputs allocate_outputs(const QueryKeyValue& operands, bool with_lse) {
   if (rank == 4) {
     outputs.out = dense_like(q, sizes);
   } else {
-    outputs.out =
-        host::empty(rank, sizes, operands.torch_dtype, operands.device_type, operands.device_index);
+    outputs.out = host::empty(rank, sizes, operands.torch_dtype, operands.device_type, operands.device_index);
     std::swap(sizes[0], sizes[1]);
   }
   if (with_lse) {

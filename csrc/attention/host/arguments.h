@@ -32,7 +32,8 @@ struct ForwardArguments : QueryKeyValue {
 
 struct ForwardOutputs {
   Tensor out;  // as q, with v's head_dim; contiguous where ragged, else q's order of strides
-  Tensor lse;  // [batch, heads_q, seq_q], or [heads_q, tokens] of ragged rows; fp32, contiguous; not given where nobody wants it
+  Tensor
+      lse;  // [batch, heads_q, seq_q], or [heads_q, tokens] of ragged rows; fp32, contiguous; not given where nobody wants it
 };
 
 // What a backward pass takes beside the operands.
@@ -50,7 +51,8 @@ struct Gradients {
   Tensor dq;
   Tensor dk;
   Tensor dv;
-  Tensor row_dot;  // as lse: BackwardParams::row_dot, where the caller needs it for the gradient of the sinks. A GPU's alone
+  Tensor
+      row_dot;  // as lse: BackwardParams::row_dot, where the caller needs it for the gradient of the sinks. A GPU's alone
 };
 
 // Throws unless q, k and v are tensors of one device and of one dtype that has kernels there.

@@ -93,7 +93,8 @@ void run_fused(BackwardParams params, const BackwardKernels& kernels, QueryParam
   params.tile_counter = counter.address;
   host::Workspace workspace;
   const int64_t row_dot = workspace.add<float>(params.row_dot == nullptr ? num_rows(params) : 0);
-  const int64_t sums = workspace.add<float>(partials * (partial_rows * fused.axes[axis::kHeadDim] + 1));  // and a rank for each
+  const int64_t sums =
+      workspace.add<float>(partials * (partial_rows * fused.axes[axis::kHeadDim] + 1));  // and a rank for each
   workspace.allocate(call);
   allocate_row_dot(params, row_dot, workspace);
   queries.row_dot = params.row_dot;

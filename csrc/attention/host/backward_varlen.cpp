@@ -19,8 +19,8 @@ namespace {
 
 BackwardKernels select_kernels(const VarlenArguments& arguments, const host::Device& gpu) {
   const auto head_dim = static_cast<int32_t>(std::max(arguments.head_dim(), arguments.head_dim_v()));
-  const bool bends_scores = arguments.softcap > 0 || VarlenArguments::has(arguments.mask);
-  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim, bends_scores);
+  const bool has_score_mod = arguments.softcap > 0 || VarlenArguments::has(arguments.mask);
+  return select_varlen_backward(host::make_request(gpu, arguments.dtype), head_dim, has_score_mod);
 }
 
 // Tensor maps take dense entries for rows of one long tensor: an entry begins a whole number of rows behind the one before. And
@@ -139,7 +139,7 @@ SelectorInput make_selector_input(const BackwardParams& params, const host::Kern
                               params.seq_k};
   const int64_t rows_total = entries.cu_seqlens_q != nullptr ? entries.rows_total : batch * params.seq_q;
   const int64_t keys_total = entries.cu_seqlens_k != nullptr ? entries.keys_total : batch * params.seq_k;
-  return as_equal_entries(longest, rows_total, keys_total, static_cast<int64_t>(band.left) + band.right + 1);
+  return as_equal_sequences(longest, rows_total, keys_total, static_cast<int64_t>(band.left) + band.right + 1);
 }
 
 // Back from a result of another width or order.

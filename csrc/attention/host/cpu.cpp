@@ -49,16 +49,16 @@ void append_rows(const AppendArguments& arguments, const Tensor& cache, const Te
   const int64_t row_bytes = sizes[3] * element;
   const int64_t page_size = is_paged ? cache.sizes()[1] : 0;
   const auto* used = static_cast<const int32_t*>(arguments.cache_seqlens.data());
-  for (int64_t entry = 0; entry < sizes[0]; ++entry) {
+  for (int64_t sequence = 0; sequence < sizes[0]; ++sequence) {
     for (int64_t i = 0; i < sizes[2]; ++i) {
-      int64_t batch = entry, key = used[entry] + i;
+      int64_t batch = sequence, key = used[sequence] + i;
       if (is_paged) {
         const auto* table = static_cast<const int32_t*>(arguments.block_table.data());
-        batch = table[entry * arguments.block_table.strides()[0] + key / page_size];
+        batch = table[sequence * arguments.block_table.strides()[0] + key / page_size];
         key %= page_size;
       }
       for (int64_t head = 0; head < sizes[1]; ++head) {
-        const int64_t source = entry * from.batch + head * from.head + i * from.row;
+        const int64_t source = sequence * from.batch + head * from.head + i * from.row;
         const int64_t target = batch * to.batch + head * to.head + key * to.row;
         std::memcpy(static_cast<char*>(cache.data()) + target * element,
                     static_cast<const char*>(added.data()) + source * element, static_cast<std::size_t>(row_bytes));

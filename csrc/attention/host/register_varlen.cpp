@@ -77,7 +77,8 @@ AppendArguments take_append(host::Arguments& given) {
   return arguments;
 }
 
-const host::ArgumentCheck kCheckForward("attention_varlen_forward", [](host::Arguments& given) { take_forward(given); });
+const host::ArgumentCheck kCheckForward("attention_varlen_forward",
+                                        [](host::Arguments& given) { take_forward(given); });
 const host::ArgumentCheck kCheckAppend("attention_append_", [](host::Arguments& given) { take_append(given); });
 
 template <class Backend, bool kWithLse>
@@ -103,8 +104,8 @@ Tensor gradient_of(const Tensor& tensor, bool is_partial) {
 }
 
 // needs: the gradients' bits.
-Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot,
-                                   bool is_empty, bool is_cpu) {
+Gradients allocate_gradients(const VarlenBackwardArguments& arguments, int64_t needs, bool with_row_dot, bool is_empty,
+                             bool is_cpu) {
   const VarlenArguments& forward = arguments.forward;
   // The GPUs' kernels write zeros themselves where rows or keys belong to no entry.
   const bool has_other_rows = is_cpu && forward.has_ragged_rows();

@@ -229,7 +229,7 @@ int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t
 
 namespace {
 
-// Tiles of half the rows. On an H100 they win where entries have no more rows, where there are fewer tiles than multiprocessors, and, if more of
+// Tiles of half the rows. On an H100 they win where sequences have no more rows, where there are fewer tiles than multiprocessors, and, if more of
 // them fit a multiprocessor, where what a block starts and ends with counts for more than its loop.
 bool prefers_shorter(const VarlenSelectorInput& input, const Kernel& kernel, const Kernel& shorter) {
   constexpr int64_t kMostShortKeys = 256;
@@ -323,7 +323,7 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem)
   const bool is_wide = kernels.fused->axes[axis::kHeadDim] > 64;
   const bool is_grouped_causal = problem.mask == Mask::kCausal && problem.heads_q > problem.heads_kv;
   const int64_t min_length = !is_wide ? 1024 : is_grouped_causal ? 8192 : 4096;
-  const int64_t min_heads = is_wide ? 8 : 1;                 // key heads of all batch entries; fewer were not measured
+  const int64_t min_heads = is_wide ? 8 : 1;                 // key heads of all sequences; fewer were not measured
   const int64_t min_rounds = problem.seq_k < 2048 ? 12 : 3;  // of tiles, one for each multiprocessor
   // 1.7 to 1.9 times as long as the split form with windows of 4096 to 12288 of 16384 keys.
   if (is_wide && problem.has_window) return false;
@@ -333,8 +333,8 @@ bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem)
   return tiles >= min_rounds * problem.request.num_multiprocessors;
 }
 
-SelectorInput as_equal_entries(const SelectorInput& longest, int64_t rows_total, int64_t keys_total,
-                               int64_t visible_keys) {
+SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_total, int64_t keys_total,
+                                 int64_t visible_keys) {
   SelectorInput equal = longest;
   equal.seq_q = std::min(longest.seq_q, rows_total);
   equal.seq_k = std::min({longest.seq_k, keys_total, visible_keys});
@@ -343,7 +343,7 @@ SelectorInput as_equal_entries(const SelectorInput& longest, int64_t rows_total,
   return equal;
 }
 
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores) {
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
@@ -351,12 +351,12 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
       const auto find_variant = [&](const char* variant) {
         return host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
       };
-      const Kernel* bending = bends_scores ? find_variant("scores") : nullptr;
-      return bending != nullptr ? bending : find_variant("");
+      const Kernel* with_score_mod = has_score_mod ? find_variant("scores") : nullptr;
+      return with_score_mod != nullptr ? with_score_mod : find_variant("");
     };
     BackwardKernels kernels{find("attention_varlen_backward_dq"), find("attention_varlen_backward_dkv")};
     if (kernels.dq == nullptr || kernels.dkv == nullptr) continue;
-    if (bends_scores) return kernels;
+    if (has_score_mod) return kernels;
     kernels.prepare = find("attention_varlen_backward_fused_prepare");
     kernels.convert = find("attention_varlen_backward_fused_convert");
     const Kernel* fused = find("attention_varlen_backward_fused");

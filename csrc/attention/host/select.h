@@ -40,20 +40,20 @@ struct BackwardKernels {
   const Kernel* convert = nullptr;
 };
 
-// Of ragged, paged and banded attention. What no host knows, the lengths of the entries, plays no part.
+// Of ragged, paged and banded attention. What no host knows, the lengths of the sequences, plays no part.
 struct VarlenSelectorInput {
   host::KernelRequest request;
   int32_t head_dim;   // the larger of the two
   int32_t page_size;  // 0 without pages
-  int64_t rows;       // of the longest entry and a head, heads that share keys counted as rows where they are
-  int64_t keys;       // of the longest entry
+  int64_t rows;       // of the longest sequence and a head, heads that share keys counted as rows where they are
+  int64_t keys;       // of the longest sequence
   int64_t heads;      // those that are not rows
   int64_t batch;
   int64_t rows_total;        // of ragged rows; otherwise 0
   bool has_score_functions;  // a softcap or a mask tensor
 };
 
-// Row blocks of a head, at most: of each entry the last one may be broken.
+// Row blocks of a head, at most: of each sequence the last one may be broken.
 int64_t most_row_blocks(int64_t rows, int64_t batch, int64_t rows_total, int64_t block_m);
 
 // Few rows are a decoding kernel's, whatever the family.
@@ -72,13 +72,13 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem);
 
 // The same of ragged and banded attention. Throws as host::refuse() says where there are none.
-// bends_scores: a softcap, or a mask tensor; some families have kernels of their own for that.
-BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool bends_scores);
+// has_score_mod: a softcap, or a mask tensor; some families have kernels of their own for that.
+BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod);
 
-// The batch of equal entries that a ragged one is judged by, as no host knows its lengths: as many tokens, in entries as long as the longest, whose
+// The batch of equal sequences that a ragged one is judged by, as no host knows its lengths: as many tokens, in sequences as long as the longest, whose
 // rows see at most visible_keys.
-SelectorInput as_equal_entries(const SelectorInput& longest, int64_t rows_total, int64_t keys_total,
-                               int64_t visible_keys);
+SelectorInput as_equal_sequences(const SelectorInput& longest, int64_t rows_total, int64_t keys_total,
+                                 int64_t visible_keys);
 
 // row_dot alone: the first that this GPU has, whichever family is forced.
 const Kernel& select_row_dot(const host::KernelRequest& request);

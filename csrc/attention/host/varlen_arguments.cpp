@@ -202,8 +202,7 @@ void check_append_arguments(AppendArguments& arguments) {
   check_operands(cache);
   check_layout(k_new, "k_new", kDenseLayout);
   check_layout(v_new, "v_new", kDenseLayout);
-  for (const auto& [tensor, name] :
-       {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")}) {
+  for (const auto& [tensor, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")}) {
     check_layout(*tensor, name, arguments.has_pages() ? kPageLayout : kDenseLayout);
   }
   const int64_t batch = k_new.sizes()[0];
@@ -211,8 +210,8 @@ void check_append_arguments(AppendArguments& arguments) {
     violate("attention.append_batch", {{"k_new", batch}, {"k_cache", k_cache.sizes()[0]}});
   }
   check_lengths(cache);
-  for (const auto& [rows, stored, name] : {std::tuple(&k_new, &k_cache, "k_new"),
-                                           std::tuple(&v_new, &v_cache, "v_new")}) {
+  for (const auto& [rows, stored, name] :
+       {std::tuple(&k_new, &k_cache, "k_new"), std::tuple(&v_new, &v_cache, "v_new")}) {
     if (rows->sizes()[1] == cache.heads_kv() && rows->sizes()[3] == stored->sizes()[3] &&
         std::equal(k_new.sizes(), k_new.sizes() + 3, rows->sizes())) {
       continue;

@@ -20,7 +20,7 @@ struct VarlenArguments : QueryKeyValue {
   Tensor block_table;        // [batch, pages] int32, last dimension contiguous
   Tensor sinks;              // [heads_q] float32, contiguous
   Tensor mask;               // [batch, heads_q, max_seqlen_q, max_seqlen_k], bool or of q's type, any strides
-  int64_t max_seqlen_q = 0;  // of the longest entry; set by the check where rows, or keys, are dense
+  int64_t max_seqlen_q = 0;  // of the longest sequence; set by the check where rows, or keys, are dense
   int64_t max_seqlen_k = 0;
   double scale = 0.0;        // above zero once make_scale_positive has run, which is before any backend does
   double softcap = 0.0;      // 0: none
@@ -64,7 +64,7 @@ bool has_softcap(const VarlenArguments& arguments);
 // All of the parameters but workspace, tile_counter, num_splits (1) and folded_heads (1). Outputs may be empty.
 ForwardParams make_varlen_params(const VarlenArguments& arguments, const ForwardOutputs& outputs);
 
-// k_new [batch, heads_kv, new keys, head_dim] and v_new go behind the first cache_seqlens[b] keys of entry b. Keys past the
+// k_new [batch, heads_kv, new keys, head_dim] and v_new go behind the first cache_seqlens[b] keys of sequence b. Keys past the
 // room of the cache, and of pages outside the table or the cache, are dropped.
 struct AppendArguments {
   Tensor k_cache;  // [batch, heads_kv, keys, head_dim], or pages [num_pages, page_size, heads_kv, head_dim]

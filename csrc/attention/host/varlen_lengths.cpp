@@ -59,8 +59,7 @@ void check_cu_seqlens(const Numbers& cu_seqlens, const char* name, int64_t token
   for (int64_t sequence = 0; sequence + 1 < cu_seqlens.count(); ++sequence) {
     const int64_t first = cu_seqlens[sequence], end = cu_seqlens[sequence + 1];
     if (first < 0 || end < first) {
-      violate("attention.decreasing_lengths",
-              {{"name", name}, {"first", first}, {"end", end}, {"sequence", sequence}});
+      violate("attention.decreasing_lengths", {{"name", name}, {"first", first}, {"end", end}, {"sequence", sequence}});
     }
     if (end > tokens) {
       violate("attention.lengths_past_tokens",
@@ -129,8 +128,8 @@ void check_varlen_lengths(const VarlenArguments& arguments) {
               {{"sequence", sequence}, {"used", used}, {"room", room}});
     }
     if (!block_table.are_there()) continue;
-    check_pages(block_table, sequence, first_seen(arguments, cu_seqlens_q, sequence, used), used, arguments.k.sizes()[1],
-                arguments.k.sizes()[0]);
+    check_pages(block_table, sequence, first_seen(arguments, cu_seqlens_q, sequence, used), used,
+                arguments.k.sizes()[1], arguments.k.sizes()[0]);
   }
 }
 
@@ -149,7 +148,8 @@ void check_append_lengths(const AppendArguments& arguments) {
       violate("attention.full_cache",
               {{"sequence", sequence}, {"room", room}, {"used", used[sequence]}, {"added", added}});
     }
-    if (is_paged && added > 0) check_pages(block_table, sequence, used[sequence], used[sequence] + added, sizes[1], sizes[0]);
+    if (is_paged && added > 0)
+      check_pages(block_table, sequence, used[sequence], used[sequence] + added, sizes[1], sizes[0]);
   }
 }
 
