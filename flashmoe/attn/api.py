@@ -5,7 +5,7 @@ Importing this module imports torch and loads the compiled extension.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -159,7 +159,7 @@ def needs_output_alone(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _expand_mask(attn_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _expand_mask(attn_mask: Any, q: Any, k: Any) -> Any:
     """To [B, Hq, Sq, Sk]; as it is where that cannot be: the operator says why."""
     if isinstance(attn_mask, Tensor) and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
         if is_grad_enabled() and attn_mask.requires_grad:

@@ -63,7 +63,7 @@ def _dense_gradient(
     """For q, k and v, each None where it is not ``needed``, and two None for scale and causal. ``grads``: of out and lse."""
     if grads[0] is None and grads[1] is None:
         return (None,) * 5
-    gradients = call(*DenseBackward(*grads, *ctx.saved_tensors, ctx.scale, ctx.causal, bits(needed)))
+    gradients = call(*DenseBackward._make((*grads, *ctx.saved_tensors, ctx.scale, ctx.causal, bits(needed))))
     return (*(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), None, None)
 
 
@@ -177,18 +177,18 @@ def varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
 
 
 def _varlen_gradient(call: Callable[..., Gradients], ctx: Any, grads: tuple[Tensor | None, ...]) -> Gradients:
-    nothing = (None,) * len(Varlen._fields)
     if grads[0] is None and grads[1] is None:
-        return nothing
+        return (None,) * len(Varlen._fields)
     if ctx.has_pages:
         raise DifferentiationError(NO_PAGE_GRADIENT)
-    wanted = Varlen(*ctx.needs_input_grad)
+    wanted: Any = Varlen._make(ctx.needs_input_grad)
     if wanted.mask:
         raise DifferentiationError(NO_MASK_GRADIENT)
     needed = (wanted.q, wanted.k, wanted.v, wanted.sinks)
-    gradients = call(*VarlenBackward(*grads, *ctx.saved_tensors, *ctx.numbers, bits(needed)))
-    found = (gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
-    return tuple(Varlen(*nothing)._replace(**dict(zip(("q", "k", "v", "sinks"), found, strict=True))))
+    gradients = call(*VarlenBackward._make((*grads, *ctx.saved_tensors, *ctx.numbers, bits(needed))))
+    names = zip(("q", "k", "v", "sinks"), gradients, needed, strict=True)
+    found = {name: gradient for name, gradient, need in names if need}
+    return tuple(found.get(name) for name in Varlen._fields)
 
 
 def varlen_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:

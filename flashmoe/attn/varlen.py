@@ -178,7 +178,7 @@ def check_lengths(name: str, lengths: Any, sizes: str) -> None:
 
 
 def attend(
-    q: Tensor,
+    q: Any,
     k: Tensor,
     v: Tensor,
     *,
@@ -213,9 +213,24 @@ def attend(
         scale = q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != 0 else 1.0
     if isinstance(sinks, Tensor) and sinks.is_floating_point():
         sinks = sinks.float().contiguous()
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    numbers = (max_seqlen_q, max_seqlen_k, scale, left, right, softcap, num_splits)
-    given = Varlen(q, k, v, *lengths, sinks, mask, *numbers)
+    given = Varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        block_table,
+        sinks,
+        mask,
+        max_seqlen_q,
+        max_seqlen_k,
+        scale,
+        left,
+        right,
+        softcap,
+        num_splits,
+    )
     if is_compiling():
         out, lse = _operator(*given)
         return (out, lse) if return_lse else out

@@ -24,6 +24,7 @@ from flashmoe import fallback
 from flashmoe.attn import sdpa_dispatch, varlen
 from flashmoe.attn.api import attention
 from flashmoe.attn.arguments import DTYPES
+from flashmoe.attn.options import Window
 from flashmoe.errors import ArgumentError, FlashmoeError
 from flashmoe.moe.api import fused_moe
 from flashmoe.moe.options import Activation
@@ -241,7 +242,7 @@ def _attend(
     value: Tensor,
     mask: Tensor | None,
     causal: bool,
-    window: varlen.Window | None,
+    window: Window | None,
     scaling: float | None,
     extras: dict[str, Any],
     options: dict[str, Any],
@@ -281,7 +282,7 @@ def _attend_packed(
     key: Tensor,
     value: Tensor,
     causal: bool,
-    window: varlen.Window | None,
+    window: Window | None,
     scaling: float | None,
     extras: dict[str, Any],
     options: dict[str, Any],
